@@ -1,0 +1,35 @@
+"""mtpc: compiler-style graph capture for Multi-Token-Prediction speculative decoding.
+
+import mtpc
+spec = mtpc.compile("path/to/checkpoint", spec_tokens=3)
+print(spec.generate("Once upon a time", max_new_tokens=64))
+print(spec.stats)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mtpc.api import SpecModel, compile
+    from mtpc.config import CompileOptions
+    from mtpc.engine.stats import Stats
+
+# Public names are loaded on first use: `import mtpc` must not import torch.
+_HOMES = {
+    "compile": "mtpc.api",
+    "SpecModel": "mtpc.api",
+    "CompileOptions": "mtpc.config",
+    "Stats": "mtpc.engine.stats",
+}
+
+__all__ = ["CompileOptions", "SpecModel", "Stats", "__version__", "compile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mtpc' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

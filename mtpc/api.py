@@ -1,0 +1,155 @@
+"""The public surface: `compile` and the `SpecModel` it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mtpc.backends import make_backend
+from mtpc.capture.program import Program
+from mtpc.compiler import Listener, StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.engine.engine import Engine
+from mtpc.engine.request import Request
+from mtpc.engine.stats import Stats
+from mtpc.errors import NumericsError, RequestError
+from mtpc.models.load import LoadedModel, load
+
+Prompt = str | Sequence[int] | torch.Tensor
+
+
+def compile(model: Any, progress: Listener = lambda progress: None, **options: Any) -> SpecModel:
+    """Compile a model with MTP layers into captured propose-and-verify steps.
+
+    Args:
+        model: a checkpoint directory (str or Path), or a transformers model loaded from one; a
+            model object is shared, not copied, and left as it was.
+        progress: called with a `mtpc.compiler.Progress` at each stage of each bucket.
+        **options: fields of `mtpc.config.CompileOptions`, or their aliases
+            (`num_speculative_tokens` for `spec_tokens`).
+
+    Returns:
+        A `SpecModel`.
+
+    Raises:
+        OptionError: an option is unknown or out of range.
+        CheckpointError: the checkpoint is incomplete, damaged, or has no MTP layers.
+        UnsupportedModelError: the architecture is not supported.
+        CapacityError: the page pool is too small for any request.
+        BackendError: the backend cannot run here.
+    """
+    parsed = CompileOptions.parse(options)
+    backend = make_backend(parsed.backend)
+    loaded = load(model, parsed.dtype, needs_mtp=parsed.spec_tokens > 0)
+    compiler = StepCompiler(loaded, parsed, backend, progress)
+    return SpecModel(loaded, parsed, compiler.compile())
+
+
+class SpecModel:
+    """A compiled model: generates text, and says how it went.
+
+    Attributes:
+        loaded: the model behind it.
+        options: what it was compiled with.
+        program: the captured steps.
+        engine: the scheduler on top of them.
+    """
+
+    def __init__(self, loaded: LoadedModel, options: CompileOptions, program: Program):
+        self.loaded, self.options, self.program = loaded, options, program
+        vocab_size = loaded.target.get_input_embeddings().weight.shape[0]
+        self.engine = Engine(program, options, vocab_size)
+
+    @property
+    def stats(self) -> Stats:
+        """Acceptance, steps, replays per bucket and fallbacks since compilation."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        stop_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+    ) -> Any:
+        """Greedy continuations.
+
+        Args:
+            prompts: one prompt or several; a prompt is text (where the checkpoint has a
+                tokenizer) or token ids.
+            max_new_tokens: new tokens per prompt.
+            stop_ids: ids that end a continuation; None takes the model's end-of-sequence ids.
+            ignore_eos: do not stop at the model's end-of-sequence ids.
+
+        Returns:
+            Per prompt, the new text for text prompts, else the list of new ids (a stop token
+            included); a single prompt gives a single result.
+
+        Raises:
+            RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
+                nothing has run then.
+            CapacityError: a prompt needs more pages than the pool has.
+            NumericsError: the model produced non-finite logits.
+        """
+        single = isinstance(prompts, (str, torch.Tensor)) or (
+            len(prompts) > 0 and isinstance(prompts[0], int)
+        )
+        batch: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
+        stops = () if ignore_eos else self.loaded.stop_ids
+        if stop_ids is not None:
+            stops = tuple(stop_ids)
+        requests = [self._request(prompt, max_new_tokens, stops) for prompt in batch]
+        finished = self._run(requests)
+        results = [self._result(p, r) for p, r in zip(batch, finished, strict=True)]
+        return results[0] if single else results
+
+    def _request(self, prompt: Prompt, max_new_tokens: int, stops: tuple[int, ...]) -> Request:
+        """Form and check a request before any of its batch runs."""
+        request = Request(-1, self._encode(prompt), max_new_tokens, stops)
+        self.engine.check(request)
+        return request
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.loaded.tokenizer is None:
+                raise RequestError(
+                    f"{self.loaded.source} has no tokenizer; give prompts as token ids"
+                )
+            return list(self.loaded.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, torch.Tensor):
+            if prompt.dim() != 1:
+                raise RequestError(
+                    f"a prompt tensor has shape {tuple(prompt.shape)}; expected [length]"
+                )
+            return [int(i) for i in prompt.tolist()]
+        return list(prompt)
+
+    def _run(self, requests: list[Request]) -> list[Request]:
+        """Serve requests to their end; an interrupt aborts them and leaves the engine usable."""
+        ids = [self.engine.add(r.prompt_ids, r.max_new_tokens, r.stop_ids) for r in requests]
+        mine = {r.request_id: r for r in self.engine.waiting if r.request_id in set(ids)}
+        try:
+            while any(r.finish_reason is None for r in mine.values()):
+                self.engine.step()
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        bad = [
+            i for i, request_id in enumerate(ids) if mine[request_id].finish_reason == "nonfinite"
+        ]
+        if bad:
+            raise NumericsError(
+                f"prompt {bad[0]}: the model's logits became NaN or infinite after "
+                f"{len(mine[ids[bad[0]]].output_ids)} new tokens; check the weights, or use a wider dtype"
+            )
+        return [mine[request_id] for request_id in ids]
+
+    def _result(self, prompt: Prompt, request: Request) -> str | list[int]:
+        if not isinstance(prompt, str):
+            return request.output_ids
+        assert self.loaded.tokenizer is not None  # _encode has refused otherwise
+        return self.loaded.tokenizer.decode(request.output_ids, skip_special_tokens=True)

@@ -1,0 +1,48 @@
+"""The seam between a StepGraph and a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import Pass
+
+Run = Callable[[], None]
+"""One iteration over the buffers bound at lowering; takes and returns nothing."""
+Report = Callable[[str], None]
+"""Receives a line on what is being done."""
+
+
+class Backend(Protocol):
+    """Lowers step graphs to callables and captures them.
+
+    Attributes:
+        name: as in the option `backend`.
+    """
+
+    name: str
+
+    def fingerprint(self) -> dict[str, str]:
+        """Everything about this machine and toolchain that can change a lowered result."""
+        ...
+
+    def legalise(self) -> tuple[Pass, ...]:
+        """Passes that rewrite to this backend's op table; they end the pipeline."""
+        ...
+
+    def lower(self, graph: StepGraph, report: Report) -> Run:
+        """Compile a flat, verified graph.
+
+        Raises:
+            BackendError: the graph cannot be compiled here; the message says why.
+        """
+        ...
+
+    def capture(self, run: Run, graph: StepGraph) -> Run:
+        """Turn a lowered step into a replay of fixed work on fixed addresses.
+
+        Raises:
+            CaptureError: the step does something that a device graph would freeze.
+        """
+        ...

@@ -1,0 +1,144 @@
+"""The cpu backend: one AOTInductor package per step, without weights, over shared tensors.
+
+Weights and state are bound as user-managed constants: they exist once, whatever the number of
+buckets, and state is mutated in place. Buffers that only the host writes become inputs of the
+package instead, because Inductor copies small constants into the code it generates, where later
+writes would not be seen.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from mtpc.backends.base import Report, Run
+from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.capture.graph import StepGraph, get_tensor
+from mtpc.errors import BackendError
+from mtpc.passes.base import Pass
+
+_INDUCTOR = {"aot_inductor.package_constants_in_so": False}
+_INLINED_ELEMENTS = 8
+"""Inductor writes one-dimensional constants of up to this many elements into its code."""
+
+
+@dataclass(frozen=True)
+class UseCpuKernels:
+    """legalise-cpu: call the C++ kernels in place of the reference ops."""
+
+    name: ClassVar[str] = "legalise-cpu"
+
+    def apply(self, graph: StepGraph) -> int:
+        table = kernel_table()
+        rewrites = 0
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.target in table:
+                node.target = table[node.target]
+                rewrites += 1
+        return rewrites
+
+
+class CpuBackend:
+    """Ahead-of-time compiled steps on the CPU.
+
+    Raises:
+        BackendError: no C++ compiler, or building the kernels failed.
+    """
+
+    name = "cpu"
+
+    def __init__(self, report: Report = lambda line: None) -> None:
+        load_kernels(report=report)
+        self._packages = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
+
+    def fingerprint(self) -> dict[str, str]:
+        """torch, the instruction set, and the compiler that Inductor will call."""
+        return {
+            "backend": self.name,
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        }
+
+    def legalise(self) -> tuple[Pass, ...]:
+        """C++ kernels for the `mtpc::` ops; ATen goes to Inductor."""
+        return (UseCpuKernels(),)
+
+    def lower(self, graph: StepGraph, report: Report) -> Run:
+        """Compile to a package, load it, bind the tensors."""
+        lifted, inputs = _lift_inputs(graph)
+        package = self._compile(graph, lifted, inputs)
+        loader = torch._inductor.aoti_load_package(str(package), run_single_threaded=True)
+        _bind(loader, lifted, inputs, str(graph.key))
+        tensors = tuple(inputs.values())
+
+        def run() -> None:
+            loader(*tensors)
+
+        return run
+
+    def capture(self, run: Run, graph: StepGraph) -> Run:
+        """A package is already fixed work on fixed addresses."""
+        return run
+
+    def _compile(
+        self, graph: StepGraph, module: fx.GraphModule, inputs: Mapping[str, Tensor]
+    ) -> Path:
+        path = Path(self._packages.name) / f"{len(list(Path(self._packages.name).iterdir()))}.pt2"
+        try:
+            with torch.no_grad():
+                program = torch.export.export(module, tuple(inputs.values()), strict=False)
+                torch._inductor.aoti_compile_and_package(
+                    program, package_path=str(path), inductor_configs=_INDUCTOR
+                )
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+            raise BackendError(
+                f"AOTInductor could not compile {graph.key}: {error}; `mtpc doctor` checks the "
+                "compiler, backend='eager' runs without one"
+            ) from error
+        return path
+
+
+def _lift_inputs(graph: StepGraph) -> tuple[fx.GraphModule, dict[str, Tensor]]:
+    """A copy of the graph in which what Inductor would inline is an input."""
+    copy = graph.clone()
+    inputs: dict[str, Tensor] = {}
+    for node in list(copy.graph.nodes):
+        if node.op == "get_attr" and _must_be_input(graph, str(node.target)):
+            tensor = get_tensor(graph.module, str(node.target)).detach()
+            with copy.graph.inserting_before(next(iter(copy.graph.nodes))):
+                placeholder = copy.graph.placeholder(f"host_{len(inputs)}")
+            node.replace_all_uses_with(placeholder)
+            copy.graph.erase_node(node)
+            inputs[str(node.target)] = tensor
+    # Placeholders were each put first: give inputs the order in which the graph lists them.
+    ordered = dict(reversed(inputs.items()))
+    return fx.GraphModule(graph.module, copy.graph), ordered
+
+
+def _must_be_input(graph: StepGraph, name: str) -> bool:
+    if name in graph.layout:
+        return graph.layout[name].writer == "host"
+    tensor = get_tensor(graph.module, name)
+    return tensor.dim() <= 1 and tensor.numel() <= _INLINED_ELEMENTS
+
+
+def _bind(loader: Any, module: fx.GraphModule, inputs: Mapping[str, Tensor], key: str) -> None:
+    """Give the package our tensors for its constants; every one must be accounted for."""
+    wanted = set(loader.get_constant_fqns())
+    held = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    if wanted != held:
+        raise BackendError(
+            f"the package of {key} does not refer to {sorted(held - wanted)} and refers to unknown "
+            f"{sorted(wanted - held)}: a tensor was copied into the code and later writes to it "
+            "would be lost"
+        )
+    constants = {name: get_tensor(module, name).detach() for name in wanted}
+    loader.load_constants(constants, check_full_update=True, user_managed=True)

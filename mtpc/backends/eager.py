@@ -1,0 +1,37 @@
+"""The eager backend: runs the FX graph node by node on the reference ops. The oracle."""
+
+from __future__ import annotations
+
+import torch
+
+from mtpc.backends.base import Report, Run
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import Pass
+
+
+class EagerBackend:
+    """Executes StepGraphs in Python; the meaning that every other backend must reproduce."""
+
+    name = "eager"
+
+    def fingerprint(self) -> dict[str, str]:
+        """Only torch matters."""
+        return {"backend": self.name, "torch": torch.__version__}
+
+    def legalise(self) -> tuple[Pass, ...]:
+        """The reference ops are this backend's ops."""
+        return ()
+
+    def lower(self, graph: StepGraph, report: Report) -> Run:
+        """The graph's generated Python code, without autograd."""
+        module = graph.module
+
+        @torch.inference_mode()
+        def run() -> None:
+            module()
+
+        return run
+
+    def capture(self, run: Run, graph: StepGraph) -> Run:
+        """Nothing to capture: every call runs the graph."""
+        return run

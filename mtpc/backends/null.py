@@ -1,0 +1,174 @@
+"""The null device: records what a CUDA or HIP graph would fix, and replays exactly that.
+
+Capture runs the step once and writes each operator down with the very tensors it used: static
+tensors (buffers, weights) by address, temporaries by the memory they got. A replay repeats the
+operators on the same memory with the same Python numbers. So whatever a device graph would
+freeze is frozen here too, and what it could not do is refused: reading a value back to the host,
+results whose shape depends on data, values made from Python objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from mtpc.backends.base import Report, Run
+from mtpc.backends.eager import EagerBackend
+from mtpc.capture.graph import StepGraph
+from mtpc.errors import CaptureError
+from mtpc.passes.base import Pass
+
+_HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "_assert_async"}
+_HOST_VALUES = {"lift_fresh", "lift", "scalar_tensor"}
+_DATA_SHAPED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+@dataclass(frozen=True)
+class TapeEntry:
+    """One recorded operator: its arguments as they were, and the memory of its results."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass
+class Tape:
+    """A captured step.
+
+    Attributes:
+        entries: operators in order.
+        addresses: data pointer of each static tensor at capture, by name.
+        replays: how often it was replayed.
+        host_writes: writes to static buffers by anyone but the tape, seen between replays.
+    """
+
+    entries: list[TapeEntry] = field(default_factory=list)
+    addresses: dict[str, int] = field(default_factory=dict)
+    replays: int = 0
+    host_writes: int = 0
+
+    def op_names(self) -> list[str]:
+        """The recorded operators, in order."""
+        return [str(entry.op) for entry in self.entries]
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every operator below the step's Python code."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        _refuse(func, args)
+        result = func(*args, **kwargs)
+        outputs: list[Tensor] = []
+        tree_map_only(Tensor, outputs.append, result)
+        self.tape.entries.append(TapeEntry(func, args, kwargs, tuple(outputs)))
+        return result
+
+
+def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    name = op.overloadpacket.__name__
+    if name in _HOST_READS:
+        raise CaptureError(
+            f"{op} reads a device value on the host; a captured graph would freeze it"
+        )
+    if name in _HOST_VALUES:
+        raise CaptureError(
+            f"{op} makes a tensor from a Python value; a captured graph would freeze it"
+        )
+    if name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]):
+        raise CaptureError(f"{op} with a mask has a result whose shape depends on data")
+    if name != "index" and any(tag in op.tags for tag in _DATA_SHAPED):
+        raise CaptureError(f"{op} has a result whose shape or value depends on data")
+
+
+class NullDevice:
+    """Backend whose capture is a `Tape`; runs anywhere, so that capture is tested everywhere."""
+
+    name = "null"
+
+    def __init__(self) -> None:
+        self._eager = EagerBackend()
+        self.tapes: dict[str, Tape] = {}
+
+    def fingerprint(self) -> dict[str, str]:
+        """As the eager backend it records."""
+        return {**self._eager.fingerprint(), "backend": self.name}
+
+    def legalise(self) -> tuple[Pass, ...]:
+        """Reference ops; each is one opaque kernel on the tape."""
+        return ()
+
+    def lower(self, graph: StepGraph, report: Report) -> Run:
+        """The eager callable."""
+        return self._eager.lower(graph, report)
+
+    def capture(self, run: Run, graph: StepGraph) -> Run:
+        """Record one run; returns the replay.
+
+        Capture happens on live buffers, as on a device: their contents are put back after it.
+        """
+        static = {**graph.buffers(), **dict(graph.module.named_parameters())}
+        tape = Tape(addresses={name: tensor.data_ptr() for name, tensor in static.items()})
+        saved = {name: tensor.clone() for name, tensor in graph.buffers().items()}
+        with torch.inference_mode(), _Recorder(tape):
+            graph.module()
+        for name, tensor in graph.buffers().items():
+            tensor.copy_(saved[name])
+        self.tapes[str(graph.key)] = tape
+        return _Replay(tape, graph, static)
+
+
+class _Replay:
+    """Repeats a tape, checking first that the world is as captured."""
+
+    def __init__(self, tape: Tape, graph: StepGraph, static: dict[str, Tensor]):
+        self.tape, self.graph, self.static = tape, graph, static
+        self._batch = {n: t for n, t in graph.buffers().items() if not n.startswith("kv.")}
+        self._versions: dict[str, int] = {}
+
+    def __call__(self) -> None:
+        self._check_addresses()
+        self._count_host_writes()
+        with torch.inference_mode():
+            for entry in self.tape.entries:
+                _repeat(entry)
+        self.tape.replays += 1
+        self._versions = {name: tensor._version for name, tensor in self._batch.items()}
+
+    def _check_addresses(self) -> None:
+        names = dict(self.graph.module.named_buffers(remove_duplicate=False))
+        names.update(self.graph.module.named_parameters())
+        for name, address in self.tape.addresses.items():
+            if names[name].data_ptr() != address:
+                raise CaptureError(
+                    f"{name} moved from {address:#x} to {names[name].data_ptr():#x} since "
+                    f"{self.graph.key} was captured; a device graph would use the old memory"
+                )
+
+    def _count_host_writes(self) -> None:
+        """A tensor's version counts in-place writes: more of them than our own are the host's."""
+        if self._versions:
+            self.tape.host_writes += sum(
+                tensor._version - self._versions[name] for name, tensor in self._batch.items()
+            )
+
+
+def _repeat(entry: TapeEntry) -> None:
+    """Run one operator again and leave its results in the captured memory."""
+    result = entry.op(*entry.args, **entry.kwargs)
+    fresh: list[Tensor] = []
+    tree_map_only(Tensor, fresh.append, result)
+    for captured, new in zip(entry.outputs, fresh, strict=True):
+        if captured.data_ptr() != new.data_ptr():
+            captured.copy_(new)

@@ -1,0 +1,1 @@
+"""Capture: tracing a step to an FX graph, and running captured steps."""

@@ -1,0 +1,143 @@
+"""Dissolving the pieces of a traced step into one flat graph at the bucket's exact sizes.
+
+Symbolic sizes in the model's traces become numbers here, by running each node on fake tensors
+as it is copied; the result is left in `node.meta["val"]`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mtpc.capture.graph import StepGraph, WeightTable, get_tensor, set_tensor
+
+aten = torch.ops.aten
+
+_SHAPE_GUARDS = {
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_assert_async",
+}
+"""Checks that tracing leaves behind; at fixed sizes on fake tensors they have been run."""
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that a flat graph's metadata was made in."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if hasattr(value, "fake_mode"):
+            return value.fake_mode
+    return FakeTensorMode()
+
+
+class Inliner:
+    """Builds the flat graph.
+
+    Args:
+        source: StepGraph with `call_module` nodes.
+        buffer_names: layout name by tensor id, for the state that pieces hold (`kv.*`).
+    """
+
+    def __init__(self, source: StepGraph, buffer_names: Mapping[int, str]):
+        self.source, self.buffer_names = source, buffer_names
+        self.weights: WeightTable = source.weights
+        self.mode = FakeTensorMode()
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.attributes: dict[str, fx.Node] = {}
+        self.num_inlined = 0
+
+    def run(self) -> fx.GraphModule:
+        """Inline everything; returns the flat module."""
+        env: dict[fx.Node, Any] = {}
+        for node in self.source.graph.nodes:
+            if node.op == "output":
+                continue
+            if node.op == "get_attr":
+                env[node] = self._attribute(
+                    get_tensor(self.source.module, str(node.target)), str(node.target)
+                )
+            elif node.op == "call_module":
+                env[node] = self._inline(node, env)
+            else:
+                env[node] = self._call(node, env, piece="step")
+        self.graph.output(())
+        return fx.GraphModule(self.root, self.graph)
+
+    def _inline(self, call: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        piece = self.source.module.get_submodule(str(call.target))
+        args = fx.node.map_aggregate(call.args, lambda a: env[a] if isinstance(a, fx.Node) else a)
+        if not isinstance(piece, fx.GraphModule):
+            piece = self._trace_glue(piece, args)
+        self.num_inlined += 1
+        inner: dict[fx.Node, Any] = {}
+        inputs = iter(args)
+        for node in piece.graph.nodes:
+            if node.op == "placeholder":
+                inner[node] = next(inputs)
+            elif node.op == "get_attr":
+                inner[node] = self._attribute(get_tensor(piece, str(node.target)), None)
+            elif node.op == "output":
+                return _unwrap(fx.node.map_arg(node.args[0], inner.__getitem__))
+            else:
+                inner[node] = self._call(
+                    node, inner, piece=str(call.target).removeprefix("pieces.")
+                )
+        return None
+
+    def _trace_glue(self, piece: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
+        values = fx.node.map_aggregate(args, _value)
+        with self.mode:
+            return make_fx(piece, pre_dispatch=True)(*values)
+
+    def _attribute(self, tensor: Tensor, name: str | None) -> fx.Node:
+        """The get_attr node of a tensor, one per tensor in the whole graph."""
+        if name is None:
+            name = self.buffer_names.get(id(tensor)) or self.weights.name_of(tensor)
+        if name is None:  # A constant that tracing lifted out of the model's code.
+            name = f"constant.{sum(n.startswith('constant.') for n, _ in self.weights.items())}"
+            self.weights.add(name, tensor)
+        if name not in self.attributes:
+            set_tensor(self.root, name, tensor, buffer=not isinstance(tensor, nn.Parameter))
+            node = self.graph.get_attr(name)
+            node.meta["val"] = self.mode.from_tensor(tensor, static_shapes=True)
+            self.attributes[name] = node
+        return self.attributes[name]
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any], piece: str) -> Any:
+        """Copy one call, or compute its result where that is a number or a known tuple entry."""
+        args = fx.node.map_aggregate(node.args, lambda a: env[a] if isinstance(a, fx.Node) else a)
+        kwargs = {
+            k: fx.node.map_aggregate(v, lambda a: env[a] if isinstance(a, fx.Node) else a)
+            for k, v in node.kwargs.items()
+        }
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            return args[0][args[1]]
+        if getattr(node.target, "__name__", "").split(".")[0] in _SHAPE_GUARDS:
+            return None
+        with self.mode:
+            value = node.target(
+                *fx.node.map_aggregate(args, _value), **fx.node.map_aggregate(kwargs, _value)
+            )
+        if isinstance(value, (int, float, bool)):
+            return value
+        new = self.graph.call_function(node.target, args, kwargs)
+        new.meta = {"val": value, "piece": piece}
+        return new
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _unwrap(result: Any) -> Any:
+    """Export wraps a single output in a tuple of one."""
+    return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result

@@ -1,0 +1,89 @@
+"""A program: captured steps by key, over one set of shared buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mtpc.capture.graph import StepGraph
+from mtpc.layout import SCRATCH_SLOT, StepKey
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """One captured iteration.
+
+    Attributes:
+        key: phase, bucket and K.
+        graph: what was lowered, with its pass history.
+        buffers: all its tensors by name; addresses never change.
+        replay: runs the iteration.
+        build_s: seconds to trace, rewrite, lower and capture it.
+    """
+
+    key: StepKey
+    graph: StepGraph
+    buffers: Mapping[str, Tensor]
+    replay: Callable[[], None]
+    build_s: float
+
+
+@dataclass
+class Program:
+    """All captured steps of a model, and the only place that counts replays and host writes.
+
+    Attributes:
+        steps: captured steps by key.
+        shared: state and cache tensors that all steps use, by name.
+        replays: how often each step ran.
+        host_writes: buffer writes by the host.
+    """
+
+    steps: Mapping[StepKey, CapturedStep]
+    shared: Mapping[str, Tensor]
+    replays: Counter[StepKey] = field(default_factory=Counter)
+    host_writes: int = 0
+
+    def decode_key(self, num_reqs: int) -> StepKey:
+        """The smallest decode step that holds `num_reqs` requests."""
+        keys = [k for k in self.steps if k.phase == "decode" and k.bucket.num_reqs >= num_reqs]
+        return min(keys, key=lambda k: k.bucket)
+
+    def prefill_key(self) -> StepKey:
+        """The prefill step."""
+        return next(k for k in self.steps if k.phase == "prefill")
+
+    @property
+    def max_reqs(self) -> int:
+        """Requests the largest decode step holds."""
+        return max(k.bucket.num_reqs for k in self.steps if k.phase == "decode")
+
+    def write(self, tensor: Tensor, value: Tensor | int) -> None:
+        """One host write into a buffer, or into a view of its rows.
+
+        A `value` tensor shorter than `tensor` leaves the rest at what it was.
+        """
+        self.host_writes += 1
+        if isinstance(value, Tensor):
+            tensor[: value.shape[0]].copy_(value)
+        else:
+            tensor.fill_(value)
+
+    def set_batch(self, key: StepKey, slots: list[int]) -> None:
+        """Point a step's rows at request slots; nothing is written where nothing changed."""
+        indices = self.steps[key].buffers["batch.state_indices"]
+        padding = [SCRATCH_SLOT] * (indices.shape[0] - len(slots))
+        wanted = torch.tensor(slots + padding, dtype=indices.dtype)
+        if not torch.equal(indices.cpu(), wanted):
+            self.write(indices, wanted)
+
+    def run(self, key: StepKey) -> Mapping[str, Tensor]:
+        """One iteration; returns the step's buffers, results among them."""
+        step = self.steps[key]
+        step.replay()
+        self.replays[key] += 1
+        return step.buffers

@@ -1,0 +1,122 @@
+"""Options of `mtpc.compile`, checked once, at the door. The only module that reads the environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mtpc.errors import OptionError
+
+MAX_SPEC_TOKENS = 16
+"""Drafts per step above this are refused: acceptance at such depth is zero in every published
+measurement, and every draft costs a full pass of the draft layer."""
+
+_ALIASES = {"num_speculative_tokens": "spec_tokens"}
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What `mtpc.compile` was asked for.
+
+    Attributes:
+        spec_tokens: K, drafts proposed per step; 0 is plain decoding.
+        batch_buckets: request counts to capture, ascending; a batch is padded to the smallest
+            bucket that holds it.
+        max_len: longest sequence (prompt + new tokens), in tokens.
+        page_size: tokens per KV page.
+        num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
+        prefill_chunk: tokens of one prompt that one prefill step processes.
+        backend: "auto", "cpu", "eager" or "null".
+        dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
+            the checkpoint's. A model object keeps its own.
+        verify_passes: run the verifier with fake-tensor propagation after every pass, not
+            only after the last.
+        strict: turn every fallback into an error.
+        disabled_passes: names of optional passes to leave out.
+        enabled_passes: names of passes that are off by default, to run.
+    """
+
+    spec_tokens: int = 3
+    batch_buckets: tuple[int, ...] = (1, 2, 4, 8)
+    max_len: int = 4096
+    page_size: int = 16
+    num_pages: int | None = None
+    prefill_chunk: int = 64
+    backend: str = "auto"
+    dtype: str | None = None
+    verify_passes: bool = False
+    strict: bool = False
+    disabled_passes: tuple[str, ...] = ()
+    enabled_passes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
+        _check_int("max_len", self.max_len, low=2)
+        _check_int("page_size", self.page_size, low=1, high=4096)
+        _check_int("prefill_chunk", self.prefill_chunk, low=1)
+        if self.num_pages is not None:
+            _check_int("num_pages", self.num_pages, low=2)
+        object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
+
+    @classmethod
+    def parse(cls, options: dict[str, Any]) -> CompileOptions:
+        """Build options from keyword arguments.
+
+        Args:
+            options: keyword arguments of `mtpc.compile`; aliases are resolved here.
+
+        Raises:
+            OptionError: unknown name (the nearest known one is given), an option given twice
+                under two names, or a value outside its range.
+        """
+        known = [f.name for f in fields(cls)]
+        resolved: dict[str, Any] = {}
+        for name, value in options.items():
+            target = _ALIASES.get(name, name)
+            if target not in known:
+                raise OptionError(_unknown_option(name, known + list(_ALIASES)))
+            if target in resolved:
+                raise OptionError(f"{target} was given twice (also as {name}); give it once")
+            resolved[target] = value
+        return cls(**resolved)
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
+    return f"unknown option {name!r}; {hint}"
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    wanted = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
+    if value < low or (high is not None and value > high):
+        raise OptionError(f"{name} is {value}; expected {wanted}")
+
+
+def _check_buckets(buckets: Any) -> tuple[int, ...]:
+    if isinstance(buckets, int):
+        buckets = (buckets,)
+    try:
+        buckets = tuple(buckets)
+    except TypeError:
+        raise OptionError(
+            f"batch_buckets is {buckets!r}; expected integers, as (1, 2, 4)"
+        ) from None
+    if not buckets:
+        raise OptionError("batch_buckets is empty; give at least one request count, as (1,)")
+    for size in buckets:
+        _check_int("batch_buckets", size, low=1, high=4096)
+    return tuple(sorted(set(buckets)))
+
+
+def cache_directory() -> Path:
+    """Where built kernels are kept: `MTPC_CACHE_DIR`, else the user's cache directory."""
+    configured = os.environ.get("MTPC_CACHE_DIR")
+    if configured:
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtpc"

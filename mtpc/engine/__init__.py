@@ -1,0 +1,1 @@
+"""The engine: requests, pages, batches, and what happened to them."""

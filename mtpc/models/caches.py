@@ -1,0 +1,131 @@
+"""Per-layer state of attention: what it is called, how large it is, how it is written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mtpc import ops
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import BufferSpec, N, P
+from mtpc.step import Metadata
+
+
+def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """Page pools of a grouped-query attention layer: K and V, each [N, P, H_kv, D]."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dims = (N, P, config.num_key_value_heads, head_dim)
+    return tuple(BufferSpec(f"kv.{layer}.{role}", dims, dtype) for role in ("k", "v"))
+
+
+def paged_latent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """Page pool of a multi-head latent attention layer: [N, P, kv_lora_rank + rope]."""
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    return (BufferSpec(f"kv.{layer}.latent", (N, P, width), dtype),)
+
+
+class LayerCache(Protocol):
+    """One layer's state: `write` takes what the model hands its cache, `attend` queries."""
+
+    def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None: ...
+
+    def attend(
+        self, module: nn.Module, query: Tensor, scale: float, metadata: Metadata, **options: Any
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """K and V pools, [N, P, H_kv, D]."""
+
+    k: Tensor
+    v: Tensor
+
+    def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
+        """first, second: K and V, [1, H_kv, T, D]."""
+        for cache, rows in ((self.k, first), (self.v, second)):
+            ops.write_cache(cache, rows[0].transpose(0, 1), metadata.slot_mapping)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, scale: float, metadata: Metadata, **options: Any
+    ) -> Tensor:
+        """query: [1, N, T, D]; returns [1, T, N, D_v]."""
+        out = ops.paged_attention(
+            query[0].transpose(0, 1),
+            self.k,
+            self.v,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            scale,
+            options.get("sliding_window") or 0,
+            options.get("softcap") or 0.0,
+            options.get("s_aux"),
+        )
+        return out[None]
+
+
+@dataclass(frozen=True)
+class PagedLatent:
+    """The latent pool, [N, P, rank + rope]."""
+
+    latent: Tensor
+
+    def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
+        """first: normalised latent [1, 1, T, rank]; second: rotated key [1, 1, T, rope]."""
+        rows = torch.cat([first[0, 0], second[0, 0]], -1)
+        if rows.shape[-1] != self.latent.shape[-1]:
+            raise UnsupportedModelError(
+                f"the model hands its cache {rows.shape[-1]} values a token, expected the latent's "
+                f"{self.latent.shape[-1]} (kv_lora_rank + qk_rope_head_dim); this transformers "
+                "version expands K/V before caching: use transformers >=5.17,<6"
+            )
+        ops.write_cache(self.latent, rows, metadata.slot_mapping)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, scale: float, metadata: Metadata, **options: Any
+    ) -> Tensor:
+        """query: [1, N, T, nope + rope]; returns [1, T, N, D_v]."""
+        out = ops.expanded_latent_attention(
+            query[0].transpose(0, 1),
+            self.latent,
+            module.kv_b_proj.weight,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            scale,
+            module.qk_nope_head_dim,
+        )
+        return out[None]
+
+
+class CachePool(nn.Module):
+    """The state tensors of all layers, as buffers, so that tracing sees them by name.
+
+    Args:
+        tensors: pools by buffer name, `kv.<layer>.<role>`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self.roles: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            _, layer, role = name.split(".")
+            self.register_buffer(f"{layer}_{role}", tensor, persistent=False)
+            self.roles.setdefault(int(layer), []).append(role)
+
+    def layers(self) -> dict[int, LayerCache]:
+        """Cache objects by layer index, over whatever tensors the buffers hold now."""
+        return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
+
+    def _bind(self, layer: int, roles: list[str]) -> LayerCache:
+        tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
+        if tensors.keys() == {"k", "v"}:
+            return PagedKV(**tensors)
+        if tensors.keys() == {"latent"}:
+            return PagedLatent(**tensors)
+        raise UnsupportedModelError(f"layer {layer}: no cache kind has the buffers {sorted(roles)}")

@@ -1,0 +1,22 @@
+"""DeepSeek-V3 / R1 (multi-head latent attention, mixture of experts), NextN layers after the last."""
+
+from __future__ import annotations
+
+import copy
+
+from mtpc.models.caches import paged_latent_specs
+from mtpc.models.family import ModelFamily
+from mtpc.models.glm4_moe import NEXTN_WIRING, SHARED_WITH_TARGET, nextn_layers, nextn_prefix
+
+DEEPSEEK_V3 = ModelFamily(
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    hf_class="DeepseekV3ForCausalLM",
+    hf_config_class="DeepseekV3Config",
+    wiring=NEXTN_WIRING,
+    num_mtp_layers=nextn_layers,
+    layer_prefix=nextn_prefix,
+    cache_specs=paged_latent_specs,
+    block_config=copy.deepcopy,
+    optional_tensors=SHARED_WITH_TARGET,
+)

@@ -1,0 +1,86 @@
+"""What a model family declares: everything mtpc needs to know that the HF model does not say.
+
+A family is a value, not a class hierarchy: one file in this package, one row in `FAMILIES`.
+The fields name what differs between known MTP designs, including those of families that other
+files will add: chain rule (recycled single layer, or true chaining of n layers), which features
+feed the draft, and per-layer state that is not a paged K/V pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mtpc.layout import BufferSpec
+
+
+@dataclass(frozen=True)
+class MTPWiring:
+    """How an MTP layer joins the token embedding with the features fed to it.
+
+    Attributes:
+        embedding_norm: checkpoint name of the norm on the embedding (enorm).
+        hidden_norm: checkpoint name of the norm on the incoming features (hnorm).
+        projection: checkpoint name of the 2H -> H projection.
+        final_norm: checkpoint name of the norm after the block; its output is what the head
+            sees and what the next draft step is fed.
+        hidden_first: concat order; False is [embedding, hidden].
+        zero_first_embedding: the embedding at sequence position 0 is zeroed.
+        target_features: which hidden state of the target feeds the draft.
+        chain: "recycle" applies one layer again and again on its own output; with n layers, step
+            i uses layer min(i, n - 1).
+    """
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False
+    zero_first_embedding: bool = False
+    target_features: Literal["after_final_norm"] = "after_final_norm"
+    chain: Literal["recycle"] = "recycle"
+
+    def draft_index(self, step: int, num_layers: int) -> int:
+        """MTP layer that draft step `step` (from 0) applies."""
+        return min(step, num_layers - 1)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One row of the family table.
+
+    Attributes:
+        name: short name, as in messages and docs.
+        architectures: `architectures` entries of config.json that this family serves.
+        hf_class: transformers class name to build the target with.
+        hf_config_class: transformers config class name.
+        wiring: the MTP layer's joints.
+        num_mtp_layers: config -> number of MTP layers it announces.
+        layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
+        block_prefix: where in that prefix the decoder block's tensors stand ("" for beside).
+        block_config: config -> config to build the MTP block with; the block's layer index is
+            num_hidden_layers + i.
+        cache_specs: (config, layer index, dtype) -> per-layer state buffers, named `kv.<layer>.*`.
+        optional_tensors: names in an MTP layer that checkpoints may carry and we do not need,
+            because they repeat shared tensors.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    hf_class: str
+    hf_config_class: str
+    wiring: MTPWiring
+    num_mtp_layers: Callable[[Any], int]
+    layer_prefix: Callable[[int, int], str]
+    cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
+    block_config: Callable[[Any], Any]
+    optional_tensors: tuple[str, ...] = ()
+
+
+def find_norm_class(layer: nn.Module) -> type[nn.Module]:
+    """The RMSNorm class a decoder layer uses (its input norm's)."""
+    return type(layer.input_layernorm)

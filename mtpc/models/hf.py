@@ -1,0 +1,171 @@
+"""The traced route: transformers' own modules, stepped through transformers' own seams.
+
+Attention goes through `AttentionInterface`, experts through `ExpertsInterface`, the KV cache
+through the `past_key_values.update(a, b, layer_idx)` protocol, all under the name "mtpc". The
+user's model is never touched: its module tree is copied, its tensors are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from mtpc import ops
+from mtpc.errors import UnsupportedModelError
+from mtpc.models.caches import CachePool, LayerCache
+from mtpc.models.family import MTPWiring
+
+SEAM_NAME = "mtpc"
+
+
+@dataclass
+class StepContext:
+    """Metadata of one forward and the caches of its layers; stands in for `past_key_values`."""
+
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    layers: dict[int, LayerCache] = field(default_factory=dict)
+
+    def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Cache protocol of transformers: store what a layer produced for these tokens."""
+        self.layers[layer_idx].write(first, second, self)
+        return first, second
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    mtpc_context: StepContext | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention function registered with transformers; keys and values come from the caches."""
+    if mtpc_context is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not pass keyword arguments on to its attention "
+            "function; it needs a canonical module in its family"
+        )
+    scale = module.head_dim**-0.5 if scaling is None else scaling
+    cache = mtpc_context.layers[module.layer_idx]
+    return cache.attend(module, query, scale, mtpc_context, **options), None
+
+
+def _experts(module: nn.Module, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+    """Experts function registered with transformers."""
+    if module.config.hidden_act not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"experts with activation {module.config.hidden_act!r}; mtpc::experts computes SwiGLU"
+        )
+    return ops.experts(x, module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
+
+
+def register_seams() -> None:
+    """Make the name "mtpc" known to transformers' interfaces (adds an entry, changes none)."""
+    AttentionInterface.register(SEAM_NAME, _attention)
+    ExpertsInterface.register(SEAM_NAME, _experts)
+
+
+def share_model(model: nn.Module) -> nn.Module:
+    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode."""
+    register_seams()
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = copy.deepcopy(model, {id(t): t for t in tensors})
+    use_seams(shared.config)
+    return shared.eval()
+
+
+def use_seams(config: Any) -> None:
+    """Select mtpc's attention and experts in a config (a private copy's, never the user's)."""
+    config._attn_implementation = SEAM_NAME
+    config._experts_implementation = SEAM_NAME
+
+
+class HFTarget(nn.Module):
+    """The decoder of a causal LM over flat tokens: (ids [T], *metadata) -> features [T, H].
+
+    Features are the hidden states after the final norm.
+    """
+
+    def __init__(self, decoder: nn.Module, pool: CachePool):
+        super().__init__()
+        self.decoder, self.pool = decoder, pool
+
+    def forward(self, ids, positions, slot_mapping, block_table, seq_lens, query_start_loc):  # type: ignore[no-untyped-def]
+        context = StepContext(
+            positions, slot_mapping, block_table, seq_lens, query_start_loc, self.pool.layers()
+        )
+        out = self.decoder(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            past_key_values=context,
+            use_cache=False,
+            mtpc_context=context,
+        )
+        return out.last_hidden_state[0]
+
+
+class MTPLayer(nn.Module):
+    """One MTP layer: norms, projection, a decoder block of the model's own class, final norm.
+
+    Submodules bear the family's checkpoint names' roles; `checkpoint.py` maps the names.
+    """
+
+    def __init__(
+        self, wiring: MTPWiring, config: Any, block: nn.Module, norm_class: type[nn.Module]
+    ):
+        super().__init__()
+        self.wiring = wiring
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embedding_norm = norm_class(hidden, eps=eps)
+        self.hidden_norm = norm_class(hidden, eps=eps)
+        self.projection = nn.Linear(2 * hidden, hidden, bias=False)
+        self.block = block
+        self.final_norm = norm_class(hidden, eps=eps)
+
+    def join(self, embedding: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """Block input from embeddings and incoming features, both [..., T, H]."""
+        if self.wiring.zero_first_embedding:
+            embedding = torch.where(positions[..., None] == 0, 0, embedding)
+        parts = [self.embedding_norm(embedding), self.hidden_norm(features)]
+        if self.wiring.hidden_first:
+            parts.reverse()
+        return self.projection(torch.cat(parts, -1))
+
+
+class HFDraft(nn.Module):
+    """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H]."""
+
+    def __init__(self, embedding: nn.Module, rotary: nn.Module, layer: MTPLayer, pool: CachePool):
+        super().__init__()
+        self.embedding, self.rotary, self.layer, self.pool = embedding, rotary, layer, pool
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, ids, features, positions, slot_mapping, block_table, seq_lens, query_start_loc
+    ):
+        context = StepContext(
+            positions, slot_mapping, block_table, seq_lens, query_start_loc, self.pool.layers()
+        )
+        hidden = self.layer.join(self.embedding(ids), features, positions)[None]
+        hidden = self.layer.block(
+            hidden,
+            attention_mask=None,
+            position_ids=positions[None],
+            past_key_values=context,
+            use_cache=False,
+            position_embeddings=self.rotary(hidden, positions[None]),
+            mtpc_context=context,
+        )
+        return self.layer.final_norm(hidden)[0]

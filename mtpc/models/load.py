@@ -1,0 +1,224 @@
+"""From what the user passes (a model object or a directory) to a `LoadedModel` ready to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models import FAMILIES, ModelFamily
+from mtpc.models.caches import CachePool
+from mtpc.models.checkpoint import Checkpoint, check_finite, load_mtp_layer
+from mtpc.models.family import find_norm_class
+from mtpc.models.hf import HFDraft, HFTarget, MTPLayer, share_model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A target that shares the user's tensors, its MTP layers, and what goes with them."""
+
+    family: ModelFamily
+    target: Any
+    mtp_layers: tuple[MTPLayer, ...]
+    tokenizer: Any | None
+    stop_ids: tuple[int, ...]
+    source: str
+
+    @property
+    def config(self) -> Any:
+        return self.target.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target.get_input_embeddings().weight.dtype
+
+    def cache_specs(self) -> tuple[BufferSpec, ...]:
+        """State buffers of the target's layers and the MTP layers'."""
+        count = self.config.num_hidden_layers + len(self.mtp_layers)
+        return tuple(
+            spec
+            for layer in range(count)
+            for spec in self.family.cache_specs(self.config, layer, self.dtype)
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters and constant buffers by name; tensors tied together appear once."""
+        roots = [("", self.target), *((f"mtp.{i}.", m) for i, m in enumerate(self.mtp_layers))]
+        named: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in roots:
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                named.setdefault(id(tensor), (prefix + name, tensor))
+        return dict(named.values())
+
+
+class SteppedModel:
+    """A `LoadedModel` on given page pools, in the form that `mtpc.step` wants (a `StepModel`)."""
+
+    def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor]):
+        pool = CachePool(pools)
+        decoder, head = loaded.target.get_decoder(), loaded.target.get_output_embeddings()
+        embedding = loaded.target.get_input_embeddings()
+        self.target: nn.Module = HFTarget(decoder, pool)
+        self.target_head: nn.Module = head
+        self.drafts = nn.ModuleList(
+            HFDraft(embedding, decoder.rotary_emb, layer, pool) for layer in loaded.mtp_layers
+        )
+        self.draft_heads = nn.ModuleList(head for _ in loaded.mtp_layers)
+        self.vocab_size: int = embedding.weight.shape[0]
+        self._wiring, self._num_layers = loaded.family.wiring, len(loaded.mtp_layers)
+
+    def draft_index(self, step: int) -> int:
+        """MTP layer that draft step `step` uses."""
+        return self._wiring.draft_index(step, self._num_layers)
+
+
+def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+    """Load a checkpoint directory, or adopt a transformers model object.
+
+    Args:
+        source: path of a directory, or a `PreTrainedModel` (shared, not copied, not changed).
+        dtype: dtype name for directories; None keeps the checkpoint's.
+        needs_mtp: whether MTP layers are required (spec_tokens > 0).
+
+    Raises:
+        CheckpointError: see `Checkpoint`, `load_mtp_layer`, `check_finite`.
+        UnsupportedModelError: architecture not in `FAMILIES`.
+    """
+    if isinstance(source, (str, Path)):
+        return _load_directory(Path(source), dtype, needs_mtp)
+    if isinstance(source, transformers.PreTrainedModel):
+        if dtype is not None:
+            raise OptionError("dtype applies to directories; a model object keeps its own")
+        return _adopt(source, needs_mtp)
+    raise OptionError(
+        f"cannot compile a {type(source).__name__}; expected a checkpoint directory or a "
+        "transformers PreTrainedModel"
+    )
+
+
+def find_family(architectures: list[str]) -> ModelFamily:
+    """The family that serves one of `architectures`."""
+    for family in FAMILIES:
+        if set(architectures) & set(family.architectures):
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise UnsupportedModelError(
+        f"architecture {architectures} is not supported; supported: {known}"
+    )
+
+
+def _load_directory(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+    checkpoint = Checkpoint(directory)
+    family = find_family(checkpoint.config.get("architectures") or [])
+    config_class = getattr(transformers, family.hf_config_class)
+    fields = {k: v for k, v in checkpoint.config.items() if k != "model_type"}
+    config = config_class(**fields)
+    with _quiet_transformers():
+        model, info = getattr(transformers, family.hf_class).from_pretrained(
+            directory,
+            config=config,
+            dtype=_parse_dtype(dtype) if dtype else "auto",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{directory} lacks {len(names)} tensor(s) of the target: {names[:6]}"
+        )
+    return _assemble(model, family, checkpoint, needs_mtp, str(directory))
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No report of "unexpected" MTP tensors (we read them ourselves), no second progress bar."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
+    path = Path(model.name_or_path or "")
+    checkpoint = Checkpoint(path) if model.name_or_path and path.is_dir() else None
+    names = checkpoint.config.get("architectures") if checkpoint else None
+    family = find_family(names or [type(model).__name__])
+    if checkpoint is None and needs_mtp:
+        raise CheckpointError(
+            f"the model's name_or_path is {model.name_or_path!r}, which is no local directory: "
+            "transformers drops MTP tensors on load, so mtpc reads them from the checkpoint; load "
+            "the model from a directory, or use spec_tokens=0"
+        )
+    return _assemble(model, family, checkpoint, needs_mtp, model.name_or_path or "model object")
+
+
+def _assemble(
+    model: Any, family: ModelFamily, checkpoint: Checkpoint | None, needs_mtp: bool, source: str
+) -> LoadedModel:
+    check_finite(model.named_parameters(), source)
+    target: Any = share_model(model)
+    layers: tuple[MTPLayer, ...] = ()
+    if needs_mtp:
+        assert checkpoint is not None  # _adopt has refused otherwise
+        layers = _load_mtp_layers(checkpoint, family, target)
+    loaded = LoadedModel(family, target, layers, _tokenizer(checkpoint), _stop_ids(model), source)
+    for index, layer in enumerate(layers):
+        check_finite(layer.named_parameters(), f"MTP layer {index} of {source}")
+    return loaded
+
+
+def _load_mtp_layers(
+    checkpoint: Checkpoint, family: ModelFamily, target: Any
+) -> tuple[MTPLayer, ...]:
+    count = family.num_mtp_layers(target.config)
+    if count == 0:
+        raise CheckpointError(
+            f"{checkpoint.directory} announces no MTP layers (num_nextn_predict_layers is 0 or "
+            "absent); spec_tokens=0 decodes without them"
+        )
+    decoder = target.get_decoder()
+    sample = decoder.layers[-1]
+    dtype = target.get_input_embeddings().weight.dtype
+    return tuple(
+        load_mtp_layer(
+            checkpoint, family, target.config, i, type(sample), find_norm_class(sample), dtype
+        )
+        for i in range(count)
+    )
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise OptionError(f"dtype is {name!r}; expected bfloat16, float16, float32 or float64")
+    return dtype
+
+
+def _tokenizer(checkpoint: Checkpoint | None) -> Any | None:
+    if checkpoint is None or not (checkpoint.directory / "tokenizer.json").is_file():
+        return None
+    return transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint.directory)
+
+
+def _stop_ids(model: Any) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config's, else the config's."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

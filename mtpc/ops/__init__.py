@@ -1,0 +1,22 @@
+"""Custom ops: the few operations a step contains beyond ATen.
+
+Each is a `torch.library` op `mtpc::name` with honest mutation annotations, a fake, and a plain
+PyTorch reference that IS its specification. Backends register faster kernels for a device and
+are tested against the reference. Importing this package registers the ops.
+"""
+
+from mtpc.ops.attention import (
+    expanded_latent_attention,
+    latent_attention,
+    paged_attention,
+    write_cache,
+)
+from mtpc.ops.experts import experts
+
+__all__ = [
+    "expanded_latent_attention",
+    "experts",
+    "latent_attention",
+    "paged_attention",
+    "write_cache",
+]

@@ -1,0 +1,236 @@
+"""Paged attention for several query rows per request, and its latent (MLA) forms.
+
+Shared conventions: T flat query rows; request r owns rows query_start_loc[r] to
+query_start_loc[r+1]; its row j stands at position seq_lens[r] - query_len[r] + j and attends to
+cache positions 0..that. Position p of request r lives in page block_table[r, p // P] at offset
+p % P. Rows that belong to no request, and rows of a request with seq_lens 0, come out as zeros.
+Cache contents outside the attended positions may be anything, NaN included.
+
+References compute in float32, or float64 where the inputs are float64, and never leave the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _accumulate_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@torch.library.custom_op("mtpc::write_cache", mutates_args=("cache",))
+def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    """Write each row at its slot; slot -1 writes nothing.
+
+    Args:
+        cache: [N, P, ...], pages.
+        rows: [T, ...], any dtype (cast to the cache's).
+        slot_mapping: int64 [T], page * P + offset, or -1. Slots of live rows are distinct.
+    """
+    flat = cache.view(-1, *cache.shape[2:])
+    # Rows without a slot all go to slot 0, with the value that is there: page 0 is the null
+    # page, which no live row writes, so this neither changes it nor needs a host-side filter.
+    live = slot_mapping >= 0
+    slots = torch.where(live, slot_mapping, 0)
+    shape = (-1, *([1] * (rows.dim() - 1)))
+    values = torch.where(live.view(shape), rows.to(cache.dtype), flat[0])
+    flat.index_copy_(0, slots, values)
+
+
+@write_cache.register_fake
+def _(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    return None
+
+
+def _visible(
+    num_tokens: int,
+    context: int,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    request: int,
+    sliding_window: int,
+) -> Tensor:
+    """bool [T, C]: which cache positions of one request each flat row attends to."""
+    token = torch.arange(num_tokens, device=seq_lens.device)
+    start, end = query_start_loc[request], query_start_loc[request + 1]
+    position = seq_lens[request] - (end - token)
+    row_on = (token >= start) & (token < end) & (seq_lens[request] > 0)
+    key = torch.arange(context, device=seq_lens.device)
+    visible = row_on[:, None] & (key[None] <= position[:, None])
+    if sliding_window > 0:
+        visible &= key[None] > position[:, None] - sliding_window
+    return visible
+
+
+def _softmax_rows(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
+    """Masked softmax over the last dim of scores [T, N, C]; fully masked rows are zeros.
+
+    A sink is a logit that takes part in the normalisation and contributes no value.
+    """
+    scores = torch.where(visible[:, None], scores, float("-inf"))
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks.to(scores.dtype)[None, :, None])
+    peak = torch.where(torch.isfinite(peak), peak, 0)
+    weights = (scores - peak).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks.to(scores.dtype)[None, :, None] - peak).exp()
+    return weights / torch.where(total > 0, total, 1)
+
+
+def _gather_pages(cache: Tensor, block_table: Tensor, request: int) -> Tensor:
+    """[C, ...]: one request's pages in order, C = M * P."""
+    pages = block_table[request].long().clamp(0, cache.shape[0] - 1)
+    return cache[pages].flatten(0, 1)
+
+
+@torch.library.custom_op("mtpc::paged_attention", mutates_args=())
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Grouped-query attention over paged K and V.
+
+    Args:
+        q: [T, N, D].
+        k_cache: [pages, P, H_kv, D], H_kv divides N.
+        v_cache: [pages, P, H_kv, D_v].
+        block_table: int32 [R, M].
+        seq_lens: int32 [R].
+        query_start_loc: int32 [R+1].
+        scale: multiplies the scores.
+        sliding_window: attend to this many last positions, own included; 0 is all.
+        softcap: s -> softcap * tanh(s / softcap) on the scores; 0 is off.
+        sinks: [N] sink logits, or None.
+
+    Returns:
+        [T, N, D_v], dtype of q.
+    """
+    acc = _accumulate_dtype(q)
+    groups = q.shape[1] // k_cache.shape[2]
+    out = q.new_zeros((*q.shape[:2], v_cache.shape[3]))
+    context = block_table.shape[1] * k_cache.shape[1]
+    for request in range(block_table.shape[0]):
+        visible = _visible(q.shape[0], context, seq_lens, query_start_loc, request, sliding_window)
+        attended = visible.any(0)[:, None, None]
+        keys = _gather_pages(k_cache, block_table, request).to(acc)
+        values = _gather_pages(v_cache, block_table, request).to(acc)
+        keys = torch.where(attended, keys, 0).repeat_interleave(groups, 1)
+        values = torch.where(attended, values, 0).repeat_interleave(groups, 1)
+        scores = torch.einsum("tnd,cnd->tnc", q.to(acc), keys) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = _softmax_rows(scores, visible, sinks)
+        rows = torch.einsum("tnc,cnd->tnd", weights, values).to(q.dtype)
+        out = torch.where(visible.any(1)[:, None, None], rows, out)
+    return out
+
+
+@paged_attention.register_fake
+def _(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    scale,
+    sliding_window=0,
+    softcap=0.0,
+    sinks=None,
+):
+    return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
+
+
+@torch.library.custom_op("mtpc::latent_attention", mutates_args=())
+def latent_attention(
+    q: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    latent_rank: int,
+) -> Tensor:
+    """Multi-head latent attention in absorbed form: one shared key/value head, the latent itself.
+
+    DeepSeek-V2, arXiv:2405.04434, section 2.1.2. Keys are the whole latent rows, values their
+    first `latent_rank` entries.
+
+    Args:
+        q: [T, N, rank + rope], queries already multiplied by the key up-projection.
+        latent_cache: [pages, P, rank + rope].
+        block_table: int32 [R, M].
+        seq_lens: int32 [R].
+        query_start_loc: int32 [R+1].
+        scale: multiplies the scores.
+        latent_rank: kv_lora_rank.
+
+    Returns:
+        [T, N, rank], to be multiplied by the value up-projection; dtype of q.
+    """
+    keys = latent_cache[:, :, None, :]
+    values = keys[..., :latent_rank]
+    return paged_attention(q, keys, values, block_table, seq_lens, query_start_loc, scale)
+
+
+@latent_attention.register_fake
+def _(q, latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank):  # type: ignore[no-untyped-def]
+    return q.new_empty((q.shape[0], q.shape[1], latent_rank))
+
+
+@torch.library.custom_op("mtpc::expanded_latent_attention", mutates_args=())
+def expanded_latent_attention(
+    q: Tensor,
+    latent_cache: Tensor,
+    kv_up: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    nope_dim: int,
+) -> Tensor:
+    """Multi-head latent attention as the model defines it: keys and values expanded, then attended.
+
+    The traced form; the pass `absorb-latent` rewrites it to `latent_attention`.
+
+    Args:
+        q: [T, N, nope + rope].
+        latent_cache: [pages, P, rank + rope].
+        kv_up: [N * (nope + D_v), rank], the up-projection (kv_b_proj).
+        block_table: int32 [R, M].
+        seq_lens: int32 [R].
+        query_start_loc: int32 [R+1].
+        scale: multiplies the scores.
+        nope_dim: query/key dims without rotary embedding.
+
+    Returns:
+        [T, N, D_v], dtype of q.
+    """
+    heads, rank = q.shape[1], kv_up.shape[1]
+    up = kv_up.view(heads, -1, rank)
+    latent, rope = latent_cache[..., :rank], latent_cache[..., rank:]
+    # Expanded in the accumulation dtype: rounding here is the model's, in float64 there is none.
+    expanded = torch.einsum(
+        "npr,hdr->nphd", latent.to(_accumulate_dtype(q)), up.to(_accumulate_dtype(q))
+    )
+    shared = rope[:, :, None, :].expand(-1, -1, heads, -1).to(expanded.dtype)
+    keys = torch.cat([expanded[..., :nope_dim], shared], -1)
+    values = expanded[..., nope_dim:]
+    return paged_attention(q, keys, values, block_table, seq_lens, query_start_loc, scale)
+
+
+@expanded_latent_attention.register_fake
+def _(q, latent_cache, kv_up, block_table, seq_lens, query_start_loc, scale, nope_dim):  # type: ignore[no-untyped-def]
+    value_dim = kv_up.shape[0] // q.shape[1] - nope_dim
+    return q.new_empty((q.shape[0], q.shape[1], value_dim))

@@ -1,0 +1,41 @@
+"""Mixture-of-experts feed-forward on stacked expert weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@torch.library.custom_op("mtpc::experts", mutates_args=())
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+) -> Tensor:
+    """Weighted sum of the chosen experts' SwiGLU feed-forwards, per row.
+
+    Rows are independent: a row's result depends on no other row. The sum runs over experts in
+    index order.
+
+    Args:
+        x: [T, H].
+        gate_up: [E, 2I, H], gate rows first.
+        down: [E, H, I].
+        expert_ids: int64 [T, k], distinct per row.
+        expert_weights: [T, k].
+
+    Returns:
+        [T, H], dtype of x.
+    """
+    out = torch.zeros_like(x)
+    for expert in range(gate_up.shape[0]):
+        chosen = expert_ids == expert
+        weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
+        gate, up = F.linear(x, gate_up[expert]).chunk(2, -1)
+        rows = F.linear(F.silu(gate) * up, down[expert]) * weight
+        out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
+    return out
+
+
+@experts.register_fake
+def _(x, gate_up, down, expert_ids, expert_weights):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)

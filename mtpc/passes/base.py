@@ -1,0 +1,86 @@
+"""What a pass is, and how a pipeline of them runs."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import fx
+
+from mtpc.capture.effects import eliminate_dead_nodes
+from mtpc.capture.graph import PassRecord, StepGraph
+from mtpc.capture.inline import fake_mode_of
+
+aten = torch.ops.aten
+
+
+class Pass(Protocol):
+    """A rewrite: a valid StepGraph in, a valid StepGraph out, changed in place.
+
+    Implementations are frozen dataclasses whose fields are their options.
+    """
+
+    name: ClassVar[str]
+
+    def apply(self, graph: StepGraph) -> int:
+        """Rewrite; returns the number of rewrites, 0 where nothing was changed."""
+        ...
+
+
+def run_pipeline(
+    graph: StepGraph,
+    passes: Sequence[Pass],
+    check: Callable[[StepGraph, str], None],
+    until: str | None = None,
+) -> None:
+    """Run passes in order, verifying after each.
+
+    Args:
+        graph: rewritten in place; its history grows by one record a pass.
+        passes: the pipeline.
+        check: called with the graph and the pass's name after each pass; raises GraphError.
+        until: stop after the pass of this name.
+    """
+    for step in passes:
+        before, start = graph.num_nodes, time.perf_counter()
+        rewrites = step.apply(graph)
+        graph.module.recompile()
+        seconds = time.perf_counter() - start
+        graph.history.append(PassRecord(step.name, rewrites, seconds, before, graph.num_nodes))
+        check(graph, step.name)
+        if step.name == until:
+            return
+
+
+def emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    """Append a call at the graph's insertion point, with its fake value; `like` lends its piece."""
+    node = graph.call_function(target, args)
+    with fake_mode_of(graph):
+        value = target(*fx.node.map_aggregate(args, _fake))
+    node.meta = {"val": value, "piece": like.meta.get("piece", "step")}
+    return node
+
+
+def _fake(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def sweep(graph: StepGraph) -> int:
+    """Erase what a rewrite left unused, and duplicate getitems; returns nodes erased."""
+    return eliminate_dead_nodes(graph.graph)
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether a node calls one of these operator overloads."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_flat(graph: StepGraph) -> bool:
+    """Whether the pieces have been inlined."""
+    return all(n.op != "call_module" for n in graph.graph.nodes)
+
+
+GETITEM = operator.getitem

@@ -1,0 +1,60 @@
+"""canonicalise: drop nodes that do nothing at these sizes and dtypes, and dead code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import sweep
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Canonicalise:
+    """Replace identity nodes by their input; erase dead nodes. Rewrites are nodes removed."""
+
+    name: ClassVar[str] = "canonicalise"
+
+    def apply(self, graph: StepGraph) -> int:
+        removed = 0
+        for node in list(graph.graph.nodes):
+            rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None
+            if rule is not None and rule(node.args[0].meta["val"], node.meta["val"]):
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+                removed += 1
+        return removed + sweep(graph)
+
+
+def _same_layout(before: Tensor, after: Tensor) -> bool:
+    return (
+        before.shape == after.shape
+        and before.dtype == after.dtype
+        and before.stride() == after.stride()
+        and before.storage_offset() == after.storage_offset()
+    )
+
+
+def _same_values(before: Tensor, after: Tensor) -> bool:
+    return before.dtype == after.dtype and before.shape == after.shape
+
+
+_IDENTITIES: dict[Any, Callable[[Tensor, Tensor], bool]] = {
+    aten.to.dtype: _same_layout,
+    aten.to.dtype_layout: _same_layout,
+    aten.to.device: _same_layout,
+    aten.contiguous.default: _same_layout,
+    aten.slice.Tensor: _same_layout,
+    aten.view.default: _same_layout,
+    aten.reshape.default: _same_layout,
+    aten.expand.default: _same_layout,
+    aten.alias.default: _same_values,
+    aten.detach.default: _same_values,
+    aten.detach_.default: _same_values,
+}

@@ -1,0 +1,160 @@
+"""The verifier: the rules every StepGraph must keep, checked after each pass."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mtpc.capture.effects import analyse
+from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, operators
+from mtpc.capture.inline import fake_mode_of
+from mtpc.errors import GraphError
+from mtpc.passes.resize_metadata import row_demands
+
+EffectTrace = dict[str, list[str]]
+
+_SYNC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_WRITING_HELPERS = ("copy_", "index_copy_", "write_cache")
+
+
+class Verifier:
+    """Checks one graph after each pass, remembering what its effects were before.
+
+    Args:
+        propagate: recompute every node's shape and dtype on fake tensors and compare.
+    """
+
+    def __init__(self, propagate: bool):
+        self.propagate = propagate
+        self._effects: EffectTrace | None = None
+
+    def __call__(self, graph: StepGraph, pass_name: str) -> None:
+        """Check all rules.
+
+        Raises:
+            GraphError: names the pass, the rule and the node.
+        """
+        try:
+            graph.graph.lint()
+        except (RuntimeError, AttributeError) as error:
+            raise GraphError(f"after {pass_name}: malformed FX graph: {error}") from error
+        check_row_demands(graph, pass_name)
+        if any(node.op == "call_module" for node in graph.graph.nodes):
+            return
+        check_operators(graph, pass_name)
+        self._check_effects(graph, pass_name)
+        if self.propagate:
+            check_values(graph, pass_name)
+
+    def _check_effects(self, graph: StepGraph, pass_name: str) -> None:
+        check_writers(graph, pass_name)
+        trace = effect_trace(graph.graph)
+        before, self._effects = self._effects, trace
+        if before is not None and before != trace:
+            changed = sorted(
+                name for name in before.keys() | trace.keys() if before.get(name) != trace.get(name)
+            )
+            name = changed[0]
+            diff = list(
+                difflib.unified_diff(before.get(name, []), trace.get(name, []), lineterm="", n=0)
+            )[2:]
+            raise GraphError(f"after {pass_name}: effects on {name} changed: {'; '.join(diff)}")
+
+
+def check_row_demands(graph: StepGraph, pass_name: str) -> None:
+    """Every metadata buffer is at least as long as every slice of it (a slice clamps silently)."""
+    for name, demand in row_demands(graph).items():
+        rows = graph.layout.shape(name)[0]
+        held = graph.buffer(name).shape[0]
+        if demand > min(rows, held):
+            raise GraphError(
+                f"after {pass_name}: {name} has {min(rows, held)} rows at {graph.key}, but "
+                f"{demand} are used; the pass resize-metadata must run first"
+            )
+
+
+def check_operators(graph: StepGraph, pass_name: str) -> None:
+    """Only operator overloads, and none whose result the host must look at."""
+    for node in graph.graph.nodes:
+        allowed = node.op in ("get_attr", "output") or node.target is operator.getitem
+        if not allowed and not isinstance(node.target, torch._ops.OpOverload):
+            raise GraphError(f"after {pass_name}: {node.op} {node.target} ({node}) is no operator")
+    for node, op in operators(graph.graph):
+        if any(tag in op.tags for tag in _SYNC_TAGS) and not _indexes_by_integer(node):
+            raise GraphError(
+                f"after {pass_name}: {op} ({node}) makes the host wait for the device; a captured "
+                "graph would freeze its result"
+            )
+
+
+def _indexes_by_integer(node: fx.Node) -> bool:
+    """`index.Tensor` has a data-dependent shape only where an index is a mask."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return False
+    indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
+    return all(i.meta["val"].dtype not in (torch.bool, torch.uint8) for i in indices)
+
+
+def check_writers(graph: StepGraph, pass_name: str) -> None:
+    """Weights are never written, host-only buffers not by the step."""
+    effects = analyse(graph.graph)
+    for node in graph.graph.nodes:
+        for root in effects.writes[node]:
+            if not isinstance(root, str):
+                continue
+            if not is_buffer_name(root):
+                raise GraphError(f"after {pass_name}: {node} ({node.target}) writes weight {root}")
+            if root in graph.layout and graph.layout[root].writer == "host":
+                raise GraphError(
+                    f"after {pass_name}: {node} writes {root}, which only the host writes"
+                )
+
+
+def effect_trace(graph: fx.Graph) -> EffectTrace:
+    """For each buffer, in order: the ops that write it, and the `mtpc::` ops that read it."""
+    effects = analyse(graph)
+    trace: EffectTrace = {}
+    for node, op in operators(graph):
+        names = effects.buffer_writes(node)
+        for name in names:
+            trace.setdefault(name, []).append(f"write {op.overloadpacket.__name__}")
+        if op.namespace == "mtpc":
+            for root in effects.reads(node):
+                if isinstance(root, str) and root.startswith("kv.") and root not in names:
+                    trace.setdefault(root, []).append("read")
+    return trace
+
+
+def check_values(graph: StepGraph, pass_name: str) -> None:
+    """Shapes, dtypes and aliases hold: every node, run again on fakes, gives what it claims."""
+    mode = fake_mode_of(graph.graph)
+    env: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            tensor = get_tensor(graph.module, str(node.target))
+            env[node] = mode.from_tensor(tensor, static_shapes=True)
+        elif node.op == "call_function":
+            with mode:
+                args = fx.node.map_arg(node.args, env.__getitem__)
+                kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
+                try:
+                    env[node] = node.target(*args, **kwargs)
+                except (RuntimeError, TypeError, IndexError, ValueError) as error:
+                    raise GraphError(
+                        f"after {pass_name}: {node.format_node()} fails: {error}"
+                    ) from error
+        else:
+            continue
+        _compare(env[node], node, pass_name)
+
+
+def _compare(value: Any, node: fx.Node, pass_name: str) -> None:
+    claimed = node.meta.get("val")
+    if isinstance(value, Tensor) and isinstance(claimed, Tensor):
+        found, wanted = (value.dtype, tuple(value.shape)), (claimed.dtype, tuple(claimed.shape))
+        if found != wanted:
+            raise GraphError(f"after {pass_name}: {node} is {found}, its metadata says {wanted}")
