@@ -138,15 +138,14 @@ class SpecModel:
             for request_id in ids:
                 self.engine.abort(request_id)
             raise
-        bad = [
-            i for i, request_id in enumerate(ids) if mine[request_id].finish_reason == "nonfinite"
-        ]
-        if bad:
-            raise NumericsError(
-                f"prompt {bad[0]}: the model's logits became NaN or infinite after "
-                f"{len(mine[ids[bad[0]]].output_ids)} new tokens; check the weights, or use a wider dtype"
-            )
-        return [mine[request_id] for request_id in ids]
+        finished = [mine[request_id] for request_id in ids]
+        for index, request in enumerate(finished):
+            if request.finish_reason == "nonfinite":
+                raise NumericsError(
+                    f"prompt {index}: the model's logits became NaN or infinite after "
+                    f"{len(request.output_ids)} new tokens; check the weights or use a wider dtype"
+                )
+        return finished
 
     def _result(self, prompt: Prompt, request: Request) -> str | list[int]:
         if not isinstance(prompt, str):

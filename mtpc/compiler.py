@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mtpc.backends.base import Backend
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.capture.program import CapturedStep, Program
+from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
@@ -158,6 +159,18 @@ class StepCompiler:
         return CapturedStep(
             key, graph, graph.buffers() | self.shared, replay, time.perf_counter() - start
         )
+
+    @torch.no_grad()
+    def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
+        """One step as two captured graphs, `verify` then `propose`, for hosts that schedule."""
+        start = time.perf_counter()
+        split = split_step(self.rewrite(self.trace(key)))
+        halves = []
+        for graph in (split.verify, split.propose):
+            replay = self.backend.capture(self.backend.lower(graph, lambda line: None), graph)
+            seconds = time.perf_counter() - start
+            halves.append(CapturedStep(key, graph, graph.buffers() | self.shared, replay, seconds))
+        return halves[0], halves[1]
 
     @torch.no_grad()
     def compile(self) -> Program:

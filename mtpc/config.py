@@ -1,4 +1,4 @@
-"""Options of `mtpc.compile`, checked once, at the door. The only module that reads the environment."""
+"""Options of `mtpc.compile`, checked once. The only module that reads the environment."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import sympy
 import torch
@@ -22,7 +22,7 @@ K_MAX = sympy.Symbol("K_max", integer=True, nonnegative=True)
 T = R * Q
 """Flat tokens of a bucket: num_reqs * query_len."""
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 Writer = Literal["host", "step", "both"]
 Phase = Literal["decode", "prefill"]
 

@@ -16,7 +16,7 @@ the first a + 1 argmaxes, and they are also the draft layer's shifted inputs.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -370,18 +370,18 @@ class Step(nn.Module):
         super().__init__()
         self.key, self.draft_index = key, draft_index
         self.pieces = pieces
-        self.state, self.batch = buffers.state, buffers.batch
+        self.state: Any = buffers.state
+        self.batch: Any = buffers.batch
 
     def forward(self) -> None:
         ids, context_lens, active, block_table, *fresh = self._begin()
         metadata = self._publish(fresh, block_table, self.key.bucket.num_tokens)
         features = self.pieces.target(ids, *metadata)
-        accepted = self._accept(features, ids, context_lens, active)
-        next_ids, anchors, emitted_ids, num_accepted, num_emitted, reason, remaining, lens = (
-            accepted
+        next_ids, anchors, *report, remaining, lens = self._accept(
+            features, ids, context_lens, active
         )
         drafts = self._propose(next_ids, features, metadata, anchors, (lens, active, block_table))
-        self._report(emitted_ids, num_accepted, num_emitted, reason)
+        self._report(*report)
         last_token = aten.index_select.default(next_ids, 0, anchors)
         next_token_ids = aten.stack.default([last_token, *drafts], 1)
         self.pieces.advance(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from mtpc.backends.base import Report, Run
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
+from mtpc.layout import StepKey
 from mtpc.passes.base import Pass
 
 _INDUCTOR = {"aot_inductor.package_constants_in_so": False}
@@ -74,7 +75,7 @@ class CpuBackend:
     def lower(self, graph: StepGraph, report: Report) -> Run:
         """Compile to a package, load it, bind the tensors."""
         lifted, inputs = _lift_inputs(graph)
-        package = self._compile(graph, lifted, inputs)
+        package = self._compile(graph.key, lifted, inputs.values())
         loader = torch._inductor.aoti_load_package(str(package), run_single_threaded=True)
         _bind(loader, lifted, inputs, str(graph.key))
         tensors = tuple(inputs.values())
@@ -88,19 +89,17 @@ class CpuBackend:
         """A package is already fixed work on fixed addresses."""
         return run
 
-    def _compile(
-        self, graph: StepGraph, module: fx.GraphModule, inputs: Mapping[str, Tensor]
-    ) -> Path:
-        path = Path(self._packages.name) / f"{len(list(Path(self._packages.name).iterdir()))}.pt2"
+    def _compile(self, key: StepKey, module: fx.GraphModule, inputs: Iterable[Tensor]) -> Path:
+        path = Path(self._packages.name) / f"{key}.pt2"
         try:
             with torch.no_grad():
-                program = torch.export.export(module, tuple(inputs.values()), strict=False)
+                program = torch.export.export(module, tuple(inputs), strict=False)
                 torch._inductor.aoti_compile_and_package(
                     program, package_path=str(path), inductor_configs=_INDUCTOR
                 )
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             raise BackendError(
-                f"AOTInductor could not compile {graph.key}: {error}; `mtpc doctor` checks the "
+                f"AOTInductor could not compile {key}: {error}; `mtpc doctor` checks the "
                 "compiler, backend='eager' runs without one"
             ) from error
         return path

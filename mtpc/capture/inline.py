@@ -74,7 +74,7 @@ class Inliner:
 
     def _inline(self, call: fx.Node, env: dict[fx.Node, Any]) -> Any:
         piece = self.source.module.get_submodule(str(call.target))
-        args = fx.node.map_aggregate(call.args, lambda a: env[a] if isinstance(a, fx.Node) else a)
+        args = _resolve(call.args, env)
         if not isinstance(piece, fx.GraphModule):
             piece = self._trace_glue(piece, args)
         self.num_inlined += 1
@@ -114,24 +114,27 @@ class Inliner:
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any], piece: str) -> Any:
         """Copy one call, or compute its result where that is a number or a known tuple entry."""
-        args = fx.node.map_aggregate(node.args, lambda a: env[a] if isinstance(a, fx.Node) else a)
-        kwargs = {
-            k: fx.node.map_aggregate(v, lambda a: env[a] if isinstance(a, fx.Node) else a)
-            for k, v in node.kwargs.items()
-        }
+        args = _resolve(node.args, env)
+        kwargs = {name: _resolve(value, env) for name, value in node.kwargs.items()}
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
             return args[0][args[1]]
-        if getattr(node.target, "__name__", "").split(".")[0] in _SHAPE_GUARDS:
+        target: Any = node.target
+        if getattr(target, "__name__", "").split(".")[0] in _SHAPE_GUARDS:
             return None
         with self.mode:
-            value = node.target(
+            value = target(
                 *fx.node.map_aggregate(args, _value), **fx.node.map_aggregate(kwargs, _value)
             )
         if isinstance(value, (int, float, bool)):
             return value
-        new = self.graph.call_function(node.target, args, kwargs)
+        new = self.graph.call_function(target, args, kwargs)
         new.meta = {"val": value, "piece": piece}
         return new
+
+
+def _resolve(value: Any, env: dict[fx.Node, Any]) -> Any:
+    """Arguments with the source's nodes replaced by what they became."""
+    return fx.node.map_aggregate(value, lambda a: env[a] if isinstance(a, fx.Node) else a)
 
 
 def _value(argument: Any) -> Any:

@@ -142,7 +142,7 @@ def trace_step(
     """
     pieces = _pieces(key, traces, layout)
     buffers = nn.Module()
-    buffers.add_module("state", shared.state)
+    buffers.add_module("state", shared.get_submodule("state"))
     buffers.add_module("batch", _allocate_batch(layout, shared))
     draft_index = tuple(traces.draft_index(i) for i in range(key.spec_tokens))
     step = Step(key, pieces, buffers, draft_index)

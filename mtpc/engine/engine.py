@@ -121,9 +121,10 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"
             )
-        if self._pages_for(request) > self.pages.count:
+        pages = self._pages_for(request)
+        if pages > self.pages.count:
             raise CapacityError(
-                f"a request of {len(prompt) + new} tokens needs {self._pages_for(request)} pages of "
+                f"a request of {len(prompt) + new} tokens needs {pages} pages of "
                 f"{self.options.page_size} tokens, the pool has {self.pages.count}: raise num_pages"
             )
 

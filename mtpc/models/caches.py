@@ -34,7 +34,7 @@ class LayerCache(Protocol):
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None: ...
 
     def attend(
-        self, module: nn.Module, query: Tensor, scale: float, metadata: Metadata, **options: Any
+        self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor: ...
 
 
@@ -51,7 +51,7 @@ class PagedKV:
             ops.write_cache(cache, rows[0].transpose(0, 1), metadata.slot_mapping)
 
     def attend(
-        self, module: nn.Module, query: Tensor, scale: float, metadata: Metadata, **options: Any
+        self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
         """query: [1, N, T, D]; returns [1, T, N, D_v]."""
         out = ops.paged_attention(
@@ -87,7 +87,7 @@ class PagedLatent:
         ops.write_cache(self.latent, rows, metadata.slot_mapping)
 
     def attend(
-        self, module: nn.Module, query: Tensor, scale: float, metadata: Metadata, **options: Any
+        self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
         """query: [1, N, T, nope + rope]; returns [1, T, N, D_v]."""
         out = ops.expanded_latent_attention(

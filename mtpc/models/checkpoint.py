@@ -1,4 +1,4 @@
-"""Reading checkpoints: config.json and safetensors files, and the MTP tensors transformers drops."""
+"""Reading checkpoints: config.json, safetensors, and the MTP tensors transformers drops."""
 
 from __future__ import annotations
 

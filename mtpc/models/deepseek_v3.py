@@ -1,4 +1,4 @@
-"""DeepSeek-V3 / R1 (multi-head latent attention, mixture of experts), NextN layers after the last."""
+"""DeepSeek-V3 / R1 (latent attention, mixture of experts), NextN layers after the last."""
 
 from __future__ import annotations
 

@@ -81,6 +81,6 @@ class ModelFamily:
     optional_tensors: tuple[str, ...] = ()
 
 
-def find_norm_class(layer: nn.Module) -> type[nn.Module]:
+def find_norm_class(layer: Any) -> type[nn.Module]:
     """The RMSNorm class a decoder layer uses (its input norm's)."""
     return type(layer.input_layernorm)

@@ -42,7 +42,7 @@ class StepContext:
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,7 +63,7 @@ def _attention(
     return cache.attend(module, query, scale, mtpc_context, **options), None
 
 
-def _experts(module: nn.Module, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
     """Experts function registered with transformers."""
     if module.config.hidden_act not in ("silu", "swish"):
         raise UnsupportedModelError(

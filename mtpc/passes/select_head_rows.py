@@ -61,25 +61,22 @@ def _common_selection(node: fx.Node) -> tuple[fx.Node, int] | None:
     """(rows, dim from the right) if every user of `node` is that one index_select."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor) or not node.users:
         return None
+    if not all(is_call(u, aten.index_select.default) and u.args[0] is node for u in node.users):
+        return None
     rank = node.meta["val"].dim()
-    found = {
-        (user.args[2], user.args[1] - rank if user.args[1] >= 0 else user.args[1])
-        for user in node.users
-        if is_call(user, aten.index_select.default) and user.args[0] is node
-    }
-    all_select = all(
-        is_call(user, aten.index_select.default) and user.args[0] is node for user in node.users
-    )
-    return next(iter(found)) if all_select and len(found) == 1 else None
+    selections: list[Any] = [user.args for user in node.users]
+    found = {(rows, dim % rank - rank) for _, dim, rows in selections}
+    return found.pop() if len(found) == 1 else None
 
 
 def _row_wise(node: fx.Node, dim: int, effects: Effects, mutated: frozenset[Any]) -> bool:
     """Whether row t of the result depends on row t of the operands only, and nothing is mutated."""
     if (effects.reads(node) | effects.roots[node]) & mutated:
         return False
+    args: tuple[Any, ...] = node.args
     if is_call(node, aten.mean.dim):
-        keeps = len(node.args) > 2 and bool(node.args[2])
-        return keeps and all(d < 0 and d != dim for d in node.args[1])
+        keeps = len(args) > 2 and bool(args[2])
+        return keeps and all(d < 0 and d != dim for d in args[1])
     if is_call(node, aten.select.int):
         return _select_keeps_rows(node, dim)
     if is_call(node, *_FIRST_ARGUMENT_ONLY):
@@ -89,7 +86,7 @@ def _row_wise(node: fx.Node, dim: int, effects: Effects, mutated: frozenset[Any]
 
 def _select_keeps_rows(node: fx.Node, dim: int) -> bool:
     """select(x, 0, i) removes a leading dim: dims counted from the right stay what they are."""
-    return node.args[1] == 0 and -dim <= node.meta["val"].dim()
+    return bool(node.args[1] == 0 and -dim <= node.meta["val"].dim())
 
 
 def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
@@ -97,7 +94,9 @@ def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
     graph, size = node.graph, node.meta["val"].shape[dim]
     selects = list(node.users)
     first = next(n for n in graph.nodes if n in node.users)
-    operands = node.args[:1] if is_call(node, *_FIRST_ARGUMENT_ONLY, aten.select.int) else node.args
+    operands: tuple[Any, ...] = node.args
+    if is_call(node, *_FIRST_ARGUMENT_ONLY, aten.select.int):
+        operands = operands[:1]
     with graph.inserting_before(first):
         args = [
             _select(graph, a, rows, dim, node) if _has_rows(a, dim, size) else a for a in operands
@@ -111,9 +110,9 @@ def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
 
 def _has_rows(argument: Any, dim: int, size: int) -> bool:
     value = argument.meta["val"] if isinstance(argument, fx.Node) else None
-    return (
-        isinstance(value, Tensor) and value.dim() >= -dim and value.shape[dim] == size and size > 1
-    )
+    if not isinstance(value, Tensor) or value.dim() < -dim:
+        return False
+    return bool(value.shape[dim] == size and size > 1)
 
 
 def _select(graph: fx.Graph, operand: fx.Node, rows: fx.Node, dim: int, like: fx.Node) -> fx.Node:
