@@ -138,3 +138,80 @@ def make_checkpoint(
     target = build_target(name, seed, **changes)
     layer = build_mtp_layer(name, target, seed + 1) if mtp else None
     return save_checkpoint(name, target, layer, directory)
+
+
+def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Token rows [B, L], mostly predictable: a fixed successor per token, and 10 % noise."""
+    successor = torch.randperm(94, generator=torch.Generator().manual_seed(7)) + 2
+    rows = [torch.randint(2, 96, (num_rows,), generator=generator)]
+    for _ in range(length - 1):
+        noise = torch.randint(2, 96, (num_rows,), generator=generator)
+        keep = torch.rand(num_rows, generator=generator) > 0.1
+        rows.append(torch.where(keep, successor[rows[-1] - 2], noise))
+    return torch.stack(rows, 1)
+
+
+def train(name: str, target: Any, layer: MTPLayer, steps: int = 18) -> None:
+    """A few seconds of training of target and MTP layer: drafts are then accepted in part."""
+    generator = torch.Generator().manual_seed(3)
+    decoder, head = target.get_decoder(), target.get_output_embeddings()
+    parameters = [*target.parameters(), *layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    target.set_attn_implementation("eager")
+    for _ in range(steps):
+        ids = _cyclic_text(8, 24, generator)
+        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        loss = nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        features = run_mtp_uncached(target, layer, ids[:, 1:], hidden[:, :-1])
+        logits = head(features)[:, :-1].flatten(0, 1)
+        loss = loss + nn.functional.cross_entropy(logits, ids[:, 2:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def run_mtp_uncached(
+    target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """The MTP layer over whole rows [B, L] with transformers' own causal attention, no cache."""
+    positions = torch.arange(ids.shape[1])[None]
+    embedding = target.get_input_embeddings()(ids)
+    hidden = layer.join(embedding, features, positions.expand_as(ids))
+    mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), dtype=hidden.dtype).triu(1)
+    hidden = layer.block(
+        hidden,
+        attention_mask=mask[None, None],
+        position_ids=positions,
+        position_embeddings=target.get_decoder().rotary_emb(hidden, positions),
+    )
+    return layer.final_norm(hidden)
+
+
+def make_trained_checkpoint(name: str, directory: Path, seed: int = 0) -> Path:
+    """A checkpoint trained for seconds, so that drafts are accepted in part."""
+    target = build_target(name, seed, attn_implementation="eager", experts_implementation="eager")
+    layer = build_mtp_layer(name, target, seed + 1)
+    train(name, target, layer)
+    return save_checkpoint(name, target, layer, directory)
+
+
+@torch.no_grad()
+def make_full_acceptance_checkpoint(directory: Path, seed: int = 0) -> Path:
+    """A mimo checkpoint whose every draft is right: both models map a token to its successor.
+
+    Attention and feed-forward write nothing (o_proj and down_proj are zero), the head is the
+    permuted embedding, and the MTP projection passes on the token embedding alone ([0 | I] for
+    the concat [hidden, embedding]).
+    """
+    target = build_target("mimo", seed)
+    layer = build_mtp_layer("mimo", target, seed + 1)
+    for block in (*target.get_decoder().layers, layer.block):
+        block.self_attn.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+    embedding = target.get_input_embeddings().weight
+    embedding.copy_(torch.nn.functional.normalize(torch.randn_like(embedding), dim=1))
+    target.get_output_embeddings().weight.copy_(embedding[torch.randperm(embedding.shape[0])])
+    target.get_decoder().norm.weight.fill_(1)
+    hidden = embedding.shape[1]
+    layer.projection.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1))
+    return save_checkpoint("mimo", target, layer, directory)

@@ -64,7 +64,8 @@ def split_step(graph: StepGraph) -> SplitStep:
     effects = analyse(graph.graph)
     free = _replicable(graph.graph, effects)
     propose_side = _minimum_cut(graph.graph, effects, free)
-    crossing = [n for n in graph.graph.nodes if n not in free | propose_side and n.users.keys() & propose_side]
+    kept = [n for n in graph.graph.nodes if n not in free and n not in propose_side]
+    crossing = [n for n in kept if n.users.keys() & propose_side]
     names = {node: f"cross.{node.name}" for node in crossing}
     specs = tuple(
         BufferSpec(name, tuple(node.meta["val"].shape), node.meta["val"].dtype)
@@ -92,27 +93,32 @@ def _replicable(graph: fx.Graph, effects: Effects) -> set[fx.Node]:
 
 
 def _minimum_cut(graph: fx.Graph, effects: Effects, free: set[fx.Node]) -> set[fx.Node]:
-    """Nodes of the propose side."""
+    """Nodes of the propose side.
+
+    Among cuts of equal bytes, the one with the fewest nodes in verify: results come earliest.
+    """
     network = nx.DiGraph()
+    scale = len(graph.nodes) + 1
     for node in graph.nodes:
         if node in free:
             continue
-        _add_data_edges(network, node, free)
+        _add_data_edges(network, node, free, scale)
+        network.add_edge(node, "propose", capacity=1)
         if effects.buffer_writes(node) & RESULT_BUFFERS or node.meta.get("piece") == "target":
             network.add_edge("verify", node)  # No capacity: never cut.
         if str(node.meta.get("piece")).startswith("drafts.") and effects.buffer_writes(node):
-            network.add_edge(node, "propose")
+            network.add_edge(node, "propose", capacity=float("inf"))
     for earlier, later in _effect_order(graph, effects):
         network.add_edge(later, earlier)
     _, (_, propose_side) = nx.minimum_cut(network, "verify", "propose")
     return {node for node in propose_side if isinstance(node, fx.Node)}
 
 
-def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node]) -> None:
+def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scale: int) -> None:
     """A value that crosses costs its bytes once, however many consumers; it never flows back."""
     carrier = ("value", node)
     users = [user for user in node.users if user not in free]
-    network.add_edge(node, carrier, capacity=_nbytes(node.meta.get("val")))
+    network.add_edge(node, carrier, capacity=scale * _nbytes(node.meta.get("val")))
     for user in users:
         network.add_edge(carrier, user)
         network.add_edge(user, node)

@@ -1,0 +1,134 @@
+"""Capture on the null device: one replay a decode step, no host writes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILY_NAMES
+from test_theorem import PROMPTS
+from torch import fx, nn
+
+from mtpc.backends.null import NullDevice
+from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.errors import CaptureError
+from mtpc.layout import Layout, StepKey
+
+
+@pytest.fixture
+def null_model(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """null_model(family): a compiled model on a null device of its own, and the device."""
+    from mtpc.api import SpecModel
+    from mtpc.compiler import StepCompiler
+    from mtpc.config import CompileOptions
+    from mtpc.models.load import load
+
+    def make(family: str, **changes: Any) -> tuple[SpecModel, NullDevice]:
+        options = CompileOptions(
+            **{"spec_tokens": 3, "batch_buckets": (2,), "max_len": 64, "page_size": 4, **changes}
+        )
+        device, loaded = NullDevice(), load(checkpoint(family), "float64", True)
+        return SpecModel(loaded, options, StepCompiler(loaded, options, device).compile()), device
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_replay_equals_eager(
+    family: str, null_model: Callable[..., Any], compiled: Callable[..., Any]
+) -> None:
+    """The tape, replayed on captured memory, gives what the eager graph gives, token for token."""
+    spec, _ = null_model(family)
+    eager = compiled(family, 3, batch_buckets=(2,))
+    assert spec.generate(PROMPTS[2:7], 16) == eager.generate(PROMPTS[2:7], 16)
+
+
+def test_one_replay_and_no_host_write_per_decode_step(null_model: Callable[..., Any]) -> None:
+    """While no request joins or leaves, the host writes nothing and replays one graph a step."""
+    spec, device = null_model("glm4_moe")
+    for prompt in PROMPTS[3:5]:
+        spec.engine.add(prompt, 24)
+    while any(not r.is_prefilled for r in spec.engine.running) or spec.engine.waiting:
+        spec.engine.step()
+    spec.engine.step()  # The first decode step points the batch at its slots.
+    tape = device.tapes[str(StepKey.decode(2, 3))]
+    writes, replays, counted = tape.host_writes, tape.replays, spec.program.host_writes
+    total = sum(spec.program.replays.values())
+    for _ in range(4):
+        spec.engine.step()
+    assert tape.replays - replays == 4
+    assert sum(spec.program.replays.values()) - total == 4
+    assert tape.host_writes == writes, "seen by the tensors' own version counters"
+    assert spec.program.host_writes == counted, "as counted by the program"
+
+
+def test_host_writes_are_seen(null_model: Callable[..., Any]) -> None:
+    """The counter that the test above rests on does count a write behind the program's back."""
+    spec, device = null_model("mimo")
+    spec.engine.add(PROMPTS[3], 24)
+    for _ in range(3):
+        spec.engine.step()
+    tape = device.tapes[str(StepKey.decode(2, 3))]
+    before = tape.host_writes
+    spec.program.shared["state.token_ids"][1, 1] = 5
+    spec.engine.step()
+    assert tape.host_writes == before + 1
+
+
+def test_a_moved_buffer_is_refused(null_model: Callable[..., Any]) -> None:
+    """A device graph would go on using the old address."""
+    spec, _ = null_model("mimo")
+    step = spec.program.steps[StepKey.decode(2, 3)]
+    state = step.graph.module.get_submodule("state")
+    state.token_ids = state.token_ids.clone()
+    with pytest.raises(CaptureError, match=r"state.token_ids moved"):
+        step.replay()
+
+
+class _Body(nn.Module):
+    """A step of one op over one buffer."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]):
+        super().__init__()
+        self.function = function
+        self.register_buffer("counter", torch.arange(4))
+
+    def forward(self) -> None:
+        self.function(self.counter)
+
+
+def _graph(function: Callable[[torch.Tensor], Any]) -> StepGraph:
+    """A step whose Python code runs as it is (so that host reads happen where they stand)."""
+    module: Any = _Body(function)
+    module.graph = fx.Graph()
+    return StepGraph(module, StepKey.decode(1, 0), Layout((), {}), WeightTable({}))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda c: c[0].item(), "host"),
+        (lambda c: c.nonzero(), "depends on data"),
+        (lambda c: c[c > 1], "depends on data"),
+        (lambda c: c.masked_select(c > 1), "depends on data"),
+        (lambda c: c.add_(torch.tensor(3)), "Python value"),
+        (lambda c: bool(c.sum() > 3), "host"),
+    ],
+    ids=["item", "nonzero", "mask", "masked_select", "tensor", "bool"],
+)
+def test_what_a_graph_would_freeze_is_refused(function: Any, message: str) -> None:
+    graph = _graph(function)
+    with pytest.raises(CaptureError, match=message):
+        NullDevice().capture(graph.module, graph)
+
+
+def test_a_python_scalar_is_frozen_as_on_a_device() -> None:
+    """The tape repeats numbers as captured: a step index kept in Python would never advance."""
+    steps = iter(range(100))
+    graph = _graph(lambda counter: counter.fill_(next(steps)))
+    replay = NullDevice().capture(graph.module, graph)
+    replay()
+    replay()
+    assert graph.module.counter.tolist() == [0, 0, 0, 0]  # type: ignore[union-attr]

@@ -1,0 +1,102 @@
+"""verify and propose as two graphs: the cut is found, and the halves equal the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILY_NAMES, TINY
+from test_theorem import PROMPTS
+
+from mtpc.api import SpecModel
+from mtpc.backends import make_backend
+from mtpc.capture.graph import operators
+from mtpc.capture.program import CapturedStep, Program
+from mtpc.capture.split import split_step
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.errors import GraphError
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+
+
+@pytest.fixture(scope="module")
+def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
+    made: dict[Any, StepCompiler] = {}
+
+    def get(family: str, spec_tokens: int = 3, dtype: str = "float64") -> StepCompiler:
+        key = (family, spec_tokens, dtype)
+        if key not in made:
+            options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(2,), **TINY)
+            loaded = load(checkpoint(family), dtype, spec_tokens > 0)
+            made[key] = StepCompiler(loaded, options, make_backend("eager"))
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_two_graphs_equal_one(
+    family: str, compiler: Callable[..., StepCompiler], compiled: Callable[..., Any]
+) -> None:
+    """A whole generation through verify + propose equals the fused step's."""
+    built = compiler(family)
+    steps = {}
+    for key in built.keys:
+        verify, propose = built.capture_split(key)
+
+        def both(first: CapturedStep = verify, second: CapturedStep = propose) -> None:
+            first.replay()
+            second.replay()
+
+        steps[key] = CapturedStep(key, verify.graph, verify.buffers, both, 0.0)
+    spec = SpecModel(built.loaded, built.options, Program(steps, built.shared))
+    whole = compiled(family, 3, batch_buckets=(2,))
+    assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_cut_is_where_drafting_begins(
+    family: str, compiler: Callable[..., StepCompiler]
+) -> None:
+    """verify holds the target and the results, propose the draft layer; little crosses.
+
+    In float32: from float64 the cut rightly prefers the float32 cast that the draft layer's norm
+    begins with, because it is half as large.
+    """
+    built = compiler(family, dtype="float32")
+    split = split_step(built.rewrite(built.trace(StepKey.decode(2, 3))))
+    verify = {node.meta.get("piece") for node, _ in operators(split.verify.graph)}
+    propose = {node.meta.get("piece") for node, _ in operators(split.propose.graph)}
+    assert {"target", "target_head", "accept"} <= verify
+    assert not {piece for piece in verify if str(piece).startswith("drafts.")}
+    assert "drafts.0" in propose
+    assert "target" not in propose
+    # Hidden states of R*Q = 8 rows of 64 floats; everything else is metadata.
+    assert 8 * 64 * 4 <= split.crossing_bytes < 8 * 64 * 4 + 2048
+
+
+def test_results_are_ready_after_verify(compiler: Callable[..., StepCompiler]) -> None:
+    """A host may read and act on the emitted tokens before it runs propose."""
+    built = compiler("mimo")
+    split = split_step(built.rewrite(built.trace(StepKey.decode(2, 3))))
+    written = {
+        str(node.args[0].target)
+        for node, op in operators(split.verify.graph)
+        if op is torch.ops.aten.copy_.default and node.args[0].op == "get_attr"
+    }
+    assert {"batch.num_emitted", "batch.num_accepted", "batch.stop_reason"} <= written
+
+
+def test_nothing_to_propose(compiler: Callable[..., StepCompiler]) -> None:
+    built = compiler("mimo", 0)
+    graph = built.rewrite(built.trace(StepKey.decode(2, 0)))
+    with pytest.raises(GraphError, match="spec_tokens=0"):
+        split_step(graph)
+
+
+def test_an_unfinished_graph_is_refused(compiler: Callable[..., StepCompiler]) -> None:
+    with pytest.raises(GraphError, match="run the passes first"):
+        split_step(compiler("mimo").trace(StepKey.decode(2, 3)))
