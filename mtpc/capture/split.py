@@ -1,8 +1,9 @@
 """Cutting one step into two graphs, `verify` and `propose`, for hosts with their own scheduler.
 
 The cut is found, not declared: a minimum cut weighted by bytes between what the results need
-(everything up to the buffers the host reads) and what drafting writes, over the graph's data
-dependencies and its order of effects. Values that cross become static buffers `cross.*`.
+(everything up to the buffers the host reads) and what uses the MTP layers' weights, over the
+graph's data dependencies and its order of effects. Values that cross become static buffers
+`cross.*`.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _minimum_cut(graph: fx.Graph, effects: Effects, free: set[fx.Node]) -> set[f
         network.add_edge(node, "propose", capacity=1)
         if effects.buffer_writes(node) & RESULT_BUFFERS or node.meta.get("piece") == "target":
             network.add_edge("verify", node)  # No capacity: never cut.
-        if str(node.meta.get("piece")).startswith("drafts.") and effects.buffer_writes(node):
+        if any(str(arg.target).startswith("mtp.") for arg in node.all_input_nodes):
             network.add_edge(node, "propose", capacity=float("inf"))
     for earlier, later in _effect_order(graph, effects):
         network.add_edge(later, earlier)
