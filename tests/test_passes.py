@@ -1,0 +1,437 @@
+"""Each pass: golden text before and after, exact rewrite count, idempotence, eager equality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILY_NAMES, TINY
+from torch import Tensor, fx, nn
+
+from mtpc import ops
+from mtpc.backends import make_backend
+from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.errors import GraphError, OptionError
+from mtpc.layout import BufferSpec, Layout, Q, R, StepKey
+from mtpc.models.load import load
+from mtpc.passes import Pass, Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes.absorb_latent import AbsorbLatent
+from mtpc.passes.canonicalise import Canonicalise
+from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.hoist_shared import HoistShared
+from mtpc.passes.merge_projections import MergeProjections
+from mtpc.passes.resize_metadata import ResizeMetadata
+from mtpc.passes.select_head_rows import SelectHeadRows
+
+aten = torch.ops.aten
+
+
+class _Function(nn.Module):
+    """A function of tensors as a leaf piece."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def small_graph(function: Callable[..., Any], **tensors: Tensor) -> StepGraph:
+    """A flat StepGraph of `function(*tensors)`, which must write `batch.out` (a buffer).
+
+    Tensors named `batch_*` and `kv_*` are buffers, the others weights; dots stand for the first
+    underscore.
+    """
+    named = {
+        (n.replace("_", ".", 1) if n.startswith(("batch_", "kv_")) else n): t
+        for n, t in tensors.items()
+    }
+    buffers = {n: t for n, t in named.items() if n.startswith(("batch.", "kv."))}
+    module, graph = nn.Module(), fx.Graph()
+    for name, tensor in named.items():
+        set_tensor(module, name, tensor, buffer=True)
+    module.add_module("pieces", nn.Module())
+    module.pieces.add_module("body", _Function(function))  # type: ignore[operator]
+    graph.call_module("pieces.body", tuple(graph.get_attr(name) for name in named))
+    graph.output(())
+    layout = Layout([BufferSpec(n, tuple(t.shape), t.dtype) for n, t in buffers.items()], {})
+    weights = WeightTable({n: t for n, t in named.items() if n not in buffers})
+    step = StepGraph(fx.GraphModule(module, graph), StepKey.decode(1, 0), layout, weights)
+    names = {id(t): n for n, t in buffers.items()}
+    run_pipeline(step, (FuseDraftChain(names),), Verifier(propagate=True))
+    return step
+
+
+def run(graph: StepGraph) -> Tensor:
+    """What the graph leaves in `batch.out`."""
+    graph.buffer("batch.out").fill_(-7)
+    graph.module.recompile()
+    graph.module()
+    return graph.buffer("batch.out").clone()
+
+
+def check_pass(
+    graph: StepGraph, step: Pass, before: str, after: str, rewrites: int, exact: bool = True
+) -> None:
+    """The contract of every pass."""
+    assert operations(graph) == before.split()
+    expected = run(graph)
+    history = len(graph.history)
+    run_pipeline(graph, (step,), Verifier(propagate=True))
+    assert graph.history[history].rewrites == rewrites
+    assert operations(graph) == after.split()
+    found = run(graph)
+    if exact:
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    text = graph.text()
+    assert step.apply(graph) == 0, "a second run must find nothing"
+    assert graph.text() == text
+
+
+def operations(graph: StepGraph) -> list[str]:
+    """Operators in order, with the shape of their result: `linear[2,5]`."""
+    out = []
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            value = node.meta["val"]
+            shape = ",".join(map(str, value.shape)) if isinstance(value, Tensor) else ""
+            name = getattr(node.target, "overloadpacket", node.target).__name__
+            out.append(f"{name}[{shape}]")
+    return out
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_canonicalise() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        y = aten.to.dtype(x, torch.float64)  # already that
+        y = aten.slice.Tensor(y, 0, 0, 9223372036854775807)  # all of it
+        y = aten.view.default(y, [2, 3])  # that shape already
+        x.sin()  # nobody looks
+        out.copy_(y.cos())
+
+    graph = small_graph(body, x=_random(2, 3), batch_out=torch.zeros(2, 3, dtype=torch.float64))
+    before = "to[2,3] slice[2,3] view[2,3] sin[2,3] cos[2,3] copy_[2,3]"
+    check_pass(graph, Canonicalise(), before, "cos[2,3] copy_[2,3]", rewrites=4)
+
+
+def test_canonicalise_keeps_writes_that_someone_reads() -> None:
+    """A write to a temporary is live exactly if the temporary is read afterwards."""
+
+    def body(x: Tensor, out: Tensor) -> None:
+        used, unused = x.clone(), x.clone()
+        used.add_(1)
+        unused.add_(2)
+        out.copy_(used)
+
+    graph = small_graph(body, x=_random(2), batch_out=torch.zeros(2, dtype=torch.float64))
+    before = "clone[2] clone[2] add_[2] add_[2] copy_[2]"
+    check_pass(graph, Canonicalise(), before, "clone[2] add_[2] copy_[2]", rewrites=2)
+
+
+def test_select_head_rows() -> None:
+    """The selection moves above the head, the norm and the residual sum, and stops at sin."""
+
+    def body(x: Tensor, weight: Tensor, gain: Tensor, rows: Tensor, out: Tensor) -> None:
+        h = aten.add.Tensor(aten.sin.default(x), x)
+        h = aten.mul.Tensor(h, aten.rsqrt.default(aten.mean.dim(aten.pow(h, 2), [-1], True)))
+        logits = aten.linear.default(aten.mul.Tensor(gain, h), weight)
+        out.copy_(aten.index_select.default(logits, 0, rows))
+
+    graph = small_graph(
+        body,
+        x=_random(6, 4),
+        weight=_random(5, 4),
+        gain=_random(4),
+        rows=torch.tensor([1, 4]),
+        batch_out=torch.zeros(2, 5, dtype=torch.float64),
+    )
+    before = (
+        "sin[6,4] add[6,4] pow[6,4] mean[6,1] rsqrt[6,1] mul[6,4] mul[6,4] linear[6,5] "
+        "index_select[2,5] copy_[2,5]"
+    )
+    after = (
+        "sin[6,4] index_select[2,4] index_select[2,4] add[2,4] "
+        "pow[2,4] mean[2,1] rsqrt[2,1] mul[2,4] mul[2,4] linear[2,5] copy_[2,5]"
+    )
+    found = operations(graph)
+    assert found == before.split()
+    expected = run(graph)
+    run_pipeline(graph, (SelectHeadRows(), HoistShared()), Verifier(propagate=True))
+    assert graph.history[-2].rewrites == 7
+    assert sorted(operations(graph)) == sorted(after.split())
+    torch.testing.assert_close(run(graph), expected, rtol=1e-12, atol=1e-12)
+    assert SelectHeadRows().apply(graph) == 0
+
+
+def test_select_head_rows_leaves_full_uses_alone() -> None:
+    """Where another user needs all rows, nothing moves."""
+
+    def body(x: Tensor, weight: Tensor, rows: Tensor, out: Tensor) -> None:
+        logits = aten.linear.default(x, weight)
+        out.copy_(aten.index_select.default(logits, 0, rows) + logits.sum())
+
+    graph = small_graph(
+        body,
+        x=_random(6, 4),
+        weight=_random(5, 4),
+        rows=torch.tensor([1, 4]),
+        batch_out=torch.zeros(2, 5, dtype=torch.float64),
+    )
+    text = "linear[6,5] index_select[2,5] sum[] add[2,5] copy_[2,5]"
+    check_pass(graph, SelectHeadRows(), text, text, rewrites=0)
+
+
+def test_hoist_shared() -> None:
+    """Equal calls merge, unless memory they read was written in between."""
+
+    def body(x: Tensor, state: Tensor, out: Tensor) -> None:
+        first, again = x.sin(), x.sin()
+        old = state.cos()
+        state.add_(1)
+        new = state.cos()
+        out.copy_(first + again + old - new)
+
+    graph = small_graph(
+        body,
+        x=_random(3),
+        batch_state=_random(3),
+        batch_out=torch.zeros(3, dtype=torch.float64),
+    )
+    graph.buffer("batch.state").zero_()
+    before = "sin[3] sin[3] cos[3] add_[3] cos[3] add[3] add[3] sub[3] copy_[3]"
+    after = "sin[3] cos[3] add_[3] cos[3] add[3] add[3] sub[3] copy_[3]"
+    assert operations(graph) == before.split()
+    assert HoistShared().apply(graph) == 1
+    graph.module.recompile()
+    assert operations(graph) == after.split()
+    assert HoistShared().apply(graph) == 0
+    found = run(graph)
+    expected = 2 * graph.weights["x"].sin() + torch.zeros(3).double().cos() - torch.ones(3).cos()
+    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_merge_projections() -> None:
+    def body(x: Tensor, q: Tensor, k: Tensor, other: Tensor, out: Tensor) -> None:
+        joint = aten.cat([aten.linear(x, q), aten.linear(x, k)], -1)
+        out.copy_(aten.linear(joint, other))
+
+    graph = small_graph(
+        body,
+        x=_random(2, 4),
+        q=_random(3, 4),
+        k=_random(5, 4),
+        other=_random(2, 8),
+        batch_out=torch.zeros(2, 2, dtype=torch.float64),
+    )
+    before = "linear[2,3] linear[2,5] cat[2,8] linear[2,2] copy_[2,2]"
+    after = "linear[2,8] slice[2,3] slice[2,5] cat[2,8] linear[2,2] copy_[2,2]"
+    check_pass(graph, MergeProjections(), before, after, rewrites=1, exact=False)
+    assert graph.weights["merged.q+k"].shape == (8, 4)
+
+
+def test_absorb_latent() -> None:
+    """The rewrite is exact in real arithmetic: equal to 1e-12 in float64."""
+    heads, rank, rope, nope, value_dim = 3, 8, 4, 6, 5
+
+    def body(q, cache, kv_up, table, lens, starts, out):  # type: ignore[no-untyped-def]
+        out.copy_(
+            ops.expanded_latent_attention(q, cache, kv_up, table, lens, starts, 0.3, nope)
+        )
+
+    graph = small_graph(
+        body,
+        q=_random(4, heads, nope + rope),
+        kv_cache=_random(5, 4, rank + rope),
+        kv_up=_random(heads * (nope + value_dim), rank),
+        table=torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+        lens=torch.tensor([7, 5], dtype=torch.int32),
+        starts=torch.tensor([0, 2, 4], dtype=torch.int32),
+        batch_out=torch.zeros(4, heads, value_dim, dtype=torch.float64),
+    )
+    before = "expanded_latent_attention[4,3,5] copy_[4,3,5]"
+    after = (
+        "view[3,11,8] slice[3,6,8] slice[3,5,8] slice[4,3,6] transpose[3,4,6] slice[4,3,4] "
+        "matmul[3,4,8] transpose[4,3,8] cat[4,3,12] latent_attention[4,3,8] transpose[3,8,5] "
+        "transpose[3,4,8] matmul[3,4,5] transpose[4,3,5] copy_[4,3,5]"
+    )
+    found = operations(graph)
+    assert found == before.split()
+    expected = run(graph)
+    assert AbsorbLatent().apply(graph) == 1
+    graph.module.recompile()
+    assert sorted(operations(graph)) == sorted(after.split())
+    torch.testing.assert_close(run(graph), expected, rtol=1e-12, atol=1e-12)
+    assert AbsorbLatent().apply(graph) == 0
+
+
+@pytest.fixture(scope="module")
+def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
+    made: dict[Any, StepCompiler] = {}
+
+    def get(family: str, spec_tokens: int = 3, **changes: Any) -> StepCompiler:
+        key = (family, spec_tokens, *sorted(changes.items()))
+        if key not in made:
+            options = CompileOptions(
+                **{"spec_tokens": spec_tokens, "batch_buckets": (2,), **TINY, **changes}
+            )
+            loaded = load(checkpoint(family), "float64", spec_tokens > 0)
+            made[key] = StepCompiler(loaded, options, make_backend("eager"))
+        return made[key]
+
+    return get
+
+
+PIECES_OF_A_STEP = """
+    module pieces.begin
+    module pieces.target module pieces.target_head module pieces.accept
+    module pieces.drafts.0 module pieces.target_head module pieces.pick
+    module pieces.chain_metadata
+    module pieces.drafts.0 module pieces.target_head module pieces.pick
+    module pieces.advance
+"""
+
+
+def test_the_traced_step(compiler: Callable[..., StepCompiler]) -> None:
+    """The step before any pass: pieces in order, the draft layer twice for K = 2."""
+    graph = compiler("mimo", 2).trace(StepKey.decode(2, 2))
+    modules = [f"module {n.target}" for n in graph.graph.nodes if n.op == "call_module"]
+    assert " ".join(modules) == " ".join(PIECES_OF_A_STEP.split())
+
+
+def test_resize_metadata(compiler: Callable[..., StepCompiler]) -> None:
+    """slot_mapping and positions go from num_reqs to num_reqs * query_len; nothing else moves."""
+    graph = compiler("mimo").trace(StepKey.decode(2, 3))
+    assert graph.layout["batch.slot_mapping"].dims == (R,)
+    with pytest.raises(GraphError, match=r"batch.positions has 2 rows .* 8 are used"):
+        Verifier(propagate=False)(graph, "trace")
+    text, others = graph.text(), {n: graph.layout[n].dims for n in graph.layout}
+    run_pipeline(graph, (ResizeMetadata(),), Verifier(propagate=False))
+    assert graph.history[-1].rewrites == 2
+    for name in ("batch.slot_mapping", "batch.positions"):
+        assert graph.layout[name].dims == (R * Q,)
+        assert graph.layout.shape(name) == (8,)
+        assert graph.buffer(name).shape == (8,)
+        del others[name]
+    assert others == {n: graph.layout[n].dims for n in others}
+    assert graph.text() == text, "only sizes change"
+    assert ResizeMetadata().apply(graph) == 0
+
+
+def test_plain_decoding_needs_no_resize(compiler: Callable[..., StepCompiler]) -> None:
+    graph = compiler("mimo", 0).trace(StepKey.decode(2, 0))
+    assert ResizeMetadata().apply(graph) == 0
+
+
+@pytest.mark.parametrize(("spec_tokens", "pieces"), [(0, 5), (1, 8), (2, 12), (3, 16), (4, 20)])
+def test_fuse_draft_chain(
+    spec_tokens: int, pieces: int, compiler: Callable[..., StepCompiler]
+) -> None:
+    """begin, target, head, accept, advance; 3 for the first draft; 4 for each chained step."""
+    built = compiler("mimo", spec_tokens)
+    graph = built.trace(StepKey.decode(2, spec_tokens))
+    built.rewrite(graph, until="fuse-draft-chain")
+    assert graph.history[-1].rewrites == pieces
+    assert not [n for n in graph.graph.nodes if n.op == "call_module"]
+    writes = [n for n in graph.graph.nodes if n.target is torch.ops.mtpc.write_cache.default]
+    assert len(writes) == 2 * (2 + spec_tokens), "K and V of two layers and of each draft pass"
+    assert FuseDraftChain({}).apply(graph) == 0
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_every_pass_keeps_the_step(
+    family: str, phase: str, compiler: Callable[..., StepCompiler]
+) -> None:
+    """After each pass the verifier holds (shapes, effects, host syncs) and a rerun finds nothing."""
+    built = compiler(family, verify_passes=True, enabled_passes=("merge-projections",))
+    key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
+    graph = built.rewrite(built.trace(key))
+    assert [record.name for record in graph.history] == list(pass_names())
+    rewrites = {record.name: record.rewrites for record in graph.history}
+    assert rewrites["absorb-latent"] == (5 if family == "deepseek_v3" else 0)
+    assert rewrites["select-head-rows"] > 3
+    assert rewrites["hoist-shared"] > 10
+    assert graph.history[-1].nodes_after < graph.history[1].nodes_after
+    # Steps with dead code left by a later pass are canonicalised again for free; all else is idle.
+    for step in (ResizeMetadata(), FuseDraftChain({}), AbsorbLatent(), SelectHeadRows()):
+        assert step.apply(graph) == 0
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_passes_change_no_token(family: str, compiled: Callable[..., Any]) -> None:
+    """Optional passes on or off: the same tokens and the same acceptance."""
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 9, 8]]
+    plain = compiled(
+        family,
+        3,
+        batch_buckets=(2,),
+        disabled_passes=("canonicalise", "select-head-rows", "hoist-shared", "absorb-latent"),
+    )
+    full = compiled(family, 3, batch_buckets=(2,), enabled_passes=("merge-projections",))
+    assert plain.generate(prompts, 16) == full.generate(prompts, 16)
+    assert plain.stats.accepted == full.stats.accepted
+
+
+def test_the_verifier_sees_a_dropped_write(compiler: Callable[..., StepCompiler]) -> None:
+    """Failure class 8: a write that a pass loses, or moves, does not go unnoticed."""
+    built = compiler("mimo")
+    graph = built.trace(StepKey.decode(2, 3))
+    verifier = Verifier(propagate=False)
+    run_pipeline(graph, select_passes(built._buffer_names, (), ())[:3], verifier)
+    writes = [n for n in graph.graph.nodes if n.target is torch.ops.mtpc.write_cache.default]
+    graph.graph.erase_node(writes[-1])
+    with pytest.raises(GraphError, match=r"effects on kv.2.v changed"):
+        verifier(graph, "a-bad-pass")
+
+
+def test_the_verifier_sees_a_host_sync() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+    graph = small_graph(body, x=_random(3), batch_out=torch.zeros(3, dtype=torch.float64))
+    copy = next(n for n in graph.graph.nodes if n.target is aten.copy_.default)
+    with graph.graph.inserting_before(copy):
+        node = graph.graph.call_function(aten.nonzero.default, (copy.args[1],))
+    node.meta["val"] = None
+    with pytest.raises(GraphError, match="makes the host wait"):
+        Verifier(propagate=False)(graph, "a-bad-pass")
+
+
+def test_the_verifier_sees_a_written_weight() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        x.add_(1)
+        out.copy_(x)
+
+    with pytest.raises(GraphError, match="writes weight x"):
+        small_graph(body, x=_random(3), batch_out=torch.zeros(3, dtype=torch.float64))
+
+
+def test_the_verifier_sees_a_wrong_shape() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        out.copy_(aten.slice.Tensor(x, 0, 0, 3))
+
+    graph = small_graph(body, x=_random(5), batch_out=torch.zeros(3, dtype=torch.float64))
+    cut = next(n for n in graph.graph.nodes if n.target is aten.slice.Tensor)
+    cut.args = (cut.args[0], 0, 0, 2)
+    with pytest.raises(GraphError, match="a-bad-pass"):
+        Verifier(propagate=True)(graph, "a-bad-pass")
+
+
+def test_pass_options() -> None:
+    with pytest.raises(OptionError, match="unknown pass 'fuse-chain'"):
+        select_passes({}, ("fuse-chain",), ())
+    with pytest.raises(OptionError, match="cannot be disabled"):
+        select_passes({}, ("resize-metadata",), ())
+    names = [step.name for step in select_passes({}, ("hoist-shared",), ("merge-projections",))]
+    assert "hoist-shared" not in names
+    assert names[-1] == "merge-projections"
