@@ -106,9 +106,7 @@ class Engine:
             raise RequestError("the prompt is empty; expected at least one token")
         bad = [i for i in prompt if not isinstance(i, int) or not 0 <= i < self.vocab_size]
         if bad:
-            raise RequestError(
-                f"prompt id {bad[0]!r} is out of range; expected 0..{self.vocab_size - 1}"
-            )
+            raise RequestError(f"prompt id {bad[0]!r}; expected ids in 0..{self.vocab_size - 1}")
         new = request.max_new_tokens
         if isinstance(new, bool) or not isinstance(new, int) or new < 1:
             raise RequestError(f"max_new_tokens is {new!r}; expected an integer >= 1")

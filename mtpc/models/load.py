@@ -110,9 +110,7 @@ def find_family(architectures: list[str]) -> ModelFamily:
         if set(architectures) & set(family.architectures):
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise UnsupportedModelError(
-        f"architecture {architectures} is not supported; supported: {known}"
-    )
+    raise UnsupportedModelError(f"architecture {architectures} is not among those known: {known}")
 
 
 def _load_directory(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedModel:
