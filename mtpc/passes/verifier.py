@@ -122,7 +122,7 @@ def effect_trace(graph: fx.Graph) -> EffectTrace:
         names = effects.buffer_writes(node)
         for name in names:
             trace.setdefault(name, []).append(f"write {op.overloadpacket.__name__}")
-        if op.namespace == "mtpc":
+        if op.namespace.startswith("mtpc"):  # a backend's own kernels included
             for root in effects.reads(node):
                 if isinstance(root, str) and root.startswith("kv.") and root not in names:
                     trace.setdefault(root, []).append("read")

@@ -1,0 +1,100 @@
+"""C++ kernels for the `cpu` backend, in an op namespace of their own.
+
+`mtpc_cpu::write_cache`, `paged_attention`, `latent_attention` and `experts` take what the
+reference ops of the same names in `mtpc::` take and mean the same; a backend's pass exchanges one
+for the other, so the meaning of a traced graph never depends on what has been loaded.
+
+They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`. What they
+guarantee beyond the references:
+
+- A row's result is the same bits for any number of threads, of other requests in the batch, and
+  of rows that its own request has: speculation can be compared with plain decoding exactly.
+- Attention costs time in proportion to seq_lens, not to the width of the block table, and reads
+  no cache position that no row attends to.
+- `experts` reads each chosen expert's weights once.
+
+Sums are accumulated in float32, in float64 for float64 queries or rows. Elements of q, x, caches
+and weights are bfloat16, float16, float32 or float64; index tensors int32 or int64. Any strides
+will do, but a tensor whose last dimension is not adjacent in memory is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mtpc.ops.attention
+import mtpc.ops.experts  # noqa: F401  (both register the references that kernel_table names)
+from mtpc.backends.cpu_kernels.build import build_kernels
+
+NAMES = ("write_cache", "paged_attention", "latent_attention", "experts")
+"""Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
+
+_loaded = False
+
+
+def load_kernels(
+    cache_dir: Path | None = None, report: Callable[[str], None] = lambda line: None
+) -> None:
+    """Make torch.ops.mtpc_cpu exist in this process; later calls do nothing.
+
+    Args:
+        cache_dir: where builds are kept; by default ~/.cache/mtpc/kernels.
+        report: receives lines on a build's progress.
+
+    Raises:
+        BackendError: there is no C++ compiler, or it failed.
+    """
+    global _loaded
+    if _loaded:
+        return
+    torch.ops.load_library(build_kernels(cache_dir, report))
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"mtpc_cpu::{name}", fake)
+    _loaded = True
+
+
+def kernel_table() -> dict[Any, Any]:
+    """Reference op overload -> our op overload; `load_kernels` must have been called."""
+    return {
+        getattr(torch.ops.mtpc, name).default: getattr(torch.ops.mtpc_cpu, name).default
+        for name in NAMES
+    }
+
+
+def _fake_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    return None
+
+
+def _fake_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
+
+
+def _fake_latent_attention(
+    q: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    latent_rank: int,
+) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], latent_rank))
+
+
+def _fake_experts(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_FAKES: dict[str, Callable[..., Tensor | None]] = {
+    "write_cache": _fake_write_cache,
+    "paged_attention": _fake_paged_attention,
+    "latent_attention": _fake_latent_attention,
+    "experts": _fake_experts,
+}
+
+__all__ = ["NAMES", "build_kernels", "kernel_table", "load_kernels"]

@@ -1,0 +1,278 @@
+// Mixture of experts: every chosen expert's weights are read once, whatever the number of rows.
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+#include "tensors.h"
+
+namespace mtpc {
+namespace {
+
+/// Features that one task computes; a few kilobytes of weight rows at a time stay in cache.
+constexpr int64_t kBlock = 32;
+
+/// How a dot product of T advances: kStep elements of both operands into one accumulator.
+template <class T>
+struct Dot {
+  using A = Accumulator<T>;
+  using Chunk = Vec<A>;
+  static constexpr int kStep = kLanes<A>;
+
+  static Chunk load(const T* p) { return mtpc::load<A>(p); }
+  static Chunk load_first(const T* p, int64_t count) { return mtpc::load_first<A>(p, count); }
+  static void add(Vec<A>& sum, Chunk a, Chunk b) { sum += a * b; }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+template <>
+struct Dot<BFloat16> {
+  using A = float;
+  using Chunk = __m512bh;
+  static constexpr int kStep = 32;
+
+  static Chunk load(const BFloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static Chunk load_first(const BFloat16* p, int64_t count) {
+    return (__m512bh)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
+  }
+  static void add(Vec<float>& sum, Chunk a, Chunk b) { sum = _mm512_dpbf16_ps(sum, a, b); }
+};
+#endif
+
+/// Weight rows of one tile. With one input row this many sums hide the latency of an addition.
+constexpr int kTile = 4;
+
+/// Weight rows `begin` to begin + kTile of one expert; beyond the last row, the last row again.
+template <class T>
+struct WeightRows {
+  const T* row[kTile];
+  int64_t ahead;  // two tiles on: what to fetch into the second-level cache meanwhile
+
+  WeightRows(const T* weights, int64_t stride, int64_t begin, int64_t end)
+      : ahead(2 * kTile * stride) {
+    for (int i = 0; i < kTile; ++i) row[i] = weights + std::min(begin + i, end - 1) * stride;
+  }
+};
+
+/// out[w][i] = weights[w] . inputs[i]; each is summed in the same order whatever kInputs is.
+template <int kInputs, class T>
+void dot_tile(const WeightRows<T>& weights, const T* const* inputs, int64_t width,
+              Accumulator<T> (&out)[kTile][kInputs]) {
+  using D = Dot<T>;
+  Vec<Accumulator<T>> sums[kTile][kInputs]{};
+  const auto step = [&](auto fetch, int64_t k) __attribute__((always_inline)) {
+    typename D::Chunk input[kInputs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kInputs; ++i) input[i] = fetch(inputs[i] + k);
+#pragma GCC unroll 4
+    for (int w = 0; w < kTile; ++w) {
+      const typename D::Chunk weight = fetch(weights.row[w] + k);
+      __builtin_prefetch(weights.row[w] + weights.ahead + k, 0, 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < kInputs; ++i) D::add(sums[w][i], weight, input[i]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + D::kStep <= width; k += D::kStep) step(D::load, k);
+  if (k < width) step([&](const T* p) { return D::load_first(p, width - k); }, k);
+  for (int w = 0; w < kTile; ++w) {
+    for (int i = 0; i < kInputs; ++i) out[w][i] = sum_lanes<Accumulator<T>>(sums[w][i]);
+  }
+}
+
+/// Calls body(integral_constant n, first) for tiles of 4, 2 and 1 inputs.
+template <class Body>
+void for_input_tiles(int64_t count, const Body& body) {
+  int64_t i = 0;
+  for (; count - i >= 4; i += 4) body(std::integral_constant<int, 4>{}, i);
+  if (count - i >= 2) body(std::integral_constant<int, 2>{}, i), i += 2;
+  if (count - i >= 1) body(std::integral_constant<int, 1>{}, i);
+}
+
+/// The rows that chose one expert, in order, and its weight in each.
+template <class A>
+struct Choice {
+  int64_t expert;
+  std::vector<int64_t> rows;
+  std::vector<A> weights;
+  int64_t first_slot = 0;  // of its rows among the rows of all choices
+};
+
+struct Shape {
+  int64_t tokens, hidden, experts, intermediate, choices;
+};
+
+template <class T>
+class Experts {
+ public:
+  Experts(const Shape& shape, const Tensor& x, const Tensor& gate_up, const Tensor& down,
+          const Tensor& ids, const Tensor& weights)
+      : s_(shape),
+        x_(x),
+        gate_up_(gate_up),
+        down_(down),
+        choices_(group(ids, weights)),
+        active_(slots_ * shape.intermediate) {}
+
+  void run(const Tensor& out) {
+    const int64_t work = slots_ * s_.hidden * s_.intermediate;
+    run_blocks(s_.intermediate, choices_.size(), work * 2, [&](int64_t choice, int64_t begin) {
+      activate(choices_[choice], begin, std::min(begin + kBlock, s_.intermediate));
+    });
+    T* result = static_cast<T*>(out.mutable_data_ptr());
+    run_blocks(s_.hidden, 1, work, [&](int64_t, int64_t begin) {
+      combine(begin, std::min(begin + kBlock, s_.hidden), result);
+    });
+  }
+
+ private:
+  using A = Accumulator<T>;
+
+  /// body(group, first feature) for every block of every group, on all threads.
+  template <class Body>
+  static void run_blocks(int64_t features, int64_t groups, int64_t work, const Body& body) {
+    const int64_t blocks = (features + kBlock - 1) / kBlock;
+    run_tasks(blocks * groups, worker_count(work), [&](int64_t task) {
+      body(task / blocks, task % blocks * kBlock);
+    });
+  }
+
+  /// The experts that anybody chose, in index order. Ids outside the table choose nothing.
+  std::vector<Choice<A>> group(const Tensor& expert_ids, const Tensor& expert_weights) {
+    const Indices ids(expert_ids, "expert_ids", 2);
+    std::vector<Choice<A>> all(s_.experts);
+    std::vector<A> weights(s_.choices);
+    for (int64_t row = 0; row < s_.tokens; ++row) {
+      read(weights.data(), expert_weights, row * expert_weights.stride(0), s_.choices);
+      for (int64_t k = 0; k < s_.choices; ++k) {
+        const int64_t expert = ids(row, k);
+        if (expert < 0 || expert >= s_.experts) continue;
+        all[expert].rows.push_back(row);
+        all[expert].weights.push_back(static_cast<A>(static_cast<T>(weights[k])));
+      }
+    }
+    std::vector<Choice<A>> chosen;
+    for (int64_t expert = 0; expert < s_.experts; ++expert) {
+      if (all[expert].rows.empty()) continue;
+      all[expert].expert = expert;
+      all[expert].first_slot = slots_;
+      slots_ += all[expert].rows.size();
+      chosen.push_back(std::move(all[expert]));
+    }
+    return chosen;
+  }
+
+  const T* matrix(const Tensor& stacked, int64_t expert) const {
+    return static_cast<const T*>(stacked.const_data_ptr()) + expert * stacked.stride(0);
+  }
+
+  T* slot(const Choice<A>& choice, int64_t i) const {
+    return active_.get() + (choice.first_slot + i) * s_.intermediate;
+  }
+
+  /// silu(gate) * up of one expert's rows, for intermediate features [begin, end).
+  void activate(const Choice<A>& choice, int64_t begin, int64_t end) const {
+    const T* gate = matrix(gate_up_, choice.expert);
+    const T* up = gate + s_.intermediate * gate_up_.stride(1);
+    std::vector<const T*> inputs;
+    for (const int64_t row : choice.rows) {
+      inputs.push_back(static_cast<const T*>(x_.const_data_ptr()) + row * x_.stride(0));
+    }
+    for (int64_t feature = begin; feature < end; feature += kTile) {
+      const WeightRows<T> gates(gate, gate_up_.stride(1), feature, end);
+      const WeightRows<T> ups(up, gate_up_.stride(1), feature, end);
+      const int64_t count = std::min<int64_t>(kTile, end - feature);
+      for_input_tiles(inputs.size(), [&](auto tile, int64_t first) {
+        constexpr int kInputs = decltype(tile)::value;
+        A g[kTile][kInputs], u[kTile][kInputs];
+        dot_tile<kInputs>(gates, inputs.data() + first, s_.hidden, g);
+        dot_tile<kInputs>(ups, inputs.data() + first, s_.hidden, u);
+        for (int i = 0; i < kInputs; ++i) {
+          T* active = slot(choice, first + i) + feature;
+          for (int64_t w = 0; w < count; ++w) {
+            active[w] = static_cast<T>(g[w][i] / (1 + std::exp(-g[w][i])) * u[w][i]);
+          }
+        }
+      });
+    }
+  }
+
+  /// Output features [begin, end) of all rows: the weighted sum over experts, in index order.
+  void combine(int64_t begin, int64_t end, T* out) const {
+    std::vector<A> sums(s_.tokens * kBlock);
+    for (const Choice<A>& choice : choices_) add_expert(choice, begin, end, sums.data());
+    for (int64_t row = 0; row < s_.tokens; ++row) {
+      for (int64_t feature = begin; feature < end; ++feature) {
+        out[row * s_.hidden + feature] = static_cast<T>(sums[row * kBlock + feature - begin]);
+      }
+    }
+  }
+
+  void add_expert(const Choice<A>& choice, int64_t begin, int64_t end, A* sums) const {
+    std::vector<const T*> inputs;
+    for (size_t i = 0; i < choice.rows.size(); ++i) inputs.push_back(slot(choice, i));
+    for (int64_t feature = begin; feature < end; feature += kTile) {
+      const WeightRows<T> rows(
+          matrix(down_, choice.expert), down_.stride(1), feature, end);
+      const int64_t count = std::min<int64_t>(kTile, end - feature);
+      for_input_tiles(inputs.size(), [&](auto tile, int64_t first) {
+        constexpr int kInputs = decltype(tile)::value;
+        A y[kTile][kInputs];
+        dot_tile<kInputs>(rows, inputs.data() + first, s_.intermediate, y);
+        for (int i = 0; i < kInputs; ++i) {
+          A* sum = sums + choice.rows[first + i] * kBlock + feature - begin;
+          const A weight = choice.weights[first + i];
+          for (int64_t w = 0; w < count; ++w) sum[w] += weight * y[w][i];
+        }
+      });
+    }
+  }
+
+  const Shape s_;
+  const Tensor& x_;
+  const Tensor& gate_up_;
+  const Tensor& down_;
+  int64_t slots_ = 0;
+  std::vector<Choice<A>> choices_;
+  Buffer<T> active_;  // [slots, intermediate]
+};
+
+Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
+            const Tensor& weights) {
+  STD_TORCH_CHECK(
+      x.dim() == 2 && gate_up.dim() == 3 && down.dim() == 3 && ids.dim() == 2 &&
+          weights.dim() == 2,
+      "mtpc_cpu::experts: expected x [T, H], gate_up [E, 2I, H], down [E, H, I], "
+      "expert_ids [T, k], expert_weights [T, k]");
+  const Shape s{x.size(0), x.size(1), down.size(0), down.size(2), ids.size(1)};
+  STD_TORCH_CHECK(
+      gate_up.size(0) == s.experts && gate_up.size(1) == 2 * s.intermediate &&
+          gate_up.size(2) == s.hidden && down.size(1) == s.hidden,
+      "mtpc_cpu::experts: gate_up [E, 2I, H] and down [E, H, I] do not fit x [T, H]");
+  STD_TORCH_CHECK(
+      ids.size(0) == s.tokens && weights.size(0) == s.tokens && weights.size(1) == s.choices,
+      "mtpc_cpu::experts: expert_ids and expert_weights must be [T, k]");
+  STD_TORCH_CHECK(
+      x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type(),
+      "mtpc_cpu::experts: x, gate_up and down differ in dtype");
+  return s;
+}
+
+}  // namespace
+
+Tensor experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
+    const Tensor& expert_weights) {
+  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights);
+  const Tensor out = torch::stable::new_empty(x, {shape.tokens, shape.hidden});
+  const Tensor inputs = adjacent_last(x), first = adjacent_last(gate_up);
+  const Tensor second = adjacent_last(down), weights = adjacent_last(expert_weights);
+  with_type(x.scalar_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    Experts<T>(shape, inputs, first, second, expert_ids, weights).run(out);
+  });
+  return out;
+}
+
+}  // namespace mtpc

@@ -1,0 +1,100 @@
+// Registers the ops with torch, through the stable ABI only; and the simplest of them.
+#include "kernels.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+
+#include "tensors.h"
+
+namespace mtpc {
+namespace {
+
+/// Whether one slot's elements are adjacent in memory, as in any cache allocated on its own.
+bool slots_are_dense(const Tensor& cache) {
+  int64_t expected = 1;
+  for (int64_t dim = cache.dim() - 1; dim >= 2; --dim) {
+    if (cache.size(dim) > 1 && cache.stride(dim) != expected) return false;
+    expected *= cache.size(dim);
+  }
+  return true;
+}
+
+/// Copies one dense row into a slot, dimension by dimension from `dim` on; returns the row's end.
+const char* scatter_row(const char* row, char* slot, const Tensor& cache, int64_t dim) {
+  const int64_t width = cache.element_size();
+  if (dim == cache.dim()) {
+    std::memcpy(slot, row, width);
+    return row + width;
+  }
+  for (int64_t i = 0; i < cache.size(dim); ++i) {
+    row = scatter_row(row, slot + i * cache.stride(dim) * width, cache, dim + 1);
+  }
+  return row;
+}
+
+void check_write(const Tensor& cache, const Tensor& rows, const Tensor& slot_mapping) {
+  STD_TORCH_CHECK(
+      cache.dim() >= 2 && rows.dim() == cache.dim() - 1 && slot_mapping.dim() == 1 &&
+          slot_mapping.size(0) == rows.size(0),
+      "mtpc_cpu::write_cache: expected cache [N, P, ...], rows [T, ...], slot_mapping [T]");
+  for (int64_t dim = 1; dim < rows.dim(); ++dim) {
+    STD_TORCH_CHECK(
+        rows.size(dim) == cache.size(dim + 1), "mtpc_cpu::write_cache: rows have size ",
+        rows.size(dim), " where the cache has ", cache.size(dim + 1));
+  }
+}
+
+}  // namespace
+
+void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& slot_mapping) {
+  check_write(cache, rows, slot_mapping);
+  const Tensor cast = rows.scalar_type() == cache.scalar_type()
+      ? rows
+      : torch::stable::to(rows, cache.scalar_type());
+  const Tensor dense = cast.is_contiguous() ? cast : torch::stable::contiguous(cast);
+  const Indices slots(slot_mapping, "slot_mapping", 1);
+  const bool dense_slots = slots_are_dense(cache);
+  const int64_t page_size = cache.size(1);
+  const int64_t capacity = cache.size(0) * page_size;
+  const int64_t width = cache.element_size();
+  const int64_t row_bytes = dense.size(0) == 0 ? 0 : dense.numel() / dense.size(0) * width;
+  const char* row = static_cast<const char*>(dense.const_data_ptr());
+  char* data = static_cast<char*>(cache.mutable_data_ptr());
+  for (int64_t i = 0; i < dense.size(0); ++i, row += row_bytes) {
+    const int64_t slot = slots(i);
+    if (slot < 0) continue;
+    STD_TORCH_CHECK(
+        slot < capacity, "mtpc_cpu::write_cache: slot ", slot, " of row ", i, " is beyond the ",
+        capacity, " slots of the cache");
+    const int64_t offset = slot / page_size * cache.stride(0) + slot % page_size * cache.stride(1);
+    if (dense_slots) {
+      std::memcpy(data + offset * width, row, row_bytes);
+    } else {
+      scatter_row(row, data + offset * width, cache, 2);
+    }
+  }
+}
+
+}  // namespace mtpc
+
+STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
+  library.def("write_cache(Tensor(a!) cache, Tensor rows, Tensor slot_mapping) -> ()");
+  library.def(
+      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+      "Tensor seq_lens, Tensor query_start_loc, float scale, int sliding_window=0, "
+      "float softcap=0.0, Tensor? sinks=None) -> Tensor");
+  library.def(
+      "latent_attention(Tensor q, Tensor latent_cache, Tensor block_table, Tensor seq_lens, "
+      "Tensor query_start_loc, float scale, int latent_rank) -> Tensor");
+  library.def(
+      "experts(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, "
+      "Tensor expert_weights) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
+  library.impl("write_cache", TORCH_BOX(&mtpc::write_cache));
+  library.impl("paged_attention", TORCH_BOX(&mtpc::paged_attention));
+  library.impl("latent_attention", TORCH_BOX(&mtpc::latent_attention));
+  library.impl("experts", TORCH_BOX(&mtpc::experts));
+}

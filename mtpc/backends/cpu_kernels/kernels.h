@@ -1,0 +1,28 @@
+// The four ops; their meaning is that of mtpc::* (mtpc/ops), which see for shapes and dtypes.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace mtpc {
+
+using torch::stable::Tensor;
+
+void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& slot_mapping);
+
+Tensor paged_attention(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+    const Tensor& seq_lens, const Tensor& query_start_loc, double scale, int64_t sliding_window,
+    double softcap, const std::optional<Tensor>& sinks);
+
+Tensor latent_attention(
+    const Tensor& q, const Tensor& latent_cache, const Tensor& block_table,
+    const Tensor& seq_lens, const Tensor& query_start_loc, double scale, int64_t latent_rank);
+
+Tensor experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
+    const Tensor& expert_weights);
+
+}  // namespace mtpc

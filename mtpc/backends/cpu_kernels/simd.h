@@ -1,0 +1,215 @@
+// Explicit vectors on the compiler's vector extension (GCC >= 12, Clang >= 15), any ISA.
+//
+// Every reduction order is written out here or in the kernels. Nothing is left to -ffast-math,
+// which would let two template instances of one loop add in different orders (results must not
+// depend on the number of rows) and which, at link time, makes GCC 12 switch denormals off for
+// the whole process.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace mtpc {
+
+using BFloat16 = c10::BFloat16;
+using Half = c10::Half;
+
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+
+template <class T>
+struct VecOf;
+template <>
+struct VecOf<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t mask __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VecOf<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t mask __attribute__((vector_size(kVectorBytes)));
+};
+
+/// A full register of accumulators: A is float or double.
+template <class A>
+using Vec = typename VecOf<A>::type;
+
+/// A register of integers as wide as A: what comparing two Vec<A> gives.
+template <class A>
+using Mask = typename VecOf<A>::mask;
+
+template <class A>
+inline constexpr int kLanes = kVectorBytes / sizeof(A);
+
+/// What values of type T are accumulated in.
+template <class T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <class A>
+inline constexpr A kInfinity = std::numeric_limits<A>::infinity();
+
+// ---- Loads and stores ------------------------------------------------------------------------
+
+/// One register of floats from 16-bit values. The intrinsics do what the portable forms mean,
+/// where GCC 12 does not find the single instruction for them.
+#if defined(__AVX512F__)
+inline Vec<float> widen(const Half* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+inline Vec<float> widen(const BFloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+#else
+inline Vec<float> widen(const Half* p) {
+#if defined(__AVX__) && defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec<float> out;
+  for (int i = 0; i < kLanes<float>; ++i) out[i] = static_cast<float>(p[i]);
+  return out;
+#endif
+}
+
+/// A bfloat16 is the upper half of a float.
+inline Vec<float> widen(const BFloat16* p) {
+  typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));
+  typedef uint32_t Wide __attribute__((vector_size(kVectorBytes)));
+  Narrow bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return reinterpret_cast<Vec<float>>(__builtin_convertvector(bits, Wide) << 16);
+}
+#endif
+
+/// The first `count` of a register's lanes from p[0..count), the others zero.
+template <class A, class T>
+inline Vec<A> load_first(const T* p, int64_t count) {
+  Vec<A> out{};
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<A>(p[i]);
+  return out;
+}
+
+/// One register of A from unaligned memory of T.
+template <class A, class T>
+inline Vec<A> load(const T* p) {
+  if constexpr (std::is_same_v<A, T>) {
+    Vec<A> out;
+    std::memcpy(&out, p, sizeof(out));
+    return out;
+  } else if constexpr (std::is_same_v<A, float> && sizeof(T) == 2) {
+    return widen(p);
+  } else {
+    return load_first<A>(p, kLanes<A>);
+  }
+}
+
+template <class A>
+inline void store(A* p, Vec<A> v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+
+// ---- Across lanes ----------------------------------------------------------------------------
+
+template <int kWidth, class V, int... kLane>
+inline V exchange_lanes(V v, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(v, v, (kLane ^ kWidth)...);
+}
+
+/// Combines all lanes pairwise, always in the same order.
+template <class A, int kWidth = kLanes<A> / 2, class Combine>
+inline A reduce_lanes(Vec<A> v, Combine combine) {
+  v = combine(v, exchange_lanes<kWidth>(v, std::make_integer_sequence<int, kLanes<A>>{}));
+  if constexpr (kWidth == 1) {
+    return v[0];
+  } else {
+    return reduce_lanes<A, kWidth / 2>(v, combine);
+  }
+}
+
+template <class A>
+inline A sum_lanes(Vec<A> v) {
+  return reduce_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a + b; });
+}
+
+template <class A>
+inline A max_lanes(Vec<A> v) {
+  return reduce_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a > b ? a : b; });
+}
+
+/// 0, 1, 2, ...
+template <class A>
+inline Mask<A> lane_numbers() {
+  Mask<A> out;
+  for (int i = 0; i < kLanes<A>; ++i) out[i] = i;
+  return out;
+}
+
+template <int kBlock, class V, int... kLane>
+inline void swap_off_diagonal(V& a, V& b, std::integer_sequence<int, kLane...>) {
+  constexpr int n = sizeof...(kLane);
+  const V upper = __builtin_shufflevector(a, b, ((kLane & kBlock) ? n + kLane - kBlock : kLane)...);
+  b = __builtin_shufflevector(a, b, ((kLane & kBlock) ? n + kLane : kLane + kBlock)...);
+  a = upper;
+}
+
+/// Transpose a square of registers, by swapping ever smaller off-diagonal blocks.
+template <class A, int kBlock = kLanes<A> / 2>
+inline void transpose(Vec<A> (&square)[kLanes<A>]) {
+  for (int i = 0; i < kLanes<A>; ++i) {
+    if ((i & kBlock) == 0) {
+      swap_off_diagonal<kBlock>(
+          square[i], square[i + kBlock], std::make_integer_sequence<int, kLanes<A>>{});
+    }
+  }
+  if constexpr (kBlock > 1) transpose<A, kBlock / 2>(square);
+}
+
+// ---- Functions -------------------------------------------------------------------------------
+
+/// e^x to 2 ulp: 2^n times a polynomial on |r| <= log(2) / 2. Exactly 0 below -87.3 (so for
+/// masked scores, -inf), exactly 1 at 0, saturated above 88.3, NaN for NaN.
+inline Vec<float> exp(Vec<float> x) {
+  const Vec<float> clamped = x > 88.3f ? Vec<float>{} + 88.3f : x;
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the significand.
+  constexpr float kRounder = 12582912.0f;
+  const Vec<float> shifted = clamped * 1.44269504088896341f + kRounder;
+  const Vec<float> n = shifted - kRounder;
+  const Vec<float> r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const auto power = (reinterpret_cast<Mask<float>>(shifted) + 127) << 23;
+  return x < -87.3f ? Vec<float>{} : p * reinterpret_cast<Vec<float>>(power);
+}
+
+inline Vec<double> exp(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+template <class V>
+inline V tanh(V x) {
+  return 1 - 2 / (exp(2 * x) + 1);
+}
+
+}  // namespace mtpc

@@ -1,0 +1,146 @@
+// Between tensors of run-time dtype and the typed kernels.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "simd.h"
+
+namespace mtpc {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+/// Calls body(Type<T>{}) with the C++ type of a floating-point dtype.
+template <class Body>
+void with_type(ScalarType dtype, Body&& body) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return body(Type<float>{});
+    case ScalarType::BFloat16:
+      return body(Type<BFloat16>{});
+    case ScalarType::Half:
+      return body(Type<Half>{});
+    case ScalarType::Double:
+      return body(Type<double>{});
+    default:
+      STD_TORCH_CHECK(
+          false, "mtpc_cpu: expected float32, bfloat16, float16 or float64, found ",
+          torch::headeronly::toString(dtype));
+  }
+}
+
+/// The tensor, copied only if the elements of its last dimension are not adjacent in memory.
+inline Tensor adjacent_last(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return t.size(last) <= 1 || t.stride(last) == 1 ? t : torch::stable::contiguous(t);
+}
+
+/// Reads an int32 or int64 tensor of one or two dimensions in place, whatever its strides.
+class Indices {
+ public:
+  Indices(const Tensor& t, const char* name, int64_t dim)
+      : data_(t.const_data_ptr()), wide_(t.scalar_type() == ScalarType::Long) {
+    STD_TORCH_CHECK(
+        t.dim() == dim && (wide_ || t.scalar_type() == ScalarType::Int), "mtpc_cpu: ", name,
+        " must be an int32 or int64 tensor of ", dim, " dimensions");
+    outer_ = t.stride(0);
+    inner_ = dim > 1 ? t.stride(1) : 0;
+  }
+
+  int64_t operator()(int64_t i, int64_t j = 0) const {
+    const int64_t offset = i * outer_ + j * inner_;
+    return wide_ ? static_cast<const int64_t*>(data_)[offset]
+                 : static_cast<const int32_t*>(data_)[offset];
+  }
+
+ private:
+  const void* data_;
+  bool wide_;
+  int64_t outer_ = 0;
+  int64_t inner_ = 0;
+};
+
+/// Reads `count` adjacent elements of a tensor of any supported dtype.
+template <class A>
+void read(A* to, const Tensor& from, int64_t offset, int64_t count) {
+  with_type(from.scalar_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* source = static_cast<const T*>(from.const_data_ptr()) + offset;
+    std::transform(source, source + count, to, [](T x) { return static_cast<A>(x); });
+  });
+}
+
+/// Writes `count` adjacent elements, rounding to the tensor's dtype.
+template <class A>
+void write(const Tensor& to, int64_t offset, const A* from, int64_t count) {
+  with_type(to.scalar_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    T* target = static_cast<T*>(to.mutable_data_ptr()) + offset;
+    std::transform(from, from + count, target, [](A x) { return static_cast<T>(x); });
+  });
+}
+
+/// Uninitialised memory for `size` elements on a cache-line boundary.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size = 0) { reserve(size); }
+
+  T* reserve(int64_t size) {
+    if (size > size_) {
+      const size_t bytes = (static_cast<size_t>(size) * sizeof(T) + 63) / 64 * 64;
+      data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
+      STD_TORCH_CHECK(data_ != nullptr, "mtpc_cpu: out of memory, wanted ", bytes, " bytes");
+      size_ = size;
+    }
+    return data_.get();
+  }
+
+  T* get() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+/// How many threads a call is worth: one per this many multiply-adds, a few microseconds' work.
+inline int64_t worker_count(int64_t multiply_adds) {
+  constexpr int64_t kGrain = 1 << 17;
+  const int64_t threads = torch::stable::get_num_threads();
+  return std::clamp<int64_t>(multiply_adds / kGrain, 1, threads);
+}
+
+/// Runs body(0..count) on torch's own threads. Whoever is free takes the next task, so tasks may
+/// be of uneven size; each must write memory of its own, and then the result depends neither on
+/// the number of threads nor on who ran what.
+template <class Body>
+void run_tasks(int64_t count, int64_t workers, const Body& body) {
+  std::atomic<int64_t> next{0};
+  const auto drain = [&](int64_t, int64_t) {
+    for (int64_t task = next++; task < count; task = next++) body(task);
+  };
+  if (workers <= 1 || count <= 1) {
+    drain(0, 1);
+  } else {
+    torch::stable::parallel_for(0, std::min(workers, count), 1, drain);
+  }
+}
+
+}  // namespace mtpc

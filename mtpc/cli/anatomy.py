@@ -1,0 +1,141 @@
+"""Questions about a StepGraph that both the tables and the drawing of `mtpc inspect` answer."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mtpc.capture.effects import Effects, analyse
+from mtpc.capture.graph import StepGraph, is_buffer_name
+from mtpc.layout import BufferSpec, Layout
+
+_INDEXED = re.compile(r"^(\w+)\.(\d+)\.(.+)$")
+
+
+def operations(graph: StepGraph) -> Iterator[tuple[str, str]]:
+    """Piece and operator of every operation, as many as `StepGraph.num_nodes` counts."""
+    for node in graph.graph.nodes:
+        inner = inner_graph(graph, node)
+        if inner is not None:
+            names = (operator_name(n) for n in inner.nodes if n.op.startswith("call_"))
+            yield from ((piece_of(node), name) for name in names)
+        elif node.op.startswith("call_"):
+            yield piece_of(node), operator_name(node)
+
+
+def inner_graph(graph: StepGraph, node: fx.Node) -> fx.Graph | None:
+    """The graph of a piece that is not inlined yet, where it has one."""
+    if node.op != "call_module":
+        return None
+    piece = graph.module.get_submodule(str(node.target))
+    return piece.graph if isinstance(piece, fx.GraphModule) else None
+
+
+def piece_of(node: fx.Node) -> str:
+    """The piece of the step that a node came from; "step" is what connects the pieces."""
+    if node.op == "call_module":
+        return str(node.target).removeprefix("pieces.")
+    return node.meta.get("piece", "step")
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten.add`, `mtpc.paged_attention`, `getitem`, or that it is a piece not yet inlined."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket)
+    if node.op == "call_module":
+        return "(not inlined)"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def actor(node: fx.Node) -> str:
+    """An operation and where it is: `aten.copy_ in step`."""
+    name, piece = operator_name(node), piece_of(node)
+    return f"{piece} {name}" if node.op == "call_module" else f"{name} in {piece}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one operation does to buffers."""
+
+    node: fx.Node
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+
+def accesses(graph: StepGraph, effects: Effects | None = None) -> Iterator[Access]:
+    """Operations that read or write buffers, in order; views do neither.
+
+    An operation that writes a buffer is not said to read it unless it takes it in twice.
+    """
+    effects = effects or analyse(graph.graph)
+    for node in graph.graph.nodes:
+        writes = frozenset(effects.buffer_writes(node))
+        is_view = not writes and node not in effects.roots[node]
+        if node.op in ("get_attr", "output") or (is_view and not _returns_nothing(node)):
+            continue
+        taken = [root for arg in node.all_input_nodes for root in effects.roots[arg]]
+        reads = {r for r in taken if isinstance(r, str) and is_buffer_name(r)}
+        reads = {name for name in reads if name not in writes or taken.count(name) > 1}
+        if reads or writes:
+            yield Access(node, frozenset(reads), writes)
+
+
+def _returns_nothing(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
+
+
+@dataclass(frozen=True)
+class BufferGroup:
+    """Buffers that differ in nothing but the layer they belong to."""
+
+    label: str
+    names: tuple[str, ...]
+    spec: BufferSpec
+
+    def nbytes(self, layout: Layout) -> int:
+        """Bytes of all of them together."""
+        return sum(layout.nbytes(name) for name in self.names)
+
+
+def buffer_groups(layout: Mapping[str, BufferSpec], names: Iterable[str]) -> list[BufferGroup]:
+    """Group `kv.0.k`, `kv.1.k`, ... of one shape into `kv.0-1.k`; others stay alone."""
+    grouped: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        spec, indexed = layout[name], _INDEXED.match(name)
+        stem = (indexed[1], indexed[3]) if indexed else (name,)
+        grouped.setdefault((stem, spec.dims, spec.dtype, spec.writer), []).append(name)
+    return [
+        BufferGroup(_group_label(group), tuple(group), layout[group[0]])
+        for group in grouped.values()
+    ]
+
+
+def _group_label(names: list[str]) -> str:
+    matches = [_INDEXED.match(name) for name in names]
+    indexed = [match for match in matches if match]
+    if len(indexed) < 2:
+        return names[0]
+    layers = number_ranges({int(match[2]) for match in indexed})
+    return f"{indexed[0][1]}.{layers}.{indexed[0][3]}"
+
+
+def number_ranges(numbers: set[int]) -> str:
+    """`{0, 1, 2, 5}` -> `0-2,5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node picks one of several results."""
+    return node.op == "call_function" and node.target is operator.getitem

@@ -1,0 +1,227 @@
+"""`mtpc doctor`: what there is, what is missing, and how to get it.
+
+It must work where hardly anything is installed: nothing but the standard library is imported
+outside the checks that need more, and its table is plain text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import mtpc
+from mtpc.cli.demo import demo_checkpoint
+from mtpc.errors import MtpcError
+
+Version = tuple[int, ...]
+VersionOf = Callable[[str], str]
+"""A distribution's version; raises `importlib.metadata.PackageNotFoundError`."""
+
+PYTHON: Version = (3, 11)
+RANGES: dict[str, tuple[Version, Version | None]] = {
+    "torch": ((2, 11), (2, 14)),
+    "transformers": ((5, 17), (6,)),
+    "safetensors": ((0, 5), None),
+    "networkx": ((3, 2), None),
+    "sympy": ((1, 13), None),
+    "numpy": ((1, 26), None),
+    "rich": ((13,), None),
+}
+"""Distributions that mtpc needs: the lowest version, and the first that is too new."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: `found` is what is there, `advice` how to get what is not.
+
+    Status: "ok"; "optional", absent and not needed; "wrong", mtpc cannot run before it is put
+    right.
+    """
+
+    what: str
+    status: Literal["ok", "optional", "wrong"]
+    found: str
+    advice: str = ""
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns 0 if mtpc can run here, else 1."""
+    findings = list(examine(metadata.version))
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{finding.status:8}  {finding.what:{width}}  {finding.found}")
+        if finding.advice:
+            print(f"{'':8}  {'':{width}}  -> {finding.advice}")
+    wrong = [finding.what for finding in findings if finding.status == "wrong"]
+    print(f"\nmtpc {mtpc.__version__} ", end="")
+    print(f"cannot run here: {', '.join(wrong)}" if wrong else "can run here")
+    return 1 if wrong else 0
+
+
+def examine(version_of: VersionOf) -> Iterator[Finding]:
+    """Every check in order; those about hardware need torch and are left out without it."""
+    yield _check_python()
+    needed = [check_distribution(name, version_of) for name in RANGES]
+    yield from needed
+    yield _check_demo()
+    if all(finding.status == "ok" for finding in needed):
+        yield _check_compiler()
+        yield _check_kernels()
+        yield _check_cpu()
+        yield _check_gpu()
+    yield check_triton(version_of)
+    yield check_aiter(version_of)
+
+
+def _check_python() -> Finding:
+    found = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info >= PYTHON:
+        return Finding("python", "ok", found)
+    return Finding("python", "wrong", found, f"install python {_dotted(PYTHON)} or newer")
+
+
+def check_distribution(name: str, version_of: VersionOf) -> Finding:
+    """Whether a distribution is there, in the range mtpc needs, and importable."""
+    low, high = RANGES[name]
+    wanted = f"{name}>={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
+    advice = f'pip install "{wanted}"'
+    try:
+        version = version_of(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, "wrong", "not installed", advice)
+    release = _release(version)
+    if release < low or (high is not None and release >= high):
+        return Finding(name, "wrong", f"{version}, mtpc needs {wanted}", advice)
+    try:
+        import_module(name)
+    except (ImportError, OSError) as error:
+        return Finding(name, "wrong", f"{version}, does not import: {error}", f"re{advice}")
+    return Finding(name, "ok", version)
+
+
+def _release(version: str) -> Version:
+    """`2.13.0+cpu` -> (2, 13, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def _check_demo() -> Finding:
+    try:
+        return Finding("demo model", "ok", str(demo_checkpoint()))
+    except MtpcError as error:
+        return Finding("demo model", "optional", "not in this installation", str(error))
+
+
+def _check_compiler() -> Finding:
+    """The compiler that Inductor would call ($CXX, else g++), run once."""
+    config = import_module("torch._inductor.config")
+    names = [name for name in _as_tuple(config.cpp.cxx) if name]
+    advice = "install g++ >= 12 or clang++ >= 15, or set CXX; --backend eager runs without one"
+    for name in names:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout:
+            return Finding("C++ compiler", "ok", f"{done.stdout.splitlines()[0]} ({path})")
+        reason = f"{path} --version exits with {done.returncode}"
+        return Finding("C++ compiler", "optional", reason, advice)
+    return Finding("C++ compiler", "optional", f"no {' or '.join(names)} in PATH", advice)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+class _NotBuilt(Exception):
+    """Raised where a build would begin."""
+
+
+def _check_kernels() -> Finding:
+    """Whether the cpu kernels are in the cache; asks the build, and stops it before it begins."""
+    from mtpc.backends.cpu_kernels.build import build_kernels
+
+    def refuse(line: str) -> None:
+        raise _NotBuilt
+
+    try:
+        return Finding("C++ kernels", "ok", f"built: {build_kernels(report=refuse)}")
+    except _NotBuilt:
+        note = "built at the first use of --backend cpu"
+        return Finding("C++ kernels", "optional", "not built yet", note)
+    except MtpcError as error:
+        return Finding("C++ kernels", "optional", " ".join(str(error).split()))
+
+
+def _check_cpu() -> Finding:
+    torch = import_module("torch")
+    flags = _cpu_flags(Path("/proc/cpuinfo"))
+    extra = [f for f in ("avx512_bf16", "amx_tile", "amx_bf16", "amx_int8") if f in flags]
+    parts = [
+        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        f"with {', '.join(extra)}" if extra else "without avx512_bf16 and amx",
+        f"{torch.get_num_threads()} threads",
+    ]
+    return Finding("CPU", "ok", ", ".join(parts))
+
+
+def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
+    if not cpuinfo.is_file():
+        return frozenset()
+    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").split())
+
+
+def _check_gpu() -> Finding:
+    torch = import_module("torch")
+    hip, cuda = torch.version.hip, torch.version.cuda
+    build = f"HIP {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU only"
+    if not torch.cuda.is_available():
+        found = f"none that torch can use (this torch is built for {build})"
+        return Finding("GPU", "optional", found, "not needed: steps run on the CPU")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Finding("GPU", "ok", f"{', '.join(names)} ({build})")
+
+
+def check_triton(version_of: VersionOf) -> Finding:
+    """Triton comes with torch's builds for GPUs, under one of two names."""
+    for name in ("triton", "pytorch-triton-rocm"):
+        try:
+            version = version_of(name)
+            import_module("triton")
+        except metadata.PackageNotFoundError:
+            continue
+        except (ImportError, OSError) as error:
+            found = f"{name} {version}, does not import: {error}"
+            return Finding("triton", "optional", found, f"pip install --force-reinstall {name}")
+        return Finding("triton", "ok", f"{name} {version}")
+    advice = "comes with torch's builds for GPUs; not needed on the CPU"
+    return Finding("triton", "optional", "not installed", advice)
+
+
+def check_aiter(version_of: VersionOf) -> Finding:
+    """AMD's kernels are the distribution `amd-aiter`; `aiter` on the public index is another."""
+    advice = "for AMD GPUs: build amd-aiter from https://github.com/ROCm/aiter"
+    try:
+        return Finding("aiter", "ok", f"amd-aiter {version_of('amd-aiter')}")
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        version = version_of("aiter")
+    except metadata.PackageNotFoundError:
+        return Finding("aiter", "optional", "amd-aiter is not installed", advice)
+    found = f"aiter {version} is the async-iterator helpers of that name, not AMD's kernels"
+    return Finding("aiter", "optional", found, f"pip uninstall aiter; {advice}")

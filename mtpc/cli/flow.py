@@ -1,0 +1,166 @@
+"""A step graph condensed for drawing: boxes in execution order, the data between them, buffers.
+
+A box is a run of nodes of one piece. Inlining keeps pieces in order, so runs are the pieces as
+they execute: the draft layer has one box for each draft step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from mtpc.capture.effects import Effects, analyse
+from mtpc.capture.graph import StepGraph, is_buffer_name
+from mtpc.cli.anatomy import (
+    accesses,
+    inner_graph,
+    is_getitem,
+    number_ranges,
+    operator_name,
+    piece_of,
+)
+from mtpc.cli.tables import format_bytes, format_dtype, format_shape
+
+
+@dataclass
+class Box:
+    """One piece as it executes.
+
+    Attributes:
+        piece: its name.
+        band: "verify", "propose" or "advance".
+        title: what it is called in the drawing.
+        operators: its operations.
+        weights: names of the weights it uses.
+        reads: buffers it reads.
+        writes: buffers it writes.
+    """
+
+    piece: str
+    band: str = "verify"
+    title: str = ""
+    operators: Counter[str] = field(default_factory=Counter)
+    weights: set[str] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self.operators.values())
+
+    def layers(self) -> str:
+        """Cache layers it touches, as `0-46`, or an empty string."""
+        caches = {name for name in self.reads | self.writes if name.startswith("kv.")}
+        return number_ranges({int(name.split(".")[1]) for name in caches})
+
+
+@dataclass(frozen=True)
+class DataEdge:
+    """Temporaries that one box computes and a later one uses."""
+
+    source: int
+    target: int
+    values: tuple[Tensor, ...]
+
+    @property
+    def label(self) -> str:
+        """Type and shape of the largest, how many more, and the bytes of all."""
+        if not self.values:
+            return ""
+        largest = max(self.values, key=lambda value: value.nbytes)
+        more = f" +{len(self.values) - 1}" if len(self.values) > 1 else ""
+        total = format_bytes(sum(value.nbytes for value in self.values))
+        return f"{format_dtype(largest.dtype)}{format_shape(largest.shape)}{more}, {total}"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Boxes in execution order, and the data edges between them."""
+
+    boxes: tuple[Box, ...]
+    edges: tuple[DataEdge, ...]
+
+
+def condense(graph: StepGraph) -> Flow:
+    """The step at the level of its pieces."""
+    effects = analyse(graph.graph)
+    boxes: list[Box] = []
+    box_of: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if not node.op.startswith("call_"):
+            continue
+        index = _box_index(node, boxes, box_of)
+        box_of[node] = index
+        inner = inner_graph(graph, node)
+        inside = [node] if inner is None else [n for n in inner.nodes if n.op.startswith("call_")]
+        boxes[index].operators.update(map(operator_name, inside))
+        boxes[index].weights |= {str(n.target) for n in node.all_input_nodes if _is_weight(n)}
+    for access in accesses(graph, effects):
+        box = boxes[box_of[access.node]]
+        box.reads |= access.reads
+        box.writes |= access.writes
+    _name_boxes(boxes)
+    return Flow(tuple(boxes), tuple(_data_edges(box_of, effects)))
+
+
+def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> int:
+    """The box a node belongs to; opens a new one where another piece begins."""
+    if is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0] in box_of:
+        return box_of[node.args[0]]
+    piece = piece_of(node)
+    if not boxes or boxes[-1].piece != piece or node.op == "call_module":
+        boxes.append(Box(piece))
+    return len(boxes) - 1
+
+
+def _is_weight(node: fx.Node) -> bool:
+    return node.op == "get_attr" and not is_buffer_name(str(node.target))
+
+
+def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEdge]:
+    flowing: dict[tuple[int, int], dict[fx.Node, None]] = {}
+    for node, target in box_of.items():
+        for arg in node.all_input_nodes:
+            source = box_of.get(arg, target)
+            # Views of buffers and weights are accesses of those, not data of the step.
+            is_temporary = any(isinstance(root, fx.Node) for root in effects.roots[arg])
+            if source != target and is_temporary:
+                flowing.setdefault((source, target), {})[arg] = None
+    for (source, target), nodes in sorted(flowing.items()):
+        values = [node.meta.get("val") for node in nodes]
+        yield DataEdge(source, target, tuple(v for v in values if isinstance(v, Tensor)))
+
+
+def _name_boxes(boxes: list[Box]) -> None:
+    """Titles and bands, from the order of pieces and what they write."""
+    read_by_any = {name for box in boxes for name in box.reads}
+    proposing = [i for i, box in enumerate(boxes) if box.piece.startswith("drafts.")]
+    picks = [i for i, box in enumerate(boxes) if box.piece == "pick"]
+    first = proposing[0] if proposing else _end_of_accept(boxes)
+    last = max(picks, default=first - 1)
+    draft = 0
+    for index, box in enumerate(boxes):
+        box.band = "verify" if index < first else "propose" if index <= last else "advance"
+        if box.piece.startswith("drafts."):
+            draft += 1
+            box.title = f"draft {draft}: MTP layer {box.piece.removeprefix('drafts.')}"
+        elif box.piece == "pick":
+            box.title = f"pick draft {draft}"
+        elif box.piece == "step":
+            box.title = _glue_title(box, read_by_any)
+        else:
+            box.title = box.piece.replace("_", " ").replace("target head", "head")
+
+
+def _end_of_accept(boxes: list[Box]) -> int:
+    return next((i + 1 for i, box in enumerate(boxes) if box.piece == "accept"), len(boxes))
+
+
+def _glue_title(box: Box, read_by_any: set[str]) -> str:
+    """What connects the pieces publishes metadata for later ones, reports, or picks rows."""
+    if box.writes & read_by_any:
+        return "publish metadata"
+    return "report results" if box.writes else "select rows"

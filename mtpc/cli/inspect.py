@@ -1,0 +1,257 @@
+"""`mtpc inspect`: the graph of one step at any point of the pass pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtpc.cli.arguments import compile_options
+from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.progress import Tell, show_progress
+from mtpc.config import CompileOptions
+from mtpc.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mtpc.backends import Backend
+    from mtpc.capture.graph import StepGraph
+    from mtpc.layout import BufferSpec, Layout
+
+NO_PASS = "no pass"
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    checkpoint = args.checkpoint or demo_checkpoint()
+    options = CompileOptions.parse(compile_options(args))
+    if args.batch < 1:
+        raise OptionError(f"--batch is {args.batch}; expected an integer >= 1")
+    if args.svg is not None:
+        _check_writable(args.svg)
+    with show_progress(sys.stderr) as tell:
+        graph, layouts = _build(checkpoint, options, args, tell)
+    _print_graph(graph, layouts, args.nodes)
+    if args.svg is not None:
+        from mtpc.cli.drawing import draw
+
+        _write(args.svg, draw(graph, f"{_position(graph)}, {checkpoint}"))
+        print(f"drawn to {args.svg}", file=sys.stderr)
+    return 0
+
+
+def _build(
+    checkpoint: Path, options: CompileOptions, args: argparse.Namespace, tell: Tell
+) -> tuple[StepGraph, list[Layout]]:
+    """The graph asked for, and its buffers' layout at every bucket of its phase."""
+    tell("import torch and transformers")
+    from mtpc.backends import make_backend
+    from mtpc.compiler import StepCompiler, step_keys
+    from mtpc.layout import Layout, StepKey
+    from mtpc.models.load import load
+
+    backend = make_backend(options.backend, tell)
+    last = _last_pass(options, backend, args.after, args.before)
+    tell(f"load {checkpoint}")
+    loaded = load(checkpoint, options.dtype, needs_mtp=options.spec_tokens > 0)
+    compiler = StepCompiler(loaded, options, backend)
+    if args.phase == "decode":
+        key = StepKey.decode(args.batch, options.spec_tokens)
+    else:
+        key = StepKey.prefill(args.batch, options.prefill_chunk, options.spec_tokens)
+    tell(f"trace {key}")
+    graph = compiler.trace(key)
+    if last != NO_PASS:
+        tell(f"rewrite {key} through {last or 'the last pass'}")
+        compiler.rewrite(graph, last)
+    keys = sorted({key, *(k for k in step_keys(options) if k.phase == args.phase)})
+    specs = graph.layout.values()
+    return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys]
+
+
+def _last_pass(
+    options: CompileOptions, backend: Backend, after: str | None, before: str | None
+) -> str | None:
+    """The last pass to run: its name, None for the whole pipeline, or NO_PASS.
+
+    Raises:
+        OptionError: the pass asked for is unknown, or off.
+    """
+    from mtpc.passes import pass_names, select_passes
+
+    wanted = after or before
+    if wanted is None:
+        return None
+    selected = select_passes({}, options.disabled_passes, options.enabled_passes)
+    running = [step.name for step in (*selected, *backend.legalise())]
+    if wanted not in running:
+        if wanted in pass_names():
+            raise OptionError(f"pass {wanted!r} is off; add --enable-pass {wanted}")
+        near = difflib.get_close_matches(wanted, running, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise OptionError(f"unknown pass {wanted!r}; {hint}passes: {', '.join(running)}")
+    if after:
+        return after
+    return ([NO_PASS, *running])[running.index(wanted)]
+
+
+def _position(graph: StepGraph) -> str:
+    return f"after {graph.history[-1].name}" if graph.history else "as traced, before any pass"
+
+
+def _print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool) -> None:
+    from mtpc.cli.tables import output
+
+    console = output()
+    title = f"{graph.key} {_position(graph)}: {graph.num_nodes} nodes"
+    console.print(title, style="bold", soft_wrap=True)
+    if nodes:
+        console.print(graph.text(), soft_wrap=True)
+        console.print()
+    _print_history(console, graph)
+    _print_counts(console, graph)
+    _print_buffers(console, graph, layouts)
+    _print_effects(console, graph)
+
+
+def _print_history(console: Console, graph: StepGraph) -> None:
+    from mtpc.cli.tables import print_table
+
+    columns = ("pass", "rewrites", "seconds", "nodes before", "after")
+    rows = [
+        (r.name, r.rewrites, f"{r.seconds:.3f}", r.nodes_before, r.nodes_after)
+        for r in graph.history
+    ]
+    print_table(console, "Passes run", columns, rows)
+
+
+def _print_counts(console: Console, graph: StepGraph) -> None:
+    from mtpc.cli.anatomy import operations
+    from mtpc.cli.tables import print_table
+
+    counted = Counter(operations(graph))
+    by_piece, by_operator = Counter[str](), Counter[str]()
+    for (piece, name), count in counted.items():
+        by_piece[piece] += count
+        by_operator[name] += count
+    total = ("total", counted.total())
+    print_table(console, "Nodes by piece", ("piece", "nodes"), by_piece.most_common(), total)
+    rows = [
+        (name, count, ", ".join(p for (p, n), _ in counted.most_common() if n == name))
+        for name, count in by_operator.most_common()
+    ]
+    print_table(console, "Nodes by operator", ("operator", "nodes", "in"), rows, (*total, ""))
+
+
+def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]) -> None:
+    """Shared buffers once; those that each bucket has its own of, at every bucket."""
+    from mtpc.cli.anatomy import buffer_groups
+    from mtpc.cli.tables import format_bytes, print_table
+
+    names = ("buffer", "dims", "dtype", "pad", "writer")
+    parts = ("Buffers shared by all buckets", True), ("Buffers of one bucket", False)
+    for title, shared in parts:
+        shown = layouts[:1] if shared else layouts
+        groups = buffer_groups(
+            graph.layout, (name for name, spec in graph.layout.items() if spec.shared == shared)
+        )
+        columns = (*names, *(_bucket_heading(layout, shared) for layout in shown))
+        rows = [
+            (
+                *_spec_cells(group.label, group.spec),
+                *(_size(layout, group.names) for layout in shown),
+            )
+            for group in groups
+        ]
+        sums = (sum(group.nbytes(layout) for group in groups) for layout in shown)
+        total = ("total", *[""] * (len(names) - 1), *map(format_bytes, sums))
+        print_table(console, title, columns, rows, total)
+
+
+def _bucket_heading(layout: Layout, shared: bool) -> str:
+    from mtpc.layout import Q, R
+
+    return "size" if shared else f"R={layout.sizes[R]}, Q={layout.sizes[Q]}"
+
+
+def _spec_cells(label: str, spec: BufferSpec) -> tuple[str, ...]:
+    from mtpc.cli.tables import format_dtype, format_shape
+
+    dims = format_shape(spec.dims)
+    return label, dims, format_dtype(spec.dtype), str(spec.pad), spec.writer
+
+
+def _size(layout: Layout, names: Sequence[str]) -> str:
+    from mtpc.cli.tables import format_bytes, format_shape
+
+    times = f" x {len(names)}" if len(names) > 1 else ""
+    total = sum(layout.nbytes(name) for name in names)
+    return f"{format_shape(layout.shape(names[0]))}{times} {format_bytes(total)}"
+
+
+def _print_effects(console: Console, graph: StepGraph) -> None:
+    from mtpc.cli.tables import print_table
+
+    columns = ("buffer", "order (w: write, r: read)", "written by", "read by")
+    print_table(console, "Effects on buffers", columns, _effect_rows(graph))
+    if any(node.op == "call_module" for node in graph.graph.nodes):
+        console.print("  What pieces do inside is known after fuse-draft-chain.", style="dim")
+
+
+def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:
+    """Order, writers and readers of each buffer; layers' buffers with the same ones share a row."""
+    from mtpc.cli.anatomy import accesses, actor, buffer_groups
+
+    order: dict[str, list[str]] = {name: [] for name in graph.layout}
+    actors: dict[tuple[str, str], Counter[str]] = {}
+    for access in accesses(graph):
+        what = actor(access.node)
+        for kind, names in (("r", access.reads), ("w", access.writes)):
+            for name in names:
+                order[name].append(kind)
+                actors.setdefault((name, kind), Counter())[what] += 1
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name in graph.layout:
+        runs = [(kind, len(list(run))) for kind, run in groupby(order[name])]
+        in_order = " ".join(kind if n == 1 else f"{kind}{n}" for kind, n in runs)
+        written, read = (_listing(actors.get((name, kind), Counter())) for kind in "wr")
+        alike.setdefault((in_order or "-", written, read), []).append(name)
+    for cells, members in alike.items():
+        for group in buffer_groups(graph.layout, members):
+            yield group.label, *cells
+
+
+def _listing(counts: Counter[str]) -> str:
+    return ", ".join(f"{what} x {n}" if n > 1 else what for what, n in counts.items()) or "-"
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse before the work is done what could not be written after it."""
+    if not path.parent.is_dir():
+        raise OptionError(f"--svg {path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise OptionError(f"--svg {path} is a directory; expected a file name")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write all of a file or, when interrupted, nothing."""
+    try:
+        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    except OSError as error:
+        raise OptionError(f"--svg {path}: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,50 @@
+"""Entry point: parse, run one command, turn every known failure into one line and an exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from mtpc.cli.arguments import parse
+from mtpc.errors import MtpcError
+
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: 0, 1 from `doctor` where mtpc cannot run, 2 for an error, 130 for Ctrl-C.
+    """
+    _print_any_character()
+    args = parse(argv)
+    try:
+        code: int = import_module(f"mtpc.cli.{args.command}").command(args)
+        sys.stdout.flush()
+        return code
+    except MtpcError as error:
+        if args.traceback:
+            traceback.print_exc()
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `mtpc inspect --nodes | head`: nobody reads on.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _print_any_character() -> None:
+    """A character that the terminal's encoding lacks becomes '?', not a crash after the work."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,77 @@
+"""Saying what is being done, without a silent gap: a live line on a terminal, else plain lines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+Tell = Callable[[str], None]
+"""Called with the name of each stage as it begins."""
+
+HEARTBEAT_S = 10.0
+"""Plain output repeats the stage it is in after this long without news."""
+
+
+@contextmanager
+def show_progress(stream: TextIO, heartbeat_s: float = HEARTBEAT_S) -> Iterator[Tell]:
+    """Show stages on `stream` until the block ends, however it ends."""
+    start = time.perf_counter()
+    with _live(stream) if stream.isatty() else _lines(stream, heartbeat_s) as tell:
+        yield tell
+        tell(f"done in {time.perf_counter() - start:.1f} s")
+
+
+@contextmanager
+def _lines(stream: TextIO, heartbeat_s: float) -> Iterator[Tell]:
+    start, news, over = time.perf_counter(), threading.Event(), threading.Event()
+    stage = ""
+
+    def write(text: str) -> None:
+        print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=stream, flush=True)
+
+    def tell(text: str) -> None:
+        nonlocal stage
+        stage = text
+        write(text)
+        news.set()
+
+    def beat() -> None:
+        while not over.is_set():
+            if not news.wait(heartbeat_s):
+                write(f"still at it: {stage}")
+            news.clear()
+
+    thread = threading.Thread(target=beat, name="mtpc-progress", daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        over.set()
+        news.set()
+        thread.join()
+
+
+@contextmanager
+def _live(stream: TextIO) -> Iterator[Tell]:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    console = Console(file=stream, highlight=False)
+    stage, began = "", time.perf_counter()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+
+        def tell(text: str) -> None:
+            nonlocal stage, began
+            now = time.perf_counter()
+            if stage:
+                console.print(f"{now - began:7.1f} s  {stage}", style="dim", markup=False)
+            stage, began = text, now
+            progress.reset(task, description=text)
+
+        yield tell
+    console.print(f"           {stage}", style="dim", markup=False)

@@ -1,0 +1,121 @@
+"""`mtpc run`: compile a checkpoint, continue prompts, and say how it went."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mtpc
+from mtpc.cli.arguments import compile_options
+from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
+from mtpc.cli.progress import Tell, show_progress
+from mtpc.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mtpc.compiler import Listener, Progress
+
+Prompt = str | list[int]
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    checkpoint = args.checkpoint or demo_checkpoint()
+    prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
+    options = {"batch_buckets": (len(prompts),), **compile_options(args)}
+    mtpc.CompileOptions.parse(options)
+    _check_tokenizer(checkpoint, prompts)
+    with show_progress(sys.stderr) as tell:
+        tell("import torch and transformers")
+        compile_model = mtpc.compile
+        tell(f"load {checkpoint}")
+        model = compile_model(checkpoint, progress=_listener(tell), **options)
+        tell(f"generate up to {args.max_new_tokens} tokens for {len(prompts)} prompt(s)")
+        results = model.generate(prompts, args.max_new_tokens, ignore_eos=args.ignore_eos)
+    _print_results(prompts, results, model)
+    return 0
+
+
+def _check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
+    """Text without a tokenizer would fail too, but only after minutes of compilation."""
+    has_text = any(isinstance(prompt, str) for prompt in prompts)
+    if has_text and checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
+        raise RequestError(
+            f'{checkpoint} has no tokenizer.json; give prompts as token ids: --ids "1 2 3"'
+        )
+
+
+def _listener(tell: Tell) -> Listener:
+    """Compilation's progress as lines `i/n stage step`."""
+
+    def listen(progress: Progress) -> None:
+        if progress.key is not None:
+            position = f"{progress.done + 1}/{progress.total}"
+            tell(f"{position} {progress.stage} {progress.key}")
+        elif progress.done < progress.total:
+            tell(f"{progress.stage} (for {progress.total} steps)")
+
+    return listen
+
+
+def _print_results(
+    prompts: Sequence[Prompt], results: Sequence[Prompt], model: mtpc.SpecModel
+) -> None:
+    from mtpc.cli.tables import output, print_table
+
+    console = output()
+    for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), start=1):
+        _print_text(console, f"[{number}] {_as_text(prompt)}", style="dim")
+        _print_text(console, _as_text(result))
+        console.print()
+    rows = [*_speed(model, len(prompts)), *_acceptance(model), *_replays(model)]
+    print_table(console, "What happened", ("", ""), rows)
+
+
+def _print_text(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, soft_wrap=True)
+
+
+def _as_text(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+
+
+def _speed(model: mtpc.SpecModel, num_prompts: int) -> Iterator[tuple[str, str]]:
+    stats = model.stats
+    # Each prompt's first token comes out of its last prefill step.
+    decoded = stats.emitted_tokens - num_prompts
+    yield "new tokens", f"{stats.emitted_tokens}, {decoded} of them in decode steps"
+    yield "prefill", f"{stats.prompt_tokens} tokens, {_rate(stats.prompt_tokens, stats.prefill_s)}"
+    yield "decode", f"{decoded} tokens, {_rate(decoded, stats.decode_s)}"
+    if stats.decode_steps:
+        mean_ms = 1e3 * stats.decode_s / stats.decode_steps
+        yield "decode step", f"{mean_ms:.2f} ms, mean of {stats.decode_steps}"
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count / seconds:.1f} tokens/s" if seconds else "no steps"
+
+
+def _acceptance(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
+    stats = model.stats
+    if not sum(stats.drafted):
+        return
+    yield "acceptance length", f"{stats.acceptance_length:.2f} tokens per step, bonus included"
+    yield (
+        "acceptance rate",
+        f"{stats.acceptance_rate:.1%}: {sum(stats.accepted)} of {sum(stats.drafted)} drafts",
+    )
+    by_position = "  ".join(f"{rate:.1%}" for rate in stats.acceptance_by_position)
+    yield "acceptance by position", by_position
+
+
+def _replays(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
+    replays = model.stats.replays
+    for key, step in sorted(model.program.steps.items()):
+        yield f"replays of {key}", f"{replays[key]}, built in {step.build_s:.1f} s"
+    fallbacks = model.stats.fallbacks.items()
+    yield "fallbacks", ", ".join(f"{why} ({count})" for why, count in fallbacks) or "none"

@@ -1,0 +1,82 @@
+"""Tables and units of the command line's output. Rich is imported when something is printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 240
+"""Columns to use where there is no terminal to ask: wide enough that no cell is folded."""
+
+
+def output() -> Console:
+    """Standard output, in colour on a terminal."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False)
+
+
+def print_table(
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    total: Sequence[object] | None = None,
+) -> None:
+    """Print a table; columns that hold only numbers and quantities are set flush right.
+
+    Args:
+        console: where to.
+        title: set above the table.
+        columns: headings.
+        rows: a cell a column.
+        total: a last row, set off from the others.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[str(cell) for cell in row] for row in rows]
+    table = Table(
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_header=any(columns),
+    )
+    for index, heading in enumerate(columns):
+        numeric = all(row[index][:1].isdigit() or not row[index] for row in cells)
+        table.add_column(Text(heading), justify="right" if numeric and cells else "left")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    if total is not None:
+        table.add_section()
+        table.add_row(*(Text(str(cell), style="bold") for cell in total))
+    console.print(table)
+
+
+def format_bytes(count: int) -> str:
+    """`1536` -> `1.5 KiB`."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def format_dtype(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def format_shape(shape: Iterable[object]) -> str:
+    """`(8, 64)` -> `[8, 64]`; products of symbols in the field's order."""
+    return f"[{', '.join(str(size) for size in shape)}]".replace("Q*R", "R*Q")
