@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mtpc.backends import make_backend
+from mtpc.backends import choose_backend
 from mtpc.capture.program import Program
-from mtpc.compiler import Listener, StepCompiler
+from mtpc.compiler import Listener, Progress, StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
@@ -41,10 +42,17 @@ def compile(model: Any, progress: Listener = lambda progress: None, **options: A
         BackendError: the backend cannot run here.
     """
     parsed = CompileOptions.parse(options)
-    backend = make_backend(parsed.backend)
     loaded = load(model, parsed.dtype, needs_mtp=parsed.spec_tokens > 0)
-    compiler = StepCompiler(loaded, parsed, backend, progress)
-    return SpecModel(loaded, parsed, compiler.compile())
+    start = time.perf_counter()
+
+    def report(line: str) -> None:
+        progress(Progress(line, None, 0, 0, time.perf_counter() - start))
+
+    backend, fallback = choose_backend(parsed.backend, parsed.strict, report)
+    spec = SpecModel(loaded, parsed, StepCompiler(loaded, parsed, backend, progress).compile())
+    if fallback is not None:
+        spec.stats.fallbacks[fallback] += 1
+    return spec
 
 
 class SpecModel:

@@ -33,7 +33,8 @@ class Progress:
     """One finished or beginning stage of compilation.
 
     Attributes:
-        stage: "trace model", "rewrite", "lower", "capture".
+        stage: "trace model", "trace", "rewrite", "lower", "capture", "done", or what a backend
+            reports of its own preparation.
         key: the step, or None for work that all steps share.
         done: steps finished so far.
         total: steps to compile.
@@ -148,6 +149,7 @@ class StepCompiler:
     def capture(self, key: StepKey) -> CapturedStep:
         """Trace, rewrite, lower and capture one step."""
         start = time.perf_counter()
+        self._tell("trace", key)
         graph = self.trace(key)
         self._tell("rewrite", key)
         self.rewrite(graph)

@@ -29,12 +29,13 @@ class CompileOptions:
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
         prefill_chunk: tokens of one prompt that one prefill step processes.
-        backend: "auto", "cpu", "eager" or "null".
+        backend: "cpu", "eager", "null", or "auto": cpu, falling back to eager (visibly, and not
+            under `strict`) where no C++ compiler works.
         dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
             the checkpoint's. A model object keeps its own.
         verify_passes: run the verifier with fake-tensor propagation after every pass, not
             only after the last.
-        strict: turn every fallback into an error.
+        strict: turn every fallback into an error instead of counting it in the stats.
         disabled_passes: names of optional passes to leave out.
         enabled_passes: names of passes that are off by default, to run.
     """
@@ -120,3 +121,8 @@ def cache_directory() -> Path:
     if configured:
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtpc"
+
+
+def cxx_compiler() -> str:
+    """The C++ compiler to call: `CXX`, as Inductor reads it too, else g++."""
+    return os.environ.get("CXX", "g++")

@@ -244,9 +244,7 @@ def test_absorb_latent() -> None:
     heads, rank, rope, nope, value_dim = 3, 8, 4, 6, 5
 
     def body(q, cache, kv_up, table, lens, starts, out):  # type: ignore[no-untyped-def]
-        out.copy_(
-            ops.expanded_latent_attention(q, cache, kv_up, table, lens, starts, 0.3, nope)
-        )
+        out.copy_(ops.expanded_latent_attention(q, cache, kv_up, table, lens, starts, 0.3, nope))
 
     graph = small_graph(
         body,
@@ -352,7 +350,7 @@ def test_fuse_draft_chain(
 def test_every_pass_keeps_the_step(
     family: str, phase: str, compiler: Callable[..., StepCompiler]
 ) -> None:
-    """After each pass the verifier holds (shapes, effects, host syncs) and a rerun finds nothing."""
+    """After each pass the verifier holds (shapes, effects, syncs), and a rerun is idle."""
     built = compiler(family, verify_passes=True, enabled_passes=("merge-projections",))
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = built.rewrite(built.trace(key))

@@ -76,11 +76,31 @@ def test_speculative_output_equals_plain_decoding(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
     """K = 0..4, batches 1..9 over buckets 1, 2, 4, 8, ragged, joins and leaves, poisoned."""
-    spec, plain = compiled(family, spec_tokens), oracle(family)
+    check_theorem(compiled(family, spec_tokens), oracle(family), max_examples=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("spec_tokens", range(5))
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_same_at_length(
+    family: str,
+    spec_tokens: int,
+    backend: str,
+    compiled: Callable[..., Any],
+    oracle: Callable[..., Oracle],
+) -> None:
+    """Many more examples, and every K compiled."""
+    spec = compiled(family, spec_tokens, backend=backend)
+    check_theorem(spec, oracle(family), max_examples=60)
+
+
+def check_theorem(spec: mtpc.SpecModel, plain: Oracle, max_examples: int) -> None:
+    """Draw batches of requests and compare each output with plain decoding."""
     stop_id = next(iter(plain.stop_ids))
 
     @settings(
-        max_examples=6,
+        max_examples=max_examples,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 
 from mtpc.backends.base import Backend, Report
-from mtpc.errors import OptionError
+from mtpc.errors import BackendError, OptionError
 
 
 def _cpu(report: Report) -> Backend:
@@ -30,15 +30,35 @@ def _null(report: Report) -> Backend:
 BACKENDS: dict[str, Callable[[Report], Backend]] = {"cpu": _cpu, "eager": _eager, "null": _null}
 
 
+def choose_backend(name: str, strict: bool, report: Report) -> tuple[Backend, str | None]:
+    """The backend of an option's value, and why it is not the first choice (None if it is).
+
+    Args:
+        name: a backend, or "auto": cpu, or eager where the cpu backend cannot run.
+        strict: refuse to fall back.
+        report: hears of long work.
+
+    Raises:
+        OptionError: unknown name.
+        BackendError: it cannot run here (with `strict`, or where it was asked for by name).
+    """
+    if name != "auto":
+        return make_backend(name, report), None
+    try:
+        return make_backend("cpu", report), None
+    except BackendError as error:
+        if strict:
+            raise
+        return make_backend("eager", report), f"eager backend instead of cpu: {error}"
+
+
 def make_backend(name: str, report: Report = lambda line: None) -> Backend:
-    """The backend of this name; "auto" is the fastest that exists for this machine (cpu).
+    """The backend of this name.
 
     Raises:
         OptionError: unknown name.
         BackendError: it cannot run here.
     """
-    if name == "auto":
-        name = "cpu"
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -46,4 +66,4 @@ def make_backend(name: str, report: Report = lambda line: None) -> Backend:
     return BACKENDS[name](report)
 
 
-__all__ = ["BACKENDS", "Backend", "make_backend"]
+__all__ = ["BACKENDS", "Backend", "choose_backend", "make_backend"]

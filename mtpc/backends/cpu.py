@@ -25,7 +25,12 @@ from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.passes.base import Pass
 
-_INDUCTOR = {"aot_inductor.package_constants_in_so": False}
+_INDUCTOR = {
+    "aot_inductor.package_constants_in_so": False,
+    # Inductor recomputes cheap expressions in every consumer; metadata and rotary angles have as
+    # many consumers as the model has layers. A low threshold stores them once: half the code.
+    "realize_opcount_threshold": 8,
+}
 _INLINED_ELEMENTS = 8
 """Inductor writes one-dimensional constants of up to this many elements into its code."""
 

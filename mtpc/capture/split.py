@@ -152,7 +152,8 @@ def _half(
     keep_propose: bool,
 ) -> fx.GraphModule:
     """One side as a graph of its own: crossing values are written, or read, as buffers."""
-    new, env = fx.Graph(), {}
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
     module = graph.module
     for name, tensor in tensors.items():
         set_tensor(module, name, tensor, buffer=True)

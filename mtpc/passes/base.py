@@ -13,6 +13,7 @@ from torch import fx
 from mtpc.capture.effects import eliminate_dead_nodes
 from mtpc.capture.graph import PassRecord, StepGraph
 from mtpc.capture.inline import fake_mode_of
+from mtpc.errors import OptionError
 
 aten = torch.ops.aten
 
@@ -43,7 +44,13 @@ def run_pipeline(
         passes: the pipeline.
         check: called with the graph and the pass's name after each pass; raises GraphError.
         until: stop after the pass of this name.
+
+    Raises:
+        OptionError: no pass of the pipeline is called `until`.
     """
+    if until is not None and until not in [step.name for step in passes]:
+        names = ", ".join(step.name for step in passes)
+        raise OptionError(f"no pass {until!r} in this pipeline; passes: {names}")
     for step in passes:
         before, start = graph.num_nodes, time.perf_counter()
         rewrites = step.apply(graph)

@@ -34,8 +34,6 @@ from mtpc.backends.cpu_kernels.build import build_kernels
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts")
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
-_loaded = False
-
 
 def load_kernels(
     cache_dir: Path | None = None, report: Callable[[str], None] = lambda line: None
@@ -43,19 +41,17 @@ def load_kernels(
     """Make torch.ops.mtpc_cpu exist in this process; later calls do nothing.
 
     Args:
-        cache_dir: where builds are kept; by default ~/.cache/mtpc/kernels.
+        cache_dir: where builds are kept; by default `kernels` in the cache directory.
         report: receives lines on a build's progress.
 
     Raises:
         BackendError: there is no C++ compiler, or it failed.
     """
-    global _loaded
-    if _loaded:
+    if hasattr(torch.ops.mtpc_cpu, "write_cache"):
         return
     torch.ops.load_library(build_kernels(cache_dir, report))
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"mtpc_cpu::{name}", fake)
-    _loaded = True
 
 
 def kernel_table() -> dict[Any, Any]:

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
+from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError
 
 SOURCE_DIR = Path(__file__).parent
-DEFAULT_CACHE = Path("~/.cache/mtpc/kernels")
 _LIBRARY = "libmtpc_cpu.so"
 _FLAGS = (
     "-std=c++20",
@@ -49,7 +49,7 @@ def build_kernels(
     """The kernel library for this machine, compiled if the cache does not have it.
 
     Args:
-        cache_dir: where builds are kept, one folder each; by default ~/.cache/mtpc/kernels.
+        cache_dir: where builds are kept, a folder each; default: the cache directory's `kernels`.
         report: receives a line before a compilation starts and when it is done.
 
     Returns:
@@ -59,7 +59,7 @@ def build_kernels(
         BackendError: there is no C++ compiler, it failed, or the cache is not writable.
     """
     compiler = _find_compiler()
-    root = DEFAULT_CACHE.expanduser() if cache_dir is None else Path(cache_dir)
+    root = cache_directory() / "kernels" if cache_dir is None else Path(cache_dir)
     library = root / _fingerprint(compiler) / _LIBRARY
     if not library.exists():
         report(f"compiling the cpu kernels with {compiler} (once, about 30 s)")
@@ -69,7 +69,7 @@ def build_kernels(
 
 
 def _find_compiler() -> str:
-    name = os.environ.get("CXX", "g++")
+    name = cxx_compiler()
     found = shutil.which(name)
     if found is None:
         raise BackendError(f"the cpu backend needs a C++ compiler, found no {name!r}: {_ADVICE}")
