@@ -1,0 +1,1 @@
+"""Measurements of mtpc beside its peers; run as `python -m benchmarks.decode`."""

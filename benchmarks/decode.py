@@ -1,0 +1,226 @@
+"""Milliseconds per decode step and tokens per second: mtpc beside transformers, in one run.
+
+    python -m benchmarks.decode                      # the 0.5B shape, batches 1 4 8, K = 0..3
+    python -m benchmarks.decode --shape tiny --backend eager --batches 1 2 --spec-tokens 0 1
+
+Per workload (a model with random or accepting weights) one set of weights is loaded, every engine
+and every K is built on it, and their samples are taken in turns; then all of it is freed before
+the next. GLM-4 is there for `generate(use_mtp=True)`, which transformers has for no dense model:
+mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import mtpc
+from benchmarks.bandwidth import BandwidthProbe
+from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
+from benchmarks.machine import describe_machine, describe_versions
+from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.report import markdown, print_rows, write_json
+from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from mtpc.compiler import Progress
+
+HEADROOM = 32
+"""Tokens by which max_len exceeds what is decoded."""
+LONG_STAGES = ("trace model", "lower")
+"""Stages of compilation worth a line."""
+FEWEST_NEW_TOKENS = 8
+"""The first and the last steps are not timed; some must remain."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its weights, and what to run on it.
+
+    Attributes:
+        model: family name.
+        weights: "random" or "accepting".
+        is_peer: it exists for the peers' sake: transformers drafts here, at batch 1.
+    """
+
+    model: str
+    weights: str
+    is_peer: bool = False
+
+    def batches(self, asked: Sequence[int]) -> tuple[int, ...]:
+        """Batch sizes to run of those asked for."""
+        return (1,) if self.is_peer else tuple(asked)
+
+    def spec_tokens(self, asked: Sequence[int]) -> tuple[int, ...]:
+        """Numbers of drafts to run of those asked for."""
+        return tuple(k for k in asked if k <= 1) if self.is_peer else tuple(asked)
+
+
+WORKLOADS = {
+    "mimo-random": Workload("mimo", "random"),
+    "mimo-accepting": Workload("mimo", "accepting"),
+    "glm4-random": Workload("glm4_moe", "random", is_peer=True),
+    "glm4-accepting": Workload("glm4_moe", "accepting", is_peer=True),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tell, probe = _teller(), BandwidthProbe(args.probe_mib << 20)
+    rows: list[Row] = []
+    with _workdir(args.workdir) as workdir:
+        for name in args.workloads:
+            rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
+            gc.collect()
+    tell("done")
+    context = {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "arguments": vars(args),
+    }
+    print_rows(rows)
+    if args.out:
+        write_json(args.out, rows, context)
+    if args.markdown:
+        args.markdown.write_text(markdown(rows, context))
+    return 0
+
+
+def _measure(
+    workload: Workload,
+    directory: Path,
+    args: argparse.Namespace,
+    probe: BandwidthProbe,
+    tell: Tell,
+) -> list[Row]:
+    """All rows of one workload; nothing it loads outlives the call."""
+    shape = SHAPES[args.shape]
+    tell(f"write {directory}")
+    accepting = workload.weights == "accepting"
+    checkpoint = write_checkpoint(directory, workload.model, shape, accepting, args.seed)
+    cases = [
+        Case(workload.model, workload.weights, decoder, batch, checkpoint.step_bytes(k))
+        for decoder in _decoders(workload, checkpoint, args, tell)
+        for k in [decoder.spec_tokens]
+        for batch in workload.batches(args.batches)
+    ]
+    plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+    sample_in_turns(cases, plan, shape.vocab_size, probe, tell)
+    return [summarise(case, plan.max_foreign) for case in cases]
+
+
+def _decoders(
+    workload: Workload, checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell
+) -> Iterator[Decoder]:
+    """Every engine and K on one set of weights, which mtpc shares and does not change."""
+    target = checkpoint.load_target()
+    numbers = workload.spec_tokens(args.spec_tokens)
+    if args.peers:
+        drafting = numbers if workload.is_peer else (0,)
+        yield from (TransformersDecoder(target, k) for k in drafting)
+    for k in numbers:
+        yield _compile(target, k, workload.batches(args.batches), args, tell)
+
+
+def _compile(
+    target: Any, spec_tokens: int, batches: tuple[int, ...], args: argparse.Namespace, tell: Tell
+) -> MtpcDecoder:
+    """One captured program: decode steps for `batches`, and one for prefill."""
+
+    def listen(progress: Progress) -> None:
+        if progress.stage in LONG_STAGES:
+            step = progress.key or f"{progress.total} steps"
+            tell(f"compile mtpc K={spec_tokens}: {progress.stage}, {step}")
+
+    start = time.perf_counter()
+    model = mtpc.compile(
+        target,
+        progress=listen,
+        spec_tokens=spec_tokens,
+        batch_buckets=batches,
+        max_len=args.prompt_tokens + args.new_tokens + HEADROOM,
+        prefill_chunk=args.prompt_tokens,
+        backend=args.backend,
+        enabled_passes=tuple(args.enable),
+    )
+    return MtpcDecoder(model, time.perf_counter() - start)
+
+
+def _teller() -> Tell:
+    """Plain lines on standard error: anything livelier would use the CPU that is measured."""
+    start = time.perf_counter()
+
+    def tell(text: str) -> None:
+        print(f"[{time.perf_counter() - start:7.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+@contextmanager
+def _workdir(path: Path | None) -> Iterator[Path]:
+    """A directory for the checkpoints: the one given, which is kept, or a temporary one."""
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="mtpc-benchmark-") as temporary:
+        yield Path(temporary)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the models")
+    add("--workloads", nargs="+", choices=WORKLOADS, help="default: all but glm4-accepting")
+    add("--batches", nargs="+", type=_positive, default=[1, 4, 8], metavar="N")
+    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
+    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
+    add("--backend", default="auto", help="mtpc's backend")
+    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
+    add("--prompt-tokens", type=_positive, default=32, metavar="N")
+    add("--new-tokens", type=_positive, default=96, metavar="N")
+    add("--repeats", type=_positive, default=3, metavar="N", help="undisturbed samples per row")
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--threads", type=_positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--probe-mib", type=_positive, default=384, metavar="N", help="the probe's buffer")
+    add("--seed", type=int, default=0)
+    add("--workdir", type=Path, help="keep checkpoints here; default: a temporary directory")
+    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    args = parser.parse_args(argv)
+    if args.new_tokens < FEWEST_NEW_TOKENS:
+        parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
+    if args.workloads is None:
+        args.workloads = [
+            name
+            for name, workload in WORKLOADS.items()
+            if not workload.is_peer or (args.peers and workload.weights == "random")
+        ]
+    return args
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What decodes: mtpc and its peers behind one call that returns the time of the decode steps alone.
+
+Prefill is left out everywhere: mtpc's engine counts it apart, and of transformers the time between
+iterations is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import mtpc
+from mtpc.engine.stats import Stats
+
+Prompts = Sequence[list[int]]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Decode steps of one batch.
+
+    Attributes:
+        steps: how many.
+        tokens: what they emitted, all requests together.
+        seconds: what they took.
+        acceptance_rate: accepted over verified drafts; None where nothing was drafted.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    acceptance_rate: float | None
+
+    @property
+    def ms_per_step(self) -> float:
+        return 1e3 * self.seconds / self.steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Decoder(Protocol):
+    """One engine with one number of drafts.
+
+    Attributes:
+        engine: its name.
+        spec_tokens: drafts a step.
+        build_s: seconds it took to make ready.
+    """
+
+    engine: str
+    spec_tokens: int
+    build_s: float
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """Continue prompts greedily, by exactly `new_tokens` each."""
+        ...
+
+
+class MtpcDecoder:
+    """A `SpecModel`; step times are the engine's own.
+
+    Where drafts are accepted unevenly, requests end at different steps, and the last steps of a
+    batch are smaller than it.
+    """
+
+    engine = "mtpc"
+
+    def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
+        self.model, self.build_s = model, build_s
+        self.spec_tokens = model.options.spec_tokens
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        before = _counts(self.model.stats)
+        self.model.generate(prompts, new_tokens, ignore_eos=True)
+        after = _counts(self.model.stats)
+        steps, tokens, seconds, accepted, drafted = (
+            new - old for old, new in zip(before, after, strict=True)
+        )
+        return Decoded(
+            steps=int(steps),
+            tokens=int(tokens) - len(prompts),  # Prefill emits the first of each.
+            seconds=seconds,
+            acceptance_rate=accepted / drafted if drafted else None,
+        )
+
+
+def _counts(stats: Stats) -> tuple[float, ...]:
+    emitted, accepted, drafted = stats.emitted_tokens, sum(stats.accepted), sum(stats.drafted)
+    return stats.decode_steps, emitted, stats.decode_s, accepted, drafted
+
+
+class TransformersDecoder:
+    """transformers' `generate`, with `use_mtp=True` where it drafts (one token: one MTP layer).
+
+    Loading the MTP layer, which `generate` repeats in every call, is not counted.
+
+    Args:
+        model: a causal LM whose config has no end-of-sequence id.
+        spec_tokens: 0 or 1.
+    """
+
+    engine = "transformers"
+    build_s = 0.0
+
+    def __init__(self, model: Any, spec_tokens: int) -> None:
+        self.model, self.spec_tokens = model, spec_tokens
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        clock, ids = _StepClock(), torch.tensor(prompts)
+        self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([clock]),
+            **({"use_mtp": True} if self.spec_tokens else {}),
+        )
+        # The first interval holds the draft's prefill, the last one drafts beyond the limit.
+        intervals = list(pairwise(clock.ticks))[1:-1]
+        steps = len(intervals)
+        length = sum(after.length - before.length for before, after in intervals)
+        rate = (length / steps - 1) / self.spec_tokens if self.spec_tokens else None
+        seconds = sum(after.seconds - before.seconds for before, after in intervals)
+        return Decoded(steps, length * len(prompts), seconds, rate)
+
+
+@dataclass(frozen=True)
+class _Tick:
+    seconds: float
+    length: int
+
+
+@dataclass
+class _StepClock(StoppingCriteria):
+    """Never stops anything; notes the time and the sequence length after every iteration."""
+
+    ticks: list[_Tick] = field(default_factory=list)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.ticks.append(_Tick(time.perf_counter(), input_ids.shape[1]))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)

@@ -1,0 +1,75 @@
+"""What a measurement ran on, and whether it had the machine to itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import mtpc
+
+_STAT = Path("/proc/stat")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory and threads."""
+    return {
+        "cpu": _field("/proc/cpuinfo", r"model name\s*: (.*)") or platform.processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "memory": _field("/proc/meminfo", r"MemTotal:\s*(.*)"),
+        "system": platform.platform(),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """What computed the results."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "mtpc": mtpc.__version__,
+    }
+
+
+def _field(path: str, pattern: str) -> str | None:
+    try:
+        match = re.search(pattern, Path(path).read_text())
+    except OSError:
+        return None
+    return match[1].strip() if match else None
+
+
+class CpuWatch:
+    """From its creation on, tells how much of the machine's CPU time went to others.
+
+    Others are processes beside this one, and other guests on the same host ("steal"). Where
+    there is no /proc/stat nothing is known, and nobody is accused.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._busy, self._own = _busy_seconds(), time.process_time()
+
+    def foreign_share(self) -> float:
+        """Share of all CPUs' time that others used, 0 to 1; in ticks of 10 ms as a rule."""
+        elapsed = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
+        foreign = _busy_seconds() - self._busy - (time.process_time() - self._own)
+        return min(max(foreign / elapsed, 0.0), 1.0)
+
+
+def _busy_seconds() -> float:
+    """CPU time of all processes since boot, interrupts and stolen time included."""
+    if not _STAT.is_file():
+        return time.process_time()
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = (
+        int(ticks) for ticks in _STAT.read_text().splitlines()[0].split()[1:]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,202 @@
+"""Checkpoints to measure: random weights in the public formats, and weights that accept all drafts.
+
+Nothing is downloaded. What decides the cost of a step is the shape, so random weights serve; what
+decides acceptance is whether target and MTP layer agree. Random weights hardly ever do.
+*Accepting* weights always do, at the cost of the same work: attention and feed-forward write
+nothing (o_proj and down_proj are zero), so the embedding of the last token reaches the final norm
+unchanged, the head is that embedding with its rows permuted, and the MTP layer's projection hands
+on the token embedding and drops the target's features. Target and draft then both map a token to
+its successor in the permutation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpc.models import FAMILIES, ModelFamily
+
+INITIALIZER_RANGE = 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a dense decoder with one MTP layer."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+SHAPES = {
+    "tiny": Shape(64, 2, 128, 512, 4, 2),
+    "0.5b": Shape(1024, 28, 4096, 32768, 16, 4),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A written checkpoint, and the bytes of what a decode step has to read of it.
+
+    Attributes:
+        directory: where it is.
+        family: its row in mtpc's table.
+        target_bytes: the target's layers and norms, without embedding and head.
+        head_bytes: the head, which target and draft share.
+        draft_bytes: the MTP layer.
+    """
+
+    directory: Path
+    family: ModelFamily
+    target_bytes: int
+    head_bytes: int
+    draft_bytes: int
+
+    def step_bytes(self, spec_tokens: int) -> int:
+        """Weights read by one step: the target once, the draft K times, the head by each."""
+        verify = self.target_bytes + self.head_bytes
+        return verify + spec_tokens * (self.draft_bytes + self.head_bytes)
+
+    def load_target(self) -> Any:
+        """The target as transformers loads it, without the MTP layer's tensors.
+
+        transformers takes the class attribute set here both for names to skip and, in
+        `generate(use_mtp=True)`, for names to load; its own value holds the layer numbers of the
+        released models only.
+        """
+        model_class = getattr(transformers, self.family.hf_class)
+        num_layers = json.loads((self.directory / "config.json").read_text())["num_hidden_layers"]
+        prefix = re.escape(self.family.layer_prefix(num_layers, 0))
+        model_class._keys_to_ignore_on_load_unexpected = [prefix]
+        return model_class.from_pretrained(
+            self.directory, dtype=torch.bfloat16, local_files_only=True
+        ).eval()
+
+
+def write_checkpoint(
+    directory: Path, family_name: str, shape: Shape, accepting: bool, seed: int = 0
+) -> Checkpoint:
+    """Write a bfloat16 checkpoint with one MTP layer.
+
+    The MTP layer's decoder block is the last layer of a model built with one layer too many.
+
+    Args:
+        directory: where to; created if it is not there.
+        family_name: a name in mtpc's family table, "mimo" or "glm4_moe".
+        shape: sizes.
+        accepting: weights of which every greedy draft is accepted, instead of random ones.
+        seed: of the random weights.
+    """
+    family = next(f for f in FAMILIES if f.name == family_name)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        _config(family, shape), dtype=torch.bfloat16
+    )
+    if accepting:
+        _make_successor_model(model)
+    model.save_pretrained(directory)
+    del model
+    tensors = load_file(directory / "model.safetensors")
+    block, prefix = (f"model.layers.{shape.num_hidden_layers}.", _mtp_prefix(family, shape))
+    tensors = {re.sub(f"^{re.escape(block)}", prefix, name): t for name, t in tensors.items()}
+    tensors |= _joints(family, shape, accepting)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _announce_mtp(directory / "config.json", family, shape)
+    return _weigh(directory, family, prefix, tensors)
+
+
+def _mtp_prefix(family: ModelFamily, shape: Shape) -> str:
+    return family.layer_prefix(shape.num_hidden_layers, 0)
+
+
+def _config(family: ModelFamily, shape: Shape) -> Any:
+    """A config with one layer too many.
+
+    transformers builds the MTP layer of GLM-4 MoE with experts whatever the config says, and at
+    least two of them: they are all chosen for every token, and with the shared ones they hold as
+    much as a dense layer's feed-forward.
+    """
+    sizes = {**vars(shape), "num_hidden_layers": shape.num_hidden_layers + 1}
+    if family.name == "glm4_moe":
+        sizes |= dict(
+            first_k_dense_replace=shape.num_hidden_layers,
+            head_dim=shape.hidden_size // shape.num_attention_heads,
+            moe_intermediate_size=shape.intermediate_size // 4,
+            n_routed_experts=2,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+        )
+    return getattr(transformers, family.hf_config_class)(
+        **sizes,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+@torch.no_grad()
+def _make_successor_model(model: Any) -> None:
+    """Make a model that maps every token to its successor in a random permutation."""
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.zero_()
+    embedding = model.get_input_embeddings().weight
+    model.get_output_embeddings().weight.copy_(embedding[torch.randperm(embedding.shape[0])])
+
+
+def _joints(family: ModelFamily, shape: Shape, accepting: bool) -> dict[str, Tensor]:
+    """What an MTP layer has beside its decoder block: three norms and the projection."""
+    wiring, prefix, hidden = family.wiring, _mtp_prefix(family, shape), shape.hidden_size
+    if accepting:
+        halves = [torch.eye(hidden), torch.zeros(hidden, hidden)]  # [embedding, features]
+        projection = torch.cat(halves[::-1] if wiring.hidden_first else halves, 1)
+    else:
+        projection = INITIALIZER_RANGE * torch.randn(hidden, 2 * hidden)
+    norms = (wiring.embedding_norm, wiring.hidden_norm, wiring.final_norm)
+    joints = {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
+    joints[f"{prefix}{wiring.projection}.weight"] = projection
+    return {name: tensor.to(torch.bfloat16) for name, tensor in joints.items()}
+
+
+def _announce_mtp(path: Path, family: ModelFamily, shape: Shape) -> None:
+    """Make config.json say that the last layer is an MTP layer."""
+    config = json.loads(path.read_text())
+    config["architectures"] = [family.architectures[0]]
+    config["num_hidden_layers"] = shape.num_hidden_layers
+    config["num_nextn_predict_layers"] = 1
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][: shape.num_hidden_layers]
+    path.write_text(json.dumps(config, indent=2))
+
+
+def _weigh(
+    directory: Path, family: ModelFamily, prefix: str, tensors: dict[str, Tensor]
+) -> Checkpoint:
+    """Sort the tensors by who reads them; the embedding is gathered, not read."""
+    draft = [name for name in tensors if name.startswith(prefix)]
+    apart = {"model.embed_tokens.weight", "lm_head.weight", *draft}
+
+    def total(names: Iterable[str]) -> int:
+        return sum(tensors[name].nbytes for name in names)
+
+    return Checkpoint(
+        directory,
+        family,
+        target_bytes=total(tensors.keys() - apart),
+        head_bytes=total(["lm_head.weight"]),
+        draft_bytes=total(draft),
+    )

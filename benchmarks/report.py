@@ -1,0 +1,92 @@
+"""Rows as a table on the terminal, as Markdown, and as JSON with everything in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sampling import Row
+from mtpc.cli.tables import output, print_table
+
+NOTES = (
+    "ms/step: one decode step (K drafts verified, K proposed), prefill not counted; medians.",
+    "speedup: tokens/s over the same engine's at K=0, same model, weights and batch.",
+    "vs tf: tokens/s over transformers' generate at K=0, same model, weights and batch.",
+    "roofline: reading the step's weights once each at the bandwidth measured around the sample.",
+    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+)
+
+_Cells = Callable[[Row, "_Baselines"], str]
+
+
+class _Baselines:
+    """Finds the rows that others are compared with."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._plain = {_plain_key(row, row.engine): row for row in rows if row.spec_tokens == 0}
+
+    def ratio(self, row: Row, engine: str) -> str:
+        """Tokens/s of a row over those of an engine that decodes plainly."""
+        plain = self._plain.get(_plain_key(row, engine))
+        return f"{row.tokens_per_s / plain.tokens_per_s:.2f}x" if plain else "-"
+
+
+def _plain_key(row: Row, engine: str) -> tuple[str, str, str, int]:
+    return engine, row.model, row.weights, row.batch
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+COLUMNS: dict[str, _Cells] = {
+    "model": lambda row, _: row.model,
+    "weights": lambda row, _: row.weights,
+    "engine": lambda row, _: row.engine,
+    "K": lambda row, _: str(row.spec_tokens),
+    "batch": lambda row, _: str(row.batch),
+    "ms/step": lambda row, _: f"{row.ms_per_step:.2f}",
+    "tokens/s": lambda row, _: f"{row.tokens_per_s:.1f}",
+    "accepted": lambda row, _: _percent(row.acceptance_rate),
+    "speedup": lambda row, plain: plain.ratio(row, row.engine),
+    "vs tf": lambda row, plain: plain.ratio(row, "transformers"),
+    "GB/s": lambda row, _: f"{row.bandwidth_gb_s:.1f}",
+    "roofline ms": lambda row, _: f"{row.roofline_ms:.2f}",
+    "efficiency": lambda row, _: _percent(row.efficiency),
+    "samples": lambda row, _: f"{row.samples}+{row.discarded}{row.disturbed * '*'}",
+}
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's body; batches side by side within a model, engine and K."""
+    baselines = _Baselines(rows)
+    return [[cell(row, baselines) for cell in COLUMNS.values()] for row in rows]
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """The table on standard output."""
+    console = output()
+    print_table(console, "Decoding", list(COLUMNS), cells(rows))
+    for note in NOTES:
+        console.print(note, style="dim", soft_wrap=True)
+
+
+def markdown(rows: Sequence[Row], context: dict[str, Any]) -> str:
+    """The table with the machine, the versions and the arguments under it."""
+    table = [list(COLUMNS), ["---"] * len(COLUMNS), *cells(rows)]
+    lines = [f"| {' | '.join(line)} |" for line in table]
+    facts = [f"- {what}: {_facts(values)}" for what, values in context.items()]
+    return "\n".join([*lines, "", *(f"- {note}" for note in NOTES), *facts, ""])
+
+
+def _facts(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def write_json(path: Path, rows: Sequence[Row], context: dict[str, Any]) -> None:
+    """Everything that was measured, and on what."""
+    results = {**context, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(results, indent=2, default=str))

@@ -1,0 +1,178 @@
+"""Taking samples in turns, each between two readings of the bandwidth, and dropping disturbed ones.
+
+Machines drift: memory bandwidth changes by half within minutes, and other processes come and go.
+So every case is measured once before any is measured again, and each sample is set against the
+bandwidth around it rather than against a number from a data sheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from benchmarks.bandwidth import BandwidthProbe
+from benchmarks.decoders import Decoded, Decoder, Prompts
+from benchmarks.machine import CpuWatch
+
+Tell = Callable[[str], None]
+"""Hears what is being done."""
+
+ATTEMPTS = 3
+"""Rounds, as a multiple of those asked for, after which disturbed samples are not repeated."""
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to sample.
+
+    Attributes:
+        prompt_tokens: length of each prompt.
+        new_tokens: decoded per request and sample.
+        repeats: undisturbed samples wanted per case.
+        max_foreign: share of the CPU time that others may use before a sample is dropped.
+        seed: of the prompts.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    max_foreign: float
+    seed: int
+
+    def prompts(self, count: int, vocab_size: int) -> Prompts:
+        """Random prompts, the same ones in every run."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (count, self.prompt_tokens)
+        return torch.randint(0, vocab_size, shape, generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One decoded batch, the bandwidth around it (bytes a second), and others' CPU share."""
+
+    decoded: Decoded
+    bandwidth: float
+    foreign_share: float
+
+
+@dataclass
+class Case:
+    """One row to be: a model and its weights, a decoder, a batch size.
+
+    Attributes:
+        model: family name.
+        weights: "random" or "accepting".
+        decoder: what decodes.
+        batch: requests at a time.
+        step_bytes: weights that a step has to read.
+        samples: all that were taken.
+    """
+
+    model: str
+    weights: str
+    decoder: Decoder
+    batch: int
+    step_bytes: int
+    samples: list[Sample] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        engine, spec_tokens = self.decoder.engine, self.decoder.spec_tokens
+        return f"{self.model} {self.weights}, {engine} K={spec_tokens} batch {self.batch}"
+
+    def undisturbed(self, max_foreign: float) -> list[Sample]:
+        """Samples during which others used at most `max_foreign` of the CPU time."""
+        return [sample for sample in self.samples if sample.foreign_share <= max_foreign]
+
+
+def sample_in_turns(
+    cases: Sequence[Case], plan: Plan, vocab_size: int, probe: BandwidthProbe, tell: Tell
+) -> None:
+    """Fill the cases' samples, one of each case a round, until every case has enough."""
+    prompts = plan.prompts(max((case.batch for case in cases), default=0), vocab_size)
+    for case in cases:
+        tell(f"warm up: {case}")
+        case.decoder.decode(prompts[: case.batch], min(WARM_UP_TOKENS, plan.new_tokens))
+    for turn in range(1, plan.repeats * ATTEMPTS + 1):
+        wanting = [c for c in cases if len(c.undisturbed(plan.max_foreign)) < plan.repeats]
+        for case in wanting:
+            sample = _take(case, prompts[: case.batch], plan.new_tokens, probe)
+            case.samples.append(sample)
+            disturbed = sample.foreign_share > plan.max_foreign
+            tell(
+                f"round {turn}: {case}: {sample.decoded.ms_per_step:.2f} ms a step at "
+                f"{sample.bandwidth / 1e9:.1f} GB/s"
+                + disturbed
+                * f" (dropped: others used {sample.foreign_share:.0%} of the CPU)"
+            )
+
+
+def _take(case: Case, prompts: Prompts, new_tokens: int, probe: BandwidthProbe) -> Sample:
+    watch = CpuWatch()
+    before = probe.read()
+    decoded = case.decoder.decode(prompts, new_tokens)
+    bandwidth = (before + probe.read()) / 2
+    return Sample(decoded, bandwidth, watch.foreign_share())
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the samples of a case say: medians, over undisturbed samples where there is one.
+
+    Attributes:
+        roofline_ms: the time that reading the step's weights takes at the adjacent bandwidth.
+        efficiency: roofline over measured time, sample by sample.
+        samples: how many the medians are of.
+        discarded: how many were left out as disturbed.
+        disturbed: every sample was disturbed; the medians are of all of them.
+        taken: every sample, those left out too.
+    """
+
+    model: str
+    weights: str
+    engine: str
+    spec_tokens: int
+    batch: int
+    ms_per_step: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+    bandwidth_gb_s: float
+    step_bytes: int
+    roofline_ms: float
+    efficiency: float
+    samples: int
+    discarded: int
+    disturbed: bool
+    build_s: float
+    taken: tuple[Sample, ...]
+
+
+def summarise(case: Case, max_foreign: float) -> Row:
+    """The row of a case that has been sampled."""
+    clean = case.undisturbed(max_foreign)
+    kept = clean or case.samples
+    roofline = [1e3 * case.step_bytes / sample.bandwidth for sample in kept]
+    measured = [sample.decoded.ms_per_step for sample in kept]
+    rates = [s.decoded.acceptance_rate for s in kept if s.decoded.acceptance_rate is not None]
+    return Row(
+        model=case.model,
+        weights=case.weights,
+        engine=case.decoder.engine,
+        spec_tokens=case.decoder.spec_tokens,
+        batch=case.batch,
+        ms_per_step=median(measured),
+        tokens_per_s=median(sample.decoded.tokens_per_s for sample in kept),
+        acceptance_rate=median(rates) if rates else None,
+        bandwidth_gb_s=median(sample.bandwidth for sample in kept) / 1e9,
+        step_bytes=case.step_bytes,
+        roofline_ms=median(roofline),
+        efficiency=median(r / m for r, m in zip(roofline, measured, strict=True)),
+        samples=len(kept),
+        discarded=len(case.samples) - len(kept),
+        disturbed=not clean,
+        build_s=case.decoder.build_s,
+        taken=tuple(case.samples),
+    )

@@ -1,0 +1,132 @@
+"""The decode benchmark at a tiny size: its rows, its checkpoints, its arithmetic. Never a time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import decode, report
+from benchmarks.decoders import Decoded
+from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.sampling import Case, Row, Sample, summarise
+from mtpc.models.glm4_moe import GLM4_MOE
+
+K = 1
+ARGUMENTS = (
+    *("--shape", "tiny", "--backend", "eager", "--spec-tokens", str(K), "--batches", "1", "2"),
+    *("--workloads", "mimo-random", "mimo-accepting", "glm4-accepting"),
+    *("--new-tokens", "16", "--repeats", "1", "--max-foreign", "1", "--probe-mib", "1"),
+)
+"""One K per workload, and no sample counts as disturbed, so that it takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one tiny run writes; transformers' class is left as it was."""
+    out = tmp_path_factory.mktemp("benchmark")
+    files = ("--out", str(out / "results.json"), "--markdown", str(out / "results.md"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM"):
+            patch.setattr(getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", None)
+        assert decode.main([*ARGUMENTS, *files]) == 0
+    return {
+        **json.loads((out / "results.json").read_text()),
+        "markdown": (out / "results.md").read_text(),
+    }
+
+
+def test_every_engine_has_its_rows(results: dict[str, Any]) -> None:
+    keys = {
+        (row["model"], row["weights"], row["engine"], row["spec_tokens"], row["batch"])
+        for row in results["rows"]
+    }
+    mimo = {
+        ("mimo", weights, engine, k, batch)
+        for weights in ("random", "accepting")
+        for engine, k in (("transformers", 0), ("mtpc", K))
+        for batch in (1, 2)
+    }
+    glm4 = {("glm4_moe", "accepting", engine, K, 1) for engine in ("transformers", "mtpc")}
+    assert keys == mimo | glm4
+    assert results["markdown"].count("\n| mimo ") == len(mimo)
+
+
+def test_acceptance_is_what_the_weights_force(results: dict[str, Any]) -> None:
+    for row in results["rows"]:
+        if row["spec_tokens"] == 0:
+            assert row["acceptance_rate"] is None
+        elif row["weights"] == "accepting":
+            assert row["acceptance_rate"] == 1.0
+        else:
+            assert row["acceptance_rate"] < 0.2
+
+
+def test_mtpc_times_whole_steps(results: dict[str, Any]) -> None:
+    """16 tokens: one from prefill, then two a step if all drafts are accepted, the last cut."""
+    rows = [r for r in results["rows"] if r["engine"] == "mtpc" and r["weights"] == "accepting"]
+    for row in rows:
+        (sample,) = row["taken"]
+        assert sample["decoded"]["steps"] == 8
+        assert sample["decoded"]["tokens"] == 15 * row["batch"]
+
+
+def test_step_bytes_are_the_checkpoints(tmp_path: Path) -> None:
+    """The two families' layers of one shape weigh nearly the same, the MTP layers too."""
+    shape = SHAPES["tiny"]
+    mimo = write_checkpoint(tmp_path / "mimo", "mimo", shape, accepting=False)
+    glm4 = write_checkpoint(tmp_path / "glm4", "glm4_moe", shape, accepting=False)
+    head = 2 * shape.hidden_size * shape.vocab_size
+    assert mimo.head_bytes == glm4.head_bytes == head
+    assert mimo.target_bytes == pytest.approx(glm4.target_bytes, rel=0.02)
+    assert mimo.draft_bytes == pytest.approx(glm4.draft_bytes, rel=0.02)
+    assert mimo.step_bytes(3) == mimo.target_bytes + 4 * head + 3 * mimo.draft_bytes
+    stored = (mimo.directory / "model.safetensors").stat().st_size
+    assert mimo.target_bytes + mimo.draft_bytes + 2 * head == pytest.approx(stored, rel=0.02)
+
+
+class _NoDecoder:
+    """Stands where a case needs a decoder that is never called."""
+
+    engine, build_s = "mtpc", 0.0
+
+    def __init__(self, spec_tokens: int) -> None:
+        self.spec_tokens = spec_tokens
+
+    def decode(self, prompts: Any, new_tokens: int) -> Decoded:
+        raise NotImplementedError
+
+
+def _row(spec_tokens: int, *samples: Sample) -> Row:
+    step_bytes = Checkpoint(Path(), GLM4_MOE, 900, 50, 50).step_bytes(spec_tokens)
+    case = Case("mimo", "random", _NoDecoder(spec_tokens), 1, step_bytes, list(samples))
+    return summarise(case, max_foreign=0.1)
+
+
+def _sample(seconds: float, foreign_share: float) -> Sample:
+    return Sample(Decoded(10, 20, seconds, 0.5), bandwidth=950.0, foreign_share=foreign_share)
+
+
+def test_disturbed_samples_are_dropped() -> None:
+    row = _row(0, _sample(20.0, 0.0), _sample(90.0, 0.5), _sample(20.0, 0.1))
+    assert (row.samples, row.discarded, row.disturbed, len(row.taken)) == (2, 1, False, 3)
+    assert row.ms_per_step == 2000.0
+    assert row.roofline_ms == pytest.approx(1000.0)
+    assert row.efficiency == pytest.approx(0.5)
+
+
+def test_a_row_says_when_all_was_disturbed() -> None:
+    row = _row(0, _sample(20.0, 0.5))
+    assert (row.samples, row.discarded, row.disturbed) == (1, 0, True)
+
+
+def test_speedup_is_over_plain_decoding() -> None:
+    rows = [_row(0, _sample(20.0, 0.0)), _row(2, _sample(10.0, 0.0))]
+    column = list(report.COLUMNS).index("speedup")
+    assert [line[column] for line in report.cells(rows)] == ["1.00x", "2.00x"]
