@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,13 +24,21 @@ from mtpc.models.load import LoadedModel, load
 Prompt = str | Sequence[int] | torch.Tensor
 
 
-def compile(model: Any, progress: Listener = lambda progress: None, **options: Any) -> SpecModel:
+def print_progress(progress: Progress) -> None:
+    """The default listener: a line a stage on stderr, where that is a terminal."""
+    if sys.stderr.isatty():
+        step = f"{progress.done + 1}/{progress.total} {progress.key} " if progress.key else ""
+        print(f"mtpc {progress.elapsed_s:7.1f} s  {step}{progress.stage}", file=sys.stderr)
+
+
+def compile(model: Any, progress: Listener = print_progress, **options: Any) -> SpecModel:
     """Compile a model with MTP layers into captured propose-and-verify steps.
 
     Args:
         model: a checkpoint directory (str or Path), or a transformers model loaded from one; a
             model object is shared, not copied, and left as it was.
-        progress: called with a `mtpc.compiler.Progress` at each stage of each bucket.
+        progress: called with a `mtpc.compiler.Progress` at each stage of each bucket; by default
+            lines on stderr where that is a terminal.
         **options: fields of `mtpc.config.CompileOptions`, or their aliases
             (`num_speculative_tokens` for `spec_tokens`).
 
@@ -97,15 +108,13 @@ class SpecModel:
             included); a single prompt gives a single result.
 
         Raises:
-            RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
-                nothing has run then.
+            RequestError: a prompt is empty, out of range or too long, or text without tokenizer,
+                or the engine still has requests added by hand; nothing has run then.
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
         """
-        single = isinstance(prompts, (str, torch.Tensor)) or (
-            len(prompts) > 0 and isinstance(prompts[0], int)
-        )
-        batch: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
+        single = _is_single(prompts)
+        batch: Sequence[Any] = [prompts] if single else list(prompts)
         stops = () if ignore_eos else self.loaded.stop_ids
         if stop_ids is not None:
             stops = tuple(stop_ids)
@@ -132,11 +141,19 @@ class SpecModel:
                 raise RequestError(
                     f"a prompt tensor has shape {tuple(prompt.shape)}; expected [length]"
                 )
-            return [int(i) for i in prompt.tolist()]
-        return list(prompt)
+            prompt = prompt.tolist()
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise RequestError(f"a prompt is neither text nor token ids: {error}") from None
 
     def _run(self, requests: list[Request]) -> list[Request]:
         """Serve requests to their end; an interrupt aborts them and leaves the engine usable."""
+        if self.engine.has_work:
+            raise RequestError(
+                "the engine holds requests added by hand, whose outputs generate() would swallow; "
+                "step the engine until it has no work, or abort them"
+            )
         ids = [self.engine.add(r.prompt_ids, r.max_new_tokens, r.stop_ids) for r in requests]
         mine = {r.request_id: r for r in self.engine.waiting if r.request_id in set(ids)}
         try:
@@ -160,3 +177,12 @@ class SpecModel:
             return request.output_ids
         assert self.loaded.tokenizer is not None  # _encode has refused otherwise
         return self.loaded.tokenizer.decode(request.output_ids, skip_special_tokens=True)
+
+
+def _is_single(prompts: Any) -> bool:
+    """Whether `prompts` is one prompt: text, a row of ids, or a one-dimensional tensor."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, torch.Tensor):
+        return prompts.dim() == 1
+    return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)

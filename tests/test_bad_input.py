@@ -67,6 +67,26 @@ def test_requests(spec: mtpc.SpecModel, prompt: Any, new: Any, message: str) -> 
     assert len(spec.generate([5, 6], 3, ignore_eos=True)) == 3
 
 
+def test_prompts_in_every_form(spec: mtpc.SpecModel) -> None:
+    """Lists, tensors and arrays of one or two dimensions are the same prompts."""
+    wanted = spec.generate([[5, 6, 7], [8, 9, 3]], 4)
+    rows = torch.tensor([[5, 6, 7], [8, 9, 3]])
+    assert spec.generate(rows, 4) == wanted
+    assert spec.generate(list(rows), 4) == wanted
+    assert spec.generate(rows.numpy(), 4) == wanted
+    assert spec.generate(rows[0], 4) == spec.generate(rows[0].numpy(), 4) == wanted[0]
+    with pytest.raises(RequestError, match="neither text nor token ids"):
+        spec.generate([[5.0, 6.0]], 4)
+
+
+def test_generate_swallows_no_output_of_other_requests(spec: mtpc.SpecModel) -> None:
+    request_id = spec.engine.add([5, 6], 3)
+    with pytest.raises(RequestError, match="added by hand"):
+        spec.generate([7], 2)
+    spec.engine.abort(request_id)
+    assert len(spec.generate([7], 2, ignore_eos=True)) == 2
+
+
 def test_exactly_max_len_is_served(spec: mtpc.SpecModel) -> None:
     assert len(spec.generate([3] * 60, 4, ignore_eos=True)) == 4
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,9 @@ class CpuBackend:
     def _compile(self, key: StepKey, module: fx.GraphModule, inputs: Iterable[Tensor]) -> Path:
         path = Path(self._packages.name) / f"{key}.pt2"
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                # torch's own code, on its own data structures.
+                warnings.filterwarnings("ignore", message=".*treespec.*")
                 program = torch.export.export(module, tuple(inputs), strict=False)
                 torch._inductor.aoti_compile_and_package(
                     program, package_path=str(path), inductor_configs=_INDUCTOR

@@ -97,7 +97,19 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence ids"
     )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)",
+    )
     _add_compile_options(parser, batch_buckets="as many as there are prompts")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; expected 1 or more")
+    return int(text)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -39,12 +39,12 @@ def command(args: argparse.Namespace) -> int:
         _check_writable(args.svg)
     with show_progress(sys.stderr) as tell:
         graph, layouts = _build(checkpoint, options, args, tell)
-    _print_graph(graph, layouts, args.nodes)
-    if args.svg is not None:
+    if args.svg is not None:  # Before printing: `| head` must not cost the drawing.
         from mtpc.cli.drawing import draw
 
         _write(args.svg, draw(graph, f"{_position(graph)}, {checkpoint}"))
         print(f"drawn to {args.svg}", file=sys.stderr)
+    _print_graph(graph, layouts, args.nodes)
     return 0
 
 

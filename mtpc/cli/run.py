@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mtpc.compiler import Listener, Progress
 
 Prompt = str | list[int]
+SMALL_BYTES = 64 * 2**20
+"""Checkpoints below this are run on one thread unless told otherwise."""
 
 
 def command(args: argparse.Namespace) -> int:
@@ -32,12 +34,25 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
         compile_model = mtpc.compile
+        _set_threads(args.threads, checkpoint)
         tell(f"load {checkpoint}")
         model = compile_model(checkpoint, progress=_listener(tell), **options)
         tell(f"generate up to {args.max_new_tokens} tokens for {len(prompts)} prompt(s)")
         results = model.generate(prompts, args.max_new_tokens, ignore_eos=args.ignore_eos)
     _print_results(prompts, results, model)
     return 0
+
+
+def _set_threads(requested: int | None, checkpoint: Path) -> None:
+    """Small models run fastest on one thread: starting a second costs more than it brings.
+
+    This is the command's own process; the library never changes torch's setting.
+    """
+    import torch
+
+    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    if requested is not None or weights < SMALL_BYTES:
+        torch.set_num_threads(requested or 1)
 
 
 def _check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
@@ -58,6 +73,8 @@ def _listener(tell: Tell) -> Listener:
             tell(f"{position} {progress.stage} {progress.key}")
         elif progress.done < progress.total:
             tell(f"{progress.stage} (for {progress.total} steps)")
+        elif progress.total == 0:  # A backend preparing itself.
+            tell(progress.stage)
 
     return listen
 
