@@ -60,7 +60,8 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         progress(Progress(line, None, 0, 0, time.perf_counter() - start))
 
     backend, fallback = choose_backend(parsed.backend, parsed.strict, report)
-    spec = SpecModel(loaded, parsed, StepCompiler(loaded, parsed, backend, progress).compile())
+    compiler = StepCompiler(loaded, parsed, backend, progress)
+    spec = SpecModel(loaded, compiler.options, compiler.compile())
     if fallback is not None:
         spec.stats.fallbacks[fallback] += 1
     return spec
@@ -71,7 +72,7 @@ class SpecModel:
 
     Attributes:
         loaded: the model behind it.
-        options: what it was compiled with.
+        options: what it was compiled with, `max_len` settled.
         program: the captured steps.
         engine: the scheduler on top of them.
     """
@@ -113,6 +114,8 @@ class SpecModel:
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
         """
+        if not hasattr(prompts, "__len__"):
+            raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
         single = _is_single(prompts)
         batch: Sequence[Any] = [prompts] if single else list(prompts)
         stops = () if ignore_eos else self.loaded.stop_ids

@@ -80,7 +80,9 @@ class StepCompiler:
         backend: Backend,
         listener: Listener = lambda progress: None,
     ):
-        self.loaded, self.options, self.backend = loaded, options, backend
+        positions = getattr(loaded.config, "max_position_embeddings", None)
+        self.loaded, self.backend = loaded, backend
+        self.options = options.for_model(positions)
         self.keys = step_keys(options)
         self._listener, self._start, self._done = listener, time.perf_counter(), 0
         self.weights = WeightTable(loaded.weights())
@@ -91,7 +93,7 @@ class StepCompiler:
     def layout(self, key: StepKey) -> Layout:
         """Buffers of one step, metadata sized as plain decoding has it."""
         options = self.options
-        blocks = blocks_per_request(options.max_len, options)
+        blocks = blocks_per_request(options.sequence_limit, options)
         largest = max(options.batch_buckets)
         pages = options.num_pages or largest * blocks + 1
         if pages - 1 < blocks_per_request(2, options):
@@ -154,7 +156,7 @@ class StepCompiler:
         self._tell("rewrite", key)
         self.rewrite(graph)
         self._tell("lower", key)
-        run = self.backend.lower(graph, lambda line: None)
+        run = self.backend.lower(graph)
         self._tell("capture", key)
         replay = self.backend.capture(run, graph)
         self._done += 1
@@ -169,7 +171,7 @@ class StepCompiler:
         split = split_step(self.rewrite(self.trace(key)))
         halves = []
         for graph in (split.verify, split.propose):
-            replay = self.backend.capture(self.backend.lower(graph, lambda line: None), graph)
+            replay = self.backend.capture(self.backend.lower(graph), graph)
             seconds = time.perf_counter() - start
             halves.append(CapturedStep(key, graph, graph.buffers() | self.shared, replay, seconds))
         return halves[0], halves[1]

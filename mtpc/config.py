@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from mtpc.errors import OptionError
 MAX_SPEC_TOKENS = 16
 """Drafts per step above this are refused: acceptance at such depth is zero in every published
 measurement, and every draft costs a full pass of the draft layer."""
+
+DEFAULT_MAX_LEN = 4096
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
@@ -25,7 +28,8 @@ class CompileOptions:
         spec_tokens: K, drafts proposed per step; 0 is plain decoding.
         batch_buckets: request counts to capture, ascending; a batch is padded to the smallest
             bucket that holds it.
-        max_len: longest sequence (prompt + new tokens), in tokens.
+        max_len: longest sequence (prompt + new tokens), in tokens; None is 4096, or the model's
+            max_position_embeddings where that is smaller.
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
         prefill_chunk: tokens of one prompt that one prefill step processes.
@@ -42,7 +46,7 @@ class CompileOptions:
 
     spec_tokens: int = 3
     batch_buckets: tuple[int, ...] = (1, 2, 4, 8)
-    max_len: int = 4096
+    max_len: int | None = None
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 64
@@ -55,12 +59,41 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
-        _check_int("max_len", self.max_len, low=2)
+        if self.max_len is not None:
+            _check_int("max_len", self.max_len, low=2)
         _check_int("page_size", self.page_size, low=1, high=4096)
         _check_int("prefill_chunk", self.prefill_chunk, low=1)
         if self.num_pages is not None:
             _check_int("num_pages", self.num_pages, low=2)
+        if not isinstance(self.backend, str):
+            raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise OptionError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        for name in ("disabled_passes", "enabled_passes"):
+            object.__setattr__(self, name, _check_names(name, getattr(self, name)))
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
+
+    def for_model(self, max_positions: int | None) -> CompileOptions:
+        """These options with `max_len` settled for a model of that many positions.
+
+        Raises:
+            OptionError: `max_len` was given, and exceeds what the model was made for.
+        """
+        limit = DEFAULT_MAX_LEN if max_positions is None else max_positions
+        if self.max_len is None:
+            return replace(self, max_len=min(DEFAULT_MAX_LEN, limit))
+        if max_positions is not None and self.max_len > max_positions:
+            raise OptionError(
+                f"max_len is {self.max_len}; the model was made for at most {max_positions} "
+                "positions (max_position_embeddings): lower max_len"
+            )
+        return self
+
+    @property
+    def sequence_limit(self) -> int:
+        """`max_len` as a number, for options settled by `for_model`."""
+        assert self.max_len is not None
+        return self.max_len
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> CompileOptions:
@@ -97,6 +130,12 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None
         raise OptionError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
     if value < low or (high is not None and value > high):
         raise OptionError(f"{name} is {value}; expected {wanted}")
+
+
+def _check_names(option: str, names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"{option} is {names!r}; expected pass names, as ('hoist-shared',)")
+    return tuple(names)
 
 
 def _check_buckets(buckets: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from mtpc.errors import GraphError
 R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegative=True)
 """num_reqs, query_len, drafts, blocks a request, page size, pages, request slots, stop ids."""
 K_MAX = sympy.Symbol("K_max", integer=True, nonnegative=True)
-"""The largest K of a program: state rows are wide enough for it, so K may change between steps."""
+"""The largest K of a program: state rows are wide enough for it."""
 T = R * Q
 """Flat tokens of a bucket: num_reqs * query_len."""
 

@@ -77,6 +77,8 @@ def test_prompts_in_every_form(spec: mtpc.SpecModel) -> None:
     assert spec.generate(rows[0], 4) == spec.generate(rows[0].numpy(), 4) == wanted[0]
     with pytest.raises(RequestError, match="neither text nor token ids"):
         spec.generate([[5.0, 6.0]], 4)
+    with pytest.raises(RequestError, match="prompts is None"):
+        spec.generate(None, 4)  # type: ignore[arg-type]
 
 
 def test_generate_swallows_no_output_of_other_requests(spec: mtpc.SpecModel) -> None:
@@ -103,9 +105,21 @@ def test_more_requests_than_the_largest_bucket_queue(
     assert out == [oracle("mimo").generate(prompt, 6) for prompt in PROMPTS[:7]]
 
 
-def test_too_many_stop_ids(spec: mtpc.SpecModel) -> None:
+def test_stop_ids(spec: mtpc.SpecModel) -> None:
+    """Refused before a slot or page is taken."""
+    free = (spec.engine.pages.num_free, spec.engine.slots.num_free)
     with pytest.raises(RequestError, match="9 stop ids; at most 8"):
         spec.generate([3], 2, stop_ids=list(range(9)))
+    for odd in ("a", 1.5, True):
+        with pytest.raises(RequestError, match=f"stop id {odd!r}; expected"):
+            spec.generate([3], 2, stop_ids=[odd])
+    assert (spec.engine.pages.num_free, spec.engine.slots.num_free) == free
+
+
+def test_max_len_defaults_to_what_the_model_has(checkpoint: Callable[..., Path]) -> None:
+    options = {name: value for name, value in EAGER.items() if name != "max_len"}
+    spec = mtpc.compile(checkpoint("mimo"), spec_tokens=0, **options)
+    assert spec.options.max_len == 512
 
 
 def test_a_pool_too_small_for_a_request(compiled: Callable[..., Any]) -> None:
@@ -136,16 +150,15 @@ def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
         ({"batch_buckets": None}, "batch_buckets is None"),
         ({"max_len": 1}, "max_len is 1"),
         ({"backend": "cqu"}, "did you mean 'cpu'"),
-        ({"dtype": "float"}, None),
-        ({"dtype": "bf16"}, "dtype is 'bf16'; expected bfloat16"),
+        ({"dtype": "bf16"}, "dtype is 'bf16'; expected one of bfloat16"),
+        ({"dtype": torch.float32}, r"dtype is torch\.float32; expected one of"),
+        ({"backend": None}, "backend is None"),
+        ({"disabled_passes": "hoist-shared"}, "expected pass names"),
+        ({"max_len": 513}, "max_len is 513; the model was made for at most 512"),
         ({"disabled_passes": ("hoist",)}, "unknown pass 'hoist'"),
     ],
 )
-def test_options(
-    checkpoint: Callable[..., Path], options: dict[str, Any], message: str | None
-) -> None:
-    if message is None:  # torch.float is a name of float32
-        return
+def test_options(checkpoint: Callable[..., Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         mtpc.compile(checkpoint("mimo"), **{**EAGER, **options})
 
@@ -237,6 +250,32 @@ def test_a_missing_expert(damaged: Callable[..., Path]) -> None:
 def test_a_missing_target_tensor(damaged: Callable[..., Path]) -> None:
     directory = edit(damaged(), lambda tensors: tensors.__delitem__("model.norm.weight"))
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor"):
+        mtpc.compile(directory, **EAGER)
+
+
+def test_an_mtp_layer_with_its_own_head(damaged: Callable[..., Path]) -> None:
+    """A copy of the target's head is fine; another head would be dropped in silence: refused."""
+    directory, name = damaged("glm4_moe"), "model.layers.2.shared_head.head.weight"
+    head = load_file(directory / "model.safetensors")["lm_head.weight"]
+    edit(directory, lambda tensors: tensors.update({name: head.clone()}))
+    mtpc.compile(directory, spec_tokens=1, **EAGER)
+    edit(directory, lambda tensors: tensors.update({name: head + 1}))
+    with pytest.raises(CheckpointError, match="differs from the target's head"):
+        mtpc.compile(directory, spec_tokens=1, **EAGER)
+
+
+def test_more_than_one_mtp_layer(damaged: Callable[..., Path]) -> None:
+    directory = damaged()
+    config = json.loads((directory / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 2
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="has 2 MTP layers; only one"):
+        mtpc.compile(directory, spec_tokens=1, **EAGER)
+
+
+def test_a_target_tensor_of_another_shape(damaged: Callable[..., Path]) -> None:
+    directory = edit(damaged(), lambda t: t.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match="transformers cannot load"):
         mtpc.compile(directory, **EAGER)
 
 

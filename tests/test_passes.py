@@ -433,3 +433,75 @@ def test_pass_options() -> None:
     names = [step.name for step in select_passes({}, ("hoist-shared",), ("merge-projections",))]
     assert "hoist-shared" not in names
     assert names[-1] == "merge-projections"
+
+
+@pytest.mark.parametrize("split", ["chunk", "split", "unbind", "dropout"])
+def test_views_that_schemas_do_not_announce(split: str) -> None:
+    """A write through such a view reaches the buffer: it is kept, and orders what reads it."""
+
+    def body(state: Tensor, out: Tensor) -> None:
+        before = state.cos()
+        if split == "chunk":
+            part = aten.chunk(state, 2)[0]
+        elif split == "split":
+            part = aten.split.Tensor(state, 2)[1]
+        elif split == "unbind":
+            part = aten.unbind.int(state, 0)[1]
+        else:
+            part = aten.dropout(state, 0.5, False)
+        part.add_(1)
+        out.copy_(before - aten.alias(state).cos())
+
+    graph = small_graph(
+        body, batch_state=torch.zeros(4).double(), batch_out=torch.zeros(4).double()
+    )
+    expected = run(graph)
+    assert expected.abs().sum() > 0
+    run_pipeline(graph, (Canonicalise(), HoistShared()), Verifier(propagate=True))
+    graph.buffer("batch.state").zero_()
+    assert torch.equal(run(graph), expected)
+
+
+def test_a_true_copy_is_kept() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        first = x.clone()
+        second = aten.to.dtype(first, torch.float64, False, True)
+        second.add_(1)
+        out.copy_(first)
+
+    graph = small_graph(body, x=_random(3), batch_out=torch.zeros(3).double())
+    expected = run(graph)
+    run_pipeline(graph, (Canonicalise(),), Verifier(propagate=True))
+    assert torch.equal(run(graph), expected)
+
+
+def test_rows_are_not_selected_across_a_write() -> None:
+    """select-head-rows must not recompute from an operand that was changed in between."""
+
+    def body(x: Tensor, rows: Tensor, out: Tensor) -> None:
+        h = x.clone()
+        doubled = aten.mul.Tensor(h, h)
+        h.add_(1)
+        out.copy_(aten.index_select.default(doubled, 0, rows) + aten.select.int(h, 0, 0))
+
+    graph = small_graph(
+        body, x=_random(4, 2), rows=torch.tensor([1, 3]), batch_out=torch.zeros(2, 2).double()
+    )
+    expected = run(graph)
+    run_pipeline(graph, (SelectHeadRows(),), Verifier(propagate=True))
+    assert graph.history[-1].rewrites == 0
+    assert torch.equal(run(graph), expected)
+
+
+def test_the_verifier_sees_a_moved_read(compiler: Callable[..., StepCompiler]) -> None:
+    """Attention that runs before the cache is written reads stale keys: noticed."""
+    built = compiler("mimo")
+    graph = built.trace(StepKey.decode(2, 3))
+    verifier = Verifier(propagate=False)
+    run_pipeline(graph, select_passes(built._buffer_names, (), ())[:3], verifier)
+    nodes = list(graph.graph.nodes)
+    write = next(n for n in nodes if n.target is torch.ops.mtpc.write_cache.default)
+    read = next(n for n in nodes if n.target is torch.ops.mtpc.paged_attention.default)
+    read.append(write)
+    with pytest.raises(GraphError, match=r"effects on kv\.0\.k changed"):
+        verifier(graph, "a-bad-pass")

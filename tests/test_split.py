@@ -90,6 +90,29 @@ def test_results_are_ready_after_verify(compiler: Callable[..., StepCompiler]) -
     assert {"batch.num_emitted", "batch.num_accepted", "batch.stop_reason"} <= written
 
 
+def test_the_halves_run_compiled(checkpoint: Callable[..., Any]) -> None:
+    """On the cpu backend: small buffers that a half only reads must not be frozen into its code."""
+    loaded = load(checkpoint("mimo"), "float64", True)
+    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
+    cpu = StepCompiler(loaded, options, make_backend("cpu"))
+    key = StepKey.decode(2, 2)
+    verify, propose = cpu.capture_split(key)
+    whole = StepCompiler(loaded, options, make_backend("eager"))
+    step = whole.capture(key)
+    for compiler in (cpu, whole):
+        state = compiler.shared
+        state["state.block_table"][1:3, :2] = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+        state["state.remaining_tokens"][1:3] = 6
+    for buffers in (verify.buffers, propose.buffers, step.buffers):
+        buffers["batch.state_indices"].copy_(torch.tensor([1, 2]))
+    for _ in range(2):
+        verify.replay()
+        propose.replay()
+        step.replay()
+        for name in ("state.token_ids", "state.committed_lens", "state.remaining_tokens"):
+            assert torch.equal(cpu.shared[name][1:], whole.shared[name][1:]), name
+
+
 def test_nothing_to_propose(compiler: Callable[..., StepCompiler]) -> None:
     built = compiler("mimo", 0)
     graph = built.rewrite(built.trace(StepKey.decode(2, 0)))

@@ -23,15 +23,11 @@ class Backend(Protocol):
 
     name: str
 
-    def fingerprint(self) -> dict[str, str]:
-        """Everything about this machine and toolchain that can change a lowered result."""
-        ...
-
     def legalise(self) -> tuple[Pass, ...]:
         """Passes that rewrite to this backend's op table; they end the pipeline."""
         ...
 
-    def lower(self, graph: StepGraph, report: Report) -> Run:
+    def lower(self, graph: StepGraph) -> Run:
         """Compile a flat, verified graph.
 
         Raises:

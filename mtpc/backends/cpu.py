@@ -8,7 +8,6 @@ writes would not be seen.
 
 from __future__ import annotations
 
-import platform
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
@@ -21,9 +20,9 @@ from torch import Tensor, fx
 
 from mtpc.backends.base import Report, Run
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
-from mtpc.layout import StepKey
 from mtpc.passes.base import Pass
 
 _INDUCTOR = {
@@ -65,25 +64,16 @@ class CpuBackend:
         load_kernels(report=report)
         self._packages = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
 
-    def fingerprint(self) -> dict[str, str]:
-        """torch, the instruction set, and the compiler that Inductor will call."""
-        return {
-            "backend": self.name,
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        }
-
     def legalise(self) -> tuple[Pass, ...]:
         """C++ kernels for the `mtpc::` ops; ATen goes to Inductor."""
         return (UseCpuKernels(),)
 
-    def lower(self, graph: StepGraph, report: Report) -> Run:
+    def lower(self, graph: StepGraph) -> Run:
         """Compile to a package, load it, bind the tensors."""
         lifted, inputs = _lift_inputs(graph)
-        package = self._compile(graph.key, lifted, inputs.values())
+        package = self._compile(graph.name, lifted, inputs.values())
         loader = torch._inductor.aoti_load_package(str(package), run_single_threaded=True)
-        _bind(loader, lifted, inputs, str(graph.key))
+        _bind(loader, lifted, inputs, graph.name)
         tensors = tuple(inputs.values())
 
         def run() -> None:
@@ -95,8 +85,8 @@ class CpuBackend:
         """A package is already fixed work on fixed addresses."""
         return run
 
-    def _compile(self, key: StepKey, module: fx.GraphModule, inputs: Iterable[Tensor]) -> Path:
-        path = Path(self._packages.name) / f"{key}.pt2"
+    def _compile(self, name: str, module: fx.GraphModule, inputs: Iterable[Tensor]) -> Path:
+        path = Path(self._packages.name) / f"{name}.pt2"
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # torch's own code, on its own data structures.
@@ -107,7 +97,7 @@ class CpuBackend:
                 )
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             raise BackendError(
-                f"AOTInductor could not compile {key}: {error}; `mtpc doctor` checks the "
+                f"AOTInductor could not compile {name}: {error}; `mtpc doctor` checks the "
                 "compiler, backend='eager' runs without one"
             ) from error
         return path
@@ -117,22 +107,25 @@ def _lift_inputs(graph: StepGraph) -> tuple[fx.GraphModule, dict[str, Tensor]]:
     """A copy of the graph in which what Inductor would inline is an input."""
     copy = graph.clone()
     inputs: dict[str, Tensor] = {}
+    written = frozenset().union(*analyse(copy.graph).writes.values())
     for node in list(copy.graph.nodes):
-        if node.op == "get_attr" and _must_be_input(graph, str(node.target)):
-            tensor = get_tensor(graph.module, str(node.target)).detach()
+        name = str(node.target)
+        if node.op == "get_attr" and name not in written and _must_be_input(graph, name):
+            tensor = get_tensor(graph.module, name).detach()
             with copy.graph.inserting_before(next(iter(copy.graph.nodes))):
                 placeholder = copy.graph.placeholder(f"host_{len(inputs)}")
             node.replace_all_uses_with(placeholder)
             copy.graph.erase_node(node)
-            inputs[str(node.target)] = tensor
+            inputs[name] = tensor
     # Placeholders were each put first: give inputs the order in which the graph lists them.
     ordered = dict(reversed(inputs.items()))
     return fx.GraphModule(graph.module, copy.graph), ordered
 
 
 def _must_be_input(graph: StepGraph, name: str) -> bool:
-    if name in graph.layout:
-        return graph.layout[name].writer == "host"
+    """Of what the step does not write: what the host writes, and what Inductor would inline."""
+    if name in graph.layout and graph.layout[name].writer == "host":
+        return True
     tensor = get_tensor(graph.module, name)
     return tensor.dim() <= 1 and tensor.numel() <= _INLINED_ELEMENTS
 

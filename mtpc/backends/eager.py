@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtpc.backends.base import Report, Run
+from mtpc.backends.base import Run
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import Pass
 
@@ -14,15 +14,11 @@ class EagerBackend:
 
     name = "eager"
 
-    def fingerprint(self) -> dict[str, str]:
-        """Only torch matters."""
-        return {"backend": self.name, "torch": torch.__version__}
-
     def legalise(self) -> tuple[Pass, ...]:
         """The reference ops are this backend's ops."""
         return ()
 
-    def lower(self, graph: StepGraph, report: Report) -> Run:
+    def lower(self, graph: StepGraph) -> Run:
         """The graph's generated Python code, without autograd."""
         module = graph.module
 

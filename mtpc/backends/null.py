@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from mtpc.backends.base import Report, Run
+from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
@@ -101,17 +101,13 @@ class NullDevice:
         self._eager = EagerBackend()
         self.tapes: dict[str, Tape] = {}
 
-    def fingerprint(self) -> dict[str, str]:
-        """As the eager backend it records."""
-        return {**self._eager.fingerprint(), "backend": self.name}
-
     def legalise(self) -> tuple[Pass, ...]:
         """Reference ops; each is one opaque kernel on the tape."""
         return ()
 
-    def lower(self, graph: StepGraph, report: Report) -> Run:
+    def lower(self, graph: StepGraph) -> Run:
         """The eager callable."""
-        return self._eager.lower(graph, report)
+        return self._eager.lower(graph)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
         """Record one run; returns the replay.
@@ -125,7 +121,7 @@ class NullDevice:
             graph.module()
         for name, tensor in graph.buffers().items():
             tensor.copy_(saved[name])
-        self.tapes[str(graph.key)] = tape
+        self.tapes[graph.name] = tape
         return _Replay(tape, graph, static)
 
 

@@ -1,4 +1,4 @@
-"""What each node of a flat step graph may read, write and alias, from the ops' own schemas.
+"""What each node of a flat step graph reads, writes and aliases.
 
 A *root* is where memory comes from: a buffer or weight (its get_attr target, a string) or the
 node that allocated a temporary. Views share their argument's roots.
@@ -7,9 +7,11 @@ node that allocated a temporary. Views share their argument's roots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 
 from mtpc.capture.graph import is_buffer_name
 
@@ -18,7 +20,7 @@ Root = str | fx.Node
 
 @dataclass(frozen=True)
 class Effects:
-    """Roots per node: `roots` it may alias, `writes` it mutates."""
+    """Roots per node: `roots` it aliases, `writes` it mutates."""
 
     roots: dict[fx.Node, frozenset[Root]]
     writes: dict[fx.Node, frozenset[Root]]
@@ -33,61 +35,41 @@ class Effects:
 
 
 def analyse(graph: fx.Graph) -> Effects:
-    """Effects of every node, in one pass over the graph."""
+    """Effects of every node, in one pass over the graph.
+
+    What aliases what is read off the fake values: two nodes whose tensors share storage share
+    roots. Schemas would be wrong here: `chunk` and `split` do not say that their results are
+    views, and `dropout` outside training returns its very input.
+    """
+    owners: dict[int, Root] = {}
     roots: dict[fx.Node, frozenset[Root]] = {}
     writes: dict[fx.Node, frozenset[Root]] = {}
     for node in graph.nodes:
-        written, aliased = _schema_aliases(node)
-        writes[node] = frozenset().union(*(roots[arg] for arg in written))
-        if node.op == "get_attr":
-            roots[node] = frozenset([str(node.target)])
-        elif node.op == "output":
-            roots[node] = frozenset()
-        else:
-            shared: frozenset[Root] = frozenset().union(*(roots[arg] for arg in aliased))
-            # An op that may or may not return a view (reshape, contiguous) is taken as both.
-            own: frozenset[Root] = (
-                frozenset() if shared and not _may_copy(node) else frozenset([node])
-            )
-            roots[node] = shared | own
+        writes[node] = frozenset().union(*(roots[arg] for arg in _written_arguments(node)))
+        owner: Root = str(node.target) if node.op == "get_attr" else node
+        roots[node] = frozenset(owners.setdefault(s, owner) for s in storages(node.meta.get("val")))
     return Effects(roots, writes)
 
 
-_MAYBE_VIEWS = ("reshape", "contiguous", "to", "flatten", "_to_copy")
+def storages(value: Any) -> list[int]:
+    """Identities of the memory behind a node's value: a tensor, a tuple of them, or nothing."""
+    found: list[int] = []
+    tree_map_only(Tensor, lambda t: found.append(t.untyped_storage()._cdata), value)
+    return found
 
 
-def _may_copy(node: fx.Node) -> bool:
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _MAYBE_VIEWS
-    )
-
-
-def _schema_aliases(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Argument nodes that the node's operator writes, and those its result may alias."""
+def _written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Argument nodes that the node's operator writes, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        # getitem on a tuple result aliases whatever the tuple's producer made.
-        return [], list(node.all_input_nodes) if node.op == "call_function" else []
-    schema = node.target._schema
-    returned = {
-        alias for ret in schema.returns if ret.alias_info for alias in ret.alias_info.before_set
-    }
+        return []
     written: list[fx.Node] = []
-    aliased: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        nodes = [
-            v
-            for v in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(v, fx.Node)
-        ]
-        if argument.alias_info.is_write:
-            written += nodes
-        if argument.alias_info.before_set & returned:
-            aliased += nodes
-    return written, aliased
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values = node.args[position : position + 1] or [node.kwargs.get(argument.name)]
+            value = values[0]
+            listed = value if isinstance(value, (list, tuple)) else [value]
+            written += [v for v in listed if isinstance(v, fx.Node)]
+    return written
 
 
 def eliminate_dead_nodes(graph: fx.Graph) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -67,6 +68,7 @@ class StepGraph:
         layout: its buffers at this bucket.
         weights: the program's weight table.
         history: passes run so far.
+        part: "step", or which half of a split step.
     """
 
     module: fx.GraphModule
@@ -74,6 +76,17 @@ class StepGraph:
     layout: Layout
     weights: WeightTable
     history: list[PassRecord] = field(default_factory=list)
+    part: Literal["step", "verify", "propose"] = "step"
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages and file names."""
+        return str(self.key) if self.part == "step" else f"{self.key}.{self.part}"
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all pieces have been inlined."""
+        return all(node.op != "call_module" for node in self.graph.nodes)
 
     @property
     def graph(self) -> fx.Graph:
@@ -109,7 +122,7 @@ class StepGraph:
         graph.graph_copy(self.graph, {})
         graph.output(())
         module = fx.GraphModule(self.module, copy_meta(self.graph, graph))
-        return StepGraph(module, self.key, self.layout, self.weights, list(self.history))
+        return StepGraph(module, self.key, self.layout, self.weights, list(self.history), self.part)
 
 
 def copy_meta(old: fx.Graph, new: fx.Graph) -> fx.Graph:

@@ -9,7 +9,8 @@ graph's data dependencies and its order of effects. Values that cross become sta
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse, eliminate_dead_nodes
 from mtpc.capture.graph import StepGraph, set_tensor
+from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import GraphError
 from mtpc.layout import BufferSpec
 
@@ -58,7 +60,7 @@ def split_step(graph: StepGraph) -> SplitStep:
     Raises:
         GraphError: the graph is not flat, or proposes nothing.
     """
-    if any(node.op == "call_module" for node in graph.graph.nodes):
+    if not graph.is_flat:
         raise GraphError(f"{graph.key} is not one flat graph yet; run the passes first")
     if graph.key.spec_tokens == 0:
         raise GraphError(f"{graph.key} proposes nothing: with spec_tokens=0 there is only verify")
@@ -75,11 +77,16 @@ def split_step(graph: StepGraph) -> SplitStep:
     device = next(iter(graph.buffers().values())).device
     layout = graph.layout.extended(specs)
     tensors = {spec.name: layout.allocate(spec.name, device) for spec in specs}
-    halves = []
-    for keep_propose in (False, True):
-        half = _half(graph, propose_side, free, names, tensors, keep_propose)
-        halves.append(StepGraph(half, graph.key, layout, graph.weights, list(graph.history)))
-    return SplitStep(halves[0], halves[1], specs)
+    whole = graph.clone()  # For its attributes: the caller's module gets no cross buffers.
+    for name, tensor in tensors.items():
+        set_tensor(whole.module, name, tensor, buffer=True)
+    sides = _Sides(graph, propose_side, free, names)
+    verify, propose = sides.verify(), sides.propose()
+    return SplitStep(
+        replace(whole, module=fx.GraphModule(whole.module, verify), layout=layout, part="verify"),
+        replace(whole, module=fx.GraphModule(whole.module, propose), layout=layout, part="propose"),
+        specs,
+    )
 
 
 def _replicable(graph: fx.Graph, effects: Effects) -> set[fx.Node]:
@@ -143,34 +150,53 @@ def _effect_order(graph: fx.Graph, effects: Effects) -> list[tuple[fx.Node, fx.N
     return pairs
 
 
-def _half(
-    graph: StepGraph,
-    propose_side: set[fx.Node],
-    free: set[fx.Node],
-    names: dict[fx.Node, str],
-    tensors: dict[str, Tensor],
-    keep_propose: bool,
-) -> fx.GraphModule:
-    """One side as a graph of its own: crossing values are written, or read, as buffers."""
-    new = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    module = graph.module
-    for name, tensor in tensors.items():
-        set_tensor(module, name, tensor, buffer=True)
-    for node in graph.graph.nodes:
-        if node.op == "output":
-            continue
-        if node in free or (node in propose_side) == keep_propose:
+@dataclass(frozen=True)
+class _Sides:
+    """Builds the two graphs.
+
+    Attributes:
+        source: the whole step.
+        on_propose: its nodes of the propose side.
+        free: nodes that either side may repeat.
+        names: crossing nodes, and the buffers that carry them.
+    """
+
+    source: StepGraph
+    on_propose: set[fx.Node]
+    free: set[fx.Node]
+    names: dict[fx.Node, str]
+
+    def verify(self) -> fx.Graph:
+        """The verify side; it ends in writes of the crossing values."""
+        new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self._nodes(lambda n: n not in self.on_propose):
             env[node] = new.node_copy(node, env.__getitem__)
-        if node not in names:
-            continue
-        buffer = new.get_attr(names[node])
-        buffer.meta = {"val": node.meta["val"]}
-        if keep_propose:
-            env[node] = buffer
-        else:
-            write = new.call_function(aten.copy_.default, (buffer, env[node]))
-            write.meta = {"val": node.meta["val"], "piece": "cut"}
-    new.output(())
-    eliminate_dead_nodes(new)
-    return fx.GraphModule(module, new)
+        for node in self.names:
+            write = new.call_function(aten.copy_.default, (self._buffer(new, node), env[node]))
+            write.meta = {"val": write.args[0].meta["val"], "piece": "cut"}  # type: ignore[union-attr]
+        return _finish(new)
+
+    def propose(self) -> fx.Graph:
+        """The propose side; it reads the crossing values where they were made."""
+        new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self._nodes(lambda n: n in self.on_propose or n in self.names):
+            crosses = node in self.names
+            env[node] = self._buffer(new, node) if crosses else new.node_copy(node, env.__getitem__)
+        return _finish(new)
+
+    def _nodes(self, wanted: Callable[[fx.Node], bool]) -> list[fx.Node]:
+        nodes = [n for n in self.source.graph.nodes if n.op != "output"]
+        return [n for n in nodes if n in self.free or wanted(n)]
+
+    def _buffer(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        """get_attr of a crossing buffer, with memory of its own."""
+        buffer = graph.get_attr(self.names[node])
+        with fake_mode_of(self.source.graph):
+            buffer.meta = {"val": torch.empty_like(node.meta["val"])}
+        return buffer
+
+
+def _finish(graph: fx.Graph) -> fx.Graph:
+    graph.output(())
+    eliminate_dead_nodes(graph)
+    return graph

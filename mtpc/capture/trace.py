@@ -2,8 +2,9 @@
 
 The expensive traces (target, heads, draft layers) are exported once per program, with the flat
 token count and the request count left symbolic; the small glue (metadata, acceptance, advance)
-is exported at each bucket's exact shapes. `trace_step` then records `Step.forward` with all of
-them as leaves: a StepGraph of a few dozen `call_module` nodes that passes turn into one graph.
+is traced when it is inlined, at each bucket's exact shapes. `trace_step` then records
+`Step.forward` with all of them as leaves: a StepGraph of a few dozen `call_module` nodes that
+passes turn into one graph.
 """
 
 from __future__ import annotations

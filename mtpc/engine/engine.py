@@ -101,7 +101,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served; see `add`."""
-        prompt, limit = request.prompt_ids, self.options.max_len
+        prompt, limit = request.prompt_ids, self.options.sequence_limit
         if not prompt:
             raise RequestError("the prompt is empty; expected at least one token")
         bad = [i for i in prompt if not isinstance(i, int) or not 0 <= i < self.vocab_size]
@@ -115,6 +115,9 @@ class Engine:
                 f"prompt of {len(prompt)} + max_new_tokens {new} = {len(prompt) + new} tokens; "
                 f"max_len is {limit}: shorten it, or compile with a larger max_len"
             )
+        odd = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
+        if odd:
+            raise RequestError(f"stop id {odd[0]!r}; expected token ids (integers)")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"
@@ -194,8 +197,12 @@ class Engine:
         self.program.set_batch(key, [r.slot for r in requests if r.slot is not None])
         buffers = self.program.run(key)
         self._stats.decode_steps += 1
-        for count in buffers["batch.num_accepted"][: len(requests)].tolist():
-            self._stats.count_acceptance(count)
+        for row in range(len(requests)):
+            accepted, emitted = (
+                buffers["batch.num_accepted"][row],
+                buffers["batch.num_emitted"][row],
+            )
+            self._stats.count_acceptance(int(accepted), int(emitted))
         outputs = self._read(buffers, requests)
         self._stats.decode_s += time.perf_counter() - start
         return outputs

@@ -14,8 +14,9 @@ class Stats:
 
     Attributes:
         spec_tokens: K.
-        drafted: draft tokens verified, per draft position.
+        drafted: draft tokens verified, per draft position; those behind a stop do not count.
         accepted: of those, accepted.
+        decoded_tokens: tokens emitted by decode steps.
         request_steps: decode steps, counted once per live request in them.
         decode_steps: decode steps.
         prefill_steps: prefill chunks.
@@ -31,6 +32,7 @@ class Stats:
     spec_tokens: int
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    decoded_tokens: int = 0
     request_steps: int = 0
     decode_steps: int = 0
     prefill_steps: int = 0
@@ -46,17 +48,22 @@ class Stats:
         self.drafted = self.drafted or [0] * self.spec_tokens
         self.accepted = self.accepted or [0] * self.spec_tokens
 
-    def count_acceptance(self, num_accepted: int) -> None:
-        """Record one request's decode step."""
+    def count_acceptance(self, num_accepted: int, num_emitted: int) -> None:
+        """Record one request's decode step.
+
+        Where a stop cut the output short, only the drafts that were handed out count.
+        """
         self.request_steps += 1
-        for position in range(self.spec_tokens):
+        self.decoded_tokens += num_emitted
+        was_cut = num_emitted <= num_accepted
+        for position in range(num_emitted if was_cut else self.spec_tokens):
             self.drafted[position] += 1
             self.accepted[position] += position < num_accepted
 
     @property
     def acceptance_length(self) -> float:
         """Mean tokens per request and decode step, the bonus token included."""
-        return 1.0 + sum(self.accepted) / self.request_steps if self.request_steps else 0.0
+        return self.decoded_tokens / self.request_steps if self.request_steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:

@@ -120,7 +120,7 @@ def load_mtp_layer(
     with torch.device("meta"):
         block = block_class(family.block_config(config), config.num_hidden_layers + index)
         layer = MTPLayer(family.wiring, config, block, norm_class)
-    for name in family.optional_tensors:
+    for name in family.shared_tensors:
         stored.pop(name, None)
     tensors = {_module_name(name, family): checkpoint.tensor(full) for name, full in stored.items()}
     _fill(layer, _stack_experts(tensors), dtype, f"MTP layer {index} of {checkpoint.directory}")

@@ -18,5 +18,5 @@ DEEPSEEK_V3 = ModelFamily(
     layer_prefix=nextn_prefix,
     cache_specs=paged_latent_specs,
     block_config=copy.deepcopy,
-    optional_tensors=SHARED_WITH_TARGET,
+    shared_tensors=SHARED_WITH_TARGET,
 )

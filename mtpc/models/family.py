@@ -8,8 +8,8 @@ feed the draft, and per-layer state that is not a paged K/V pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,8 +31,7 @@ class MTPWiring:
         hidden_first: concat order; False is [embedding, hidden].
         zero_first_embedding: the embedding at sequence position 0 is zeroed.
         target_features: which hidden state of the target feeds the draft.
-        chain: "recycle" applies one layer again and again on its own output; with n layers, step
-            i uses layer min(i, n - 1).
+        chain: "recycle" applies one layer again and again on its own output.
     """
 
     embedding_norm: str
@@ -43,10 +42,6 @@ class MTPWiring:
     zero_first_embedding: bool = False
     target_features: Literal["after_final_norm"] = "after_final_norm"
     chain: Literal["recycle"] = "recycle"
-
-    def draft_index(self, step: int, num_layers: int) -> int:
-        """MTP layer that draft step `step` (from 0) applies."""
-        return min(step, num_layers - 1)
 
 
 @dataclass(frozen=True)
@@ -61,12 +56,11 @@ class ModelFamily:
         wiring: the MTP layer's joints.
         num_mtp_layers: config -> number of MTP layers it announces.
         layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
-        block_prefix: where in that prefix the decoder block's tensors stand ("" for beside).
         block_config: config -> config to build the MTP block with; the block's layer index is
             num_hidden_layers + i.
         cache_specs: (config, layer index, dtype) -> per-layer state buffers, named `kv.<layer>.*`.
-        optional_tensors: names in an MTP layer that checkpoints may carry and we do not need,
-            because they repeat shared tensors.
+        shared_tensors: names in an MTP layer that checkpoints may carry and that repeat a tensor
+            of the target: its "embedding" or its "head".
     """
 
     name: str
@@ -78,7 +72,7 @@ class ModelFamily:
     layer_prefix: Callable[[int, int], str]
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
     block_config: Callable[[Any], Any]
-    optional_tensors: tuple[str, ...] = ()
+    shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
 
 def find_norm_class(layer: Any) -> type[nn.Module]:

@@ -6,7 +6,7 @@ Source: the released checkpoints' tensor names and transformers' generic MtpMode
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 from mtpc.models.caches import paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring
@@ -19,7 +19,10 @@ NEXTN_WIRING = MTPWiring(
 )
 """DeepSeek-V3's wiring (arXiv:2412.19437, section 2.2), which GLM-4 MoE took over."""
 
-SHARED_WITH_TARGET = ("embed_tokens.weight", "shared_head.head.weight")
+SHARED_WITH_TARGET: dict[str, Literal["embedding", "head"]] = {
+    "embed_tokens.weight": "embedding",
+    "shared_head.head.weight": "head",
+}
 
 
 def nextn_layers(config: Any) -> int:
@@ -42,5 +45,5 @@ GLM4_MOE = ModelFamily(
     layer_prefix=nextn_prefix,
     cache_specs=paged_kv_specs,
     block_config=copy.deepcopy,
-    optional_tensors=SHARED_WITH_TARGET,
+    shared_tensors=SHARED_WITH_TARGET,
 )

@@ -73,11 +73,10 @@ class SteppedModel:
         )
         self.draft_heads = nn.ModuleList(head for _ in loaded.mtp_layers)
         self.vocab_size: int = embedding.weight.shape[0]
-        self._wiring, self._num_layers = loaded.family.wiring, len(loaded.mtp_layers)
 
     def draft_index(self, step: int) -> int:
-        """MTP layer that draft step `step` uses."""
-        return self._wiring.draft_index(step, self._num_layers)
+        """MTP layer that draft step `step` uses: the one there is, recycled."""
+        return 0
 
 
 def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
@@ -119,14 +118,17 @@ def _load_directory(directory: Path, dtype: str | None, needs_mtp: bool) -> Load
     config_class = getattr(transformers, family.hf_config_class)
     fields = {k: v for k, v in checkpoint.config.items() if k != "model_type"}
     config = config_class(**fields)
-    with _quiet_transformers():
-        model, info = getattr(transformers, family.hf_class).from_pretrained(
-            directory,
-            config=config,
-            dtype=_parse_dtype(dtype) if dtype else "auto",
-            local_files_only=True,
-            output_loading_info=True,
-        )
+    try:
+        with _quiet_transformers():
+            model, info = getattr(transformers, family.hf_class).from_pretrained(
+                directory,
+                config=config,
+                dtype=getattr(torch, dtype) if dtype else "auto",
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(f"transformers cannot load {directory}: {error}") from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(
@@ -188,9 +190,16 @@ def _load_mtp_layers(
             f"{checkpoint.directory} announces no MTP layers (num_nextn_predict_layers is 0 or "
             "absent); spec_tokens=0 decodes without them"
         )
+    if count > 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.directory} has {count} MTP layers; only one, applied recursively, is "
+            "supported so far (layer 2 would need its own KV of every context token)"
+        )
     decoder = target.get_decoder()
     sample = decoder.layers[-1]
     dtype = target.get_input_embeddings().weight.dtype
+    for i in range(count):
+        _check_shared_tensors(checkpoint, family, target, i)
     return tuple(
         load_mtp_layer(
             checkpoint, family, target.config, i, type(sample), find_norm_class(sample), dtype
@@ -199,11 +208,21 @@ def _load_mtp_layers(
     )
 
 
-def _parse_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise OptionError(f"dtype is {name!r}; expected bfloat16, float16, float32 or float64")
-    return dtype
+def _check_shared_tensors(
+    checkpoint: Checkpoint, family: ModelFamily, target: Any, index: int
+) -> None:
+    """An MTP layer's own copy of the embedding or head must be the target's, which is used."""
+    prefix = family.layer_prefix(target.config.num_hidden_layers, index)
+    modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
+    for name, role in family.shared_tensors.items():
+        if prefix + name not in checkpoint.files:
+            continue
+        weight = modules[role].weight
+        if not torch.equal(checkpoint.tensor(prefix + name).to(weight.dtype), weight):
+            raise CheckpointError(
+                f"{prefix}{name} differs from the target's {role}; an MTP layer with an {role} of "
+                "its own is not supported"
+            )
 
 
 def _tokenizer(checkpoint: Checkpoint | None) -> Any | None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, sweep
+from mtpc.passes.base import emit, is_call, refresh_values, sweep
 
 aten = torch.ops.aten
 mtpc = torch.ops.mtpc
@@ -32,6 +32,7 @@ class AbsorbLatent:
         for node in found:
             _absorb(node)
         sweep(graph)
+        refresh_values(graph)
         return len(found)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import fx
 
 from mtpc.capture.effects import eliminate_dead_nodes
-from mtpc.capture.graph import PassRecord, StepGraph
+from mtpc.capture.graph import PassRecord, StepGraph, get_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import OptionError
 
@@ -71,23 +71,42 @@ def emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> 
     return node
 
 
+def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:
+    """Run a flat graph on fake tensors: each attribute and call with its value, in order."""
+    mode = fake_mode_of(graph.graph)
+    env: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            tensor = get_tensor(graph.module, str(node.target))
+            env[node] = mode.from_tensor(tensor, static_shapes=True)
+        elif node.op == "call_function":
+            args = fx.node.map_arg(node.args, env.__getitem__)
+            kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
+            with mode:
+                env[node] = node.target(*args, **kwargs)
+        else:
+            continue
+        yield node, env[node]
+
+
+def refresh_values(graph: StepGraph) -> None:
+    """Recompute all values, after rewrites that change strides or what aliases what."""
+    for node, value in evaluate(graph):
+        node.meta["val"] = value
+
+
 def _fake(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 def sweep(graph: StepGraph) -> int:
-    """Erase what a rewrite left unused, and duplicate getitems; returns nodes erased."""
+    """Erase what a rewrite left unused; returns nodes erased."""
     return eliminate_dead_nodes(graph.graph)
 
 
 def is_call(node: Any, *targets: Any) -> bool:
     """Whether a node calls one of these operator overloads."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
-
-
-def is_flat(graph: StepGraph) -> bool:
-    """Whether the pieces have been inlined."""
-    return all(n.op != "call_module" for n in graph.graph.nodes)
 
 
 GETITEM = operator.getitem

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mtpc.capture.effects import storages
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import sweep
 
@@ -25,7 +26,11 @@ class Canonicalise:
         removed = 0
         for node in list(graph.graph.nodes):
             rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None
-            if rule is not None and rule(node.args[0].meta["val"], node.meta["val"]):
+            # A true copy has memory of its own, even where it looks the same.
+            shares = rule is not None and set(storages(node.meta["val"])) <= set(
+                storages(node.args[0].meta["val"])
+            )
+            if rule is not None and shares and rule(node.args[0].meta["val"], node.meta["val"]):
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
                 removed += 1

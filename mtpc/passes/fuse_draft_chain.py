@@ -26,7 +26,7 @@ class FuseDraftChain:
     buffer_names: Mapping[int, str] = field(repr=False)
 
     def apply(self, graph: StepGraph) -> int:
-        if not any(node.op == "call_module" for node in graph.graph.nodes):
+        if graph.is_flat:
             return 0
         inliner = Inliner(graph, self.buffer_names)
         graph.module = inliner.run()

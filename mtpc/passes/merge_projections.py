@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, set_tensor
-from mtpc.passes.base import emit, is_call, sweep
+from mtpc.passes.base import emit, is_call, refresh_values, sweep
 
 aten = torch.ops.aten
 
@@ -39,6 +39,7 @@ class MergeProjections:
         for group in merged:
             _merge(graph, group)
         sweep(graph)
+        refresh_values(graph)
         return len(merged)
 
 

@@ -41,13 +41,13 @@ class ResizeMetadata:
 
 
 def row_demands(graph: StepGraph) -> dict[str, int]:
-    """Rows of each batch buffer that some node reads or writes, by buffer name."""
+    """Rows of each batch buffer that some slice of it reads or writes, by buffer name."""
     demands: dict[str, int] = {}
     for node in graph.graph.nodes:
         if node.target is not aten.slice.Tensor or not _is_batch_buffer(node.args[0]):
             continue
-        name, dim, end = str(node.args[0].target), node.args[1], node.args[3]
-        if dim == 0 and int(end) < _OPEN_END:
+        name, (dim, _, end) = str(node.args[0].target), (*node.args[1:4], 0, None, None)[:3]
+        if dim == 0 and end is not None and int(end) < _OPEN_END:
             demands[name] = max(demands.get(name, 0), int(end))
     return demands
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, sweep
+from mtpc.passes.base import emit, is_call, refresh_values, sweep
 
 aten = torch.ops.aten
 
@@ -54,6 +54,7 @@ class SelectHeadRows:
             _push_up(node, *selection)
             rewrites += 1
         sweep(graph)
+        refresh_values(graph)
         return rewrites
 
 

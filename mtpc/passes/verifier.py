@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mtpc.capture.effects import analyse
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, operators
-from mtpc.capture.inline import fake_mode_of
+from mtpc.capture.effects import analyse, storages
+from mtpc.capture.graph import StepGraph, is_buffer_name, operators
 from mtpc.errors import GraphError
+from mtpc.passes.base import evaluate
 from mtpc.passes.resize_metadata import row_demands
 
 EffectTrace = dict[str, list[str]]
 
 _SYNC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_WRITING_HELPERS = ("copy_", "index_copy_", "write_cache")
 
 
 class Verifier:
@@ -43,7 +42,7 @@ class Verifier:
         except (RuntimeError, AttributeError) as error:
             raise GraphError(f"after {pass_name}: malformed FX graph: {error}") from error
         check_row_demands(graph, pass_name)
-        if any(node.op == "call_module" for node in graph.graph.nodes):
+        if not graph.is_flat:
             return
         check_operators(graph, pass_name)
         self._check_effects(graph, pass_name)
@@ -131,25 +130,15 @@ def effect_trace(graph: fx.Graph) -> EffectTrace:
 
 def check_values(graph: StepGraph, pass_name: str) -> None:
     """Shapes, dtypes and aliases hold: every node, run again on fakes, gives what it claims."""
-    mode = fake_mode_of(graph.graph)
-    env: dict[fx.Node, Any] = {}
-    for node in graph.graph.nodes:
-        if node.op == "get_attr":
-            tensor = get_tensor(graph.module, str(node.target))
-            env[node] = mode.from_tensor(tensor, static_shapes=True)
-        elif node.op == "call_function":
-            with mode:
-                args = fx.node.map_arg(node.args, env.__getitem__)
-                kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
-                try:
-                    env[node] = node.target(*args, **kwargs)
-                except (RuntimeError, TypeError, IndexError, ValueError) as error:
-                    raise GraphError(
-                        f"after {pass_name}: {node.format_node()} fails: {error}"
-                    ) from error
-        else:
-            continue
-        _compare(env[node], node, pass_name)
+    memory: dict[int, int] = {}
+    last = "its first node"
+    try:
+        for node, value in evaluate(graph):
+            _compare(value, node, pass_name)
+            _compare_memory(value, node, memory, pass_name)
+            last = node.name
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise GraphError(f"after {pass_name}: the node after {last} fails: {error}") from error
 
 
 def _compare(value: Any, node: fx.Node, pass_name: str) -> None:
@@ -158,3 +147,10 @@ def _compare(value: Any, node: fx.Node, pass_name: str) -> None:
         found, wanted = (value.dtype, tuple(value.shape)), (claimed.dtype, tuple(claimed.shape))
         if found != wanted:
             raise GraphError(f"after {pass_name}: {node} is {found}, its metadata says {wanted}")
+
+
+def _compare_memory(value: Any, node: fx.Node, memory: dict[int, int], pass_name: str) -> None:
+    """Values share storage exactly where the metadata, on which effects rest, says they do."""
+    for found, claimed in zip(storages(value), storages(node.meta.get("val")), strict=False):
+        if memory.setdefault(claimed, found) != found:
+            raise GraphError(f"after {pass_name}: {node} aliases memory that its metadata denies")
