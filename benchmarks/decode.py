@@ -85,19 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _workdir(args.workdir) as workdir:
         for name in args.workloads:
             rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
+            _write(rows, args)  # After each workload: an interrupt costs only what it interrupts.
             gc.collect()
     tell("done")
+    print_rows(rows)
+    return 0
+
+
+def _write(rows: Sequence[Row], args: argparse.Namespace) -> None:
     context = {
         "machine": describe_machine(),
         "versions": describe_versions(),
         "arguments": vars(args),
     }
-    print_rows(rows)
     if args.out:
         write_json(args.out, rows, context)
     if args.markdown:
         args.markdown.write_text(markdown(rows, context))
-    return 0
 
 
 def _measure(
