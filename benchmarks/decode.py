@@ -32,7 +32,7 @@ from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.report import markdown, print_rows, write_json
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from mtpc.compiler import Progress
+from mtpc.progress import Progress
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""

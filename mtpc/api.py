@@ -6,20 +6,28 @@ import numbers
 import operator
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mtpc.backends import choose_backend
+from mtpc.cache.opening import open_cache
+from mtpc.cache.steps import StepCache
 from mtpc.capture.program import Program
-from mtpc.compiler import Listener, Progress, StepCompiler
+from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
 from mtpc.engine.stats import Stats
 from mtpc.errors import NumericsError, RequestError
-from mtpc.models.load import LoadedModel, load
+from mtpc.progress import Listener, Progress
+from mtpc.restore import restore
+from mtpc.serving import ServedModel
+
+if TYPE_CHECKING:
+    from mtpc.models.load import LoadedModel
 
 Prompt = str | Sequence[int] | torch.Tensor
 
@@ -34,10 +42,13 @@ def print_progress(progress: Progress) -> None:
 def compile(model: Any, progress: Listener = print_progress, **options: Any) -> SpecModel:
     """Compile a model with MTP layers into captured propose-and-verify steps.
 
+    Steps that the graph cache holds are loaded, all others are compiled and kept there; see
+    docs/cache.md.
+
     Args:
         model: a checkpoint directory (str or Path), or a transformers model loaded from one; a
             model object is shared, not copied, and left as it was.
-        progress: called with a `mtpc.compiler.Progress` at each stage of each bucket; by default
+        progress: called with a `mtpc.progress.Progress` at each stage of each bucket; by default
             lines on stderr where that is a terminal.
         **options: fields of `mtpc.config.CompileOptions`, or their aliases
             (`num_speculative_tokens` for `spec_tokens`).
@@ -51,17 +62,51 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         UnsupportedModelError: the architecture is not supported.
         CapacityError: the page pool is too small for any request.
         BackendError: the backend cannot run here.
+        CacheError: another user could have written the cache; or it is frozen, and lacks a step.
     """
     parsed = CompileOptions.parse(options)
-    loaded = load(model, parsed.dtype, needs_mtp=parsed.spec_tokens > 0)
     start = time.perf_counter()
 
     def report(line: str) -> None:
         progress(Progress(line, None, 0, 0, time.perf_counter() - start))
 
-    backend, fallback = choose_backend(parsed.backend, parsed.strict, report)
-    compiler = StepCompiler(loaded, parsed, backend, progress)
-    spec = SpecModel(loaded, compiler.options, compiler.compile())
+    source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
+    cache = open_cache(source, parsed, report)
+    restored = None
+    if cache is not None and isinstance(source, Checkpoint):
+        restored = restore(source, parsed, cache, progress)
+    if restored is not None:
+        spec = SpecModel(restored.served, restored.options, restored.program)
+    else:
+        spec = _compile(source, parsed, cache, progress, report)
+    if cache is not None:
+        spec.stats.fallbacks.update(cache.notes)
+    return spec
+
+
+def _compile(
+    source: Any,
+    options: CompileOptions,
+    cache: StepCache | None,
+    progress: Listener,
+    report: Callable[[str], None],
+) -> SpecModel:
+    """Trace and lower what the cache does not have."""
+    # Imported here: a warm start needs none of transformers, export and Inductor.
+    from mtpc.ahead import CachingCompiler
+    from mtpc.backends.cpu import CpuBackend
+    from mtpc.compiler import StepCompiler
+    from mtpc.models.load import load
+
+    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
+    store = cache.store if cache else None
+    backend, fallback = choose_backend(options.backend, options.strict, report, store)
+    compiler = StepCompiler(loaded, options, backend, progress)
+    if cache is not None and isinstance(backend, CpuBackend):
+        program = CachingCompiler(compiler, backend, cache).compile()
+    else:
+        program = compiler.compile()
+    spec = SpecModel(loaded.served(), compiler.options, program, loaded)
     if fallback is not None:
         spec.stats.fallbacks[fallback] += 1
     return spec
@@ -71,16 +116,22 @@ class SpecModel:
     """A compiled model: generates text, and says how it went.
 
     Attributes:
-        loaded: the model behind it.
+        served: vocabulary, end-of-sequence ids, tokenizer.
         options: what it was compiled with, `max_len` settled.
         program: the captured steps.
-        engine: the scheduler on top of them.
+        loaded: the model behind it; None where all of it came from the cache.
+        engine: the scheduler on top of the program.
     """
 
-    def __init__(self, loaded: LoadedModel, options: CompileOptions, program: Program):
-        self.loaded, self.options, self.program = loaded, options, program
-        vocab_size = loaded.target.get_input_embeddings().weight.shape[0]
-        self.engine = Engine(program, options, vocab_size)
+    def __init__(
+        self,
+        served: ServedModel,
+        options: CompileOptions,
+        program: Program,
+        loaded: LoadedModel | None = None,
+    ):
+        self.served, self.options, self.program, self.loaded = served, options, program, loaded
+        self.engine = Engine(program, options, served.vocab_size)
 
     @property
     def stats(self) -> Stats:
@@ -118,7 +169,7 @@ class SpecModel:
             raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
         single = _is_single(prompts)
         batch: Sequence[Any] = [prompts] if single else list(prompts)
-        stops = () if ignore_eos else self.loaded.stop_ids
+        stops = () if ignore_eos else self.served.stop_ids
         if stop_ids is not None:
             stops = tuple(stop_ids)
         requests = [self._request(prompt, max_new_tokens, stops) for prompt in batch]
@@ -134,11 +185,7 @@ class SpecModel:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            if self.loaded.tokenizer is None:
-                raise RequestError(
-                    f"{self.loaded.source} has no tokenizer; give prompts as token ids"
-                )
-            return list(self.loaded.tokenizer(prompt)["input_ids"])
+            return self.served.encode(prompt)
         if isinstance(prompt, torch.Tensor):
             if prompt.dim() != 1:
                 raise RequestError(
@@ -178,8 +225,7 @@ class SpecModel:
     def _result(self, prompt: Prompt, request: Request) -> str | list[int]:
         if not isinstance(prompt, str):
             return request.output_ids
-        assert self.loaded.tokenizer is not None  # _encode has refused otherwise
-        return self.loaded.tokenizer.decode(request.output_ids, skip_special_tokens=True)
+        return self.served.decode(request.output_ids)
 
 
 def _is_single(prompts: Any) -> bool:

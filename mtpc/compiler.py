@@ -5,62 +5,27 @@ loaded model -> ModelTraces (once) -> trace_step -> passes -> backend.lower -> b
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from mtpc.backends.base import Backend
+from mtpc.buffers import K_MAX, E, K, M, N, P, Q, R, S, batch_specs, state_specs
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
-from mtpc.layout import K_MAX, E, K, Layout, M, N, P, Q, R, S, StepKey, batch_specs, state_specs
+from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, step_keys
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.passes import Verifier, run_pipeline, select_passes
+from mtpc.progress import Listener, Progress
 
-MAX_STOP_IDS = 8
-"""Stop-token ids a request may have."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One finished or beginning stage of compilation.
-
-    Attributes:
-        stage: "trace model", "trace", "rewrite", "lower", "capture", "done", or what a backend
-            reports of its own preparation.
-        key: the step, or None for work that all steps share.
-        done: steps finished so far.
-        total: steps to compile.
-        elapsed_s: seconds since compilation began.
-    """
-
-    stage: str
-    key: StepKey | None
-    done: int
-    total: int
-    elapsed_s: float
-
-
-Listener = Callable[[Progress], None]
-
-
-def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
-    """The steps that options ask for: one decode step per bucket and one prefill step."""
-    k = options.spec_tokens
-    decode = tuple(StepKey.decode(num_reqs, k) for num_reqs in options.batch_buckets)
-    return (*decode, StepKey.prefill(1, options.prefill_chunk, k))
-
-
-def blocks_per_request(num_tokens: int, options: CompileOptions) -> int:
-    """Pages a sequence of `num_tokens` needs, with room for a round of drafts at its very end."""
-    return math.ceil((num_tokens + 2 * options.spec_tokens) / options.page_size)
+Seen = Callable[[str, StepGraph], None]
+"""Called with a pass's name and the graph after it."""
 
 
 class StepCompiler:
@@ -93,13 +58,13 @@ class StepCompiler:
     def layout(self, key: StepKey) -> Layout:
         """Buffers of one step, metadata sized as plain decoding has it."""
         options = self.options
-        blocks = blocks_per_request(options.sequence_limit, options)
+        blocks = options.blocks_per_request(options.sequence_limit)
         largest = max(options.batch_buckets)
         pages = options.num_pages or largest * blocks + 1
-        if pages - 1 < blocks_per_request(2, options):
+        if pages - 1 < options.blocks_per_request(2):
             raise CapacityError(
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "
-                f"at least {blocks_per_request(2, options) + 1}"
+                f"at least {options.blocks_per_request(2) + 1}"
             )
         sizes = {
             R: key.bucket.num_reqs,
@@ -125,7 +90,8 @@ class StepCompiler:
             set_tensor(module, name, tensor, buffer=True)
         return tensors, module
 
-    def _tell(self, stage: str, key: StepKey | None) -> None:
+    def tell(self, stage: str, key: StepKey | None) -> None:
+        """Say what begins."""
         elapsed = time.perf_counter() - self._start
         self._listener(Progress(stage, key, self._done, len(self.keys), elapsed))
 
@@ -133,53 +99,76 @@ class StepCompiler:
         """The step as traced, before any pass."""
         layout = self.layout(key)
         if self._traces is None:
-            self._tell("trace model", None)
+            self.tell("trace model", None)
             pools = {n: t for n, t in self.shared.items() if n.startswith("kv.")}
             self._traces = ModelTraces(SteppedModel(self.loaded, pools), layout)
         return trace_step(key, self._traces, layout, self.shared_module, self.weights)
 
-    def rewrite(self, graph: StepGraph, until: str | None = None) -> StepGraph:
-        """Run the pass pipeline in place, through the pass `until` or to its end."""
+    def rewrite(
+        self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
+    ) -> StepGraph:
+        """Run the pass pipeline in place.
+
+        Args:
+            graph: as traced.
+            until: stop after this pass; None runs them all.
+            seen: called with each pass's name and the graph after it.
+        """
         options = self.options
         passes = select_passes(self._buffer_names, options.disabled_passes, options.enabled_passes)
         pipeline = (*passes, *self.backend.legalise())
-        run_pipeline(graph, pipeline, Verifier(options.verify_passes), until)
+        verify = Verifier(options.verify_passes)
+
+        def check(graph: StepGraph, name: str) -> None:
+            verify(graph, name)
+            seen(name, graph)
+
+        run_pipeline(graph, pipeline, check, until)
         if until is None:
             Verifier(propagate=True)(graph, pipeline[-1].name)
         return graph
 
     def capture(self, key: StepKey) -> CapturedStep:
         """Trace, rewrite, lower and capture one step."""
-        start = time.perf_counter()
-        self._tell("trace", key)
+        return self._capture_graph(key, self._traced_and_rewritten(key))
+
+    def _traced_and_rewritten(self, key: StepKey) -> StepGraph:
+        self.tell("trace", key)
         graph = self.trace(key)
-        self._tell("rewrite", key)
-        self.rewrite(graph)
-        self._tell("lower", key)
+        self.tell("rewrite", key)
+        return self.rewrite(graph)
+
+    def _capture_graph(self, key: StepKey, graph: StepGraph) -> CapturedStep:
+        start = time.perf_counter()
+        self.tell("lower", key)
         run = self.backend.lower(graph)
-        self._tell("capture", key)
+        self.tell("capture", key)
         replay = self.backend.capture(run, graph)
-        self._done += 1
-        return CapturedStep(
-            key, graph, graph.buffers() | self.shared, replay, time.perf_counter() - start
-        )
+        seconds = time.perf_counter() - start
+        buffers = graph.buffers() | self.shared
+        return CapturedStep(key, graph.layout, buffers, replay, seconds, graph)
 
     @torch.no_grad()
     def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
         """One step as two captured graphs, `verify` then `propose`, for hosts that schedule."""
-        start = time.perf_counter()
-        split = split_step(self.rewrite(self.trace(key)))
-        halves = []
-        for graph in (split.verify, split.propose):
-            replay = self.backend.capture(self.backend.lower(graph), graph)
-            seconds = time.perf_counter() - start
-            halves.append(CapturedStep(key, graph, graph.buffers() | self.shared, replay, seconds))
-        return halves[0], halves[1]
+        split = split_step(self._traced_and_rewritten(key))
+        return self._capture_graph(key, split.verify), self._capture_graph(key, split.propose)
 
     @torch.no_grad()
-    def compile(self) -> Program:
-        """Every step of `keys`, the largest bucket first."""
-        largest_first = sorted(self.keys, key=lambda key: key.bucket.num_tokens, reverse=True)
-        steps: Mapping[StepKey, CapturedStep] = {key: self.capture(key) for key in largest_first}
-        self._tell("done", None)
+    def compile(self, capture: Callable[[StepKey], CapturedStep] | None = None) -> Program:
+        """Every step of `keys`, the largest bucket first.
+
+        Args:
+            capture: makes one step; by default the method of that name.
+        """
+        steps: dict[StepKey, CapturedStep] = {}
+        for key in largest_first(self.keys):
+            steps[key] = (capture or self.capture)(key)
+            self._done += 1
+        self.tell("done", None)
         return Program(steps, self.shared)
+
+
+def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:
+    """The order to compile in: what takes longest, and most memory, comes first."""
+    return sorted(keys, key=lambda key: key.bucket.num_tokens, reverse=True)

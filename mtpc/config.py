@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,12 @@ class CompileOptions:
         strict: turn every fallback into an error instead of counting it in the stats.
         disabled_passes: names of optional passes to leave out.
         enabled_passes: names of passes that are off by default, to run.
+        cache_dir: the graph cache; None is `MTPC_CACHE_DIR`, else `mtpc` in the user's cache
+            directory. See docs/cache.md.
+        use_cache: look steps up in the cache and keep what is built; False does neither.
+        frozen: build nothing: a step that the cache does not hold is an error.
+        require_sha256: digest of the cache entries that may be loaded, as `mtpc build` printed
+            it; others are refused before any of their code is opened. Implies `frozen`.
     """
 
     spec_tokens: int = 3
@@ -56,6 +64,10 @@ class CompileOptions:
     strict: bool = False
     disabled_passes: tuple[str, ...] = ()
     enabled_passes: tuple[str, ...] = ()
+    cache_dir: Path | None = None
+    use_cache: bool = True
+    frozen: bool = False
+    require_sha256: str | None = None
 
     def __post_init__(self) -> None:
         _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
@@ -72,6 +84,20 @@ class CompileOptions:
         for name in ("disabled_passes", "enabled_passes"):
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        if self.cache_dir is not None:
+            if not isinstance(self.cache_dir, (str, Path)):
+                raise OptionError(f"cache_dir is {self.cache_dir!r}; expected a directory's path")
+            object.__setattr__(self, "cache_dir", Path(self.cache_dir))
+        pin = self.require_sha256
+        if pin is not None and not (isinstance(pin, str) and re.fullmatch("[0-9a-f]{64}", pin)):
+            raise OptionError(
+                f"require_sha256 is {pin!r}; expected 64 hexadecimal digits, as `mtpc build` prints"
+            )
+        if (self.frozen or pin is not None) and not self.use_cache:
+            raise OptionError("frozen and require_sha256 need the cache; drop use_cache=False")
 
     def for_model(self, max_positions: int | None) -> CompileOptions:
         """These options with `max_len` settled for a model of that many positions.
@@ -88,6 +114,10 @@ class CompileOptions:
                 "positions (max_position_embeddings): lower max_len"
             )
         return self
+
+    def blocks_per_request(self, num_tokens: int) -> int:
+        """Pages a sequence of `num_tokens` needs, with room for a round of drafts at its end."""
+        return math.ceil((num_tokens + 2 * self.spec_tokens) / self.page_size)
 
     @property
     def sequence_limit(self) -> int:
@@ -155,7 +185,7 @@ def _check_buckets(buckets: Any) -> tuple[int, ...]:
 
 
 def cache_directory() -> Path:
-    """Where built kernels are kept: `MTPC_CACHE_DIR`, else the user's cache directory."""
+    """The default graph cache: `MTPC_CACHE_DIR`, else `mtpc` in the user's cache directory."""
     configured = os.environ.get("MTPC_CACHE_DIR")
     if configured:
         return Path(configured)
@@ -165,3 +195,19 @@ def cache_directory() -> Path:
 def cxx_compiler() -> str:
     """The C++ compiler to call: `CXX`, as Inductor reads it too, else g++."""
     return os.environ.get("CXX", "g++")
+
+
+_COMPILER_VARIABLES = re.compile(
+    "(TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO|AOT_INDUCTOR|MKL|ONEDNN|DNNL|KMP|GOMP)_.*"
+    "|ATEN_CPU_CAPABILITY|CFLAGS|CXXFLAGS|CPATH|LDFLAGS"
+)
+_HARMLESS_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+def compiler_environment() -> dict[str, str]:
+    """Environment variables that can change what a compiled step computes, by name."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if _COMPILER_VARIABLES.fullmatch(name) and name not in _HARMLESS_VARIABLES
+    }

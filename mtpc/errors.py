@@ -39,3 +39,15 @@ class BackendError(MtpcError):
 
 class NumericsError(MtpcError):
     """The model produced non-finite logits while decoding."""
+
+
+class CacheError(MtpcError):
+    """The graph cache cannot be used: unsafe permissions, damaged, or frozen without a match."""
+
+
+class DamagedEntryError(CacheError):
+    """Files of a cache entry are not what was written; the message names them."""
+
+
+class CacheWriteError(CacheError):
+    """The graph cache cannot be written: read-only, full, or without locks."""

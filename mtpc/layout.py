@@ -1,30 +1,29 @@
-"""Buffers of a step: each size is written once, as a symbol, and checked everywhere.
+"""Shapes, keys and buffers of a step: each size is written once and checked everywhere.
 
 A captured step owns no hidden memory. Everything it reads or writes between steps is a named
-buffer declared here by a `BufferSpec`; a `Layout` binds the symbols to numbers for one bucket.
+buffer declared by a `BufferSpec`; a `Layout` binds the symbols of its sizes (see `buffers`) to
+numbers for one bucket. In a program from the cache they are numbers: sympy is not imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import sympy
 import torch
 
+from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 
-R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegative=True)
-"""num_reqs, query_len, drafts, blocks a request, page size, pages, request slots, stop ids."""
-K_MAX = sympy.Symbol("K_max", integer=True, nonnegative=True)
-"""The largest K of a program: state rows are wide enough for it."""
-T = R * Q
-"""Flat tokens of a bucket: num_reqs * query_len."""
+if TYPE_CHECKING:
+    import sympy
 
-Dim: TypeAlias = int | sympy.Expr
+Dim: TypeAlias = "int | sympy.Expr"
 Writer = Literal["host", "step", "both"]
 Phase = Literal["decode", "prefill"]
+Part = Literal["step", "verify", "propose"]
+"""The whole step, or which half of a split one."""
 
 SCRATCH_SLOT = 0
 """Request slot that padded rows of a bucket point at. It never holds a request."""
@@ -32,6 +31,8 @@ NULL_PAGE = 0
 """KV page that unused block-table entries point at. It is never written."""
 NO_SLOT = -1
 """slot_mapping value that means: write nowhere."""
+MAX_STOP_IDS = 8
+"""Stop-token ids a request may have."""
 
 
 @dataclass(frozen=True, order=True)
@@ -78,6 +79,13 @@ class StepKey:
         return f"{self.phase}[R={b.num_reqs},Q={b.query_len},K={self.spec_tokens}]"
 
 
+def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
+    """The steps that options ask for: one decode step per bucket and one prefill step."""
+    k = options.spec_tokens
+    decode = tuple(StepKey.decode(num_reqs, k) for num_reqs in options.batch_buckets)
+    return (*decode, StepKey.prefill(1, options.prefill_chunk, k))
+
+
 @dataclass(frozen=True)
 class BufferSpec:
     """One named buffer.
@@ -85,7 +93,7 @@ class BufferSpec:
     Attributes:
         name: dotted name: `state.*` (rows by request slot, shared by all buckets), `kv.*` (page
             pools, shared), `batch.*` (one set per bucket).
-        dims: sizes as integers or expressions over the symbols of this module.
+        dims: sizes as integers or expressions over the symbols of `buffers`.
         dtype: element type.
         pad: value that makes a padded row harmless; also the initial value.
         writer: who writes it between steps: the host, the step itself, or both.
@@ -121,7 +129,7 @@ class Layout(Mapping[str, BufferSpec]):
 
     def value(self, dim: Dim) -> int:
         """The number a dimension has at this bucket."""
-        return int(sympy.sympify(dim).subs(self.sizes))
+        return dim if isinstance(dim, int) else int(dim.subs(self.sizes))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.value(dim) for dim in self[name].dims)
@@ -146,40 +154,3 @@ class Layout(Mapping[str, BufferSpec]):
         """A new tensor for one buffer, filled with its padding value."""
         spec = self[name]
         return torch.full(self.shape(name), spec.pad, dtype=spec.dtype, device=device)
-
-
-def state_specs() -> tuple[BufferSpec, ...]:
-    """Per-request rows that live on the device between steps, indexed by request slot."""
-    return (
-        BufferSpec("state.block_table", (S, M), torch.int32, NULL_PAGE, "host"),
-        BufferSpec("state.committed_lens", (S,), torch.int32, 0, "both"),
-        BufferSpec("state.token_ids", (S, K_MAX + 1), torch.int64, 0, "both"),
-        BufferSpec("state.remaining_tokens", (S,), torch.int32, 0, "both"),
-        BufferSpec("state.stop_ids", (S, E), torch.int64, -1, "host"),
-    )
-
-
-def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
-    """Per-bucket buffers, with metadata sized as PLAIN DECODING has it: one token a request.
-
-    The pass `resize-metadata` grows what a multi-token step needs to num_reqs * query_len.
-    """
-    common = (
-        BufferSpec("batch.state_indices", (R,), torch.int64, SCRATCH_SLOT, "host"),
-        BufferSpec("batch.positions", (R,), torch.int64, 0),
-        BufferSpec("batch.slot_mapping", (R,), torch.int64, NO_SLOT),
-        BufferSpec("batch.seq_lens", (R,), torch.int32, 0),
-        BufferSpec("batch.query_start_loc", (R + 1,), torch.int32, 0),
-        BufferSpec("batch.out_token_ids", (R, K + 1), torch.int64, 0),
-        BufferSpec("batch.num_emitted", (R,), torch.int32, 0),
-        BufferSpec("batch.num_accepted", (R,), torch.int32, 0),
-        BufferSpec("batch.stop_reason", (R,), torch.int32, 0),
-    )
-    if phase == "decode":
-        return common
-    return (
-        *common,
-        BufferSpec("batch.prompt_ids", (T,), torch.int64, 0, "host"),
-        BufferSpec("batch.num_input", (R,), torch.int32, 0, "host"),
-        BufferSpec("batch.next_prompt_id", (R,), torch.int64, -1, "host"),
-    )

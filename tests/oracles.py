@@ -9,7 +9,8 @@ import torch
 import transformers
 from tiny import family_of, run_mtp_uncached
 
-from mtpc.models.checkpoint import Checkpoint, load_mtp_layer
+from mtpc.checkpoint import Checkpoint
+from mtpc.models.mtp_layers import load_mtp_layer
 
 MIN_MARGIN = 1e-6
 """Least top-1 margin of a logit row that a test may rest on: far above float64 rounding, so a

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from test_theorem import PROMPTS
 
 import mtpc
-from mtpc.compiler import Progress
 from mtpc.errors import (
     CapacityError,
     CheckpointError,
@@ -25,6 +24,7 @@ from mtpc.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from mtpc.progress import Progress
 
 EAGER = {"backend": "eager", "dtype": "float64", "batch_buckets": (1,), **TINY}
 
@@ -260,7 +260,7 @@ def test_an_mtp_layer_with_its_own_head(damaged: Callable[..., Path]) -> None:
     edit(directory, lambda tensors: tensors.update({name: head.clone()}))
     mtpc.compile(directory, spec_tokens=1, **EAGER)
     edit(directory, lambda tensors: tensors.update({name: head + 1}))
-    with pytest.raises(CheckpointError, match="differs from the target's head"):
+    with pytest.raises(CheckpointError, match="differs from the tensor of the target"):
         mtpc.compile(directory, spec_tokens=1, **EAGER)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from test_theorem import PROMPTS, poison
 from mtpc.api import SpecModel
 from mtpc.backends import cpu as cpu_module
 from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.package import open_package
+from mtpc.capture.graph import get_tensor
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
@@ -37,7 +41,7 @@ def built(checkpoint: Callable[..., Any]) -> Callable[[str], tuple[SpecModel, Cp
             )
             loaded, backend = load(checkpoint(family), "float64", True), CpuBackend()
             program = StepCompiler(loaded, options, backend).compile()
-            made[family] = SpecModel(loaded, options, program), backend
+            made[family] = SpecModel(loaded.served(), options, program, loaded), backend
         return made[family]
 
     return get
@@ -88,7 +92,7 @@ def test_weights_are_not_in_the_packages(built: Callable[..., Any]) -> None:
 def test_no_copy_of_the_cache(built: Callable[..., Any]) -> None:
     """Canary: functionalised cache writes are reinplaced, so no package allocates a page pool."""
     _, backend = built("mimo")
-    packages = sorted(Path(backend._packages.name).glob("*.pt2"))
+    packages = sorted(Path(backend._scratch.name).glob("*.pt2"))
     assert len(packages) == 2
     for package in packages:
         code = wrapper_source(package)
@@ -103,19 +107,34 @@ def wrapper_source(package: Path) -> str:
         return "\n".join(archive.read(name).decode() for name in names)
 
 
-def test_tensors_are_all_accounted_for(built: Callable[..., Any]) -> None:
+def test_tensors_are_all_accounted_for(built: Callable[..., Any], tmp_path: Path) -> None:
     """A tensor that Inductor copied into the code would be lost to later writes: refused."""
-    spec, _ = built("mimo")
-    step = spec.program.steps[StepKey.decode(2, 3)]
-    module, inputs = cpu_module._lift_inputs(step.graph)
+    spec, backend = built("mimo")
+    graph = spec.program.steps[StepKey.decode(2, 3)].graph
+    package = backend.package(graph, tmp_path)
+    tensor_of = partial(get_tensor, graph.module)
+    open_package(tmp_path, package, tensor_of)
+    extra = {**package.tensors, "state.stray": package.tensors["state.token_ids"]}
+    stray = replace(package, tensors=extra)
+    with pytest.raises(BackendError, match=r"does not refer to \['state.stray'\]"):
+        open_package(tmp_path, stray, lambda name: tensor_of(name.replace("stray", "token_ids")))
+    fewer = {n: t for n, t in package.tensors.items() if n != "state.token_ids"}
+    with pytest.raises(BackendError, match=r"refers to unknown \['state.token_ids'\]"):
+        open_package(tmp_path, replace(package, tensors=fewer), tensor_of)
 
-    class Loader:
-        def get_constant_fqns(self) -> list[str]:
-            held = [str(n.target) for n in module.graph.nodes if n.op == "get_attr"]
-            return [name for name in held if name != "state.token_ids"]
 
-    with pytest.raises(BackendError, match=r"does not refer to \['state.token_ids'\]"):
-        cpu_module._bind(Loader(), module, inputs, "this step")
+def test_tensors_of_another_layout_are_refused(built: Callable[..., Any], tmp_path: Path) -> None:
+    """Generated code reads by the strides it was compiled for; it would read nonsense."""
+    spec, backend = built("mimo")
+    graph = spec.program.steps[StepKey.decode(2, 3)].graph
+    package = backend.package(graph, tmp_path)
+
+    def transposed(name: str) -> torch.Tensor:
+        tensor = get_tensor(graph.module, name)
+        return tensor.t() if name == "lm_head.weight" else tensor
+
+    with pytest.raises(BackendError, match=r"lm_head.weight is float64\[64,96\]\(1,64\), the pack"):
+        open_package(tmp_path, package, transposed)
 
 
 def test_host_buffers_and_small_constants_become_inputs(built: Callable[..., Any]) -> None:
@@ -136,7 +155,7 @@ def test_auto_falls_back_visibly(
     import mtpc
     from mtpc import backends
 
-    def unavailable(report: Any) -> Any:
+    def unavailable(report: Any, store: Any) -> Any:
         raise BackendError("no C++ compiler")
 
     monkeypatch.setitem(backends.BACKENDS, "cpu", unavailable)

@@ -30,7 +30,9 @@ def null_model(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             **{"spec_tokens": 3, "batch_buckets": (2,), "max_len": 64, "page_size": 4, **changes}
         )
         device, loaded = NullDevice(), load(checkpoint(family), "float64", True)
-        return SpecModel(loaded, options, StepCompiler(loaded, options, device).compile()), device
+        return SpecModel(
+            loaded.served(), options, StepCompiler(loaded, options, device).compile()
+        ), device
 
     return make
 

@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 
 from mtpc import ops
 from mtpc.backends import make_backend
+from mtpc.buffers import Q, R
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError, OptionError
-from mtpc.layout import BufferSpec, Layout, Q, R, StepKey
+from mtpc.layout import BufferSpec, Layout, StepKey
 from mtpc.models.load import load
 from mtpc.passes import Pass, Verifier, pass_names, run_pipeline, select_passes
 from mtpc.passes.absorb_latent import AbsorbLatent

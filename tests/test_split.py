@@ -52,7 +52,7 @@ def test_two_graphs_equal_one(
             second.replay()
 
         steps[key] = CapturedStep(key, verify.graph, verify.buffers, both, 0.0)
-    spec = SpecModel(built.loaded, built.options, Program(steps, built.shared))
+    spec = SpecModel(built.loaded.served(), built.options, Program(steps, built.shared))
     whole = compiled(family, 3, batch_buckets=(2,))
     assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)
 

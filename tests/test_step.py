@@ -108,7 +108,7 @@ def test_several_prompts_in_one_prefill(compiler: StepCompiler, oracle: Callable
     key = StepKey.prefill(4, 8, 2)
     step = compiler.capture(key)
     plain = oracle("glm4_moe")
-    poison(SpecModel(compiler.loaded, compiler.options, _program(compiler, step)))
+    poison(SpecModel(compiler.loaded.served(), compiler.options, _program(compiler, step)))
     prompts = [PROMPTS[4], PROMPTS[2], PROMPTS[7]]
     slots = [3, 0, 1, 4]
     shared, buffers = compiler.shared, step.buffers

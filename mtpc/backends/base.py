@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Pass
+
+if TYPE_CHECKING:
+    from mtpc.passes.base import Pass
 
 Run = Callable[[], None]
 """One iteration over the buffers bound at lowering; takes and returns nothing."""

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from mtpc.backends.base import Report, Run
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.backends.package import CALLS, LIBRARY, Package, open_package, signature
+from mtpc.cache.store import EntryStore
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
@@ -33,6 +37,8 @@ _INDUCTOR = {
 }
 _INLINED_ELEMENTS = 8
 """Inductor writes one-dimensional constants of up to this many elements into its code."""
+_MEMBERS = {LIBRARY: ".wrapper.so", CALLS: ".wrapper.json"}
+"""What a running package needs of AOTInductor's archive, by the ending it has there."""
 
 
 @dataclass(frozen=True)
@@ -54,39 +60,60 @@ class UseCpuKernels:
 class CpuBackend:
     """Ahead-of-time compiled steps on the CPU.
 
+    Args:
+        report: hears of the kernels being built.
+        store: the graph cache, where the kernels are kept; by default the user's.
+
     Raises:
         BackendError: no C++ compiler, or building the kernels failed.
     """
 
     name = "cpu"
 
-    def __init__(self, report: Report = lambda line: None) -> None:
-        load_kernels(report=report)
-        self._packages = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
+    def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:
+        load_kernels(store, report)
+        self._scratch = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
 
     def legalise(self) -> tuple[Pass, ...]:
         """C++ kernels for the `mtpc::` ops; ATen goes to Inductor."""
         return (UseCpuKernels(),)
 
     def lower(self, graph: StepGraph) -> Run:
-        """Compile to a package, load it, bind the tensors."""
+        """Compile to a package of this process, open it, bind the tensors."""
+        directory = Path(tempfile.mkdtemp(prefix=graph.name, dir=self._scratch.name))
+        package = self.package(graph, directory)
+        return open_package(directory, package, partial(get_tensor, graph.module))
+
+    def package(self, graph: StepGraph, directory: Path) -> Package:
+        """Compile to files that outlive this process.
+
+        Args:
+            graph: flat and verified.
+            directory: gets `package.LIBRARY` and `package.CALLS`.
+
+        Returns:
+            How to call them.
+
+        Raises:
+            BackendError: AOTInductor refuses the graph.
+        """
         lifted, inputs = _lift_inputs(graph)
-        package = self._compile(graph.name, lifted, inputs.values())
-        loader = torch._inductor.aoti_load_package(str(package), run_single_threaded=True)
-        _bind(loader, lifted, inputs, graph.name)
-        tensors = tuple(inputs.values())
-
-        def run() -> None:
-            loader(*tensors)
-
-        return run
+        held = {str(node.target) for node in lifted.graph.nodes if node.op == "get_attr"}
+        archive = self._compile(graph.name, lifted, inputs.values())
+        with zipfile.ZipFile(archive) as files:
+            for name, ending in _MEMBERS.items():
+                (member,) = (m for m in files.namelist() if m.endswith(ending))
+                (directory / name).write_bytes(files.read(member))
+        tensors = inputs | {name: get_tensor(graph.module, name) for name in sorted(held)}
+        return Package(tuple(inputs), {name: signature(t) for name, t in tensors.items()})
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
         """A package is already fixed work on fixed addresses."""
         return run
 
     def _compile(self, name: str, module: fx.GraphModule, inputs: Iterable[Tensor]) -> Path:
-        path = Path(self._packages.name) / f"{name}.pt2"
+        """AOTInductor's archive of a graph."""
+        path = Path(self._scratch.name) / f"{name}.pt2"
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # torch's own code, on its own data structures.
@@ -128,17 +155,3 @@ def _must_be_input(graph: StepGraph, name: str) -> bool:
         return True
     tensor = get_tensor(graph.module, name)
     return tensor.dim() <= 1 and tensor.numel() <= _INLINED_ELEMENTS
-
-
-def _bind(loader: Any, module: fx.GraphModule, inputs: Mapping[str, Tensor], key: str) -> None:
-    """Give the package our tensors for its constants; every one must be accounted for."""
-    wanted = set(loader.get_constant_fqns())
-    held = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
-    if wanted != held:
-        raise BackendError(
-            f"the package of {key} does not refer to {sorted(held - wanted)} and refers to unknown "
-            f"{sorted(wanted - held)}: a tensor was copied into the code and later writes to it "
-            "would be lost"
-        )
-    constants = {name: get_tensor(module, name).detach() for name in wanted}
-    loader.load_constants(constants, check_full_update=True, user_managed=True)

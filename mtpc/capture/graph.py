@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from mtpc.errors import GraphError
-from mtpc.layout import Layout, StepKey
+from mtpc.layout import Layout, Part, StepKey
+from mtpc.recipes import Recipe, make
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class WeightTable:
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
+        self.recipes: dict[str, Recipe] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
@@ -48,12 +49,30 @@ class WeightTable:
         """The name of exactly this tensor object, or None."""
         return self._name_of.get(id(tensor))
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a derived weight; adding a name twice is an error of the pass."""
-        if name in self._by_name:
-            raise GraphError(f"weight {name!r} is already in the table")
+    def bind(self, name: str, tensor: Tensor) -> None:
+        """Add a weight of the model; for who loads models, not for passes."""
         self._by_name[name] = tensor
         self._name_of[id(tensor)] = name
+
+    def derive(self, name: str, recipe: Recipe) -> Tensor:
+        """A weight made from others of this table, by that name.
+
+        Passes have no other way to add a weight: a graph never depends on weights' values, so
+        what was compiled for one checkpoint serves its fine-tunes.
+        """
+        if name not in self._by_name:
+            self.bind(name, make(recipe, lambda part: self[part].detach()))
+            self.recipes[name] = recipe
+        return self[name]
+
+    def add_constant(self, tensor: Tensor) -> str:
+        """A tensor that stands in the model's code; its name says what it holds."""
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        content = f"{tensor.dtype}{list(tensor.shape)}".encode() + data.numpy().tobytes()
+        name = f"constant.{hashlib.sha256(content).hexdigest()[:16]}"
+        if name not in self._by_name:
+            self.bind(name, tensor)
+        return name
 
 
 @dataclass
@@ -76,7 +95,7 @@ class StepGraph:
     layout: Layout
     weights: WeightTable
     history: list[PassRecord] = field(default_factory=list)
-    part: Literal["step", "verify", "propose"] = "step"
+    part: Part = "step"
 
     @property
     def name(self) -> str:

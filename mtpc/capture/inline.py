@@ -103,8 +103,8 @@ class Inliner:
         if name is None:
             name = self.buffer_names.get(id(tensor)) or self.weights.name_of(tensor)
         if name is None:  # A constant that tracing lifted out of the model's code.
-            name = f"constant.{sum(n.startswith('constant.') for n, _ in self.weights.items())}"
-            self.weights.add(name, tensor)
+            name = self.weights.add_constant(tensor)
+            tensor = self.weights[name]
         if name not in self.attributes:
             set_tensor(self.root, name, tensor, buffer=not isinstance(tensor, nn.Parameter))
             node = self.graph.get_attr(name)

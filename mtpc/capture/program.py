@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpc.capture.graph import StepGraph
-from mtpc.layout import SCRATCH_SLOT, StepKey
+from mtpc.layout import SCRATCH_SLOT, Layout, StepKey
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,19 @@ class CapturedStep:
 
     Attributes:
         key: phase, bucket and K.
-        graph: what was lowered, with its pass history.
+        layout: its buffers.
         buffers: all its tensors by name; addresses never change.
         replay: runs the iteration.
-        build_s: seconds to trace, rewrite, lower and capture it.
+        build_s: seconds to trace, rewrite, lower and capture it, or to load it.
+        graph: what was lowered, with its pass history; None where it came from the cache.
     """
 
     key: StepKey
-    graph: StepGraph
+    layout: Layout
     buffers: Mapping[str, Tensor]
     replay: Callable[[], None]
     build_s: float
+    graph: StepGraph | None = None
 
 
 @dataclass

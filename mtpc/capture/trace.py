@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
+from mtpc.buffers import P
 from mtpc.capture.graph import StepGraph, WeightTable
-from mtpc.layout import Layout, P, StepKey
+from mtpc.layout import Layout, StepKey
 from mtpc.step import (
     Accept,
     AcceptPrompt,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
-from mtpc.errors import MtpcError
+from mtpc.errors import CacheError, MtpcError
 
 Version = tuple[int, ...]
 VersionOf = Callable[[str], str]
@@ -146,24 +146,15 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-class _NotBuilt(Exception):
-    """Raised where a build would begin."""
-
-
 def _check_kernels() -> Finding:
-    """Whether the cpu kernels are in the cache; asks the build, and stops it before it begins."""
+    """Whether the cpu kernels are in the cache."""
     from mtpc.backends.cpu_kernels.build import build_kernels
 
-    def refuse(line: str) -> None:
-        raise _NotBuilt
-
     try:
-        return Finding("C++ kernels", "ok", f"built: {build_kernels(report=refuse)}")
-    except _NotBuilt:
+        return Finding("C++ kernels", "ok", f"built: {build_kernels(frozen=True)}")
+    except CacheError as error:
         note = "built at the first use of --backend cpu"
-        return Finding("C++ kernels", "optional", "not built yet", note)
-    except MtpcError as error:
-        return Finding("C++ kernels", "optional", " ".join(str(error).split()))
+        return Finding("C++ kernels", "optional", " ".join(str(error).split()), note)
 
 
 def _check_cpu() -> Finding:

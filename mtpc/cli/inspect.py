@@ -177,7 +177,7 @@ def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]
 
 
 def _bucket_heading(layout: Layout, shared: bool) -> str:
-    from mtpc.layout import Q, R
+    from mtpc.buffers import Q, R
 
     return "size" if shared else f"R={layout.sizes[R]}, Q={layout.sizes[Q]}"
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from mtpc.capture.program import Program
-from mtpc.compiler import MAX_STOP_IDS, blocks_per_request
 from mtpc.config import CompileOptions
 from mtpc.engine.pages import FreeList
 from mtpc.engine.request import FinishReason, Request
 from mtpc.engine.stats import Stats
 from mtpc.errors import CapacityError, RequestError
-from mtpc.layout import NULL_PAGE, SCRATCH_SLOT
+from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT
 from mtpc.step import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
 
 _REASONS: dict[int, FinishReason] = {
@@ -130,7 +129,8 @@ class Engine:
             )
 
     def _pages_for(self, request: Request) -> int:
-        return blocks_per_request(len(request.prompt_ids) + request.max_new_tokens, self.options)
+        longest = len(request.prompt_ids) + request.max_new_tokens
+        return self.options.blocks_per_request(longest)
 
     def abort(self, request_id: int) -> None:
         """Drop a request at any moment; unknown or finished ids are ignored."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpc import ops
+from mtpc.buffers import N, P
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import BufferSpec, N, P
+from mtpc.layout import BufferSpec
 from mtpc.step import Metadata
 
 

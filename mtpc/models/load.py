@@ -12,13 +12,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.caches import CachePool
-from mtpc.models.checkpoint import Checkpoint, check_finite, load_mtp_layer
 from mtpc.models.family import find_norm_class
 from mtpc.models.hf import HFDraft, HFTarget, MTPLayer, share_model
+from mtpc.models.mtp_layers import load_mtp_layer
+from mtpc.serving import ServedModel
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class LoadedModel:
     family: ModelFamily
     target: Any
     mtp_layers: tuple[MTPLayer, ...]
-    tokenizer: Any | None
     stop_ids: tuple[int, ...]
     source: str
+    checkpoint: Checkpoint | None
 
     @property
     def config(self) -> Any:
@@ -39,6 +41,12 @@ class LoadedModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.target.get_input_embeddings().weight.dtype
+
+    def served(self) -> ServedModel:
+        """What serving it takes, without the model."""
+        vocab_size = self.target.get_input_embeddings().weight.shape[0]
+        directory = self.checkpoint.directory if self.checkpoint else None
+        return ServedModel(self.source, vocab_size, self.stop_ids, directory)
 
     def cache_specs(self) -> tuple[BufferSpec, ...]:
         """State buffers of the target's layers and the MTP layers'."""
@@ -83,7 +91,8 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
     """Load a checkpoint directory, or adopt a transformers model object.
 
     Args:
-        source: path of a directory, or a `PreTrainedModel` (shared, not copied, not changed).
+        source: a directory's path, its `Checkpoint`, or a `PreTrainedModel` (shared, not copied,
+            not changed).
         dtype: dtype name for directories; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
 
@@ -92,7 +101,9 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
         UnsupportedModelError: architecture not in `FAMILIES`.
     """
     if isinstance(source, (str, Path)):
-        return _load_directory(Path(source), dtype, needs_mtp)
+        source = Checkpoint(Path(source))
+    if isinstance(source, Checkpoint):
+        return _load_directory(source, dtype, needs_mtp)
     if isinstance(source, transformers.PreTrainedModel):
         if dtype is not None:
             raise OptionError("dtype applies to directories; a model object keeps its own")
@@ -112,8 +123,8 @@ def find_family(architectures: list[str]) -> ModelFamily:
     raise UnsupportedModelError(f"architecture {architectures} is not among those known: {known}")
 
 
-def _load_directory(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedModel:
-    checkpoint = Checkpoint(directory)
+def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+    directory = checkpoint.directory
     family = find_family(checkpoint.config.get("architectures") or [])
     config_class = getattr(transformers, family.hf_config_class)
     fields = {k: v for k, v in checkpoint.config.items() if k != "model_type"}
@@ -134,7 +145,9 @@ def _load_directory(directory: Path, dtype: str | None, needs_mtp: bool) -> Load
         raise CheckpointError(
             f"{directory} lacks {len(names)} tensor(s) of the target: {names[:6]}"
         )
-    return _assemble(model, family, checkpoint, needs_mtp, str(directory))
+    target = _share(model, str(directory))
+    layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
+    return LoadedModel(family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint)
 
 
 @contextmanager
@@ -153,8 +166,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
-    path = Path(model.name_or_path or "")
-    checkpoint = Checkpoint(path) if model.name_or_path and path.is_dir() else None
+    checkpoint = checkpoint_of(model)
     names = checkpoint.config.get("architectures") if checkpoint else None
     family = find_family(names or [type(model).__name__])
     if checkpoint is None and needs_mtp:
@@ -163,22 +175,16 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
             "transformers drops MTP tensors on load, so mtpc reads them from the checkpoint; load "
             "the model from a directory, or use spec_tokens=0"
         )
-    return _assemble(model, family, checkpoint, needs_mtp, model.name_or_path or "model object")
+    source = model.name_or_path or "model object"
+    target = _share(model, source)
+    layers = _load_mtp_layers(checkpoint, family, target) if checkpoint and needs_mtp else ()
+    return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
 
 
-def _assemble(
-    model: Any, family: ModelFamily, checkpoint: Checkpoint | None, needs_mtp: bool, source: str
-) -> LoadedModel:
+def _share(model: Any, source: str) -> Any:
+    """The user's model on mtpc's seams, once its weights are known to be sound."""
     check_finite(model.named_parameters(), source)
-    target: Any = share_model(model)
-    layers: tuple[MTPLayer, ...] = ()
-    if needs_mtp:
-        assert checkpoint is not None  # _adopt has refused otherwise
-        layers = _load_mtp_layers(checkpoint, family, target)
-    loaded = LoadedModel(family, target, layers, _tokenizer(checkpoint), _stop_ids(model), source)
-    for index, layer in enumerate(layers):
-        check_finite(layer.named_parameters(), f"MTP layer {index} of {source}")
-    return loaded
+    return share_model(model)
 
 
 def _load_mtp_layers(
@@ -198,44 +204,34 @@ def _load_mtp_layers(
     decoder = target.get_decoder()
     sample = decoder.layers[-1]
     dtype = target.get_input_embeddings().weight.dtype
-    for i in range(count):
-        _check_shared_tensors(checkpoint, family, target, i)
-    return tuple(
+    for name, weight in repeated_tensors(checkpoint, family, target, count).items():
+        check_repeated(checkpoint, name, weight)
+    layers = tuple(
         load_mtp_layer(
             checkpoint, family, target.config, i, type(sample), find_norm_class(sample), dtype
         )
         for i in range(count)
     )
+    for index, layer in enumerate(layers):
+        check_finite(layer.named_parameters(), f"MTP layer {index} of {checkpoint.directory}")
+    return layers
 
 
-def _check_shared_tensors(
-    checkpoint: Checkpoint, family: ModelFamily, target: Any, index: int
-) -> None:
-    """An MTP layer's own copy of the embedding or head must be the target's, which is used."""
-    prefix = family.layer_prefix(target.config.num_hidden_layers, index)
+def repeated_tensors(
+    checkpoint: Checkpoint, family: ModelFamily, target: Any, count: int
+) -> dict[str, Tensor]:
+    """Stored tensors of `count` MTP layers that repeat the target's embedding or head."""
     modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
-    for name, role in family.shared_tensors.items():
-        if prefix + name not in checkpoint.files:
-            continue
-        weight = modules[role].weight
-        if not torch.equal(checkpoint.tensor(prefix + name).to(weight.dtype), weight):
-            raise CheckpointError(
-                f"{prefix}{name} differs from the target's {role}; an MTP layer with an {role} of "
-                "its own is not supported"
-            )
-
-
-def _tokenizer(checkpoint: Checkpoint | None) -> Any | None:
-    if checkpoint is None or not (checkpoint.directory / "tokenizer.json").is_file():
-        return None
-    return transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint.directory)
+    prefixes = [family.layer_prefix(target.config.num_hidden_layers, i) for i in range(count)]
+    return {
+        prefix + name: modules[role].weight
+        for prefix in prefixes
+        for name, role in family.shared_tensors.items()
+        if prefix + name in checkpoint.tensors
+    }
 
 
 def _stop_ids(model: Any) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config's, else the config's."""
+    """End-of-sequence ids of a model object: its generation config's, else its config's."""
     ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config, "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    return as_ids(getattr(model.config, "eos_token_id", None) if ids is None else ids)

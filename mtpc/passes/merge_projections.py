@@ -11,6 +11,7 @@ from torch import fx
 
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.passes.base import emit, is_call, refresh_values, sweep
+from mtpc.recipes import Join
 
 aten = torch.ops.aten
 
@@ -73,11 +74,9 @@ def _merge(graph: StepGraph, group: list[fx.Node]) -> None:
 def _concatenated(graph: StepGraph, parts: list[fx.Node], like: fx.Node) -> fx.Node:
     """get_attr of the parts' concatenation, made once per program."""
     name = "merged." + "+".join(str(p.target).replace(".", "_") for p in parts)
-    if name not in graph.weights:
-        tensors = [graph.weights[str(p.target)].detach() for p in parts]
-        graph.weights.add(name, torch.cat(tensors))
-    set_tensor(graph.module, name, graph.weights[name], buffer=True)
+    merged = graph.weights.derive(name, Join("cat", tuple(str(p.target) for p in parts)))
+    set_tensor(graph.module, name, merged, buffer=True)
     node = graph.graph.get_attr(name)
     mode = like.meta["val"].fake_mode
-    node.meta = {"val": mode.from_tensor(graph.weights[name], static_shapes=True)}
+    node.meta = {"val": mode.from_tensor(merged, static_shapes=True)}
     return node

@@ -29,29 +29,41 @@ from torch import Tensor
 
 import mtpc.ops.attention
 import mtpc.ops.experts  # noqa: F401  (both register the references that kernel_table names)
-from mtpc.backends.cpu_kernels.build import build_kernels
+from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
+from mtpc.cache.store import Entry, EntryStore
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts")
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
 def load_kernels(
-    cache_dir: Path | None = None, report: Callable[[str], None] = lambda line: None
+    store: EntryStore | None = None, report: Callable[[str], None] = lambda line: None
 ) -> None:
     """Make torch.ops.mtpc_cpu exist in this process; later calls do nothing.
 
     Args:
-        cache_dir: where builds are kept; by default `kernels` in the cache directory.
+        store: the graph cache, where builds are kept; by default the user's.
         report: receives lines on a build's progress.
 
     Raises:
         BackendError: there is no C++ compiler, or it failed.
+        CacheError: another user could have written the cache.
     """
-    if hasattr(torch.ops.mtpc_cpu, "write_cache"):
+    if not _is_loaded():
+        load_library(build_kernels(store, report))
+
+
+def load_library(built: Entry | Path) -> None:
+    """Load what `build_kernels` returned; does nothing where kernels are loaded already."""
+    if _is_loaded():
         return
-    torch.ops.load_library(build_kernels(cache_dir, report))
+    torch.ops.load_library(built if isinstance(built, Path) else built.directory / LIBRARY)
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"mtpc_cpu::{name}", fake)
+
+
+def _is_loaded() -> bool:
+    return hasattr(torch.ops.mtpc_cpu, "write_cache")
 
 
 def kernel_table() -> dict[Any, Any]:
@@ -93,4 +105,4 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "experts": _fake_experts,
 }
 
-__all__ = ["NAMES", "build_kernels", "kernel_table", "load_kernels"]
+__all__ = ["NAMES", "build_kernels", "kernel_table", "load_kernels", "load_library"]

@@ -7,23 +7,25 @@ the process.
 
 from __future__ import annotations
 
-import hashlib
-import os
+import atexit
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import include_paths
 
+from mtpc.cache.key import Fields, digest, hash_of
+from mtpc.cache.lookup import KEY, find, key_bytes
+from mtpc.cache.machine import COMPILER, machine_fields, version_fields
+from mtpc.cache.store import Entry, EntryStore
 from mtpc.config import cache_directory, cxx_compiler
-from mtpc.errors import BackendError
+from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 
 SOURCE_DIR = Path(__file__).parent
-_LIBRARY = "libmtpc_cpu.so"
+LIBRARY = "libmtpc_cpu.so"
 _FLAGS = (
     "-std=c++20",
     "-O3",
@@ -44,28 +46,69 @@ _ADVICE = "install g++ >= 12 or clang++ >= 15, set CXX to it, or use backend='ea
 
 
 def build_kernels(
-    cache_dir: Path | None = None, report: Callable[[str], None] = lambda line: None
-) -> Path:
+    store: EntryStore | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    frozen: bool = False,
+) -> Entry | Path:
     """The kernel library for this machine, compiled if the cache does not have it.
 
     Args:
-        cache_dir: where builds are kept, a folder each; default: the cache directory's `kernels`.
+        store: the graph cache; by default the user's.
         report: receives a line before a compilation starts and when it is done.
+        frozen: refuse to compile.
 
     Returns:
-        Path of the shared library.
+        The checked entry that holds the library; or, where the cache cannot be written, the path
+        of a library in a temporary directory that lasts as long as the process.
 
     Raises:
-        BackendError: there is no C++ compiler, it failed, or the cache is not writable.
+        BackendError: there is no C++ compiler, or it failed.
+        CacheError: another user could have written the cache; or, frozen, it has no library.
     """
+    store = store or EntryStore(cache_directory())
+    fields = kernel_fields()
+    entry = _find(store, fields, report)
+    if entry is not None:
+        return entry
+    if frozen:
+        raise CacheError(
+            f"the cache {store.root} has no cpu kernels for this machine; frozen, so nothing was "
+            "built"
+        )
     compiler = _find_compiler()
-    root = cache_directory() / "kernels" if cache_dir is None else Path(cache_dir)
-    library = root / _fingerprint(compiler) / _LIBRARY
-    if not library.exists():
-        report(f"compiling the cpu kernels with {compiler} (once, about 30 s)")
-        _install(compiler, library)
-        report(f"compiled {library}")
-    return library
+    with ExitStack() as held:
+        try:
+            held.enter_context(store.lock(digest(fields), report))
+            return _find(store, fields, report) or _install(compiler, store, fields, report)
+        except CacheWriteError as error:
+            report(f"the cpu kernels are not kept: {error}")
+            return _compile_for_now(compiler, report)
+
+
+def kernel_fields() -> dict[str, str]:
+    """The key of the library: its sources, how and with what they are compiled, for what cpu."""
+    decisive = ("machine.platform", "machine.cpu", "machine.instruction_sets", COMPILER)
+    machine = {name: value for name, value in machine_fields().items() if name in decisive}
+    sources = [
+        data
+        for path in (*_sources(), *sorted(SOURCE_DIR.glob("*.h")))
+        for data in (path.name.encode(), path.read_bytes())
+    ]
+    return {
+        "kind": "kernels",
+        "source.kernels": hash_of(sources),
+        "flags": " ".join(_FLAGS),
+        "version.torch": version_fields()["version.torch"],
+        **machine,
+    }
+
+
+def _find(store: EntryStore, fields: Fields, report: Callable[[str], None]) -> Entry | None:
+    try:
+        return find(store, fields)
+    except DamagedEntryError as error:
+        report(f"damaged cpu kernels were not used: {error}")
+        return None
 
 
 def _find_compiler() -> str:
@@ -80,34 +123,34 @@ def _sources() -> list[Path]:
     return sorted(SOURCE_DIR.glob("*.cpp"))
 
 
-def _fingerprint(compiler: str) -> str:
-    """Hash of all that the library is made from.
+def _install(
+    compiler: str, store: EntryStore, fields: Fields, report: Callable[[str], None]
+) -> Entry:
+    def fill(directory: Path) -> None:
+        _compile(compiler, directory / LIBRARY, report)
+        (directory / KEY).write_bytes(key_bytes(fields))
 
-    The compiler's predefined macros for -march=native name both its version and the
-    instruction set of this machine.
-    """
-    macros = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
-    parts = [torch.__version__, sys.platform, *_FLAGS, macros]
-    parts += [path.read_text() for path in (*_sources(), *sorted(SOURCE_DIR.glob("*.h")))]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return store.write(digest(fields), fill)
 
 
-def _install(compiler: str, library: Path) -> None:
-    """Compile next to the target and move into place: other processes see all of it or nothing."""
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            output = Path(scratch) / _LIBRARY
-            _run(_command(compiler, output))
-            os.replace(output, library)
-    except OSError as error:
-        raise BackendError(
-            f"cannot keep the compiled cpu kernels in {library.parent}: {error}; make it writable"
-        ) from error
+def _compile_for_now(compiler: str, report: Callable[[str], None]) -> Path:
+    library = Path(tempfile.mkdtemp(prefix="mtpc-kernels-")) / LIBRARY
+    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
+    _compile(compiler, library, report)
+    return library
+
+
+def _compile(compiler: str, library: Path, report: Callable[[str], None]) -> None:
+    report(f"compiling the cpu kernels with {compiler} (once, about 30 s)")
+    _run(_command(compiler, library))
+    report(f"compiled the cpu kernels to {library}")
 
 
 def _command(compiler: str, output: Path) -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
+    # Imported here: it takes half a second, and a library that is in the cache needs none of it.
+    from torch.utils.cpp_extension import include_paths
+
     includes = [f"-I{path}" for path in include_paths()]
     sources = [str(path) for path in _sources()]
     link = [f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10"]

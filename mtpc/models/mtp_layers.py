@@ -1,17 +1,15 @@
-"""Reading checkpoints: config.json, safetensors, and the MTP tensors transformers drops."""
+"""Building MTP layers, which transformers does not load, from a checkpoint's tensors."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from mtpc.checkpoint import Checkpoint, listing
 from mtpc.errors import CheckpointError
 from mtpc.models.family import ModelFamily
 from mtpc.models.hf import MTPLayer
@@ -19,71 +17,6 @@ from mtpc.models.hf import MTPLayer
 _EXPERT = re.compile(
     r"^(?P<stem>.*mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight$"
 )
-
-
-class Checkpoint:
-    """A directory with config.json and safetensors files, every header checked on opening.
-
-    Args:
-        directory: the checkpoint's path.
-
-    Raises:
-        CheckpointError: no such directory, no config.json, no safetensors file, or a file whose
-            header or length is not what safetensors wrote.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.config = self._read_config()
-        self.files = {name: path for path in self._shards() for name in _tensor_names(path)}
-
-    def _read_config(self) -> dict[str, Any]:
-        path = self.directory / "config.json"
-        if not self.directory.is_dir():
-            raise CheckpointError(
-                f"{str(self.directory)!r} is not a directory; expected a local checkpoint with "
-                "config.json and *.safetensors (mtpc downloads nothing)"
-            )
-        if not path.is_file():
-            raise CheckpointError(f"{self.directory} has no config.json; is it a checkpoint?")
-        try:
-            return json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-
-    def _shards(self) -> list[Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            shards = [self.directory / name for name in names]
-        else:
-            shards = sorted(self.directory.glob("*.safetensors"))
-        if not shards:
-            raise CheckpointError(f"{self.directory} holds no *.safetensors file")
-        for path in shards:
-            if not path.is_file():
-                raise CheckpointError(f"{path} is named in the index but missing")
-        return shards
-
-    def names(self, prefix: str = "") -> list[str]:
-        """Tensor names that begin with `prefix`."""
-        return [name for name in self.files if name.startswith(prefix)]
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, as stored."""
-        with safe_open(self.files[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-
-def _tensor_names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is not a complete safetensors file: {error}; "
-            "copy or download it again"
-        ) from None
 
 
 def load_mtp_layer(
@@ -140,6 +73,14 @@ def _module_name(name: str, family: ModelFamily) -> str:
     return f"{joints[stem]}.{leaf}" if stem in joints else f"block.{name}"
 
 
+def stored_name(name: str, family: ModelFamily) -> str:
+    """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
+    joint, _, leaf = name.partition(".")
+    if joint == "block":
+        return leaf
+    return f"{getattr(family.wiring, joint)}.{leaf}"
+
+
 def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`."""
     out: dict[str, Tensor] = {}
@@ -173,9 +114,7 @@ def _fill(layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, w
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())
     if missing or unknown:
-        raise CheckpointError(
-            f"{what}: missing {_listing(missing)}; unexpected {_listing(unknown)}"
-        )
+        raise CheckpointError(f"{what}: missing {listing(missing)}; unexpected {listing(unknown)}")
     shapes = [
         f"{name} is {tuple(t.shape)}, expected {tuple(expected[name].shape)}"
         for name, t in tensors.items()
@@ -189,26 +128,3 @@ def _fill(layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, w
     cast = {n: t.to(dtype if n in parameters else wide) for n, t in tensors.items()}
     layer.load_state_dict(cast, assign=True)
     layer.requires_grad_(False)
-
-
-def _listing(names: list[str]) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
-
-
-def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Refuse weights that hold NaN or infinity: they would decode to garbage without a word.
-
-    Raises:
-        CheckpointError: names of the first tensors at fault.
-    """
-    bad = [
-        name for name, t in tensors if t.is_floating_point() and not bool(torch.isfinite(t).all())
-    ]
-    if bad:
-        raise CheckpointError(
-            f"{what}: {len(bad)} tensor(s) hold NaN or infinity: {_listing(bad)}; "
-            "the checkpoint is damaged or was saved from a diverged run"
-        )

@@ -1,0 +1,188 @@
+"""Compiling ahead of time: steps that go through the cache.
+
+StepCompiler -> graph -> package, record -> cache entry -> bound to tensors -> CapturedStep
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.package import Package
+from mtpc.cache.binding import StepBinder
+from mtpc.cache.record import StepRecord, dtype_name, numbered
+from mtpc.cache.steps import CONSTANTS, CachedStep, StepCache, graph_file, reuse_package
+from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
+from mtpc.capture.program import CapturedStep, Program
+from mtpc.capture.split import split_step
+from mtpc.compiler import StepCompiler
+from mtpc.layout import Part, StepKey
+from mtpc.models.weight_recipes import repeats, weight_recipes
+from mtpc.recipes import Recipe, names
+
+_LOWERING = ("backend", "machine.", "torch.", "environment.", "version.torch", "source.backends",
+             "source.kernels")  # fmt: skip
+"""Key fields that have a say in how a graph is lowered; the rest has had its say in the graph."""
+
+
+class CachingCompiler:
+    """A `StepCompiler` whose steps are taken from the cache, and kept there.
+
+    Args:
+        compiler: traces and rewrites what the cache lacks.
+        backend: the compiler's backend, which packages it.
+        cache: of this very model and options.
+    """
+
+    def __init__(self, compiler: StepCompiler, backend: CpuBackend, cache: StepCache):
+        self.compiler, self.backend, self.cache = compiler, backend, cache
+        self._binder = StepBinder(compiler.shared, compiler.weights)
+
+    def compile(self) -> Program:
+        """Every step that the options ask for."""
+        return self.compiler.compile(self.capture)
+
+    def capture(self, key: StepKey) -> CapturedStep:
+        """One step, ready to run."""
+        step = self.obtain(key)
+        self.compiler.tell("load", key)
+        return self._binder.bind(step)
+
+    def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
+        """One step as two, `verify` then `propose`, over one set of buffers."""
+        own: dict[str, Tensor] = {}
+        verify = self._binder.bind(self.obtain(key, "verify"), own)
+        return verify, self._binder.bind(self.obtain(key, "propose"), own)
+
+    def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
+        """One step's entry, built if the cache lacks it."""
+        return self.cache.obtain(key, partial(self._build, key, part), part)
+
+    @torch.no_grad()
+    def _build(self, key: StepKey, part: Part, directory: Path) -> StepRecord:
+        """Compile a step's files into `directory`."""
+        timer = _Timer()
+        graph = self._graph(key, part, directory, timer)
+        self.compiler.tell("lower", key)
+        with timer("lower"):
+            lowering = self._lowering(graph)
+            package = self._package(graph, lowering, directory)
+        held = [name for name in package.tensors if not is_buffer_name(name)]
+        self._save_constants(graph, held, directory)
+        derived = {n: r for n, r in self.compiler.weights.recipes.items() if n in held}
+        base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
+        stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
+        loaded = self.compiler.loaded
+        return StepRecord(
+            lowering=lowering,
+            step=key,
+            part=part,
+            buffers=numbered(graph.layout),
+            package=package,
+            derived=derived,
+            stored=stored,
+            dtypes={n: dtype_name(self.compiler.weights[n].dtype) for n in stored},
+            unexplained=tuple(sorted(base - self._recipes.keys() - self._constants(held))),
+            repeats=self._repeats,
+            max_len=self.compiler.options.sequence_limit,
+            vocab_size=loaded.served().vocab_size,
+            history=tuple(graph.history),
+            seconds=timer.seconds,
+            source=loaded.source,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def _graph(self, key: StepKey, part: Part, directory: Path, timer: _Timer) -> StepGraph:
+        """The step after all passes; its text after each is written down on the way."""
+
+        def write(index: int, name: str, graph: StepGraph) -> None:
+            path = directory / graph_file(index, name)
+            path.write_bytes(gzip.compress(graph.text().encode(), mtime=0))
+
+        def keep(name: str, graph: StepGraph) -> None:
+            write(len(graph.history), name, graph)
+
+        tell = self.compiler.tell
+        tell("trace", key)
+        with timer("trace"):
+            graph = self.compiler.trace(key)
+        write(0, "traced", graph)
+        tell("rewrite", key)
+        with timer("rewrite"):
+            self.compiler.rewrite(graph, seen=keep)
+            if part == "step":
+                return graph
+            split = split_step(graph)
+        half = split.verify if part == "verify" else split.propose
+        write(len(graph.history) + 1, part, half)
+        return half
+
+    def _package(self, graph: StepGraph, lowering: str, directory: Path) -> Package:
+        """Compiled now, or copied from an entry that was lowered from the same graph."""
+        same = self.cache.find_lowered(lowering)
+        if same is None:
+            return self.backend.package(graph, directory)
+        reuse_package(same, directory)
+        return same.record.package
+
+    def _lowering(self, graph: StepGraph) -> str:
+        """Digest of all that lowering depends on."""
+        total = hashlib.sha256(graph.text().encode())
+        held = sorted({str(n.target) for n in graph.graph.nodes if n.op == "get_attr"})
+        for name in held:
+            tensor = get_tensor(graph.module, name)
+            writer = graph.layout[name].writer if name in graph.layout else ""
+            total.update(
+                f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()} {writer}".encode()
+            )
+        for name, value in sorted(self.cache.program.items()):
+            if name.startswith(_LOWERING):
+                total.update(f"{name} {value}\n".encode())
+        return total.hexdigest()[:32]
+
+    @cached_property
+    def _recipes(self) -> dict[str, Recipe | None]:
+        return weight_recipes(self.compiler.loaded)
+
+    @cached_property
+    def _repeats(self) -> dict[str, str]:
+        return repeats(self.compiler.loaded)
+
+    def _constants(self, held: list[str]) -> set[str]:
+        """Of the weights a package takes, those that no checkpoint holds."""
+        derived = self.compiler.weights.recipes
+        return {
+            name
+            for name in held
+            if name.startswith("constant.")
+            or (name in self._recipes and self._recipes[name] is None and name not in derived)
+        }
+
+    def _save_constants(self, graph: StepGraph, held: list[str], directory: Path) -> None:
+        names_ = sorted(self._constants(held))
+        tensors = {n: self.compiler.weights[n].detach().contiguous().clone() for n in names_}
+        save_file(tensors, directory / CONSTANTS)
+
+
+class _Timer:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = round(time.perf_counter() - start, 3)

@@ -1,0 +1,90 @@
+"""Running a compiled package: open its library, bind tensors to its constants, call it.
+
+This is all of the cpu backend that a warm start needs: no Inductor, no export, no compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtpc.backends.base import Run
+from mtpc.errors import BackendError
+
+LIBRARY, CALLS = "step.so", "step.json"
+"""The generated library, and the list of custom operators that it calls. AOTInductor's runner
+looks for the list beside the library, under the same name."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """How a package is called.
+
+    Attributes:
+        inputs: tensors passed at each call, in order, by name.
+        tensors: what the code takes for granted of every input and constant, by name:
+            dtype, shape and strides.
+    """
+
+    inputs: tuple[str, ...]
+    tensors: Mapping[str, str]
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """Tensors bound once."""
+        return frozenset(self.tensors) - set(self.inputs)
+
+
+def open_package(directory: Path, package: Package, tensor_of: Callable[[str], Tensor]) -> Run:
+    """Load a package and bind it to tensors, which it uses in place from then on.
+
+    Args:
+        directory: holds LIBRARY and CALLS.
+        package: how it is called.
+        tensor_of: the tensor of each name.
+
+    Raises:
+        BackendError: the library cannot be loaded here, or a tensor is not what it was made for.
+    """
+    try:
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(directory / LIBRARY), 1)
+    except RuntimeError as error:
+        raise BackendError(f"{directory / LIBRARY} cannot be loaded: {error}") from error
+    tensors = {name: tensor_of(name).detach() for name in package.tensors}
+    _check_signatures(package, tensors)
+    internal = {full: name for name, full in runner.get_constant_names_to_original_fqns().items()}
+    if internal.keys() != package.constants:
+        raise BackendError(
+            f"{directory / LIBRARY} does not refer to {sorted(package.constants - internal.keys())}"
+            f" and refers to unknown {sorted(internal.keys() - package.constants)}: a tensor was "
+            "copied into the code and later writes to it would be lost"
+        )
+    constants = {internal[name]: tensors[name] for name in package.constants}
+    runner.update_constant_buffer(constants, False, True, True)
+    inputs = [tensors[name] for name in package.inputs]
+
+    def run() -> None:
+        runner.run(inputs)
+
+    return run
+
+
+def _check_signatures(package: Package, tensors: Mapping[str, Tensor]) -> None:
+    """The code reads memory by the strides it was compiled for, and checks nothing."""
+    for name, wanted in package.tensors.items():
+        found = signature(tensors[name])
+        if found != wanted:
+            raise BackendError(
+                f"{name} is {found}, the package was compiled for {wanted}: "
+                "the tensors are not those of the model that it was built for"
+            )
+
+
+def signature(tensor: Tensor) -> str:
+    """What generated code takes for granted of a tensor: `bfloat16[64,32](32,1)`."""
+    shape, stride = ",".join(map(str, tensor.shape)), ",".join(map(str, tensor.stride()))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]({stride})"

@@ -1,0 +1,52 @@
+"""The buffers every step has, with their sizes as symbols."""
+
+from __future__ import annotations
+
+import sympy
+import torch
+
+from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec, Phase
+
+R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegative=True)
+"""num_reqs, query_len, drafts, blocks a request, page size, pages, request slots, stop ids."""
+K_MAX = sympy.Symbol("K_max", integer=True, nonnegative=True)
+"""The largest K of a program: state rows are wide enough for it."""
+T = R * Q
+"""Flat tokens of a bucket: num_reqs * query_len."""
+
+
+def state_specs() -> tuple[BufferSpec, ...]:
+    """Per-request rows that live on the device between steps, indexed by request slot."""
+    return (
+        BufferSpec("state.block_table", (S, M), torch.int32, NULL_PAGE, "host"),
+        BufferSpec("state.committed_lens", (S,), torch.int32, 0, "both"),
+        BufferSpec("state.token_ids", (S, K_MAX + 1), torch.int64, 0, "both"),
+        BufferSpec("state.remaining_tokens", (S,), torch.int32, 0, "both"),
+        BufferSpec("state.stop_ids", (S, E), torch.int64, -1, "host"),
+    )
+
+
+def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
+    """Per-bucket buffers, with metadata sized as PLAIN DECODING has it: one token a request.
+
+    The pass `resize-metadata` grows what a multi-token step needs to num_reqs * query_len.
+    """
+    common = (
+        BufferSpec("batch.state_indices", (R,), torch.int64, SCRATCH_SLOT, "host"),
+        BufferSpec("batch.positions", (R,), torch.int64, 0),
+        BufferSpec("batch.slot_mapping", (R,), torch.int64, NO_SLOT),
+        BufferSpec("batch.seq_lens", (R,), torch.int32, 0),
+        BufferSpec("batch.query_start_loc", (R + 1,), torch.int32, 0),
+        BufferSpec("batch.out_token_ids", (R, K + 1), torch.int64, 0),
+        BufferSpec("batch.num_emitted", (R,), torch.int32, 0),
+        BufferSpec("batch.num_accepted", (R,), torch.int32, 0),
+        BufferSpec("batch.stop_reason", (R,), torch.int32, 0),
+    )
+    if phase == "decode":
+        return common
+    return (
+        *common,
+        BufferSpec("batch.prompt_ids", (T,), torch.int64, 0, "host"),
+        BufferSpec("batch.num_input", (R,), torch.int32, 0, "host"),
+        BufferSpec("batch.next_prompt_id", (R,), torch.int64, -1, "host"),
+    )

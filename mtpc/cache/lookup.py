@@ -1,0 +1,84 @@
+"""Finding entries by their keys, and saying why one was not found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtpc.cache.key import Difference, Fields, differences, digest
+from mtpc.cache.machine import COMPILER
+from mtpc.cache.store import Entry, EntryStore
+from mtpc.errors import DamagedEntryError
+
+KEY = "key.json"
+"""File with an entry's key, field by field. The entry's name is its digest."""
+
+
+def key_bytes(fields: Fields) -> bytes:
+    """A key as an entry holds it."""
+    return (json.dumps(dict(fields), indent=1, sort_keys=True) + "\n").encode()
+
+
+def key_of(entry: Entry) -> dict[str, str]:
+    """The key of an entry.
+
+    Raises:
+        DamagedEntryError: the entry is filed under a name that is not its key's.
+    """
+    fields = json.loads(entry.read(KEY)) if KEY in entry.files else {}
+    if digest(fields) != entry.digest:
+        raise DamagedEntryError(f"{entry.directory} is not filed under its own key")
+    return fields
+
+
+def find(store: EntryStore, wanted: Fields) -> Entry | None:
+    """The entry of exactly this key; of any compiler where none is installed here.
+
+    Raises:
+        DamagedEntryError: there is one, but its files are not what was written.
+        CacheError: another user could have written the cache.
+    """
+    if COMPILER in wanted:
+        entry = store.read(digest(wanted))
+        if entry is not None:
+            key_of(entry)
+        return entry
+    for entry, fields in readable(store):
+        if {name: v for name, v in fields.items() if name != COMPILER} == dict(wanted):
+            return entry
+    return None
+
+
+def readable(store: EntryStore) -> Iterator[tuple[Entry, dict[str, str]]]:
+    """Every undamaged entry with its key."""
+    for name in store.digests():
+        try:
+            entry = store.read(name)
+            if entry is not None:
+                yield entry, key_of(entry)
+        except DamagedEntryError:
+            continue  # Whoever wants this very entry is told.
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The entry that differs least from what is wanted, and where."""
+
+    entry: Entry
+    differences: list[Difference]
+
+
+def nearest(store: EntryStore, wanted: Fields) -> Nearest | None:
+    """The entry of the same kind with the fewest differences; None in a cache without any."""
+    rows = [
+        Nearest(entry, _known(differences(fields, wanted), wanted))
+        for entry, fields in readable(store)
+        if fields.get("kind") == wanted.get("kind")
+    ]
+    return min(rows, key=lambda row: len(row.differences), default=None)
+
+
+def _known(found: list[Difference], wanted: Fields) -> list[Difference]:
+    """Without the compiler where there is none to compare with."""
+    return [d for d in found if d.field != COMPILER or COMPILER in wanted]

@@ -1,0 +1,114 @@
+"""What a compilation depends on besides the model: sources, versions, this machine."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata, util
+from pathlib import Path
+
+import torch
+
+import mtpc
+from mtpc.cache.key import hash_of
+from mtpc.config import compiler_environment, cxx_compiler
+
+COMPILER = "machine.compiler"
+"""The one field that may be unknown: where no compiler is installed, any will do."""
+
+_PACKAGE = Path(mtpc.__file__).parent
+_SOURCES = {
+    "capture": ("capture/*.py",),
+    "models": ("models/*.py", "checkpoint.py", "recipes.py"),
+    "ops": ("ops/*.py",),
+    "passes": ("passes/*.py",),
+    "step": ("step.py", "layout.py", "buffers.py", "compiler.py"),
+    "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),
+    "kernels": ("backends/cpu_kernels/*.cpp", "backends/cpu_kernels/*.h"),
+}
+_INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "vnni", "gfni", "neon",
+                     "asimd", "sve", "bf16", "i8mm")  # fmt: skip
+"""Beginnings of the cpu flags that code generation looks at."""
+
+
+def source_fields(package: Path = _PACKAGE) -> dict[str, str]:
+    """A digest of each part of mtpc that has a say in what is compiled."""
+    return {
+        f"source.{part}": hash_of(
+            data
+            for pattern in patterns
+            for path in sorted(package.glob(pattern))
+            for data in (path.name.encode(), path.read_bytes())
+        )
+        for part, patterns in _SOURCES.items()
+    }
+
+
+def version_fields() -> dict[str, str]:
+    """Versions of mtpc, torch and transformers; the last is not imported for it."""
+    return {
+        "version.mtpc": mtpc.__version__,
+        "version.torch": f"{torch.__version__} {torch.version.git_version[:12]}",
+        "version.transformers": metadata.version("transformers"),
+    }
+
+
+def modelling_field() -> dict[str, str]:
+    """A digest of transformers' modelling code: its version does not see edits (25 MB, 30 ms)."""
+    spec = util.find_spec("transformers")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [
+        path
+        for folder in folders
+        for pattern in ("models/*/modeling_*.py", "modeling_*.py", "integrations/moe.py")
+        for path in sorted(Path(folder).glob(pattern))
+    ]
+    return {"source.transformers": hash_of(path.read_bytes() for path in files)}
+
+
+def machine_fields() -> dict[str, str]:
+    """This machine and process, as far as generated code depends on them."""
+    model, flags = _cpu()
+    fields = {
+        "machine.platform": f"{sys.platform} {platform.machine()}",
+        "machine.cpu": model,
+        "machine.instruction_sets": " ".join(flags),
+        "machine.threads": str(torch.get_num_threads()),
+        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "torch.default_dtype": str(torch.get_default_dtype()),
+        "torch.inductor": _inductor_settings(),
+    }
+    fields.update({f"environment.{k}": v for k, v in compiler_environment().items()})
+    compiler = compiler_version()
+    return fields if compiler is None else {**fields, COMPILER: compiler}
+
+
+def compiler_version() -> str | None:
+    """The first line of the C++ compiler's `--version`; None where there is none that runs."""
+    path = shutil.which(cxx_compiler())
+    if path is None:
+        return None
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def _cpu() -> tuple[str, list[str]]:
+    """The processor's name and the instruction sets it has."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    info = {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
+    flags = (info.get("flags") or info.get("Features") or "").split()
+    name = info.get("model name") or platform.processor() or "unknown"
+    return name, sorted(flag for flag in set(flags) if flag.startswith(_INSTRUCTION_SETS))
+
+
+def _inductor_settings() -> str:
+    """Settings of Inductor that this process changed; it cannot have where it is not imported."""
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return ""
+    return config.codegen_config()

@@ -1,0 +1,31 @@
+"""What compilation and loading tell whoever waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mtpc.layout import StepKey
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One beginning or finished stage.
+
+    Attributes:
+        stage: "trace model", "trace", "rewrite", "lower", "capture", "load", "done", or a line on
+            what a backend or the cache is doing.
+        key: the step, or None for work that all steps share.
+        done: steps finished so far.
+        total: steps to compile; 0 where there are none yet.
+        elapsed_s: seconds since the work began.
+    """
+
+    stage: str
+    key: StepKey | None
+    done: int
+    total: int
+    elapsed_s: float
+
+
+Listener = Callable[[Progress], None]

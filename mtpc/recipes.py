@@ -1,0 +1,65 @@
+"""How a weight is made from others, as data: it can be written into a cache and repeated.
+
+A recipe is the name of a tensor, or several recipes joined. Passes derive weights by recipes, and
+checkpoints that store experts one by one are read by them; so a program that comes from the cache
+makes its weights from the checkpoint's values of today, whatever values it was built with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Join:
+    """Several tensors as one: along their first dimension (cat), or along a new one (stack)."""
+
+    op: Literal["cat", "stack"]
+    parts: tuple[Recipe, ...]
+
+
+Recipe: TypeAlias = "str | Join"
+
+
+def make(recipe: Recipe, tensor_of: Callable[[str], Tensor]) -> Tensor:
+    """Carry a recipe out; a mere name gives that very tensor, anything else a new one."""
+    if isinstance(recipe, str):
+        return tensor_of(recipe)
+    parts = [make(part, tensor_of) for part in recipe.parts]
+    return torch.cat(parts) if recipe.op == "cat" else torch.stack(parts)
+
+
+def names(recipe: Recipe) -> Iterator[str]:
+    """Every tensor a recipe takes."""
+    if isinstance(recipe, str):
+        yield recipe
+    else:
+        for part in recipe.parts:
+            yield from names(part)
+
+
+def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
+    """The same recipe with every name replaced by what that is made of."""
+    if isinstance(recipe, str):
+        return recipe_of(recipe)
+    return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
+
+
+def to_json(recipe: Recipe) -> Any:
+    """A name, or `{"cat": [...]}`."""
+    if isinstance(recipe, str):
+        return recipe
+    return {recipe.op: [to_json(part) for part in recipe.parts]}
+
+
+def from_json(value: Any) -> Recipe:
+    """What `to_json` wrote."""
+    if isinstance(value, str):
+        return value
+    ((op, parts),) = value.items()
+    return Join(op, tuple(map(from_json, parts)))

@@ -1,0 +1,51 @@
+"""What serving a model takes beyond its program: its vocabulary, its ends, its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mtpc.errors import RequestError
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as the engine's callers see it; the same whether it was compiled or restored.
+
+    Attributes:
+        source: where it came from, for messages.
+        vocab_size: token ids are below it.
+        stop_ids: the model's end-of-sequence ids.
+        directory: its checkpoint, where it has one.
+    """
+
+    source: str
+    vocab_size: int
+    stop_ids: tuple[int, ...]
+    directory: Path | None
+
+    @cached_property
+    def _tokenizer(self) -> Any | None:
+        """Loaded when text first comes in: ids need none, and transformers takes a second."""
+        if self.directory is None or not (self.directory / "tokenizer.json").is_file():
+            return None
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(self.directory)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            RequestError: the checkpoint has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise RequestError(f"{self.source} has no tokenizer; give prompts as token ids")
+        return list(self._tokenizer(text)["input_ids"])
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of new tokens, special ones left out; only where `encode` works."""
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
