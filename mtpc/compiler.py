@@ -49,7 +49,7 @@ class StepCompiler:
         self.loaded, self.backend = loaded, backend
         self.options = options.for_model(positions)
         self.keys = step_keys(options)
-        self._listener, self._start, self._done = listener, time.perf_counter(), 0
+        self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.weights = WeightTable(loaded.weights())
         self.shared, self.shared_module = self._allocate_shared()
         self._buffer_names = {id(tensor): name for name, tensor in self.shared.items()}
@@ -93,7 +93,7 @@ class StepCompiler:
     def tell(self, stage: str, key: StepKey | None) -> None:
         """Say what begins."""
         elapsed = time.perf_counter() - self._start
-        self._listener(Progress(stage, key, self._done, len(self.keys), elapsed))
+        self.listener(Progress(stage, key, self._done, len(self.keys), elapsed))
 
     def trace(self, key: StepKey) -> StepGraph:
         """The step as traced, before any pass."""

@@ -25,6 +25,7 @@ ORDER = (
     ("cache.record", "cache.steps", "cache.model", "cache.binding", "cache.opening"),
     ("compiler", "restore"),
     ("ahead",),
+    ("build",),
     ("engine",),
     ("api",),
     ("cli", "__main__"),

@@ -10,6 +10,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 import torch
+from torch.utils._config_module import _UNSET_SENTINEL
 
 import mtpc
 from mtpc.cache.key import hash_of
@@ -107,8 +108,16 @@ def _cpu() -> tuple[str, list[str]]:
 
 
 def _inductor_settings() -> str:
-    """Settings of Inductor that this process changed; it cannot have where it is not imported."""
+    """Settings of Inductor that this process changed; it cannot have where it is not imported.
+
+    Not `config.codegen_config()`: that lists what a compilation set and put back, too, and what
+    comes from the environment, which has fields of its own.
+    """
     config = sys.modules.get("torch._inductor.config")
-    if config is None:
-        return ""
-    return config.codegen_config()
+    changed = {}
+    for name, entry in config._config.items() if config else ():
+        value = entry.user_override.get()
+        unset = (_UNSET_SENTINEL, entry.default, entry.env_value_default, entry.env_value_force)
+        if not any(value is known or value == known for known in unset):
+            changed[name] = value
+    return " ".join(f"{name}={value!r}" for name, value in sorted(changed.items()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.package import CALLS, LIBRARY
-from mtpc.cache.key import Fields, digest
+from mtpc.cache.key import Difference, Fields, digest
 from mtpc.cache.lookup import KEY, find, key_bytes, nearest, readable
 from mtpc.cache.machine import machine_fields, modelling_field, source_fields, version_fields
 from mtpc.cache.record import FORMAT, StepRecord
@@ -21,6 +21,8 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Part, StepKey
 
+_SHOWN = 4
+"""Differences that a one-line reason names."""
 RECORD = "step.record.json"
 CONSTANTS = "constants.safetensors"
 KIND = "step"
@@ -167,16 +169,19 @@ class StepCache:
         same = (step for step in records(self.store) if step.record.lowering == lowering)
         return next(same, None)
 
-    def miss(self, key: StepKey, part: Part = "step") -> str:
-        """Why a step is not in the cache: the entry that is nearest, and how it differs."""
+    def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
+        """How the nearest entry differs from a step's key; empty where there is no step at all."""
         row = nearest(self.store, step_fields(self.program, key, part))
+        return row.differences if row else []
+
+    def miss(self, key: StepKey, part: Part = "step") -> str:
+        """Why a step is not in the cache, in a line."""
         name = str(key) if part == "step" else f"{key}.{part}"
-        if row is None:
-            return f"{name} is not in the cache {self.store.root}, which has no steps"
-        reasons = "; ".join(map(str, row.differences)) or "it is damaged"
-        return (
-            f"{name} is not in the cache {self.store.root}; the nearest entry differs in {reasons}"
-        )
+        reasons = self.reasons(key, part)
+        shown = "; ".join(map(str, reasons[:_SHOWN]))
+        more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+        why = f"the nearest entry differs in {shown}{more}" if reasons else "it has none like it"
+        return f"{name} is not in the cache {self.store.root}: {why}"
 
     def _build(self, fields: Fields, build: Build) -> CachedStep:
         directory = Path(tempfile.mkdtemp(dir=self._scratch.name))

@@ -75,6 +75,10 @@ class EntryStore:
     def _entries(self) -> Path:
         return self.root / "entries"
 
+    def directory(self, digest: str) -> Path:
+        """Where an entry of this name is, if there is one."""
+        return self._entries / digest
+
     def digests(self) -> list[str]:
         """Names of all entries, checked or not."""
         if not self._entries.is_dir():

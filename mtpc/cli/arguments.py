@@ -59,6 +59,8 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary, add_arguments in (
         ("run", "generate text with a captured MTP step, and say how it went", _add_run),
+        ("build", "compile every step of a checkpoint into the graph cache", _add_build),
+        ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between and after passes", _add_inspect),
         ("doctor", "show what mtpc finds on this machine, and how to get what is missing", None),
     ):
@@ -97,13 +99,107 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence ids"
     )
+    _add_threads(parser)
+    _add_compile_options(parser, batch_buckets="as many as there are prompts")
+    _add_cache_options(parser)
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        dest="cache_dir",
+        metavar="DIR",
+        help="the cache directory (default: MTPC_CACHE_DIR, else the user's)",
+    )
+    parser.add_argument(
+        "--split",
+        action="store_true",
+        help="build verify and propose as graphs of their own too, for hosts that schedule",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        metavar="N",
+        help="processes (default: one a core, as far as memory holds the weights for each)",
+    )
+    _add_threads(parser)
+    _add_compile_options(parser, several_k=True, backend="cpu")
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, summary in (
+        ("ls", "entries with their age, size, and whether they are stale"),
+        ("inspect", "one entry: its key, passes, build times, or a graph's text"),
+        ("verify", "check every file of every entry against its SHA-256"),
+        ("why", "say for each step of a checkpoint whether it is there, and if not, why"),
+        ("prune", "remove entries that are stale or damaged, and what killed builds left"),
+    ):
+        action = actions.add_parser(name, help=summary, description=f"{summary}.")
+        action.set_defaults(parser=parser)
+        if name == "inspect":
+            action.add_argument("entry", metavar="ENTRY", help="its name, or how that begins")
+            action.add_argument(
+                "--graph", metavar="PASS", help="print the graph after this pass, or 'traced'"
+            )
+        elif name == "why":
+            _add_checkpoint(action)
+            _add_threads(action)
+            _add_compile_options(action)
+        elif name == "prune":
+            _add_prune(action)
+        _add_cache_dir(action)
+
+
+def _add_prune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="remove every entry")
+    parser.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="also remove entries older than this"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _add_cache_dir(parser: Any) -> None:
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="the graph cache (default: MTPC_CACHE_DIR, else the user's)",
+    )
+
+
+def _add_cache_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("graph cache")
+    _add_cache_dir(group)
+    group.add_argument(
+        "--no-cache",
+        action="store_false",
+        dest="use_cache",
+        default=None,
+        help="neither look steps up nor keep them",
+    )
+    group.add_argument(
+        "--frozen",
+        action="store_true",
+        default=None,
+        help="build nothing: a step that is not in the cache is an error",
+    )
+    group.add_argument(
+        "--require-sha256",
+        metavar="DIGEST",
+        help="load these entries only, as `mtpc build` printed; implies --frozen",
+    )
+
+
+def _add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         type=_positive,
         metavar="N",
         help="CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)",
     )
-    _add_compile_options(parser, batch_buckets="as many as there are prompts")
 
 
 def _positive(text: str) -> int:
@@ -142,16 +238,20 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_compile_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
+def _add_compile_options(
+    parser: argparse.ArgumentParser, several_k: bool = False, **defaults: str
+) -> None:
     """Options of `mtpc.compile`; one not given is left to `CompileOptions`.
 
     Args:
         parser: where to.
+        several_k: accept a list of `spec_tokens`.
         **defaults: what help says of options for which the command has another default.
     """
     group = parser.add_argument_group("compile options")
+    drafts = ("K,K", "drafts per step, one or several") if several_k else ("K", "drafts per step")
     for name, kind, metavar, text in (
-        ("spec_tokens", int, "K", "drafts per step; 0 is plain decoding"),
+        ("spec_tokens", _ids if several_k else int, drafts[0], f"{drafts[1]}; 0 is plain decoding"),
         ("batch_buckets", _ids, "R,R", "request counts to capture"),
         ("max_len", int, "N", "longest sequence, prompt and new tokens"),
         ("page_size", int, "N", "tokens per KV page"),

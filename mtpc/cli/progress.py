@@ -11,7 +11,7 @@ from typing import TextIO
 Tell = Callable[[str], None]
 """Called with the name of each stage as it begins."""
 
-HEARTBEAT_S = 10.0
+HEARTBEAT_S = 2.0
 """Plain output repeats the stage it is in after this long without news."""
 
 

@@ -34,16 +34,16 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
         compile_model = mtpc.compile
-        _set_threads(args.threads, checkpoint)
+        set_threads(args.threads, checkpoint)
         tell(f"load {checkpoint}")
-        model = compile_model(checkpoint, progress=_listener(tell), **options)
+        model = compile_model(checkpoint, progress=stage_listener(tell), **options)
         tell(f"generate up to {args.max_new_tokens} tokens for {len(prompts)} prompt(s)")
         results = model.generate(prompts, args.max_new_tokens, ignore_eos=args.ignore_eos)
     _print_results(prompts, results, model)
     return 0
 
 
-def _set_threads(requested: int | None, checkpoint: Path) -> None:
+def set_threads(requested: int | None, checkpoint: Path) -> None:
     """Small models run fastest on one thread: starting a second costs more than it brings.
 
     This is the command's own process; the library never changes torch's setting.
@@ -64,7 +64,7 @@ def _check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _listener(tell: Tell) -> Listener:
+def stage_listener(tell: Tell) -> Listener:
     """Compilation's progress as lines `i/n stage step`."""
 
     def listen(progress: Progress) -> None:

@@ -1,0 +1,307 @@
+"""Filling the cache ahead of time: every step of one checkpoint, several at once.
+
+Each worker is a process of its own that loads the model and takes steps from a common queue; what
+they have in common is the cache alone, whose locks would let any other builder join in.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtpc import errors
+from mtpc.ahead import CachingCompiler
+from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.cache.opening import open_cache
+from mtpc.cache.steps import CachedStep, StepCache
+from mtpc.cache.store import Entry
+from mtpc.checkpoint import Checkpoint
+from mtpc.compiler import StepCompiler, largest_first
+from mtpc.config import CompileOptions
+from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
+from mtpc.layout import Part, StepKey, step_keys
+from mtpc.models.load import LoadedModel, load
+from mtpc.progress import Listener, Progress
+from mtpc.restore import pin_of
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Task:
+    """One entry to build: for which K, which step, which part of it."""
+
+    spec_tokens: int
+    key: StepKey
+    part: Part = "step"
+
+
+@dataclass(frozen=True)
+class Built:
+    """One step of the finished cache.
+
+    Attributes:
+        step: its entry.
+        was_there: it had been built before.
+    """
+
+    step: CachedStep
+    was_there: bool
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What `build` leaves in the cache.
+
+    Attributes:
+        root: the cache directory.
+        kernels: the kernel library's entry.
+        steps: all steps asked for.
+        pins: K -> digest for the option `require_sha256`.
+        elapsed_s: seconds it took.
+    """
+
+    root: Path
+    kernels: Entry
+    steps: tuple[Built, ...]
+    pins: dict[int, str]
+    elapsed_s: float
+
+
+def build(
+    directory: Path,
+    options: CompileOptions,
+    spec_tokens: tuple[int, ...],
+    split: bool = False,
+    jobs: int | None = None,
+    listener: Listener = lambda progress: None,
+) -> BuildReport:
+    """Compile every step of a checkpoint into the cache.
+
+    Args:
+        directory: the checkpoint.
+        options: as for `mtpc.compile`; `spec_tokens` in it is not looked at.
+        spec_tokens: the numbers of drafts to build for.
+        split: build `verify` and `propose` as graphs of their own too, for hosts that schedule.
+        jobs: processes; None is one a core, as far as memory holds a copy of the weights each.
+        listener: hears of progress.
+
+    Raises:
+        CacheWriteError: the cache cannot be written.
+        MtpcError: as `mtpc.compile`.
+    """
+    start = time.perf_counter()
+    job = _Job(directory, replace(options, backend="cpu"), torch.get_num_threads())
+    tell = _Teller(listener, start)
+    kernels = build_kernels(job.cache(spec_tokens[0]).store, tell.line)
+    tasks = list(_tasks(options, spec_tokens, split))
+    there = {t for t in tasks if job.cache(t.spec_tokens).find(t.key, t.part)}
+    todo = [task for task in tasks if task not in there]
+    tell.total = len(todo)
+    workers = min(jobs or default_jobs(directory), len(todo))
+    if workers > 1:
+        _build_in_processes(job, todo, workers, tell)
+    else:
+        job.run(iter(todo), tell)
+    return _report(job, tasks, there, kernels, time.perf_counter() - start)
+
+
+def _report(
+    job: _Job, tasks: list[Task], there: set[Task], kernels: Entry | Path, elapsed_s: float
+) -> BuildReport:
+    """Read the cache back: what is reported is what a warm start will find."""
+    found = {task: job.cache(task.spec_tokens).find(task.key, task.part) for task in tasks}
+    missing = [task for task, step in found.items() if step is None]
+    root = job.cache(tasks[0].spec_tokens).store.root
+    if missing or not isinstance(kernels, Entry):
+        raise CacheWriteError(
+            f"{len(missing)} of {len(tasks)} steps were built but are not in the cache {root}: "
+            "it cannot be written, or somebody removes entries from it"
+        )
+    steps = {task: step for task, step in found.items() if step is not None}
+    pins = {
+        k: pin_of(
+            kernels,
+            {t.key: s for t, s in steps.items() if t.spec_tokens == k and t.part == "step"},
+        )
+        for k in sorted({task.spec_tokens for task in tasks})
+    }
+    built = tuple(Built(step, task in there) for task, step in steps.items())
+    return BuildReport(root, kernels, built, pins, elapsed_s)
+
+
+def _tasks(options: CompileOptions, spec_tokens: tuple[int, ...], split: bool) -> Iterator[Task]:
+    for k in spec_tokens:
+        for key in largest_first(step_keys(replace(options, spec_tokens=k))):
+            yield Task(k, key)
+            if split and k > 0:
+                yield Task(k, key, "verify")
+                yield Task(k, key, "propose")
+
+
+def default_jobs(directory: Path) -> int:
+    """One a core, as long as half of the free memory holds a copy of the weights for each."""
+    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(os.cpu_count() or 1, free // (2 * max(weights, 1))))
+
+
+class _Teller:
+    """Turns what happens into `Progress`; counts what is done."""
+
+    def __init__(self, listener: Listener, start: float):
+        self._listener, self._start = listener, start
+        self.done, self.total = 0, 0
+
+    def __call__(self, stage: str, task: Task | None = None) -> None:
+        key = task.key if task else None
+        name = f"{stage} {task.part}" if task and task.part != "step" else stage
+        elapsed = time.perf_counter() - self._start
+        self._listener(Progress(name, key, self.done, self.total, elapsed))
+
+    def line(self, text: str) -> None:
+        """What concerns no step."""
+        self(text)
+
+    def finished(self) -> None:
+        """One more step is in the cache."""
+        self.done += 1
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every worker needs to know; goes to another process as it is."""
+
+    directory: Path
+    options: CompileOptions
+    threads: int
+
+    def cache(self, spec_tokens: int, tell: Callable[[str], None] = lambda line: None) -> StepCache:
+        """The cache of the program for one K."""
+        options = replace(self.options, spec_tokens=spec_tokens)
+        cache = open_cache(Checkpoint(self.directory), options, tell)
+        if cache is None:
+            raise OptionError("building ahead of time needs the cache; drop use_cache=False")
+        return cache
+
+    def run(self, tasks: Iterator[Task], tell: Any) -> None:
+        """Build tasks until there are none left."""
+        torch.set_num_threads(self.threads)  # Generated code, hence the key, depends on it.
+        compilers: dict[int, CachingCompiler] = {}
+        models: dict[bool, LoadedModel] = {}
+        for task in tasks:
+            k = task.spec_tokens
+            if k not in compilers:
+                if (k > 0) not in models:
+                    tell("load the model", task)
+                    models[k > 0] = load(self.directory, self.options.dtype, needs_mtp=k > 0)
+                compilers[k] = self._compiler(k, models[k > 0], tell)
+            compilers[k].compiler.listener = partial(_pass_on, tell, task)
+            compilers[k].obtain(task.key, task.part)
+            tell.finished()
+
+    def _compiler(self, spec_tokens: int, loaded: LoadedModel, tell: Any) -> CachingCompiler:
+        cache = self.cache(spec_tokens, tell.line)
+        backend = CpuBackend(tell.line, cache.store)
+        options = replace(self.options, spec_tokens=spec_tokens)
+        return CachingCompiler(StepCompiler(loaded, options, backend), backend, cache)
+
+
+def _pass_on(tell: Any, task: Task, progress: Progress) -> None:
+    """A compiler's progress, as progress of the build."""
+    tell(progress.stage, task)
+
+
+class _Remote:
+    """A worker's side of `_Teller`: sends what it is told to the parent."""
+
+    def __init__(self, events: Any):
+        self._events = events
+
+    def __call__(self, stage: str, task: Task | None = None) -> None:
+        self._events.put(("tell", (stage, task)))
+
+    def line(self, text: str) -> None:
+        """What concerns no step."""
+        self._events.put(("tell", (text, None)))
+
+    def finished(self) -> None:
+        """One more step is in the cache."""
+        self._events.put(("finished", ()))
+
+
+def _work(job: _Job, tasks: Any, events: Any) -> None:
+    """A worker process."""
+    try:
+        job.run(_drain(tasks), _Remote(events))
+    except MtpcError as error:
+        events.put(("error", (type(error).__name__, str(error))))
+
+
+def _drain(tasks: Any) -> Iterator[Task]:
+    """Tasks until the queue says stop, or nobody is there any more who wants them."""
+    parent = multiprocessing.parent_process()
+    while parent is None or parent.is_alive():
+        try:
+            task = tasks.get(timeout=1)
+        except queue.Empty:
+            continue
+        if task is None:
+            return
+        yield task
+
+
+def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller) -> None:
+    context = multiprocessing.get_context("spawn")
+    tasks, events = context.Queue(), context.Queue()
+    for task in [*todo, *[None] * workers]:
+        tasks.put(task)
+    processes = [
+        context.Process(target=_work, args=(job, tasks, events), daemon=True)
+        for _ in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while any(process.is_alive() for process in processes) or not events.empty():
+            _handle(events, tell)
+            _check_alive(processes)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _handle(events: Any, tell: _Teller) -> None:
+    """Pass on one event of a worker, if there is one."""
+    try:
+        kind, data = events.get(timeout=_POLL_S)
+    except queue.Empty:
+        return
+    if kind == "tell":
+        tell(*data)
+    elif kind == "finished":
+        tell.finished()
+    else:
+        name, message = data
+        raise getattr(errors, name)(message)
+
+
+def _check_alive(processes: list[Any]) -> None:
+    """A worker that died unheard (out of memory, as a rule) ends the build."""
+    dead = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
+    if dead:
+        raise BackendError(
+            f"a building process ended with status {dead[0]}; what it had finished is in the "
+            "cache. Out of memory? Try --jobs 1"
+        )

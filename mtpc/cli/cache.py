@@ -1,0 +1,259 @@
+"""`mtpc cache ls | inspect | verify | why | prune`: what is in the graph cache, in what state."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpc.cache.key import Difference, differences
+from mtpc.cache.lookup import key_of
+from mtpc.cache.machine import (
+    COMPILER,
+    machine_fields,
+    modelling_field,
+    source_fields,
+    version_fields,
+)
+from mtpc.cache.opening import open_cache
+from mtpc.cache.record import FORMAT, StepRecord
+from mtpc.cache.steps import KIND, RECORD, StepCache
+from mtpc.cache.store import Entry, EntryStore
+from mtpc.checkpoint import Checkpoint
+from mtpc.cli.arguments import compile_options
+from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.run import set_threads
+from mtpc.cli.tables import format_bytes, output, print_table
+from mtpc.config import CompileOptions, cache_directory
+from mtpc.errors import CacheError, DamagedEntryError, OptionError
+from mtpc.layout import StepKey, step_keys
+
+_DAY_S = 86400
+_PER_PROCESS = ("machine.threads", "torch.", "environment.")
+"""Fields that differ between processes of one machine: they make no entry stale."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry as it was found.
+
+    Attributes:
+        digest: its name.
+        entry: None where it is damaged.
+        fields: its key.
+        damage: what is wrong with its files.
+        stale: how it differs from what this machine and this mtpc would look for.
+    """
+
+    digest: str
+    entry: Entry | None
+    fields: dict[str, str]
+    damage: str = ""
+    stale: tuple[Difference, ...] = ()
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns 1 from `verify` and `why` where not all is well, else 0."""
+    actions = {"ls": _ls, "inspect": _inspect, "verify": _verify, "why": _why, "prune": _prune}
+    code: int = actions[args.action](args)
+    return code
+
+
+def _store(args: argparse.Namespace) -> EntryStore:
+    return EntryStore(args.cache_dir or cache_directory())
+
+
+def examine(store: EntryStore) -> Iterator[Row]:
+    """Every entry, its files checked and its key compared with this machine's.
+
+    Raises:
+        CacheError: another user could have written the cache.
+    """
+    here = {
+        "format": str(FORMAT),
+        **version_fields(),
+        **source_fields(),
+        **modelling_field(),
+        **machine_fields(),
+    }
+    for digest in store.digests():
+        try:
+            entry = store.read(digest)
+            if entry is not None:
+                fields = key_of(entry)
+                yield Row(digest, entry, fields, stale=tuple(_stale(fields, here)))
+        except DamagedEntryError as error:
+            yield Row(digest, None, {}, damage=str(error))
+
+
+def _stale(fields: dict[str, str], here: dict[str, str]) -> Iterator[Difference]:
+    comparable = {name: here[name] for name in fields if name in here}
+    for difference in differences({n: fields[n] for n in comparable}, comparable):
+        if not difference.field.startswith(_PER_PROCESS):
+            yield difference
+    if COMPILER in here and COMPILER not in fields:
+        yield Difference(COMPILER, None, here[COMPILER])
+
+
+def _ls(args: argparse.Namespace) -> int:
+    store, console = _store(args), output()
+    rows = list(examine(store))
+    print_table(
+        console,
+        f"{store.root}: {len(rows)} entries",
+        ("entry", "what", "model", "age", "size", "built in", "state"),
+        [_cells(row) for row in rows],
+        ("", "", "", "", format_bytes(sum(_nbytes(store, row) for row in rows)), "", ""),
+    )
+    for path in store.leftovers():
+        console.print(f"left by a killed build: {path}")
+    return 0
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.entry is None:
+        return row.digest[:8], "", "", "", "", "", f"damaged: {row.damage}"
+    age = _age(time.time() - row.entry.directory.stat().st_mtime)
+    size, state = format_bytes(row.entry.nbytes), _state(row)
+    if row.fields.get("kind") != KIND or row.fields.get("format") != str(FORMAT):
+        return row.digest[:8], str(row.fields.get("kind")), "", age, size, "", state
+    record = _record(row.entry)
+    seconds = f"{sum(record.seconds.values()):.1f} s"
+    return row.digest[:8], record.name, Path(record.source).name, age, size, seconds, state
+
+
+def _record(entry: Entry) -> StepRecord:
+    return StepRecord.from_json(entry.read(RECORD))
+
+
+def _state(row: Row) -> str:
+    if not row.stale:
+        return "fits this machine"
+    more = f" and {len(row.stale) - 1} more" if len(row.stale) > 1 else ""
+    return f"stale: {row.stale[0]}{more}"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", _DAY_S), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _nbytes(store: EntryStore, row: Row) -> int:
+    if row.entry is not None:
+        return row.entry.nbytes
+    directory = store.directory(row.digest)
+    return sum(path.lstat().st_size for path in directory.iterdir())
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    store, console = _store(args), output()
+    names = [name for name in store.digests() if name.startswith(args.entry)]
+    if len(names) != 1:
+        found = ", ".join(name[:8] for name in names) or "none"
+        raise OptionError(
+            f"entry {args.entry!r} fits {found} of {store.root}; `mtpc cache ls` lists them"
+        )
+    entry = store.read(names[0])
+    if entry is None:
+        raise CacheError(f"{names[0]} has just been removed")
+    if args.graph is not None:
+        _print_graph(entry, args.graph)
+        return 0
+    rows = sorted(key_of(entry).items())
+    print_table(console, f"{entry.directory}: its key", ("field", "value"), rows)
+    if RECORD in entry.files:
+        _print_record(entry)
+    files = [
+        (name, format_bytes((entry.directory / name).stat().st_size), sha256)
+        for name, sha256 in entry.files.items()
+    ]
+    print_table(console, "Files", ("file", "size", "SHA-256"), files)
+    return 0
+
+
+def _print_record(entry: Entry) -> None:
+    record, console = _record(entry), output()
+    passes = [
+        (p.name, str(p.rewrites), str(p.nodes_before), str(p.nodes_after), f"{p.seconds:.2f} s")
+        for p in record.history
+    ]
+    title = f"{record.name} of {record.source}, built {record.created}"
+    print_table(console, title, ("pass", "rewrites", "nodes", "after", "time"), passes)
+    stages = [(stage, f"{seconds:.1f} s") for stage, seconds in record.seconds.items()]
+    print_table(console, "Build", ("stage", "time"), stages)
+
+
+def _print_graph(entry: Entry, name: str) -> None:
+    """The text of one graph, by the pass it follows."""
+    texts = [file for file in entry.files if file.startswith("graph.")]
+    files = {file.split("-", 1)[1].removesuffix(".txt.gz"): file for file in texts}
+    if name not in files:
+        raise OptionError(f"no graph after {name!r} in this entry; there are: {', '.join(files)}")
+    print(gzip.decompress(entry.read(files[name])).decode())
+
+
+def _verify(args: argparse.Namespace) -> int:
+    store, console = _store(args), output()
+    rows = list(examine(store))
+    damaged = [row for row in rows if row.entry is None]
+    for row in damaged:
+        console.print(f"damaged: {row.damage}", soft_wrap=True)
+    files = sum(len(row.entry.files) for row in rows if row.entry)
+    console.print(f"{len(rows) - len(damaged)} of {len(rows)} entries are whole ({files} files)")
+    return 1 if damaged else 0
+
+
+def _why(args: argparse.Namespace) -> int:
+
+    checkpoint, console = args.checkpoint or demo_checkpoint(), output()
+    options = CompileOptions.parse(compile_options(args))
+    set_threads(args.threads, checkpoint)
+    cache = open_cache(Checkpoint(checkpoint), options, console.print)
+    if cache is None:
+        raise OptionError(f"backend {options.backend!r} has no cache; use cpu")
+    answers = {str(key): _answer(cache, key) for key in step_keys(options)}
+    print_table(console, str(cache.store.root), ("step", "in the cache?"), answers.items())
+    return 0 if all(answer.startswith("yes") for answer in answers.values()) else 1
+
+
+def _answer(cache: StepCache, key: StepKey) -> str:
+    step = cache.find(key)
+    if step is not None and step.entry is not None:
+        return f"yes: {step.entry.digest[:8]}"
+    reasons = cache.reasons(key)
+    return "no: " + ("\n".join(map(str, reasons)) or "there are no steps at all, or it is damaged")
+
+
+def _prune(args: argparse.Namespace) -> int:
+    store, console = _store(args), output()
+    removed = 0
+    for row in list(examine(store)):
+        reason = _reason_to_remove(row, store, args)
+        if reason:
+            removed += _nbytes(store, row)
+            console.print(f"{row.digest[:8]}: {reason}", soft_wrap=True)
+            if not args.dry_run:
+                store.remove(row.digest)
+    for path in store.leftovers():
+        console.print(f"{path.name}: left by a killed build")
+        if not args.dry_run:
+            shutil.rmtree(path, ignore_errors=True)
+    console.print(f"{'would free' if args.dry_run else 'freed'} {format_bytes(removed)}")
+    return 0
+
+
+def _reason_to_remove(row: Row, store: EntryStore, args: argparse.Namespace) -> str:
+    if row.entry is None:
+        return f"damaged: {row.damage}"
+    age_days = (time.time() - row.entry.directory.stat().st_mtime) / _DAY_S
+    if args.all:
+        return "all are to go"
+    if args.older_than is not None and age_days > args.older_than:
+        return f"{age_days:.1f} days old"
+    return _state(row) if row.stale else ""
