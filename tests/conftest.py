@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,27 @@ import tiny
 from oracles import Oracle
 
 import mtpc
+from mtpc.ahead import CachingCompiler
+from mtpc.api import SpecModel
+from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.cache.opening import open_cache
+from mtpc.cache.store import Entry
+from mtpc.checkpoint import Checkpoint
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.models.load import load
 
 FAMILY_NAMES = ("mimo", "glm4_moe", "deepseek_v3")
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
+NUM_PAGES = 89
+"""A prime that is no other size of these models: found in generated code, it is the pool's."""
+CPU_OPTIONS: dict[str, Any] = {
+    **TINY,
+    **dict(spec_tokens=3, batch_buckets=(2,), num_pages=NUM_PAGES, backend="cpu", dtype="float64"),
+}
+"""What is compiled for the cpu, once for the whole session."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,5 +91,53 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
         if key not in made:
             made[key] = mtpc.compile(checkpoint(family, kind), spec_tokens=spec_tokens, **options)
         return made[key]
+
+    return get
+
+
+def give_kernels(root: Path) -> None:
+    """Put the user's compiled kernels into a new cache: they take half a minute to compile."""
+    kernels = build_kernels()
+    assert isinstance(kernels, Entry)
+    target = root / "entries" / kernels.digest
+    if not target.exists():
+        (root / "entries").mkdir(mode=0o755, parents=True, exist_ok=True)
+        shutil.copytree(kernels.directory, target)
+
+
+@pytest.fixture(scope="session")
+def cpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A graph cache of this session; CPU_OPTIONS of every family is in it once asked for."""
+    root = tmp_path_factory.mktemp("graph-cache")
+    root.chmod(0o755)
+    give_kernels(root)
+    return root
+
+
+@dataclass(frozen=True)
+class CpuBuilt:
+    """A model compiled for the cpu in this process, with all that took part."""
+
+    spec: SpecModel
+    backend: CpuBackend
+    compiler: CachingCompiler
+
+
+@pytest.fixture(scope="session")
+def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str], CpuBuilt]:
+    """cpu_built(family): CPU_OPTIONS, compiled into `cpu_cache` once."""
+    made: dict[str, CpuBuilt] = {}
+
+    def get(family: str) -> CpuBuilt:
+        if family not in made:
+            source = Checkpoint(checkpoint(family))
+            options = CompileOptions(**CPU_OPTIONS, cache_dir=cpu_cache)
+            loaded = load(source, options.dtype, needs_mtp=True)
+            cache = open_cache(source, options, print)
+            backend = CpuBackend(print, cache.store)
+            compiler = CachingCompiler(StepCompiler(loaded, options, backend), backend, cache)
+            spec = SpecModel(loaded.served(), compiler.compiler.options, compiler.compile(), loaded)
+            made[family] = CpuBuilt(spec, backend, compiler)
+        return made[family]
 
     return get

@@ -5,54 +5,29 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES, TINY
+from conftest import FAMILY_NAMES, NUM_PAGES, TINY, CpuBuilt
 from test_theorem import PROMPTS, poison
 
-from mtpc.api import SpecModel
 from mtpc.backends import cpu as cpu_module
-from mtpc.backends.cpu import CpuBackend
-from mtpc.backends.package import open_package
-from mtpc.capture.graph import get_tensor
-from mtpc.compiler import StepCompiler
-from mtpc.config import CompileOptions
+from mtpc.backends.package import Package, open_package
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
-from mtpc.models.load import load
 
-NUM_PAGES = 89
-"""A prime that is no other size of these models: found in generated code, it is the pool's."""
-
-
-@pytest.fixture(scope="module")
-def built(checkpoint: Callable[..., Any]) -> Callable[[str], tuple[SpecModel, CpuBackend]]:
-    """built(family): compiled once for this module, K = 3, one bucket of two requests."""
-    made: dict[str, tuple[SpecModel, CpuBackend]] = {}
-
-    def get(family: str) -> tuple[SpecModel, CpuBackend]:
-        if family not in made:
-            options = CompileOptions(
-                spec_tokens=3, batch_buckets=(2,), num_pages=NUM_PAGES, backend="cpu", **TINY
-            )
-            loaded, backend = load(checkpoint(family), "float64", True), CpuBackend()
-            program = StepCompiler(loaded, options, backend).compile()
-            made[family] = SpecModel(loaded.served(), options, program, loaded), backend
-        return made[family]
-
-    return get
+Tensors = Callable[[str], torch.Tensor]
+DECODE = StepKey.decode(2, 3)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_compiled_equals_plain_decoding(
-    family: str, built: Callable[..., Any], oracle: Callable[..., Any]
+    family: str, cpu_built: Callable[..., CpuBuilt], oracle: Callable[..., Any]
 ) -> None:
     """Poisoned, padded, ragged, over page and chunk edges: the model's own tokens."""
-    spec, _ = built(family)
+    spec = cpu_built(family).spec
     poison(spec)
     wanted = [oracle(family).generate(prompt, 16) for prompt in PROMPTS]
     assert spec.generate(PROMPTS, 16) == wanted
@@ -60,10 +35,10 @@ def test_compiled_equals_plain_decoding(
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_compiled_equals_eager_acceptance(
-    family: str, built: Callable[..., Any], compiled: Callable[..., Any]
+    family: str, cpu_built: Callable[..., CpuBuilt], compiled: Callable[..., Any]
 ) -> None:
     """Equal accepted drafts: a compiler that changes the draft's numerics only is seen here."""
-    spec, _ = built(family)
+    spec = cpu_built(family).spec
     eager = compiled(family, 3, batch_buckets=(2,))
     before = (list(spec.stats.accepted), list(eager.stats.accepted))
     spec.generate(PROMPTS[4:8], 16)
@@ -75,9 +50,9 @@ def test_compiled_equals_eager_acceptance(
     assert gained[0] == gained[1]
 
 
-def test_weights_are_not_in_the_packages(built: Callable[..., Any]) -> None:
+def test_weights_are_not_in_the_packages(cpu_built: Callable[..., CpuBuilt]) -> None:
     """Packages refer to the user's tensors: changing a weight changes what they compute."""
-    spec, _ = built("mimo")
+    spec = cpu_built("mimo").spec
     before = spec.generate(PROMPTS[5], 8)
     head = spec.loaded.target.get_output_embeddings().weight
     with torch.no_grad():
@@ -89,9 +64,9 @@ def test_weights_are_not_in_the_packages(built: Callable[..., Any]) -> None:
     assert spec.generate(PROMPTS[5], 8) == before
 
 
-def test_no_copy_of_the_cache(built: Callable[..., Any]) -> None:
+def test_no_copy_of_the_cache(cpu_built: Callable[..., CpuBuilt]) -> None:
     """Canary: functionalised cache writes are reinplaced, so no package allocates a page pool."""
-    _, backend = built("mimo")
+    backend = cpu_built("mimo").backend
     packages = sorted(Path(backend._scratch.name).glob("*.pt2"))
     assert len(packages) == 2
     for package in packages:
@@ -107,41 +82,53 @@ def wrapper_source(package: Path) -> str:
         return "\n".join(archive.read(name).decode() for name in names)
 
 
-def test_tensors_are_all_accounted_for(built: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.fixture
+def decode_step(cpu_built: Callable[..., CpuBuilt]) -> tuple[Path, Package, Tensors]:
+    """A compiled decode step: where it is, how it is called, and the tensors it is called on."""
+    built = cpu_built("mimo")
+    step = built.compiler.obtain(DECODE)
+    buffers, weights = built.spec.program.steps[DECODE].buffers, built.compiler.compiler.weights
+
+    def tensor_of(name: str) -> torch.Tensor:
+        return buffers[name] if name in buffers else weights[name]
+
+    return step.directory, step.record.package, tensor_of
+
+
+def test_tensors_are_all_accounted_for(decode_step: tuple[Path, Package, Tensors]) -> None:
     """A tensor that Inductor copied into the code would be lost to later writes: refused."""
-    spec, backend = built("mimo")
-    graph = spec.program.steps[StepKey.decode(2, 3)].graph
-    package = backend.package(graph, tmp_path)
-    tensor_of = partial(get_tensor, graph.module)
-    open_package(tmp_path, package, tensor_of)
+    directory, package, tensor_of = decode_step
+    open_package(directory, package, tensor_of)
     extra = {**package.tensors, "state.stray": package.tensors["state.token_ids"]}
-    stray = replace(package, tensors=extra)
     with pytest.raises(BackendError, match=r"does not refer to \['state.stray'\]"):
-        open_package(tmp_path, stray, lambda name: tensor_of(name.replace("stray", "token_ids")))
+        open_package(
+            directory,
+            replace(package, tensors=extra),
+            lambda name: tensor_of(name.replace("stray", "token_ids")),
+        )
     fewer = {n: t for n, t in package.tensors.items() if n != "state.token_ids"}
     with pytest.raises(BackendError, match=r"refers to unknown \['state.token_ids'\]"):
-        open_package(tmp_path, replace(package, tensors=fewer), tensor_of)
+        open_package(directory, replace(package, tensors=fewer), tensor_of)
 
 
-def test_tensors_of_another_layout_are_refused(built: Callable[..., Any], tmp_path: Path) -> None:
+def test_tensors_of_another_layout_are_refused(decode_step: tuple[Path, Package, Tensors]) -> None:
     """Generated code reads by the strides it was compiled for; it would read nonsense."""
-    spec, backend = built("mimo")
-    graph = spec.program.steps[StepKey.decode(2, 3)].graph
-    package = backend.package(graph, tmp_path)
+    directory, package, tensor_of = decode_step
 
     def transposed(name: str) -> torch.Tensor:
-        tensor = get_tensor(graph.module, name)
-        return tensor.t() if name == "lm_head.weight" else tensor
+        return tensor_of(name).t() if name == "lm_head.weight" else tensor_of(name)
 
     with pytest.raises(BackendError, match=r"lm_head.weight is float64\[64,96\]\(1,64\), the pack"):
-        open_package(tmp_path, package, transposed)
+        open_package(directory, package, transposed)
 
 
-def test_host_buffers_and_small_constants_become_inputs(built: Callable[..., Any]) -> None:
-    spec, _ = built("glm4_moe")
-    step = spec.program.steps[StepKey.prefill(1, 8, 3)]
-    _, inputs = cpu_module._lift_inputs(step.graph)
-    host = {n for n, s in step.graph.layout.items() if s.writer == "host"}
+def test_host_buffers_and_small_constants_become_inputs(
+    cpu_built: Callable[..., CpuBuilt],
+) -> None:
+    compiler = cpu_built("glm4_moe").compiler.compiler
+    graph = compiler.rewrite(compiler.trace(StepKey.prefill(1, 8, 3)))
+    _, inputs = cpu_module._lift_inputs(graph)
+    host = {n for n, s in graph.layout.items() if s.writer == "host"}
     assert host <= set(inputs)
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in inputs
     for name, tensor in inputs.items():

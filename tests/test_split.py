@@ -51,7 +51,7 @@ def test_two_graphs_equal_one(
             first.replay()
             second.replay()
 
-        steps[key] = CapturedStep(key, verify.graph, verify.buffers, both, 0.0)
+        steps[key] = CapturedStep(key, verify.layout, verify.buffers, both, 0.0)
     spec = SpecModel(built.loaded.served(), built.options, Program(steps, built.shared))
     whole = compiled(family, 3, batch_buckets=(2,))
     assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)

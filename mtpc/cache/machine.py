@@ -29,6 +29,8 @@ _SOURCES = {
     "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),
     "kernels": ("backends/cpu_kernels/*.cpp", "backends/cpu_kernels/*.h"),
 }
+_NOTES_OF_INDUCTOR = ("aot_inductor.metadata",)
+"""Settings that a compilation leaves changed, and that change nothing of what is compiled."""
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "vnni", "gfni", "neon",
                      "asimd", "sve", "bf16", "i8mm")  # fmt: skip
 """Beginnings of the cpu flags that code generation looks at."""
@@ -118,6 +120,7 @@ def _inductor_settings() -> str:
     for name, entry in config._config.items() if config else ():
         value = entry.user_override.get()
         unset = (_UNSET_SENTINEL, entry.default, entry.env_value_default, entry.env_value_force)
-        if not any(value is known or value == known for known in unset):
+        is_set = not any(value is known or value == known for known in unset)
+        if is_set and name not in _NOTES_OF_INDUCTOR:
             changed[name] = value
     return " ".join(f"{name}={value!r}" for name, value in sorted(changed.items()))
