@@ -103,10 +103,13 @@ def build(
     start = time.perf_counter()
     job = _Job(directory, replace(options, backend="cpu"), torch.get_num_threads())
     tell = _Teller(listener, start)
-    kernels = build_kernels(job.cache(spec_tokens[0]).store, tell.line)
     tasks = list(_tasks(options, spec_tokens, split))
     there = {t for t in tasks if job.cache(t.spec_tokens).find(t.key, t.part)}
     todo = [task for task in tasks if task not in there]
+    store = job.cache(spec_tokens[0]).store
+    if todo:
+        store.prepare()
+    kernels = build_kernels(store, tell.line)
     tell.total = len(todo)
     workers = min(jobs or default_jobs(directory), len(todo))
     if workers > 1:

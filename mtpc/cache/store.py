@@ -85,6 +85,19 @@ class EntryStore:
             return []
         return sorted(p.name for p in self._entries.iterdir() if _DIGEST.fullmatch(p.name))
 
+    def prepare(self) -> None:
+        """Create the folders, before long work whose result is to be written.
+
+        Raises:
+            CacheWriteError: the cache cannot be written.
+            CacheError: another user could have written it.
+        """
+        with self._writing():
+            for name in ("entries", "locks", "tmp"):
+                self._make(name)
+                if not os.access(self.root / name, os.W_OK):
+                    raise PermissionError(f"no permission to write {self.root / name}")
+
     def read(self, digest: str) -> Entry | None:
         """An entry with every file compared with its SHA-256; None where there is no such entry.
 
