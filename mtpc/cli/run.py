@@ -32,7 +32,7 @@ def command(args: argparse.Namespace) -> int:
     mtpc.CompileOptions.parse(options)
     _check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr) as tell:
-        tell("import torch and transformers")
+        tell("import torch")
         compile_model = mtpc.compile
         set_threads(args.threads, checkpoint)
         tell(f"load {checkpoint}")
