@@ -44,10 +44,24 @@ def find(store: EntryStore, wanted: Fields) -> Entry | None:
         if entry is not None:
             key_of(entry)
         return entry
-    for entry, fields in readable(store):
-        if {name: v for name, v in fields.items() if name != COMPILER} == dict(wanted):
-            return entry
+    for name, fields in peek(store):
+        if {field: v for field, v in fields.items() if field != COMPILER} == dict(wanted):
+            entry = store.read(name)
+            if entry is not None:
+                key_of(entry)
+                return entry
     return None
+
+
+def peek(store: EntryStore) -> Iterator[tuple[str, dict[str, str]]]:
+    """Names and keys of all entries, unchecked: to choose by, never to trust."""
+    for name in store.digests():
+        try:
+            fields = json.loads((store.directory(name) / KEY).read_bytes())
+        except (OSError, ValueError):
+            continue  # Damaged, or removed meanwhile; whoever wants this very entry is told.
+        if isinstance(fields, dict):
+            yield name, fields
 
 
 def readable(store: EntryStore) -> Iterator[tuple[Entry, dict[str, str]]]:
@@ -65,15 +79,15 @@ def readable(store: EntryStore) -> Iterator[tuple[Entry, dict[str, str]]]:
 class Nearest:
     """The entry that differs least from what is wanted, and where."""
 
-    entry: Entry
+    digest: str
     differences: list[Difference]
 
 
 def nearest(store: EntryStore, wanted: Fields) -> Nearest | None:
     """The entry of the same kind with the fewest differences; None in a cache without any."""
     rows = [
-        Nearest(entry, _known(differences(fields, wanted), wanted))
-        for entry, fields in readable(store)
+        Nearest(name, _known(differences(fields, wanted), wanted))
+        for name, fields in peek(store)
         if fields.get("kind") == wanted.get("kind")
     ]
     return min(rows, key=lambda row: len(row.differences), default=None)

@@ -6,14 +6,14 @@ import hashlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.package import CALLS, LIBRARY
 from mtpc.cache.key import Difference, Fields, digest
-from mtpc.cache.lookup import KEY, find, key_bytes, nearest, readable
+from mtpc.cache.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.cache.machine import machine_fields, modelling_field, source_fields, version_fields
 from mtpc.cache.record import FORMAT, StepRecord
 from mtpc.cache.store import Entry, EntryStore
@@ -141,6 +141,7 @@ class StepCache:
             if step is None:
                 if self.frozen:
                     raise CacheError(f"{self.miss(key)}; frozen, so nothing was built")
+                self._tell(self.miss(key))
                 return None
             found[key] = step
         return found
@@ -166,8 +167,17 @@ class StepCache:
 
     def find_lowered(self, lowering: str) -> CachedStep | None:
         """A step of any key that was lowered from the very same graph, on such a machine."""
-        same = (step for step in records(self.store) if step.record.lowering == lowering)
-        return next(same, None)
+        for name, fields in peek(self.store):
+            path = self.store.directory(name) / RECORD
+            if fields.get("format") != str(FORMAT) or lowering not in _text(path):
+                continue
+            try:
+                step = _read_entry(self.store, name)
+            except DamagedEntryError:
+                continue
+            if step is not None and step.record.lowering == lowering:
+                return step
+        return None
 
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
         """How the nearest entry differs from a step's key; empty where there is no step at all."""
@@ -208,6 +218,16 @@ def _read(entry: Entry) -> CachedStep:
     return CachedStep(entry.directory, StepRecord.from_json(entry.read(RECORD)), entry)
 
 
+def _read_entry(store: EntryStore, name: str) -> CachedStep | None:
+    entry = store.read(name)
+    return None if entry is None else _read(entry)
+
+
+def _text(path: Path) -> str:
+    """A file's text, unchecked; nothing where there is none."""
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
 def _copy_files(source: Path, target: Path) -> None:
     for path in source.iterdir():
         shutil.copyfile(path, target / path.name)
@@ -223,10 +243,3 @@ def program_pin(entries: Mapping[str, Entry]) -> str:
     """One digest of all entries that a program loads, by what each is for."""
     lines = [f"{name} {entry.pin}\n" for name, entry in sorted(entries.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def records(store: EntryStore) -> Iterator[CachedStep]:
-    """Every undamaged step of a cache, those that another version wrote left out."""
-    for entry, fields in readable(store):
-        if fields.get("kind") == KIND and fields.get("format") == str(FORMAT):
-            yield _read(entry)

@@ -29,6 +29,8 @@ SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _POLL_S, _REMIND_S = 0.05, 2.0
+_ATTEMPTS = 3
+"""Times to read an entry that is replaced meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,21 @@ class EntryStore:
 
         Raises:
             DamagedEntryError: files are missing, unknown or altered; the message names them.
-            CacheError: another user could have written the cache, or a file in it.
+            CacheError: another user could have written the cache, or a file in it; or this user
+                may not read it.
         """
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._read(digest)
+            except FileNotFoundError:
+                continue  # It was replaced or removed while it was read.
+            except PermissionError as error:
+                raise CacheError(
+                    f"cannot read the graph cache: {error}; chmod -R a+rX {self.root}"
+                ) from error
+        return None
+
+    def _read(self, digest: str) -> Entry | None:
         directory = self._entries / digest
         if not os.path.lexists(directory):
             return None
@@ -138,7 +153,8 @@ class EntryStore:
             self._make("locks")
             handle = os.open(self.root / "locks" / digest, os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
-            _acquire(handle, tell)
+            with self._writing():  # A file system without locks says so here.
+                _acquire(handle, tell)
             yield
         finally:
             os.close(handle)
