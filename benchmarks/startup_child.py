@@ -1,0 +1,178 @@
+"""One start of one engine, in a process of its own; run by `benchmarks.startup`, not by hand.
+
+    python -m benchmarks.startup_child JOB      # JOB is JSON; the report goes to the file it names
+
+Every engine imports what it needs inside its function, because importing is part of what is
+measured. Moments are readings of the monotonic clock, which all processes of a machine share, so
+the parent can set them against the moment at which it started this process.
+
+    python   the interpreter runs this file
+    import   the engine's modules are there
+    load     weights, and whatever the engine prepares before it is asked for anything
+    token    the first token is known
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+_BEGIN = monotonic()
+
+Reach = Callable[[str], None]
+"""Notes that a stage is over."""
+Report = dict[str, Any]
+"""`continuation` (ids or text; None where the engine only starts) and whatever is worth noting."""
+
+
+def start_floor(job: dict[str, Any], reach: Reach) -> Report:
+    """The machine's limit: torch is imported and the weights are mapped. Nothing is computed."""
+    import torch  # noqa: F401
+    from safetensors import safe_open
+
+    reach("import")
+    tensors = {}
+    for path in sorted(Path(job["directory"]).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    reach("load")
+    reach("token")
+    return {"continuation": None, "tensors": len(tensors)}
+
+
+def start_mtpc(job: dict[str, Any], reach: Reach) -> Report:
+    """`mtpc.compile` of the directory, every bucket asked for; then `generate`."""
+    import mtpc
+
+    compile_model = mtpc.compile  # Public names are imported, torch with them, when first used.
+    reach("import")
+    model = compile_model(job["directory"], **job["options"])
+    reach("load")
+    model.generate(job["prompt"], 1, ignore_eos=True)
+    reach("token")
+    continuation = model.generate(job["prompt"], job["new_tokens"], ignore_eos=True)
+    modules = [name for name in ("transformers", "torch._inductor") if name in sys.modules]
+    fallbacks = dict(model.stats.fallbacks)
+    return {"continuation": continuation, "fallbacks": fallbacks, "imported": modules}
+
+
+def start_transformers(job: dict[str, Any], reach: Reach) -> Report:
+    """transformers as it comes: `from_pretrained`, then `generate`."""
+    import torch
+    import transformers
+
+    reach("import")
+    model = _load_model(job)
+    reach("load")
+    ids = torch.tensor([job["prompt"]])
+
+    def generate(count: int) -> list[int]:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+        )
+        return out[0, ids.shape[1] :].tolist()
+
+    generate(1)
+    reach("token")
+    version = transformers.__version__
+    return {"continuation": generate(job["new_tokens"]), "transformers": version}
+
+
+def start_torch_compile(job: dict[str, Any], reach: Reach) -> Report:
+    """transformers' forward under `torch.compile`: prefill at this one length, and its argmax.
+
+    No KV cache, no decode step, no further bucket: that is LESS than what mtpc's start makes
+    ready. Compiling, or loading what an earlier process compiled, falls in the stage `token`.
+    """
+    import torch
+    from torch._dynamo.utils import counters
+
+    reach("import")
+    model = _load_model(job)
+    reach("load")
+    forward = torch.compile(model, dynamic=False)
+    with torch.no_grad():
+        logits = forward(torch.tensor([job["prompt"]]), use_cache=False, logits_to_keep=1).logits
+    token = int(logits[0, -1].argmax())
+    reach("token")
+    kinds = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
+    counted = {kind: counters["inductor"][kind] for kind in kinds}
+    counted["graph_breaks"] = sum(counters["graph_break"].values())
+    return {"continuation": [token], **counted}
+
+
+def _load_model(job: dict[str, Any]) -> Any:
+    """The target in bfloat16, without the MTP layer's tensors, which transformers would list."""
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, job["hf_class"])
+    model_class._keys_to_ignore_on_load_unexpected = [job["mtp_pattern"]]
+    return model_class.from_pretrained(
+        job["directory"], dtype=torch.bfloat16, local_files_only=True
+    ).eval()
+
+
+def start_vllm(job: dict[str, Any], reach: Reach) -> Report:
+    """vLLM in process, with its MTP proposer; options as far as possible those of mtpc."""
+    import vllm
+
+    model_class, params_class = vllm.LLM, vllm.SamplingParams
+    reach("import")
+    model = model_class(
+        model=job["directory"],
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=job["options"]["max_len"],
+        max_num_seqs=max(job["options"]["batch_buckets"]),
+        enforce_eager=job["eager"],
+        seed=0,
+        speculative_config={
+            "method": "mtp",
+            "num_speculative_tokens": job["options"]["spec_tokens"],
+        },
+    )
+    reach("load")
+
+    def generate(count: int) -> list[int]:
+        params = params_class(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        prompt = {"prompt_token_ids": job["prompt"]}
+        (result,) = model.generate([prompt], params, use_tqdm=False)
+        return list(result.outputs[0].token_ids)
+
+    generate(1)
+    reach("token")
+    return {"continuation": generate(job["new_tokens"]), "vllm": vllm.__version__}
+
+
+STARTS: dict[str, Callable[[dict[str, Any], Reach], Report]] = {
+    "floor": start_floor,
+    "mtpc": start_mtpc,
+    "transformers": start_transformers,
+    "torch.compile": start_torch_compile,
+    "vllm": start_vllm,
+}
+
+
+def main(argument: str) -> None:
+    """Start what the job names; write its moments and its report."""
+    job = json.loads(argument)
+    moments = {"python": _BEGIN}
+
+    def reach(stage: str) -> None:
+        moments[stage] = monotonic()
+
+    report = STARTS[job["kind"]](job, reach)
+    Path(job["report"]).write_text(json.dumps({"moments": moments, **report}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
