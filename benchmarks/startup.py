@@ -19,43 +19,30 @@ import json
 import os
 import re
 import resource
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks import startup_child as child
+from benchmarks.decode import _positive, _teller, _workdir
 from benchmarks.machine import CpuWatch, describe_machine, describe_versions
 from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.report import write_json
 from benchmarks.sampling import ATTEMPTS, Tell
 from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
 from mtpc.cli.tables import output, print_table
 from mtpc.models.load import find_family
 
-ROOT = Path(__file__).parent.parent
-NOWHERE = "/nonexistent"
-"""Where warm starts of mtpc have to look for programs."""
-STAGES = ("python", "import", "load", "token")
-MTPC_COLD, MTPC_WARM = "mtpc cold", "mtpc warm"
-RATIOS = (
-    (MTPC_WARM, "floor"),
-    (MTPC_COLD, MTPC_WARM),
-    ("transformers eager", MTPC_WARM),
-    ("torch.compile warm", MTPC_WARM),
-    ("vLLM warm", MTPC_WARM),
-    ("vLLM eager", MTPC_WARM),
-)
+COMPILED_AGAIN = "Compiling model again due to a load failure"
+"""vLLM's log says so where its own cache was of no use."""
+PEERS = ("mtpc cold", "transformers eager", "torch.compile warm", "vLLM warm", "vLLM eager")
+RATIOS = (("mtpc warm", "floor"), *((peer, "mtpc warm") for peer in PEERS))
 NOTES = (
     "best s, median s: from just before the process is started to its first token.",
     "python, import, load, token: medians of the stages that add up to it.",
@@ -64,43 +51,8 @@ NOTES = (
     "torch.compile: one prefill graph of this length, no decode step: less than mtpc prepares.",
     "cache MB: what a warm start is given; for mtpc kernels and all steps, weights are not in it.",
     "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    "compiled again: a warm start of vLLM said that it could not load what a cold one had kept.",
 )
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One row to be: what is started, and on which cache.
-
-    Attributes:
-        name: as in the table.
-        kind: its function in `startup_child`, and its name for `--engines`.
-        state: "cold", "warm", or "" for what keeps no cache.
-        is_text: the prompt is text, which takes a tokenizer.
-    """
-
-    name: str
-    kind: str
-    state: str = ""
-    is_text: bool = False
-
-
-ENGINES = (
-    Engine("floor", "floor"),
-    Engine(MTPC_COLD, "mtpc", "cold"),
-    Engine(MTPC_WARM, "mtpc", "warm"),
-    Engine("mtpc warm, text", "mtpc", "warm", is_text=True),
-    Engine("transformers eager", "transformers"),
-    Engine("torch.compile cold", "torch.compile", "cold"),
-    Engine("torch.compile warm", "torch.compile", "warm"),
-    Engine("vLLM cold", "vllm", "cold"),
-    Engine("vLLM warm", "vllm", "warm"),
-    Engine("vLLM eager", "vllm"),
-)
-KINDS = tuple(dict.fromkeys(engine.kind for engine in ENGINES))
-
-
-class StartError(Exception):
-    """A start that came to nothing; says why."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +84,7 @@ class Case:
 
     workload: str
     directory: Path
-    engine: Engine
+    engine: child.Engine
     samples: list[Sample] = field(default_factory=list)
     failure: str | None = None
 
@@ -171,7 +123,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
         engine=case.engine.name,
         best_s=min(seconds, default=None),
         median_s=median(seconds) if seconds else None,
-        stages={s: median(sample.stages[s] for sample in kept) for s in STAGES if kept},
+        stages={s: median(sample.stages[s] for sample in kept) for s in child.STAGES if kept},
         cache_bytes=kept[-1].cache_bytes if kept else 0,
         samples=len(kept),
         discarded=len(case.samples) - len(kept),
@@ -221,15 +173,20 @@ class Starter:
         cache = self.workdir / "caches" / case.workload / case.engine.kind
         scratch = self.workdir / "scratch"
         for path in (scratch, cache) if case.engine.state == "cold" else (scratch,):
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(mode=0o700, parents=True)  # mtpc opens no cache that others may write.
-        job = self._job(case, cache)
+            child.make_empty(path)
+        args, engine, job = self.args, case.engine, self._job(case, cache)
+        python = args.vllm_python if engine.kind == "vllm" else Path(sys.executable)
+        variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
+        log = self.workdir / "logs" / f"{case.workload} {engine.name}.log"
         watch, begin = FamilyWatch(), time.monotonic()
-        self._run(case, job, _environment(case.engine, cache, scratch, self.args))
+        child.launch(python, job, variables, log, args.timeout)
         share, report = watch.foreign_share(), json.loads(Path(job["report"]).read_text())
-        moments = [begin, *(report.pop("moments")[stage] for stage in STAGES)]
-        stages = {stage: moments[i + 1] - moments[i] for i, stage in enumerate(STAGES)}
-        return Sample(stages, share, _size(cache), _size(scratch), report)
+        report["compiled_again"] = COMPILED_AGAIN in log.read_text()
+        reached = report.pop("moments")
+        moments = pairwise([begin, *(reached[stage] for stage in child.STAGES)])
+        stages = {s: end - start for s, (start, end) in zip(child.STAGES, moments, strict=True)}
+        cached = child.size_of(cache) if engine.state else 0
+        return Sample(stages, share, cached, child.size_of(scratch), report)
 
     def _job(self, case: Case, cache: Path) -> dict[str, Any]:
         """What the process is told."""
@@ -238,8 +195,7 @@ class Starter:
         family = find_family(config["architectures"])
         prefix = family.layer_prefix(config["num_hidden_layers"], 0)
         generator = torch.Generator().manual_seed(args.seed)
-        shape = (args.prompt_tokens,)
-        ids = torch.randint(0, config["vocab_size"], shape, generator=generator).tolist()
+        ids = torch.randint(config["vocab_size"], (args.prompt_tokens,), generator=generator)
         options: dict[str, Any] = dict(
             spec_tokens=args.spec_tokens, batch_buckets=args.batch_buckets, max_len=args.max_len
         )
@@ -249,7 +205,7 @@ class Starter:
         return dict(
             kind=engine.kind,
             directory=str(case.directory),
-            prompt=DEFAULT_PROMPT if engine.is_text else ids,
+            prompt=DEFAULT_PROMPT if engine.is_text else ids.tolist(),
             new_tokens=args.new_tokens,
             options=options,
             hf_class=family.hf_class,
@@ -258,55 +214,186 @@ class Starter:
             report=str(self.workdir / "report.json"),
         )
 
-    def _run(self, case: Case, job: dict[str, Any], environment: dict[str, str]) -> None:
-        """The process from its start to its end; its output goes to a log."""
-        is_vllm = case.engine.kind == "vllm"
-        python = str(self.args.vllm_python) if is_vllm else sys.executable
-        command = [python, "-m", "benchmarks.startup_child", json.dumps(job)]
-        log = self.workdir / "logs" / f"{case.workload} {case.engine.name}.log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-            )
-            try:
-                code = process.wait(self.args.timeout)
-            except subprocess.TimeoutExpired:
-                raise StartError(f"no end within {self.args.timeout} s") from None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        if code != 0:
-            lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
-            raise StartError(f"ended with status {code}: {lines[-1] if lines else 'no output'}")
+
+def sample_in_turns(cases: Sequence[Case], starter: Starter, tell: Tell) -> None:
+    """Cold starts first, for they fill the caches; then all others, one of each a round."""
+    args = starter.args
+    cold = [case for case in cases if case.engine.state == "cold"]
+    others = [case for case in cases if case.engine.state != "cold"]
+    for _ in range(args.cold_repeats):
+        for case in cold:
+            _take(case, starter, tell)
+    failed = {(case.workload, case.engine.kind) for case in cold if case.failure}
+    for case in others:
+        if case.engine.state == "warm" and (case.workload, case.engine.kind) in failed:
+            case.failure = case.failure or "there is no cold start to be warm after"
+    for _ in range(args.repeats * ATTEMPTS):
+        for case in others:
+            if len(case.undisturbed(args.max_foreign)) < args.repeats:
+                _take(case, starter, tell)
+        _write(cases, args)  # After each round: an interrupt costs only what it interrupts.
 
 
-def _environment(
-    engine: Engine, cache: Path, scratch: Path, args: argparse.Namespace
-) -> dict[str, str]:
-    """The process's environment: its caches, and for warm starts of mtpc no compiler."""
-    threads = args.threads or torch.get_num_threads()
-    keeps_inductors = engine.kind in ("torch.compile", "vllm") and engine.state
-    extra = {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str((cache if keeps_inductors else scratch) / "inductor"),
-    }
-    if engine.kind == "mtpc" and engine.state == "warm":
-        extra |= {"CXX": f"{NOWHERE}/c++", "PATH": NOWHERE}
-    if engine.kind == "vllm":
-        extra |= {
-            "VLLM_CACHE_ROOT": str((cache if engine.state else scratch) / "vllm"),
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            # Its kernels are linked against the OpenMP that it brings along.
-            "LD_PRELOAD": str(args.vllm_python.parent.parent / "lib" / "libiomp5.so"),
-        }
-    return os.environ | extra
+def _take(case: Case, starter: Starter, tell: Tell) -> None:
+    """One more sample of a case, unless it has failed."""
+    if case.failure is not None:
+        return
+    try:
+        sample = starter.start(case)
+    except child.StartError as error:
+        case.failure = str(error)
+        tell(f"{case}: {error}")
+        return
+    case.samples.append(sample)
+    share, limit = sample.foreign_share, starter.args.max_foreign
+    disturbed = f" (disturbed: others used {share:.0%} of the CPU)" * (share > limit)
+    tell(f"{case}: {sample.seconds:.2f} s{disturbed}")
 
 
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+def ratios(rows: Sequence[Row]) -> list[str]:
+    """How the rows of each workload compare, in lines: by medians, and by the best samples."""
+    by_name = {(row.workload, row.engine): row for row in rows}
+    lines = []
+    for workload in dict.fromkeys(row.workload for row in rows):
+        for names in RATIOS:
+            above, below = (by_name.get((workload, name)) for name in names)
+            if above is None or below is None:
+                continue
+            text = "not measured"
+            if above.median_s and above.best_s and below.median_s and below.best_s:
+                best = above.best_s / below.best_s
+                text = f"{above.median_s / below.median_s:.2f} (best: {best:.2f})"
+            lines.append(f"{workload}: {names[0]} / {names[1]}: {text}")
+    return lines
+
+
+def same_tokens(cases: Sequence[Case]) -> dict[str, bool]:
+    """Whether all starts of an engine, cold and warm, continued alike: by workload and engine."""
+    seen: dict[str, set[str]] = {}
+    for case in cases:
+        for sample in case.samples:
+            text = json.dumps(sample.report["continuation"])
+            if text != "null" and not case.engine.is_text:
+                seen.setdefault(f"{case.workload}, {case.engine.kind}", set()).add(text)
+    return {name: len(texts) == 1 for name, texts in seen.items()}
+
+
+def remarks(cases: Sequence[Case], rows: Sequence[Row]) -> list[str]:
+    """What stands under the table."""
+    words = {True: "the same", False: "DIFFERENT"}
+    same = [f"{n}: tokens of all starts: {words[s]}" for n, s in same_tokens(cases).items()]
+    return [*ratios(rows), *same, *NOTES]
+
+
+COLUMNS = ("model", "start", "best s", "median s", "vs floor", *child.STAGES, "cache MB", "samples")
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's body."""
+    floors = {row.workload: row.median_s for row in rows if row.engine == "floor"}
+    return [[row.workload, row.engine, *_cells(row, floors.get(row.workload))] for row in rows]
+
+
+def _cells(row: Row, floor: float | None) -> list[str]:
+    failure = f"not run: {row.not_run}"
+    if row.best_s is None or row.median_s is None:
+        return [*"-" * (len(COLUMNS) - 3), failure]
+    again = any(sample.report["compiled_again"] for sample in row.taken)
+    return [
+        f"{row.best_s:.2f}",
+        f"{row.median_s:.2f}",
+        f"{row.median_s / floor:.2f}x" if floor else "-",
+        *(f"{row.stages[stage]:.2f}" for stage in child.STAGES),
+        f"{row.cache_bytes / 1e6:.2f}" if row.cache_bytes else "-",
+        f"{row.samples}+{row.discarded}{row.disturbed * '*'}{again * '; compiled again'}"
+        + f"; then {failure}" * (row.not_run is not None),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 1 if a warm start of mtpc said something else than a cold one."""
+    args = _parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with _workdir(args.workdir) as workdir:
+        tell = _teller()
+        cases = [case for name in args.workloads for case in _cases_of(name, args, workdir, tell)]
+        sample_in_turns(cases, Starter(args, workdir), tell)
+    rows, console = [summarise(case, args.max_foreign) for case in cases], output()
+    print_table(console, "From process start to first token", COLUMNS, cells(rows))
+    for line in remarks(cases, rows):
+        console.print(line, style="dim", soft_wrap=True)
+    return int(not all(same for name, same in same_tokens(cases).items() if "mtpc" in name))
+
+
+def _cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) -> list[Case]:
+    """Every engine asked for, on one checkpoint."""
+    if name == "demo":
+        directory = demo_checkpoint()
+    else:
+        name, directory = f"mimo-{args.shape}", workdir / f"mimo-{args.shape}"
+        tell(f"write {directory}")
+        write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False, seed=args.seed)
+    has_text = (directory / "tokenizer.json").is_file()
+    engines = [e for e in child.ENGINES if e.kind in args.engines and (has_text or not e.is_text)]
+    cases = [Case(name, directory, engine) for engine in engines]
+    for case in cases:
+        if case.engine.kind == "vllm" and args.vllm_python is None:
+            case.failure = "no --vllm-python"
+    return cases
+
+
+def _write(cases: Sequence[Case], args: argparse.Namespace) -> None:
+    rows = [summarise(case, args.max_foreign) for case in cases]
+    context: dict[str, dict[str, Any]] = dict(
+        machine=describe_machine(), versions=describe_versions(), arguments=vars(args)
+    )
+    if args.out:
+        found = dict(ratios=ratios(rows), same_tokens=same_tokens(cases))
+        everything = {**context, **found, "rows": [asdict(row) for row in rows]}
+        args.out.write_text(json.dumps(everything, indent=2, default=str))
+    if args.markdown:
+        table = [COLUMNS, ["---"] * len(COLUMNS), *cells(rows)]
+        facts = [f"{k}: {', '.join(f'{n} {v}' for n, v in c.items())}" for k, c in context.items()]
+        notes = [f"- {line}" for line in (*remarks(cases, rows), *facts)]
+        lines = [*(f"| {' | '.join(line)} |" for line in table), "", *notes, ""]
+        args.markdown.write_text("\n".join(lines))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the random model")
+    add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
+    add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
+    add("--vllm-python", type=_absolute, metavar="FILE", help="interpreter of vLLM's environment")
+    add("--batch-buckets", nargs="+", type=_positive, default=[1, 2, 4, 8], metavar="N")
+    add("--spec-tokens", type=_positive, default=3, metavar="K", help="of mtpc and vLLM")
+    add("--max-len", type=_positive, default=1024, metavar="N")
+    add("--prompt-tokens", type=_positive, default=32, metavar="N")
+    add("--new-tokens", type=_positive, default=8, metavar="N", help="compared between starts")
+    add("--repeats", type=_positive, default=5, metavar="N", help="undisturbed samples, warm")
+    add("--cold-repeats", type=_positive, default=1, metavar="N", help="samples, cold")
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--threads", type=_positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--timeout", type=_positive, default=900, metavar="S", help="of one start")
+    add("--seed", type=int, default=0)
+    add(
+        "--workdir",
+        type=_absolute,
+        help="keep caches and logs here; default: a temporary directory",
+    )
+    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    return parser.parse_args(argv)
+
+
+def _absolute(text: str) -> Path:
+    """Symbolic links are kept: an environment's interpreter is one, and found by its place."""
+    return Path(text).absolute()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,8 +3,9 @@
     python -m benchmarks.startup_child JOB      # JOB is JSON; the report goes to the file it names
 
 Every engine imports what it needs inside its function, because importing is part of what is
-measured. Moments are readings of the monotonic clock, which all processes of a machine share, so
-the parent can set them against the moment at which it started this process.
+measured; what stands at the top is imported by torch anyway. Moments are readings of the monotonic
+clock, which all processes of a machine share, so the parent can set them against the moment at
+which it started this process.
 
     python   the interpreter runs this file
     import   the engine's modules are there
@@ -15,13 +16,19 @@ the parent can set them against the moment at which it started this process.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 _BEGIN = monotonic()
+STAGES = ("python", "import", "load", "token")
 
 Reach = Callable[[str], None]
 """Notes that a stage is over."""
@@ -160,6 +167,125 @@ STARTS: dict[str, Callable[[dict[str, Any], Reach], Report]] = {
     "torch.compile": start_torch_compile,
     "vllm": start_vllm,
 }
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row to be: what is started, and on which cache.
+
+    Attributes:
+        name: as in the table.
+        kind: its function in STARTS.
+        state: "cold", "warm", or "" for what keeps no cache.
+        is_text: the prompt is text, which takes a tokenizer.
+    """
+
+    name: str
+    kind: str
+    state: str = ""
+    is_text: bool = False
+
+
+ENGINES = (
+    Engine("floor", "floor"),
+    Engine("mtpc cold", "mtpc", "cold"),
+    Engine("mtpc warm", "mtpc", "warm"),
+    Engine("mtpc warm, text", "mtpc", "warm", is_text=True),
+    Engine("transformers eager", "transformers"),
+    Engine("torch.compile cold", "torch.compile", "cold"),
+    Engine("torch.compile warm", "torch.compile", "warm"),
+    Engine("vLLM cold", "vllm", "cold"),
+    Engine("vLLM warm", "vllm", "warm"),
+    Engine("vLLM eager", "vllm"),
+)
+
+
+def environment(
+    engine: Engine, cache: Path, scratch: Path, threads: int, python: Path
+) -> dict[str, str]:
+    """A start's environment: where its caches are, and for mtpc's warm starts no compiler.
+
+    Args:
+        engine: what is started.
+        cache: what it keeps between processes.
+        scratch: an empty directory for whatever else is written.
+        threads: of torch, and vLLM's.
+        python: the interpreter that will run.
+    """
+    kind, state = engine.kind, engine.state
+    # vLLM keeps what it found out about model classes, too, which spares eager starts a process.
+    kept = cache if kind == "vllm" or (kind == "torch.compile" and state) else scratch
+    extra = {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
+    }
+    if kind == "mtpc" and state == "warm":
+        extra |= {"CXX": "/nonexistent/c++", "PATH": "/nonexistent"}
+    if kind == "vllm":
+        extra |= {
+            "VLLM_CACHE_ROOT": str(kept / "vllm"),
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            # Its kernels are linked against the OpenMP that its wheel brings along.
+            "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
+        }
+    return os.environ | extra
+
+
+class StartError(Exception):
+    """A start that came to nothing; says why."""
+
+
+def launch(
+    python: Path, job: dict[str, Any], variables: dict[str, str], log: Path, timeout: int
+) -> None:
+    """What the parent calls: a process that runs this file, from its start to its end.
+
+    Args:
+        python: the interpreter to run it with.
+        job: see `main`.
+        variables: the environment.
+        log: gets all that it prints.
+        timeout: seconds.
+
+    Raises:
+        StartError: it failed, or took more than `timeout` seconds.
+    """
+    root = Path(__file__).parent.parent
+    command = [str(python), "-m", "benchmarks.startup_child", json.dumps(job)]
+    with log.open("w") as file:
+        try:
+            process = subprocess.Popen(
+                command, cwd=root, env=variables, stdout=file, stderr=file, start_new_session=True
+            )
+        except OSError as error:
+            raise StartError(str(error)) from None
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise StartError(f"no end within {timeout} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code != 0:
+        lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
+        raise StartError(f"ended with status {code}: {lines[-1] if lines else 'no output'}")
+
+
+def make_empty(directory: Path) -> None:
+    """A new directory in place of what is there; nobody else's, or mtpc would not load from it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700, parents=True)
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of all files under a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def main(argument: str) -> None:

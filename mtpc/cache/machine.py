@@ -10,7 +10,6 @@ from importlib import metadata, util
 from pathlib import Path
 
 import torch
-from torch.utils._config_module import _UNSET_SENTINEL
 
 import mtpc
 from mtpc.cache.key import hash_of
@@ -117,10 +116,9 @@ def _inductor_settings() -> str:
     """
     config = sys.modules.get("torch._inductor.config")
     changed = {}
-    for name, entry in config._config.items() if config else ():
-        value = entry.user_override.get()
-        unset = (_UNSET_SENTINEL, entry.default, entry.env_value_default, entry.env_value_force)
-        is_set = not any(value is known or value == known for known in unset)
-        if is_set and name not in _NOTES_OF_INDUCTOR:
+    for name, value in config.get_config_copy().items() if config else ():
+        entry = config._config[name]
+        known = (entry.default, entry.env_value_default, entry.env_value_force)
+        if value not in known and name not in _NOTES_OF_INDUCTOR:
             changed[name] = value
     return " ".join(f"{name}={value!r}" for name, value in sorted(changed.items()))
