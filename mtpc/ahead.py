@@ -79,7 +79,7 @@ class CachingCompiler:
             lowering = self._lowering(graph)
             package = self._package(graph, lowering, directory)
         held = [name for name in package.tensors if not is_buffer_name(name)]
-        self._save_constants(graph, held, directory)
+        self._save_constants(held, directory)
         derived = {n: r for n, r in self.compiler.weights.recipes.items() if n in held}
         base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
         stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
@@ -169,9 +169,9 @@ class CachingCompiler:
             or (name in self._recipes and self._recipes[name] is None and name not in derived)
         }
 
-    def _save_constants(self, graph: StepGraph, held: list[str], directory: Path) -> None:
-        names_ = sorted(self._constants(held))
-        tensors = {n: self.compiler.weights[n].detach().contiguous().clone() for n in names_}
+    def _save_constants(self, held: list[str], directory: Path) -> None:
+        weights = self.compiler.weights
+        tensors = {n: weights[n].detach().clone() for n in sorted(self._constants(held))}
         save_file(tensors, directory / CONSTANTS)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ def _inductor_settings() -> str:
     Not `config.codegen_config()`: that lists what a compilation set and put back, too, and what
     comes from the environment, which has fields of its own.
     """
-    config = sys.modules.get("torch._inductor.config")
+    config: Any = sys.modules.get("torch._inductor.config")
     changed = {}
     for name, value in config.get_config_copy().items() if config else ():
         entry = config._config[name]

@@ -139,9 +139,7 @@ class StepCache:
         for key in keys:
             step = self.find(key)
             if step is None:
-                if self.frozen:
-                    raise CacheError(f"{self.miss(key)}; frozen, so nothing was built")
-                self._tell(self.miss(key))
+                self._tell(self._miss_or_refuse(key))
                 return None
             found[key] = step
         return found
@@ -155,8 +153,7 @@ class StepCache:
         found = self.find(key, part)
         if found is not None:
             return found
-        if self.frozen:
-            raise CacheError(f"{self.miss(key, part)}; frozen, so nothing was built")
+        self._miss_or_refuse(key, part)
         fields = step_fields(self.program, key, part)
         with ExitStack() as held:
             try:
@@ -192,6 +189,12 @@ class StepCache:
         more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         why = f"the nearest entry differs in {shown}{more}" if reasons else "it has none like it"
         return f"{name} is not in the cache {self.store.root}: {why}"
+
+    def _miss_or_refuse(self, key: StepKey, part: Part = "step") -> str:
+        """The reason of a miss; an error where nothing may be built."""
+        if self.frozen:
+            raise CacheError(f"{self.miss(key, part)}; frozen, so nothing was built")
+        return self.miss(key, part)
 
     def _build(self, fields: Fields, build: Build) -> CachedStep:
         directory = Path(tempfile.mkdtemp(dir=self._scratch.name))
