@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -55,9 +56,11 @@ class CachingCompiler:
 
     def capture(self, key: StepKey) -> CapturedStep:
         """One step, ready to run."""
+        start = time.perf_counter()
         step = self.obtain(key)
         self.compiler.tell("load", key)
-        return self._binder.bind(step)
+        bound = self._binder.bind(step)
+        return replace(bound, build_s=time.perf_counter() - start)
 
     def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
         """One step as two, `verify` then `propose`, over one set of buffers."""

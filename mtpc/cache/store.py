@@ -222,10 +222,11 @@ class EntryStore:
 
     def _make(self, name: str) -> None:
         """A folder of the store, and the store itself, writable by nobody else."""
-        if not self.root.exists():
-            self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        (self.root / name).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        self.root.parent.mkdir(parents=True, exist_ok=True)
         for path in (self.root, self.root / name):
+            if not path.exists():
+                path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+                path.chmod(DIRECTORY_MODE)  # Whatever the umask.
             check_owner(path)
 
     @contextmanager

@@ -133,6 +133,6 @@ def _acceptance(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
 def _replays(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
     replays = model.stats.replays
     for key, step in sorted(model.program.steps.items()):
-        yield f"replays of {key}", f"{replays[key]}, built in {step.build_s:.1f} s"
+        yield f"replays of {key}", f"{replays[key]}, ready in {step.build_s:.2f} s"
     fallbacks = model.stats.fallbacks.items()
     yield "fallbacks", ", ".join(f"{why} ({count})" for why, count in fallbacks) or "none"
