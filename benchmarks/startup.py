@@ -39,8 +39,8 @@ from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
 from mtpc.cli.tables import output, print_table
 from mtpc.models.load import find_family
 
-COMPILED_AGAIN = "Compiling model again due to a load failure"
-"""vLLM's log says so where its own cache was of no use."""
+LONGEST_REASON = 160
+"""Characters of a failure in the table; JSON and logs have all of it."""
 PEERS = ("mtpc cold", "transformers eager", "torch.compile warm", "vLLM warm", "vLLM eager")
 RATIOS = (("mtpc warm", "floor"), *((peer, "mtpc warm") for peer in PEERS))
 NOTES = (
@@ -51,6 +51,7 @@ NOTES = (
     "torch.compile: one prefill graph of this length, no decode step: less than mtpc prepares.",
     "cache MB: what a warm start is given; for mtpc kernels and all steps, weights are not in it.",
     "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    "agree, disagree: in every token that they went on to decode.",
     "compiled again: a warm start of vLLM said that it could not load what a cold one had kept.",
 )
 
@@ -148,8 +149,7 @@ class FamilyWatch(CpuWatch):
 
 
 def _children_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 class Starter:
@@ -161,7 +161,7 @@ class Starter:
     """
 
     def __init__(self, args: argparse.Namespace, workdir: Path) -> None:
-        self.args, self.workdir = args, workdir
+        self.args, self.workdir = args, workdir.absolute()
         (workdir / "logs").mkdir(exist_ok=True)
 
     def start(self, case: Case) -> Sample:
@@ -175,13 +175,14 @@ class Starter:
         for path in (scratch, cache) if case.engine.state == "cold" else (scratch,):
             child.make_empty(path)
         args, engine, job = self.args, case.engine, self._job(case, cache)
-        python = args.vllm_python if engine.kind == "vllm" else Path(sys.executable)
+        # Not resolved: an environment's interpreter is a link, and known by its place.
+        python = (args.vllm_python if engine.kind == "vllm" else Path(sys.executable)).absolute()
         variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
         log = self.workdir / "logs" / f"{case.workload} {engine.name}.log"
         watch, begin = FamilyWatch(), time.monotonic()
         child.launch(python, job, variables, log, args.timeout)
         share, report = watch.foreign_share(), json.loads(Path(job["report"]).read_text())
-        report["compiled_again"] = COMPILED_AGAIN in log.read_text()
+        report["compiled_again"] = child.COMPILED_AGAIN in log.read_text()
         reached = report.pop("moments")
         moments = pairwise([begin, *(reached[stage] for stage in child.STAGES)])
         stages = {s: end - start for s, (start, end) in zip(child.STAGES, moments, strict=True)}
@@ -193,7 +194,6 @@ class Starter:
         args, engine = self.args, case.engine
         config = json.loads((case.directory / "config.json").read_text())
         family = find_family(config["architectures"])
-        prefix = family.layer_prefix(config["num_hidden_layers"], 0)
         generator = torch.Generator().manual_seed(args.seed)
         ids = torch.randint(config["vocab_size"], (args.prompt_tokens,), generator=generator)
         options: dict[str, Any] = dict(
@@ -204,12 +204,12 @@ class Starter:
             options |= dict(cache_dir=str(cache), backend="cpu", frozen=frozen)
         return dict(
             kind=engine.kind,
-            directory=str(case.directory),
+            directory=str(case.directory.absolute()),
             prompt=DEFAULT_PROMPT if engine.is_text else ids.tolist(),
             new_tokens=args.new_tokens,
             options=options,
             hf_class=family.hf_class,
-            mtp_pattern=re.escape(prefix),
+            mtp_pattern=re.escape(family.layer_prefix(config["num_hidden_layers"], 0)),
             eager=not engine.state,
             report=str(self.workdir / "report.json"),
         )
@@ -220,6 +220,11 @@ def sample_in_turns(cases: Sequence[Case], starter: Starter, tell: Tell) -> None
     args = starter.args
     cold = [case for case in cases if case.engine.state == "cold"]
     others = [case for case in cases if case.engine.state != "cold"]
+    for case in others:
+        if not case.engine.state:  # Reads what has not been read since the machine's start.
+            tell(f"not counted: {case}")
+            _take(case, starter, tell)
+            case.samples.clear()
     for _ in range(args.cold_repeats):
         for case in cold:
             _take(case, starter, tell)
@@ -255,33 +260,32 @@ def ratios(rows: Sequence[Row]) -> list[str]:
     by_name = {(row.workload, row.engine): row for row in rows}
     lines = []
     for workload in dict.fromkeys(row.workload for row in rows):
-        for names in RATIOS:
-            above, below = (by_name.get((workload, name)) for name in names)
+        for name, other in RATIOS:
+            above, below = by_name.get((workload, name)), by_name.get((workload, other))
             if above is None or below is None:
                 continue
             text = "not measured"
             if above.median_s and above.best_s and below.median_s and below.best_s:
                 best = above.best_s / below.best_s
                 text = f"{above.median_s / below.median_s:.2f} (best: {best:.2f})"
-            lines.append(f"{workload}: {names[0]} / {names[1]}: {text}")
+            lines.append(f"{workload}: {name} / {other}: {text}")
     return lines
 
 
 def same_tokens(cases: Sequence[Case]) -> dict[str, bool]:
     """Whether all starts of an engine, cold and warm, continued alike: by workload and engine."""
-    seen: dict[str, set[str]] = {}
+    seen: dict[str, list[list[int]]] = {}
     for case in cases:
         for sample in case.samples:
-            text = json.dumps(sample.report["continuation"])
-            if text != "null" and not case.engine.is_text:
-                seen.setdefault(f"{case.workload}, {case.engine.kind}", set()).add(text)
-    return {name: len(texts) == 1 for name, texts in seen.items()}
+            tokens = sample.report["continuation"]
+            if tokens and not case.engine.is_text:
+                seen.setdefault(f"{case.workload}, {case.engine.kind}", []).append(tokens)
+    return {name: all(t == ts[0] for t in ts) for name, ts in seen.items() if len(ts) > 1}
 
 
 def remarks(cases: Sequence[Case], rows: Sequence[Row]) -> list[str]:
     """What stands under the table."""
-    words = {True: "the same", False: "DIFFERENT"}
-    same = [f"{n}: tokens of all starts: {words[s]}" for n, s in same_tokens(cases).items()]
+    same = [f"{n}: all starts {'dis' * (not s)}agree" for n, s in same_tokens(cases).items()]
     return [*ratios(rows), *same, *NOTES]
 
 
@@ -295,7 +299,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _cells(row: Row, floor: float | None) -> list[str]:
-    failure = f"not run: {row.not_run}"
+    failure = f"not run: {row.not_run}"[:LONGEST_REASON]
     if row.best_s is None or row.median_s is None:
         return [*"-" * (len(COLUMNS) - 3), failure]
     again = any(sample.report["compiled_again"] for sample in row.taken)
@@ -311,10 +315,9 @@ def _cells(row: Row, floor: float | None) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 if a warm start of mtpc said something else than a cold one."""
+    """Run the benchmark; 1 if mtpc failed to start, or said something else warm than cold."""
     args = _parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads or torch.get_num_threads())
     with _workdir(args.workdir) as workdir:
         tell = _teller()
         cases = [case for name in args.workloads for case in _cases_of(name, args, workdir, tell)]
@@ -323,7 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_table(console, "From process start to first token", COLUMNS, cells(rows))
     for line in remarks(cases, rows):
         console.print(line, style="dim", soft_wrap=True)
-    return int(not all(same for name, same in same_tokens(cases).items() if "mtpc" in name))
+    failed = any(case.failure for case in cases if case.engine.kind == "mtpc")
+    alike = all(same for name, same in same_tokens(cases).items() if "mtpc" in name)
+    return int(failed or not alike)
 
 
 def _cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) -> list[Case]:
@@ -368,7 +373,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the random model")
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    add("--vllm-python", type=_absolute, metavar="FILE", help="interpreter of vLLM's environment")
+    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of vLLM's environment")
     add("--batch-buckets", nargs="+", type=_positive, default=[1, 2, 4, 8], metavar="N")
     add("--spec-tokens", type=_positive, default=3, metavar="K", help="of mtpc and vLLM")
     add("--max-len", type=_positive, default=1024, metavar="N")
@@ -382,17 +387,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add(
         "--workdir",
-        type=_absolute,
+        type=Path,
         help="keep caches and logs here; default: a temporary directory",
     )
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
     add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     return parser.parse_args(argv)
-
-
-def _absolute(text: str) -> Path:
-    """Symbolic links are kept: an environment's interpreter is one, and found by its place."""
-    return Path(text).absolute()
 
 
 if __name__ == "__main__":

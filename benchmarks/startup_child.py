@@ -128,6 +128,10 @@ def _load_model(job: dict[str, Any]) -> Any:
     ).eval()
 
 
+COMPILED_AGAIN = "Compiling model again due to a load failure"
+"""vLLM says so where its own cache was of no use."""
+
+
 def start_vllm(job: dict[str, Any], reach: Reach) -> Report:
     """vLLM in process, with its MTP proposer; options as far as possible those of mtpc."""
     import vllm
