@@ -108,21 +108,33 @@ class EntryStore:
             CacheError: another user could have written the cache, or a file in it; or this user
                 may not read it.
         """
-        for _ in range(_ATTEMPTS):
+        directory = self._entries / digest
+        for attempt in range(_ATTEMPTS):
+            try:
+                before = directory.lstat().st_ino
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except PermissionError as error:
+                raise self._unreadable(error) from error
             try:
                 return self._read(digest)
             except FileNotFoundError:
                 continue  # It was replaced or removed while it was read.
+            except (IsADirectoryError, NotADirectoryError) as error:
+                raise DamagedEntryError(f"{directory}: {error}") from error
             except PermissionError as error:
-                raise CacheError(
-                    f"cannot read the graph cache: {error}; chmod -R a+rX {self.root}"
-                ) from error
+                raise self._unreadable(error) from error
+            except DamagedEntryError:
+                replaced = not directory.exists() or directory.lstat().st_ino != before
+                if not replaced or attempt == _ATTEMPTS - 1:
+                    raise
         return None
+
+    def _unreadable(self, error: OSError) -> CacheError:
+        return CacheError(f"cannot read the graph cache: {error}; chmod -R a+rX {self.root}")
 
     def _read(self, digest: str) -> Entry | None:
         directory = self._entries / digest
-        if not os.path.lexists(directory):
-            return None
         for path in (self.root, self._entries, directory):
             check_owner(path)
         paths = sorted(directory.iterdir())
@@ -175,7 +187,7 @@ class EntryStore:
                 self._make(name)
             # Only the lock's holder writes this entry, so what lies here is a killed builder's.
             for leftover in (self.root / "tmp").glob(f"{digest}-*"):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
             scratch = Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=self.root / "tmp"))
             try:
                 fill(scratch)
@@ -191,10 +203,14 @@ class EntryStore:
     def remove(self, digest: str) -> None:
         """Delete an entry; by a rename first, so that nobody sees half of it."""
         with self._writing():
-            self._make("tmp")
-            trash = Path(tempfile.mkdtemp(prefix="trash-", dir=self.root / "tmp"))
-            os.rename(self._entries / digest, trash / digest)
-            shutil.rmtree(trash)
+            shutil.rmtree(self._put_aside(digest), ignore_errors=True)
+
+    def _put_aside(self, digest: str) -> Path:
+        """Move an entry to `tmp`, under its own name: its next builder clears what is left."""
+        self._make("tmp")
+        trash = Path(tempfile.mkdtemp(prefix=f"{digest}-trash-", dir=self.root / "tmp"))
+        os.rename(self._entries / digest, trash / digest)
+        return trash
 
     def leftovers(self) -> list[Path]:
         """What killed builders left in `tmp`; entries under construction are not listed."""
@@ -215,10 +231,11 @@ class EntryStore:
 
     def _install(self, scratch: Path, digest: str) -> None:
         target = self._entries / digest
-        if target.exists():
-            self.remove(digest)
+        trash = self._put_aside(digest) if target.exists() else None
         os.rename(scratch, target)
         _sync(self._entries)
+        if trash is not None:
+            shutil.rmtree(trash, ignore_errors=True)
 
     def _make(self, name: str) -> None:
         """A folder of the store, and the store itself, writable by nobody else."""
