@@ -57,7 +57,10 @@ class Entry:
         Raises:
             DamagedEntryError: the file was changed after the check.
         """
-        data = (self.directory / name).read_bytes()
+        try:
+            data = (self.directory / name).read_bytes()
+        except OSError as error:
+            raise DamagedEntryError(f"{self.directory / name} was removed: {error}") from error
         if hashlib.sha256(data).hexdigest() != self.files.get(name):
             raise DamagedEntryError(f"{self.directory / name} changed while it was read")
         return data
@@ -83,9 +86,13 @@ class EntryStore:
 
     def digests(self) -> list[str]:
         """Names of all entries, checked or not."""
-        if not self._entries.is_dir():
+        try:
+            paths = list(self._entries.iterdir())
+        except FileNotFoundError:
             return []
-        return sorted(p.name for p in self._entries.iterdir() if _DIGEST.fullmatch(p.name))
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return sorted(p.name for p in paths if _DIGEST.fullmatch(p.name))
 
     def prepare(self) -> None:
         """Create the folders, before long work whose result is to be written.
