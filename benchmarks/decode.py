@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,10 @@ import transformers
 
 import mtpc
 from benchmarks.bandwidth import BandwidthProbe
+from benchmarks.command import positive, teller, working_directory, write_results
 from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
-from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.report import markdown, print_rows, write_json
+from benchmarks.report import COLUMNS, NOTES, cells, print_rows
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from mtpc.progress import Progress
 
@@ -80,28 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    tell, probe = _teller(), BandwidthProbe(args.probe_mib << 20)
+    tell, probe = teller(), BandwidthProbe(args.probe_mib << 20)
     rows: list[Row] = []
-    with _workdir(args.workdir) as workdir:
+    with working_directory(args.workdir) as workdir:
         for name in args.workloads:
             rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
-            _write(rows, args)  # After each workload: an interrupt costs only what it interrupts.
+            measured = {"rows": [asdict(row) for row in rows]}
+            # After each workload: an interrupt costs only what it interrupts.
+            write_results(args, list(COLUMNS), cells(rows), NOTES, measured)
             gc.collect()
     tell("done")
     print_rows(rows)
     return 0
-
-
-def _write(rows: Sequence[Row], args: argparse.Namespace) -> None:
-    context = {
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "arguments": vars(args),
-    }
-    if args.out:
-        write_json(args.out, rows, context)
-    if args.markdown:
-        args.markdown.write_text(markdown(rows, context))
 
 
 def _measure(
@@ -164,27 +152,6 @@ def _compile(
     return MtpcDecoder(model, time.perf_counter() - start)
 
 
-def _teller() -> Tell:
-    """Plain lines on standard error: anything livelier would use the CPU that is measured."""
-    start = time.perf_counter()
-
-    def tell(text: str) -> None:
-        print(f"[{time.perf_counter() - start:7.1f} s] {text}", file=sys.stderr, flush=True)
-
-    return tell
-
-
-@contextmanager
-def _workdir(path: Path | None) -> Iterator[Path]:
-    """A directory for the checkpoints: the one given, which is kept, or a temporary one."""
-    if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="mtpc-benchmark-") as temporary:
-        yield Path(temporary)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0]
@@ -192,17 +159,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the models")
     add("--workloads", nargs="+", choices=WORKLOADS, help="default: all but glm4-accepting")
-    add("--batches", nargs="+", type=_positive, default=[1, 4, 8], metavar="N")
+    add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--backend", default="auto", help="mtpc's backend")
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
-    add("--prompt-tokens", type=_positive, default=32, metavar="N")
-    add("--new-tokens", type=_positive, default=96, metavar="N")
-    add("--repeats", type=_positive, default=3, metavar="N", help="undisturbed samples per row")
+    add("--prompt-tokens", type=positive, default=32, metavar="N")
+    add("--new-tokens", type=positive, default=96, metavar="N")
+    add("--repeats", type=positive, default=3, metavar="N", help="undisturbed samples per row")
     add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=_positive, metavar="N", help="torch's threads; default: as torch has it")
-    add("--probe-mib", type=_positive, default=384, metavar="N", help="the probe's buffer")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--probe-mib", type=positive, default=384, metavar="N", help="the probe's buffer")
     add("--seed", type=int, default=0)
     add("--workdir", type=Path, help="keep checkpoints here; default: a temporary directory")
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
@@ -217,13 +184,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             if not workload.is_peer or (args.peers and workload.weights == "random")
         ]
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ passes do at a bucket's exact sizes, and run on the same weights, caches and inp
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -29,8 +28,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
-from benchmarks.decode import _positive, _teller, _workdir
-from benchmarks.machine import CpuWatch, describe_machine, describe_versions
+from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.machine import CpuWatch
 from benchmarks.models import SHAPES, write_checkpoint
 from benchmarks.sampling import ATTEMPTS, Tell
 from mtpc.backends.cpu import _INDUCTOR, _MEMBERS
@@ -301,11 +300,11 @@ def totals(rows: Sequence[Row], dynamic: Package) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
-    args, tell = _parse(argv), _teller()
+    args, tell = _parse(argv), teller()
     if args.threads:
         torch.set_num_threads(args.threads)
     load_kernels(report=tell)
-    with _workdir(None) as directory, tempfile.TemporaryDirectory() as scratch:
+    with working_directory(None) as directory, tempfile.TemporaryDirectory() as scratch:
         write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False, seed=args.seed)
         model = load_model(directory, args)
         cases = prepare(model, args, Path(scratch), tell)
@@ -318,26 +317,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_table(console, "One dynamic package, or one per bucket", COLUMNS, cells(rows))
     for line in remarks:
         console.print(line, style="dim", soft_wrap=True)
-    _write(rows, dynamic, remarks, args)
+    built = {"build_s": dynamic.build_s, "bytes": dynamic.nbytes}
+    measured = {"dynamic": built, "rows": [asdict(row) for row in rows]}
+    write_results(args, COLUMNS, cells(rows), remarks, measured)
     return 0
-
-
-def _write(
-    rows: Sequence[Row], dynamic: Package, remarks: Sequence[str], args: argparse.Namespace
-) -> None:
-    context: dict[str, dict[str, Any]] = dict(
-        machine=describe_machine(), versions=describe_versions(), arguments=vars(args)
-    )
-    if args.out:
-        built = {"build_s": dynamic.build_s, "bytes": dynamic.nbytes}
-        everything = {**context, "dynamic": built, "rows": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(everything, indent=2, default=str))
-    if args.markdown:
-        table = [COLUMNS, ["---"] * len(COLUMNS), *cells(rows)]
-        facts = [f"{k}: {', '.join(f'{n} {v}' for n, v in c.items())}" for k, c in context.items()]
-        notes = [f"- {line}" for line in (*remarks, *facts)]
-        lines = [*(f"| {' | '.join(line)} |" for line in table), "", *notes, ""]
-        args.markdown.write_text("\n".join(lines))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -346,14 +329,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
-    add("--buckets", nargs="+", type=_positive, default=[1, 2, 4, 8], metavar="R")
-    add("--rows", type=_positive, default=4, metavar="Q", help="tokens per request, K + 1")
-    add("--context", type=_positive, default=64, metavar="N", help="tokens in each cache")
-    add("--max-len", type=_positive, default=1024, metavar="N")
-    add("--calls", type=_positive, default=20, metavar="N", help="per sample")
-    add("--repeats", type=_positive, default=10, metavar="N", help="undisturbed samples a bucket")
+    add("--buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="R")
+    add("--rows", type=positive, default=4, metavar="Q", help="tokens per request, K + 1")
+    add("--context", type=positive, default=64, metavar="N", help="tokens in each cache")
+    add("--max-len", type=positive, default=1024, metavar="N")
+    add("--calls", type=positive, default=20, metavar="N", help="per sample")
+    add("--repeats", type=positive, default=10, metavar="N", help="undisturbed samples a bucket")
     add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=_positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     add("--seed", type=int, default=0)
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
     add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")

@@ -1,12 +1,8 @@
-"""Rows as a table on the terminal, as Markdown, and as JSON with everything in it."""
+"""Rows of the decode benchmark as a table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from benchmarks.sampling import Row
 from mtpc.cli.tables import output, print_table
@@ -72,21 +68,3 @@ def print_rows(rows: Sequence[Row]) -> None:
     print_table(console, "Decoding", list(COLUMNS), cells(rows))
     for note in NOTES:
         console.print(note, style="dim", soft_wrap=True)
-
-
-def markdown(rows: Sequence[Row], context: dict[str, Any]) -> str:
-    """The table with the machine, the versions and the arguments under it."""
-    table = [list(COLUMNS), ["---"] * len(COLUMNS), *cells(rows)]
-    lines = [f"| {' | '.join(line)} |" for line in table]
-    facts = [f"- {what}: {_facts(values)}" for what, values in context.items()]
-    return "\n".join([*lines, "", *(f"- {note}" for note in NOTES), *facts, ""])
-
-
-def _facts(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def write_json(path: Path, rows: Sequence[Row], context: dict[str, Any]) -> None:
-    """Everything that was measured, and on what."""
-    results = {**context, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(results, indent=2, default=str))

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from benchmarks import startup_child as child
-from benchmarks.decode import _positive, _teller, _workdir
-from benchmarks.machine import CpuWatch, describe_machine, describe_versions
+from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.machine import CpuWatch
 from benchmarks.models import SHAPES, write_checkpoint
 from benchmarks.sampling import ATTEMPTS, Tell
 from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
@@ -318,8 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if mtpc failed to start, or said something else warm than cold."""
     args = _parse(argv)
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    with _workdir(args.workdir) as workdir:
-        tell = _teller()
+    with working_directory(args.workdir) as workdir:
+        tell = teller()
         cases = [case for name in args.workloads for case in _cases_of(name, args, workdir, tell)]
         sample_in_turns(cases, Starter(args, workdir), tell)
     rows, console = [summarise(case, args.max_foreign) for case in cases], output()
@@ -350,19 +350,12 @@ def _cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) ->
 
 def _write(cases: Sequence[Case], args: argparse.Namespace) -> None:
     rows = [summarise(case, args.max_foreign) for case in cases]
-    context: dict[str, dict[str, Any]] = dict(
-        machine=describe_machine(), versions=describe_versions(), arguments=vars(args)
-    )
-    if args.out:
-        found = dict(ratios=ratios(rows), same_tokens=same_tokens(cases))
-        everything = {**context, **found, "rows": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(everything, indent=2, default=str))
-    if args.markdown:
-        table = [COLUMNS, ["---"] * len(COLUMNS), *cells(rows)]
-        facts = [f"{k}: {', '.join(f'{n} {v}' for n, v in c.items())}" for k, c in context.items()]
-        notes = [f"- {line}" for line in (*remarks(cases, rows), *facts)]
-        lines = [*(f"| {' | '.join(line)} |" for line in table), "", *notes, ""]
-        args.markdown.write_text("\n".join(lines))
+    measured = {
+        "ratios": ratios(rows),
+        "same_tokens": same_tokens(cases),
+        "rows": [asdict(row) for row in rows],
+    }
+    write_results(args, COLUMNS, cells(rows), remarks(cases, rows), measured)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -374,16 +367,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
     add("--vllm-python", type=Path, metavar="FILE", help="interpreter of vLLM's environment")
-    add("--batch-buckets", nargs="+", type=_positive, default=[1, 2, 4, 8], metavar="N")
-    add("--spec-tokens", type=_positive, default=3, metavar="K", help="of mtpc and vLLM")
-    add("--max-len", type=_positive, default=1024, metavar="N")
-    add("--prompt-tokens", type=_positive, default=32, metavar="N")
-    add("--new-tokens", type=_positive, default=8, metavar="N", help="compared between starts")
-    add("--repeats", type=_positive, default=5, metavar="N", help="undisturbed samples, warm")
-    add("--cold-repeats", type=_positive, default=1, metavar="N", help="samples, cold")
+    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
+    add("--spec-tokens", type=positive, default=3, metavar="K", help="of mtpc and vLLM")
+    add("--max-len", type=positive, default=1024, metavar="N")
+    add("--prompt-tokens", type=positive, default=32, metavar="N")
+    add("--new-tokens", type=positive, default=8, metavar="N", help="compared between starts")
+    add("--repeats", type=positive, default=5, metavar="N", help="undisturbed samples, warm")
+    add("--cold-repeats", type=positive, default=1, metavar="N", help="samples, cold")
     add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=_positive, metavar="N", help="torch's threads; default: as torch has it")
-    add("--timeout", type=_positive, default=900, metavar="S", help="of one start")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--timeout", type=positive, default=900, metavar="S", help="of one start")
     add("--seed", type=int, default=0)
     add(
         "--workdir",

@@ -22,13 +22,13 @@ from torch import Tensor
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.package import Package
 from mtpc.cache.binding import StepBinder
-from mtpc.cache.record import StepRecord, dtype_name, numbered
+from mtpc.cache.record import StepRecord, numbered
 from mtpc.cache.steps import CONSTANTS, CachedStep, StepCache, graph_file, reuse_package
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.split import split_step
 from mtpc.compiler import StepCompiler
-from mtpc.layout import Part, StepKey
+from mtpc.layout import Part, StepKey, dtype_name
 from mtpc.models.weight_recipes import repeats, weight_recipes
 from mtpc.recipes import Recipe, names
 
@@ -82,7 +82,8 @@ class CachingCompiler:
             lowering = self._lowering(graph)
             package = self._package(graph, lowering, directory)
         held = [name for name in package.tensors if not is_buffer_name(name)]
-        self._save_constants(held, directory)
+        constants = self._constants(held)
+        self._save_constants(constants, directory)
         derived = {n: r for n, r in self.compiler.weights.recipes.items() if n in held}
         base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
         stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
@@ -96,7 +97,7 @@ class CachingCompiler:
             derived=derived,
             stored=stored,
             dtypes={n: dtype_name(self.compiler.weights[n].dtype) for n in stored},
-            unexplained=tuple(sorted(base - self._recipes.keys() - self._constants(held))),
+            unexplained=tuple(sorted(base - self._recipes.keys() - constants)),
             repeats=self._repeats,
             max_len=self.compiler.options.sequence_limit,
             vocab_size=loaded.served().vocab_size,
@@ -164,17 +165,16 @@ class CachingCompiler:
 
     def _constants(self, held: list[str]) -> set[str]:
         """Of the weights a package takes, those that no checkpoint holds."""
-        derived = self.compiler.weights.recipes
         return {
             name
             for name in held
             if name.startswith("constant.")
-            or (name in self._recipes and self._recipes[name] is None and name not in derived)
+            or (name in self._recipes and self._recipes[name] is None)
         }
 
-    def _save_constants(self, held: list[str], directory: Path) -> None:
+    def _save_constants(self, names: set[str], directory: Path) -> None:
         weights = self.compiler.weights
-        tensors = {n: weights[n].detach().clone() for n in sorted(self._constants(held))}
+        tensors = {name: weights[name].detach().clone() for name in sorted(names)}
         save_file(tensors, directory / CONSTANTS)
 
 

@@ -104,9 +104,10 @@ def build(
     job = _Job(directory, replace(options, backend="cpu"), torch.get_num_threads())
     tell = _Teller(listener, start)
     tasks = list(_tasks(options, spec_tokens, split))
-    there = {t for t in tasks if job.cache(t.spec_tokens).find(t.key, t.part)}
+    caches = {k: job.cache(k) for k in spec_tokens}
+    there = {t for t in tasks if caches[t.spec_tokens].find(t.key, t.part)}
     todo = [task for task in tasks if task not in there]
-    store = job.cache(spec_tokens[0]).store
+    store = caches[spec_tokens[0]].store
     if todo:
         store.prepare()
     kernels = build_kernels(store, tell.line)
@@ -116,16 +117,20 @@ def build(
         _build_in_processes(job, todo, workers, tell)
     else:
         job.run(iter(todo), tell)
-    return _report(job, tasks, there, kernels, time.perf_counter() - start)
+    return _report(caches, tasks, there, kernels, time.perf_counter() - start)
 
 
 def _report(
-    job: _Job, tasks: list[Task], there: set[Task], kernels: Entry | Path, elapsed_s: float
+    caches: dict[int, StepCache],
+    tasks: list[Task],
+    there: set[Task],
+    kernels: Entry | Path,
+    elapsed_s: float,
 ) -> BuildReport:
     """Read the cache back: what is reported is what a warm start will find."""
-    found = {task: job.cache(task.spec_tokens).find(task.key, task.part) for task in tasks}
+    found = {task: caches[task.spec_tokens].find(task.key, task.part) for task in tasks}
     missing = [task for task, step in found.items() if step is None]
-    root = job.cache(tasks[0].spec_tokens).store.root
+    root = caches[tasks[0].spec_tokens].store.root
     if missing or not isinstance(kernels, Entry):
         raise CacheWriteError(
             f"{len(missing)} of {len(tasks)} steps were built but are not in the cache {root}: "

@@ -79,11 +79,21 @@ class StepKey:
         return f"{self.phase}[R={b.num_reqs},Q={b.query_len},K={self.spec_tokens}]"
 
 
+def step_name(key: StepKey, part: Part) -> str:
+    """What to call a step, or a half of one, in messages and file names."""
+    return str(key) if part == "step" else f"{key}.{part}"
+
+
 def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
     """The steps that options ask for: one decode step per bucket and one prefill step."""
     k = options.spec_tokens
     decode = tuple(StepKey.decode(num_reqs, k) for num_reqs in options.batch_buckets)
     return (*decode, StepKey.prefill(1, options.prefill_chunk, k))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

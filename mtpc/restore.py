@@ -95,7 +95,7 @@ def restore(
 def find_kernels(cache: StepCache) -> Entry | Path | None:
     """The kernel library that goes with the cache's steps, not compiled for the purpose."""
     try:
-        return build_kernels(cache.store, frozen=True)
+        return build_kernels(cache.store, frozen=True, environment=cache.program)
     except CacheError:
         if cache.frozen:
             raise

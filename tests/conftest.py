@@ -24,6 +24,7 @@ from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.opening import open_cache
 from mtpc.cache.store import Entry
+from mtpc.capture.program import CapturedStep
 from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -141,3 +142,13 @@ def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str
         return made[family]
 
     return get
+
+
+def in_turn(verify: CapturedStep, propose: CapturedStep) -> CapturedStep:
+    """The halves of a split step as one: what a host that schedules itself replays."""
+
+    def replay() -> None:
+        verify.replay()
+        propose.replay()
+
+    return CapturedStep(verify.key, verify.layout, verify.buffers, replay, 0.0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CPU_OPTIONS, FAMILY_NAMES, CpuBuilt, give_kernels
+from conftest import CPU_OPTIONS, FAMILY_NAMES, CpuBuilt, give_kernels, in_turn
 from oracles import Oracle
 from safetensors.torch import load_file, save_file
 from test_theorem import PROMPTS, poison
@@ -26,7 +26,7 @@ from mtpc.cache.lookup import key_of
 from mtpc.cache.opening import open_cache
 from mtpc.cache.steps import CachedStep, StepCache, graph_file, step_fields
 from mtpc.cache.store import SUMS
-from mtpc.capture.program import CapturedStep, Program
+from mtpc.capture.program import Program
 from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -570,13 +570,7 @@ def test_split_steps_through_the_cache(
     built = cpu_built("glm4_moe")
     steps = {}
     for key in (DECODE, PREFILL):
-        verify, propose = built.compiler.capture_split(key)
-
-        def both(first: CapturedStep = verify, second: CapturedStep = propose) -> None:
-            first.replay()
-            second.replay()
-
-        steps[key] = CapturedStep(key, verify.layout, verify.buffers, both, 0.0)
+        steps[key] = in_turn(*built.compiler.capture_split(key))
     compiler: StepCompiler = built.compiler.compiler
     spec = mtpc.SpecModel(built.spec.served, compiler.options, Program(steps, compiler.shared))
     assert spec.generate(BATCH, 16) == built.spec.generate(BATCH, 16)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES, TINY
+from conftest import FAMILY_NAMES, TINY, in_turn
 from test_theorem import PROMPTS
 
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend
 from mtpc.capture.graph import operators
-from mtpc.capture.program import CapturedStep, Program
+from mtpc.capture.program import Program
 from mtpc.capture.split import split_step
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -45,13 +45,7 @@ def test_two_graphs_equal_one(
     built = compiler(family)
     steps = {}
     for key in built.keys:
-        verify, propose = built.capture_split(key)
-
-        def both(first: CapturedStep = verify, second: CapturedStep = propose) -> None:
-            first.replay()
-            second.replay()
-
-        steps[key] = CapturedStep(key, verify.layout, verify.buffers, both, 0.0)
+        steps[key] = in_turn(*built.capture_split(key))
     spec = SpecModel(built.loaded.served(), built.options, Program(steps, built.shared))
     whole = compiled(family, 3, batch_buckets=(2,))
     assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)

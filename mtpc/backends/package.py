@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mtpc.backends.base import Run
 from mtpc.errors import BackendError
+from mtpc.layout import dtype_name
 
 LIBRARY, CALLS = "step.so", "step.json"
 """The generated library, and the list of custom operators that it calls. AOTInductor's runner
@@ -87,4 +88,4 @@ def _check_signatures(package: Package, tensors: Mapping[str, Tensor]) -> None:
 def signature(tensor: Tensor) -> str:
     """What generated code takes for granted of a tensor: `bfloat16[64,32](32,1)`."""
     shape, stride = ",".join(map(str, tensor.shape)), ",".join(map(str, tensor.stride()))
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]({stride})"
+    return f"{dtype_name(tensor.dtype)}[{shape}]({stride})"

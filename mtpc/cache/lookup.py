@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mtpc.cache.key import Difference, Fields, differences, digest
 from mtpc.cache.machine import COMPILER
+from mtpc.cache.safety import check_owner
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.errors import DamagedEntryError
 
@@ -40,24 +41,47 @@ def find(store: EntryStore, wanted: Fields) -> Entry | None:
         CacheError: another user could have written the cache.
     """
     if COMPILER in wanted:
-        entry = store.read(digest(wanted))
-        if entry is not None:
-            key_of(entry)
-        return entry
+        found = _checked(store, digest(wanted))
+        return found[0] if found else None
+    damage: DamagedEntryError | None = None
     for name, fields in peek(store):
         if {field: v for field, v in fields.items() if field != COMPILER} == dict(wanted):
-            entry = store.read(name)
-            if entry is not None:
-                key_of(entry)
-                return entry
+            try:
+                found = _checked(store, name)
+            except DamagedEntryError as error:
+                damage = error  # Another compiler's may be whole.
+                continue
+            if found is not None:
+                return found[0]
+    if damage is not None:
+        raise damage
     return None
 
 
+def _checked(store: EntryStore, name: str) -> tuple[Entry, dict[str, str]] | None:
+    """An entry and its key, as they were written; None where there is none."""
+    entry = store.read(name)
+    if entry is None:
+        return None
+    try:
+        return entry, key_of(entry)
+    except DamagedEntryError:
+        if store.directory(name).exists():
+            raise
+        return None  # Removed since it was read.
+
+
 def peek(store: EntryStore) -> Iterator[tuple[str, dict[str, str]]]:
-    """Names and keys of all entries, unchecked: to choose by, never to trust."""
+    """Names and keys of all entries, unchecked: to choose by, never to trust.
+
+    Raises:
+        CacheError: another user could have written one.
+    """
     for name in store.digests():
         try:
-            fields = json.loads((store.directory(name) / KEY).read_bytes())
+            path = store.directory(name) / KEY
+            check_owner(path)  # Besides, opening what is no file may wait for ever.
+            fields = json.loads(path.read_bytes())
         except (OSError, ValueError):
             continue  # Damaged, or removed meanwhile; whoever wants this very entry is told.
         if isinstance(fields, dict):
@@ -68,11 +92,11 @@ def readable(store: EntryStore) -> Iterator[tuple[Entry, dict[str, str]]]:
     """Every undamaged entry with its key."""
     for name in store.digests():
         try:
-            entry = store.read(name)
-            if entry is not None:
-                yield entry, key_of(entry)
+            found = _checked(store, name)
         except DamagedEntryError:
             continue  # Whoever wants this very entry is told.
+        if found is not None:
+            yield found
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "vnni", 
 """Beginnings of the cpu flags that code generation looks at."""
 
 
+def environment_fields() -> dict[str, str]:
+    """All that a compilation depends on besides the model and the options."""
+    return {**version_fields(), **source_fields(), **modelling_field(), **machine_fields()}
+
+
 def source_fields(package: Path = _PACKAGE) -> dict[str, str]:
     """A digest of each part of mtpc that has a say in what is compiled."""
     return {

@@ -12,7 +12,7 @@ import torch
 from mtpc import recipes
 from mtpc.backends.package import Package
 from mtpc.capture.graph import PassRecord
-from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey
+from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, step_name
 from mtpc.recipes import Recipe
 
 FORMAT = 1
@@ -63,7 +63,7 @@ class StepRecord:
     @property
     def name(self) -> str:
         """What to call the step."""
-        return str(self.step) if self.part == "step" else f"{self.step}.{self.part}"
+        return step_name(self.step, self.part)
 
     def layout(self) -> Layout:
         """Its buffers."""
@@ -132,8 +132,3 @@ def _buffer_to_json(spec: BufferSpec) -> list[Any]:
 def _buffer_from_json(value: list[Any]) -> BufferSpec:
     name, dims, dtype, pad, writer = value
     return BufferSpec(name, tuple(dims), getattr(torch, dtype), pad, writer)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bfloat16`."""
-    return str(dtype).removeprefix("torch.")

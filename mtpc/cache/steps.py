@@ -14,12 +14,12 @@ from pathlib import Path
 from mtpc.backends.package import CALLS, LIBRARY
 from mtpc.cache.key import Difference, Fields, digest
 from mtpc.cache.lookup import KEY, find, key_bytes, nearest, peek
-from mtpc.cache.machine import machine_fields, modelling_field, source_fields, version_fields
+from mtpc.cache.machine import environment_fields
 from mtpc.cache.record import FORMAT, StepRecord
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
-from mtpc.layout import Part, StepKey
+from mtpc.layout import Part, StepKey, step_name
 
 _SHOWN = 4
 """Differences that a one-line reason names."""
@@ -68,10 +68,7 @@ def program_fields(model: Fields, options: CompileOptions) -> dict[str, str]:
         "options.dtype": options.dtype or "the checkpoint's",
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),
-        **version_fields(),
-        **source_fields(),
-        **modelling_field(),
-        **machine_fields(),
+        **environment_fields(),
     }
 
 
@@ -119,10 +116,8 @@ class StepCache:
         Raises:
             CacheError: another user could have written the cache, or (frozen) it is damaged.
         """
-        wanted = step_fields(self.program, key, part)
         try:
-            entry = find(self.store, wanted)
-            return None if entry is None else _read(entry)
+            return self._look_up(step_fields(self.program, key, part))
         except DamagedEntryError as error:
             if self.frozen:
                 raise
@@ -139,7 +134,8 @@ class StepCache:
         for key in keys:
             step = self.find(key)
             if step is None:
-                self._tell(self._miss_or_refuse(key))
+                self._refuse_if_frozen(key)
+                self._tell(self.miss(key))
                 return None
             found[key] = step
         return found
@@ -153,14 +149,25 @@ class StepCache:
         found = self.find(key, part)
         if found is not None:
             return found
-        self._miss_or_refuse(key, part)
+        self._refuse_if_frozen(key, part)
         fields = step_fields(self.program, key, part)
         with ExitStack() as held:
             try:
                 held.enter_context(self.store.lock(digest(fields), self._tell))
             except CacheWriteError as error:
                 self.note(f"not kept in the cache: {error}")
-            return self.find(key, part) or self._build(fields, build)
+            return self._built_meanwhile(fields) or self._build(fields, build)
+
+    def _built_meanwhile(self, fields: Fields) -> CachedStep | None:
+        """What another builder left while this one waited for the lock."""
+        try:
+            return self._look_up(fields)
+        except DamagedEntryError:
+            return None  # As before the wait, when it was noted.
+
+    def _look_up(self, fields: Fields) -> CachedStep | None:
+        entry = find(self.store, fields)
+        return None if entry is None else _read(entry)
 
     def find_lowered(self, lowering: str) -> CachedStep | None:
         """A step of any key that was lowered from the very same graph, on such a machine."""
@@ -183,18 +190,15 @@ class StepCache:
 
     def miss(self, key: StepKey, part: Part = "step") -> str:
         """Why a step is not in the cache, in a line."""
-        name = str(key) if part == "step" else f"{key}.{part}"
         reasons = self.reasons(key, part)
         shown = "; ".join(map(str, reasons[:_SHOWN]))
         more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         why = f"the nearest entry differs in {shown}{more}" if reasons else "it has none like it"
-        return f"{name} is not in the cache {self.store.root}: {why}"
+        return f"{step_name(key, part)} is not in the cache {self.store.root}: {why}"
 
-    def _miss_or_refuse(self, key: StepKey, part: Part = "step") -> str:
-        """The reason of a miss; an error where nothing may be built."""
+    def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
         if self.frozen:
             raise CacheError(f"{self.miss(key, part)}; frozen, so nothing was built")
-        return self.miss(key, part)
 
     def _build(self, fields: Fields, build: Build) -> CachedStep:
         directory = Path(tempfile.mkdtemp(dir=self._scratch.name))

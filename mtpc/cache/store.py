@@ -172,11 +172,30 @@ class EntryStore:
             self._make("locks")
             handle = os.open(self.root / "locks" / digest, os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
-            with self._writing():  # A file system without locks says so here.
-                _acquire(handle, tell)
+            self._acquire(handle, tell)
             yield
         finally:
             os.close(handle)
+
+    def _acquire(self, handle: int, tell: Callable[[str], None]) -> None:
+        """Wait for an exclusive lock, saying so from time to time."""
+        told = time.monotonic() - _REMIND_S
+        while not self._take(handle):
+            if time.monotonic() - told >= _REMIND_S:
+                told = time.monotonic()
+                tell("waiting for another process that builds this entry")
+            time.sleep(_POLL_S)
+
+    def _take(self, handle: int) -> bool:
+        """Lock a file unless it is locked."""
+        with self._writing():  # A file system without locks says so here.
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            if os.fstat(handle).st_uid == os.geteuid():
+                os.fchmod(handle, FILE_MODE)  # Whatever the umask.
+        return True
 
     def write(self, digest: str, fill: Callable[[Path], None]) -> Entry:
         """Write an entry, in place of what is there; call it under the entry's lock.
@@ -216,7 +235,11 @@ class EntryStore:
         """Move an entry to `tmp`, under its own name: its next builder clears what is left."""
         self._make("tmp")
         trash = Path(tempfile.mkdtemp(prefix=f"{digest}-trash-", dir=self.root / "tmp"))
-        os.rename(self._entries / digest, trash / digest)
+        try:
+            os.rename(self._entries / digest, trash / digest)
+        except OSError:
+            trash.rmdir()
+            raise
         return trash
 
     def leftovers(self) -> list[Path]:
@@ -262,20 +285,6 @@ class EntryStore:
                 f"cannot write the graph cache {self.root}: {error}; free space or make it "
                 "writable, or choose another with cache_dir (MTPC_CACHE_DIR)"
             ) from error
-
-
-def _acquire(handle: int, tell: Callable[[str], None]) -> None:
-    """Wait for an exclusive lock, saying so from time to time."""
-    told = time.monotonic() - _REMIND_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() - told >= _REMIND_S:
-                told = time.monotonic()
-                tell("waiting for another process that builds this entry")
-            time.sleep(_POLL_S)
 
 
 def file_digest(path: Path) -> str:

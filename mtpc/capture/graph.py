@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from mtpc.layout import Layout, Part, StepKey
+from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
 from mtpc.recipes import Recipe, make
 
 
@@ -100,7 +100,7 @@ class StepGraph:
     @property
     def name(self) -> str:
         """What to call it in messages and file names."""
-        return str(self.key) if self.part == "step" else f"{self.key}.{self.part}"
+        return step_name(self.key, self.part)
 
     @property
     def is_flat(self) -> bool:
@@ -164,7 +164,7 @@ def _line(node: fx.Node) -> str:
     value = node.meta.get("val")
     kind = ""
     if isinstance(value, Tensor):
-        kind = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        kind = f": {dtype_name(value.dtype)}{list(value.shape)}"
     args = ", ".join([*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())])
     target = "" if node.op == "get_attr" else f"({args})"
     return f"%{node.name}{kind} = {node.op.removeprefix('call_')} {node.target}{target}"

@@ -12,13 +12,7 @@ from pathlib import Path
 
 from mtpc.cache.key import Difference, differences
 from mtpc.cache.lookup import key_of
-from mtpc.cache.machine import (
-    COMPILER,
-    machine_fields,
-    modelling_field,
-    source_fields,
-    version_fields,
-)
+from mtpc.cache.machine import COMPILER, environment_fields
 from mtpc.cache.opening import open_cache
 from mtpc.cache.record import FORMAT, StepRecord
 from mtpc.cache.steps import KIND, RECORD, StepCache
@@ -73,13 +67,7 @@ def examine(store: EntryStore) -> Iterator[Row]:
     Raises:
         CacheError: another user could have written the cache.
     """
-    here = {
-        "format": str(FORMAT),
-        **version_fields(),
-        **source_fields(),
-        **modelling_field(),
-        **machine_fields(),
-    }
+    here = {"format": str(FORMAT), **environment_fields()}
     for digest in store.digests():
         try:
             entry = store.read(digest)

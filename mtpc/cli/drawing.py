@@ -15,7 +15,8 @@ from mtpc.capture.graph import StepGraph
 from mtpc.cli.anatomy import buffer_groups
 from mtpc.cli.flow import Box, DataEdge, Flow, condense
 from mtpc.cli.svg import Canvas, Font, Heads, Rect
-from mtpc.cli.tables import format_bytes, format_dtype, format_shape
+from mtpc.cli.tables import format_bytes, format_shape
+from mtpc.layout import dtype_name
 
 MARGIN, GAP, BAND_HEADER, BAND_PADDING = 24, 32, 34, 14
 CARD_X, CARD_WIDTH, CARD_LINE, CARD_GAP = 44, 372, 17, 6
@@ -110,7 +111,7 @@ def _cards(box: Box, graph: StepGraph) -> Iterator[Card]:
             for buffers in buffer_groups(layout, group):
                 shape = format_shape(layout.shape(buffers.names[0]))
                 size = format_bytes(buffers.nbytes(layout))
-                dtype = format_dtype(buffers.spec.dtype)
+                dtype = dtype_name(buffers.spec.dtype)
                 lines.append((buffers.label, f"{dtype}{shape} {size}"))
             yield Card(kind, mode, tuple(lines))
 

@@ -22,7 +22,8 @@ from mtpc.cli.anatomy import (
     operator_name,
     piece_of,
 )
-from mtpc.cli.tables import format_bytes, format_dtype, format_shape
+from mtpc.cli.tables import format_bytes, format_shape
+from mtpc.layout import dtype_name
 
 
 @dataclass
@@ -73,7 +74,7 @@ class DataEdge:
         largest = max(self.values, key=lambda value: value.nbytes)
         more = f" +{len(self.values) - 1}" if len(self.values) > 1 else ""
         total = format_bytes(sum(value.nbytes for value in self.values))
-        return f"{format_dtype(largest.dtype)}{format_shape(largest.shape)}{more}, {total}"
+        return f"{dtype_name(largest.dtype)}{format_shape(largest.shape)}{more}, {total}"
 
 
 @dataclass(frozen=True)

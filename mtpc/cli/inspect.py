@@ -183,10 +183,11 @@ def _bucket_heading(layout: Layout, shared: bool) -> str:
 
 
 def _spec_cells(label: str, spec: BufferSpec) -> tuple[str, ...]:
-    from mtpc.cli.tables import format_dtype, format_shape
+    from mtpc.cli.tables import format_shape
+    from mtpc.layout import dtype_name
 
     dims = format_shape(spec.dims)
-    return label, dims, format_dtype(spec.dtype), str(spec.pad), spec.writer
+    return label, dims, dtype_name(spec.dtype), str(spec.pad), spec.writer
 
 
 def _size(layout: Layout, names: Sequence[str]) -> str:

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -70,11 +68,6 @@ def format_bytes(count: int) -> str:
             break
         size /= 1024
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def format_dtype(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def format_shape(shape: Iterable[object]) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from mtpc.cache.key import Fields, digest, hash_of
+from mtpc.cache.key import Fields, digest
 from mtpc.cache.lookup import KEY, find, key_bytes
-from mtpc.cache.machine import COMPILER, machine_fields, version_fields
+from mtpc.cache.machine import COMPILER, machine_fields, source_fields, version_fields
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
@@ -41,6 +41,8 @@ _FLAGS = (
     # libtorch's stable ABI of 2.11: no symbols of C++ classes that change between versions.
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
 )
+_DECISIVE = ("source.kernels", "version.torch", "machine.platform", "machine.cpu",
+             "machine.instruction_sets", COMPILER)  # fmt: skip
 _ERROR_LINES = 20
 _ADVICE = "install g++ >= 12 or clang++ >= 15, set CXX to it, or use backend='eager'"
 
@@ -49,6 +51,7 @@ def build_kernels(
     store: EntryStore | None = None,
     report: Callable[[str], None] = lambda line: None,
     frozen: bool = False,
+    environment: Fields | None = None,
 ) -> Entry | Path:
     """The kernel library for this machine, compiled if the cache does not have it.
 
@@ -56,6 +59,7 @@ def build_kernels(
         store: the graph cache; by default the user's.
         report: receives a line before a compilation starts and when it is done.
         frozen: refuse to compile.
+        environment: what `environment_fields` found, where that is known already.
 
     Returns:
         The checked entry that holds the library; or, where the cache cannot be written, the path
@@ -66,7 +70,7 @@ def build_kernels(
         CacheError: another user could have written the cache; or, frozen, it has no library.
     """
     store = store or EntryStore(cache_directory())
-    fields = kernel_fields()
+    fields = kernel_fields(environment)
     entry = _find(store, fields, report)
     if entry is not None:
         return entry
@@ -85,22 +89,12 @@ def build_kernels(
             return _compile_for_now(compiler, report)
 
 
-def kernel_fields() -> dict[str, str]:
+def kernel_fields(environment: Fields | None = None) -> dict[str, str]:
     """The key of the library: its sources, how and with what they are compiled, for what cpu."""
-    decisive = ("machine.platform", "machine.cpu", "machine.instruction_sets", COMPILER)
-    machine = {name: value for name, value in machine_fields().items() if name in decisive}
-    sources = [
-        data
-        for path in (*_sources(), *sorted(SOURCE_DIR.glob("*.h")))
-        for data in (path.name.encode(), path.read_bytes())
-    ]
-    return {
-        "kind": "kernels",
-        "source.kernels": hash_of(sources),
-        "flags": " ".join(_FLAGS),
-        "version.torch": version_fields()["version.torch"],
-        **machine,
-    }
+    if environment is None:
+        environment = {**version_fields(), **source_fields(), **machine_fields()}
+    decisive = {name: environment[name] for name in _DECISIVE if name in environment}
+    return {"kind": "kernels", "flags": " ".join(_FLAGS), **decisive}
 
 
 def _find(store: EntryStore, fields: Fields, report: Callable[[str], None]) -> Entry | None:

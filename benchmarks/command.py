@@ -1,0 +1,75 @@
+"""What the benchmarks' command lines have in common: progress, directories, numbers, results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine, describe_versions
+from benchmarks.sampling import Tell
+
+
+def positive(text: str) -> int:
+    """An argument that is a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def teller() -> Tell:
+    """Plain lines on standard error: anything livelier would use the CPU that is measured."""
+    start = time.perf_counter()
+
+    def tell(text: str) -> None:
+        print(f"[{time.perf_counter() - start:7.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+@contextmanager
+def working_directory(path: Path | None) -> Iterator[Path]:
+    """A directory for checkpoints and logs: the one given, which is kept, or a temporary one."""
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="mtpc-benchmark-") as temporary:
+        yield Path(temporary)
+
+
+def write_results(
+    args: argparse.Namespace,
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    measured: Mapping[str, Any],
+) -> None:
+    """Write what `--out` and `--markdown` ask for, with the machine, versions and arguments.
+
+    Args:
+        args: with `out` and `markdown`, paths or None.
+        columns: headings of the table in Markdown.
+        cells: its body.
+        notes: lines below it.
+        measured: everything, for JSON.
+    """
+    context: dict[str, dict[str, Any]] = {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "arguments": vars(args),
+    }
+    if args.out:
+        args.out.write_text(json.dumps({**context, **measured}, indent=2, default=str))
+    if args.markdown:
+        table = [columns, ["---"] * len(columns), *cells]
+        facts = [f"{k}: {', '.join(f'{n} {v}' for n, v in c.items())}" for k, c in context.items()]
+        lines = [*(f"| {' | '.join(line)} |" for line in table), ""]
+        args.markdown.write_text("\n".join([*lines, *(f"- {n}" for n in (*notes, *facts)), ""]))

@@ -1,0 +1,186 @@
+"""Others at work in the same cache: replacements, removals, kills, and other users' settings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import store_writer
+from store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, put
+
+from mtpc.cache import store as store_module
+from mtpc.cache.lookup import find
+from mtpc.cache.store import SUMS, Entry, EntryStore
+from mtpc.errors import CacheError, DamagedEntryError
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> EntryStore:
+    tmp_path.chmod(0o755)
+    made = EntryStore(tmp_path / "store")
+    made.prepare()
+    made.write(DIGEST, filled(1))
+    return made
+
+
+def test_replaced_while_read(store: EntryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that is replaced between its sums and its files is whole, not damaged."""
+    real = store_module.file_digest
+
+    def replace_first(path: Path) -> str:
+        monkeypatch.setattr(store_module, "file_digest", real)
+        store.write(DIGEST, filled(2))
+        return real(path)
+
+    monkeypatch.setattr(store_module, "file_digest", replace_first)
+    assert generation(store.read(DIGEST)) == 2
+    assert store_module.file_digest is real  # The replacement did happen.
+
+
+@pytest.mark.parametrize("name", [FIRST, SUMS])
+def test_folder_in_place_of_a_file(store: EntryStore, name: str) -> None:
+    path = store.directory(DIGEST) / name
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DamagedEntryError, match=name):
+        store.read(DIGEST)
+
+
+def test_file_in_place_of_an_entry(store: EntryStore) -> None:
+    shutil.rmtree(store.directory(DIGEST))
+    store.directory(DIGEST).write_bytes(b"")
+    with pytest.raises(DamagedEntryError, match=DIGEST):
+        store.read(DIGEST)
+
+
+@pytest.mark.parametrize("place", [".", "entries"])
+def test_unreadable_folders(store: EntryStore, place: str) -> None:
+    """As for files: the other user is told; it is no miss."""
+    (store.root / place).chmod(0o700)
+    (told,) = attempt(store, "read", uid=NOBODY)
+    assert str(told).startswith("CacheError: cannot read the graph cache: ")
+
+
+@pytest.mark.parametrize("place", [".", "entries"])
+def test_digests_of_unreadable_folders(store: EntryStore, place: str) -> None:
+    (store.root / place).chmod(0o700)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(store.root.parent)
+        os.setuid(NOBODY)
+        try:
+            EntryStore(Path("store")).digests()
+        except CacheError:
+            os._exit(0)
+        except PermissionError:
+            os._exit(1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_removed_after_the_check(store: EntryStore) -> None:
+    entry = store.read(DIGEST)
+    store.remove(DIGEST)
+    with pytest.raises(CacheError):
+        entry.read(FIRST)
+
+
+def test_removed_between_check_and_key(store: EntryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`find` misses an entry that is pruned meanwhile."""
+    put(store)
+    real = store.read
+
+    def read_and_remove(name: str) -> Entry | None:
+        entry = real(name)
+        store.remove(name)
+        return entry
+
+    monkeypatch.setattr(store, "read", read_and_remove)
+    assert find(store, store_writer.FIELDS) is None
+
+
+class Killed(BaseException):
+    """Stands for kill -9 while the replaced entry is being deleted."""
+
+
+def test_trash_of_a_killed_builder(store: EntryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/cache.md: what a killed builder left in tmp is removed by the next builder."""
+
+    def die(*args: Any, **options: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", die)
+        with pytest.raises(Killed):
+            store.write(DIGEST, filled(2))
+    assert in_tmp(store) != []
+    store.write(DIGEST, filled(3))
+    assert in_tmp(store) == []
+
+
+def test_prune_during_a_replacement(store: EntryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a living builder puts aside is not for `mtpc cache prune` to delete."""
+    real = shutil.rmtree
+
+    def rmtree(path: Path, *args: Any, **options: Any) -> None:
+        for left in store.leftovers():  # As `mtpc cache prune` in another process.
+            real(left, ignore_errors=True)
+        real(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with store.lock(DIGEST, no_wait):
+        assert generation(store.write(DIGEST, filled(2))) == 2
+    assert generation(store.read(DIGEST)) == 2
+
+
+def test_damaged_beside_a_whole_one(store: EntryStore) -> None:
+    """Without a compiler any compiler's entry will do: the whole one, if another is damaged."""
+    for compiler in ("g++ 12", "g++ 13"):
+        put(store, **{"machine.compiler": compiler})
+    first = next(name for name in store.digests() if name != DIGEST)
+    (store.directory(first) / "extra").touch()
+    assert find(store, store_writer.UNKNOWN) is not None
+
+
+def test_remove_of_nothing(store: EntryStore) -> None:
+    """Nothing is left in tmp by a removal that found no entry."""
+    with pytest.raises(CacheError):
+        store.remove("f" * 32)
+    assert in_tmp(store) == []
+
+
+def test_locks_of_a_strict_umask(store: EntryStore) -> None:
+    """`leftovers` (mtpc cache ls) of another user, with a lock file of mode 0600."""
+    old = os.umask(0o077)
+    with store.lock("f" * 32, no_wait):
+        os.umask(old)
+    (store.root / "tmp" / f"{'f' * 32}-dead").mkdir()
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(store.root.parent)
+        os.setuid(NOBODY)
+        try:
+            EntryStore(Path("store")).leftovers()
+        except PermissionError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_errors_of_tell_are_not_the_caches(store: EntryStore) -> None:
+    """A closed pipe behind `tell` is no failure to write the cache."""
+
+    def tell(line: str) -> None:
+        raise BrokenPipeError("of the progress line")
+
+    with (
+        store.lock(DIGEST, no_wait),
+        pytest.raises(BrokenPipeError),
+        store.lock(DIGEST, tell),
+    ):
+        raise AssertionError
