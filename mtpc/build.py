@@ -93,7 +93,7 @@ def build(
         options: as for `mtpc.compile`; `spec_tokens` in it is not looked at.
         spec_tokens: the numbers of drafts to build for.
         split: build `verify` and `propose` as graphs of their own too, for hosts that schedule.
-        jobs: processes; None is one a core, as far as memory holds a copy of the weights each.
+        jobs: processes; None is one a core, as far as memory holds the weights of each.
         listener: hears of progress.
 
     Raises:
@@ -158,10 +158,10 @@ def _tasks(options: CompileOptions, spec_tokens: tuple[int, ...], split: bool) -
 
 
 def default_jobs(directory: Path) -> int:
-    """One a core, as long as half of the free memory holds a copy of the weights for each."""
+    """One a core, as long as half of the free memory holds weights of each, plain and packed."""
     weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(os.cpu_count() or 1, free // (2 * max(weights, 1))))
+    return max(1, min(os.cpu_count() or 1, free // (4 * max(weights, 1))))
 
 
 class _Teller:

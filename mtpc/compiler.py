@@ -115,7 +115,8 @@ class StepCompiler:
             seen: called with each pass's name and the graph after it.
         """
         options = self.options
-        passes = select_passes(self._buffer_names, options.disabled_passes, options.enabled_passes)
+        enabled = (*options.enabled_passes, *self.backend.enables)
+        passes = select_passes(self._buffer_names, options.disabled_passes, enabled)
         pipeline = (*passes, *self.backend.legalise())
         verify = Verifier(options.verify_passes)
 

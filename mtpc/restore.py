@@ -79,7 +79,9 @@ def restore(
         elapsed = time.perf_counter() - start
         listener(Progress("load", key, done, len(found), elapsed))
         steps[key] = binder.bind(step)
-    check_finite(binder.weights.items(), str(checkpoint.directory))
+    derived = binder.weights.recipes
+    stored = ((name, t) for name, t in binder.weights.items() if name not in derived)
+    check_finite(stored, str(checkpoint.directory))
     for name, weight in {n: w for record in records for n, w in record.repeats.items()}.items():
         check_repeated(checkpoint, name, binder.weights[weight])
     served = ServedModel(

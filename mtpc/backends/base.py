@@ -21,9 +21,11 @@ class Backend(Protocol):
 
     Attributes:
         name: as in the option `backend`.
+        enables: passes, off by default, that pay on this backend.
     """
 
     name: str
+    enables: tuple[str, ...]
 
     def legalise(self) -> tuple[Pass, ...]:
         """Passes that rewrite to this backend's op table; they end the pipeline."""

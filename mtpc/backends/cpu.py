@@ -34,6 +34,9 @@ _INDUCTOR = {
     # Inductor recomputes cheap expressions in every consumer; metadata and rotary angles have as
     # many consumers as the model has layers. A low threshold stores them once: half the code.
     "realize_opcount_threshold": 8,
+    # A fused loop would keep in float32 what the graph says is bfloat16, and what is fused differs
+    # between graphs: plain decoding and speculation would round differently.
+    "emulate_precision_casts": True,
 }
 _INLINED_ELEMENTS = 8
 """Inductor writes one-dimensional constants of up to this many elements into its code."""
@@ -69,6 +72,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    enables: tuple[str, ...] = ("pack-weights",)
 
     def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:
         load_kernels(store, report)

@@ -13,6 +13,7 @@ class EagerBackend:
     """Executes StepGraphs in Python; the meaning that every other backend must reproduce."""
 
     name = "eager"
+    enables: tuple[str, ...] = ()
 
     def legalise(self) -> tuple[Pass, ...]:
         """The reference ops are this backend's ops."""

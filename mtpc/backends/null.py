@@ -96,6 +96,7 @@ class NullDevice:
     """Backend whose capture is a `Tape`; runs anywhere, so that capture is tested everywhere."""
 
     name = "null"
+    enables: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._eager = EagerBackend()

@@ -23,7 +23,7 @@ _PACKAGE = Path(mtpc.__file__).parent
 _SOURCES = {
     "capture": ("capture/*.py",),
     "models": ("models/*.py", "checkpoint.py", "recipes.py"),
-    "ops": ("ops/*.py",),
+    "ops": ("ops/*.py", "packing.py"),
     "passes": ("passes/*.py",),
     "step": ("step.py", "layout.py", "buffers.py", "compiler.py"),
     "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),

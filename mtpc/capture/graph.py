@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
-from mtpc.recipes import Recipe, make
+from mtpc.recipes import Recipe, make, substitute
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class WeightTable:
         """
         if name not in self._by_name:
             self.bind(name, make(recipe, lambda part: self[part].detach()))
-            self.recipes[name] = recipe
+            self.recipes[name] = substitute(recipe, lambda part: self.recipes.get(part, part))
         return self[name]
 
     def add_constant(self, tensor: Tensor) -> str:

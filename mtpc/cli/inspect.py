@@ -90,7 +90,8 @@ def _last_pass(
     wanted = after or before
     if wanted is None:
         return None
-    selected = select_passes({}, options.disabled_passes, options.enabled_passes)
+    enabled = (*options.enabled_passes, *backend.enables)
+    selected = select_passes({}, options.disabled_passes, enabled)
     running = [step.name for step in (*selected, *backend.legalise())]
     if wanted not in running:
         if wanted in pass_names():

@@ -12,11 +12,14 @@ from mtpc.ops.attention import (
     write_cache,
 )
 from mtpc.ops.experts import experts
+from mtpc.ops.packed import packed_experts, packed_linear
 
 __all__ = [
     "expanded_latent_attention",
     "experts",
     "latent_attention",
+    "packed_experts",
+    "packed_linear",
     "paged_attention",
     "write_cache",
 ]

@@ -11,14 +11,15 @@ from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
+from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.verifier import Verifier
 
 REQUIRED = ("resize-metadata", "fuse-draft-chain")
 """Without these a graph is not valid, or not one graph."""
-OFF_BY_DEFAULT = ("merge-projections",)
-"""Run only where the option `enabled_passes` names them."""
+OFF_BY_DEFAULT = ("merge-projections", "pack-weights")
+"""Run only where the option `enabled_passes`, or the backend, names them."""
 
 
 def full_pipeline(buffer_names: Mapping[int, str]) -> tuple[Pass, ...]:
@@ -35,6 +36,7 @@ def full_pipeline(buffer_names: Mapping[int, str]) -> tuple[Pass, ...]:
         SelectHeadRows(),
         HoistShared(),
         MergeProjections(),
+        PackWeights(),
     )
 
 

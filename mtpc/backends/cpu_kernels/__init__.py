@@ -1,8 +1,9 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
-`mtpc_cpu::write_cache`, `paged_attention`, `latent_attention` and `experts` take what the
-reference ops of the same names in `mtpc::` take and mean the same; a backend's pass exchanges one
-for the other, so the meaning of a traced graph never depends on what has been loaded.
+`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `experts`, and on packed
+weights `packed_linear` and `packed_experts`. They take what the reference ops in `mtpc::` take and
+mean the same; a backend's pass exchanges one for the other, so the meaning of a traced graph never
+depends on what has been loaded.
 
 They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`. What they
 guarantee beyond the references:
@@ -11,7 +12,7 @@ guarantee beyond the references:
   of rows that its own request has: speculation can be compared with plain decoding exactly.
 - Attention costs time in proportion to seq_lens, not to the width of the block table, and reads
   no cache position that no row attends to.
-- `experts` reads each chosen expert's weights once.
+- `experts` and `packed_experts` read each chosen expert's weights once, `packed_linear` its weight.
 
 Sums are accumulated in float32, in float64 for float64 queries or rows. Elements of q, x, caches
 and weights are bfloat16, float16, float32 or float64; index tensors int32 or int64. Any strides
@@ -28,11 +29,13 @@ import torch
 from torch import Tensor
 
 import mtpc.ops.attention
-import mtpc.ops.experts  # noqa: F401  (both register the references that kernel_table names)
+import mtpc.ops.experts  # noqa: F401  (both register references that kernel_table names)
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
 from mtpc.cache.store import Entry, EntryStore
+from mtpc.ops.packed import fake_packed_linear
 
-NAMES = ("write_cache", "paged_attention", "latent_attention", "experts")
+NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
+         "packed_experts")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
@@ -103,6 +106,8 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "paged_attention": _fake_paged_attention,
     "latent_attention": _fake_latent_attention,
     "experts": _fake_experts,
+    "packed_linear": fake_packed_linear,
+    "packed_experts": _fake_experts,
 }
 
 __all__ = ["NAMES", "build_kernels", "kernel_table", "load_kernels", "load_library"]

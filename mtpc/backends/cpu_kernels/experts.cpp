@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "choices.h"
 #include "kernels.h"
 #include "simd.h"
 #include "tensors.h"
@@ -90,17 +91,8 @@ void for_input_tiles(int64_t count, const Body& body) {
   if (count - i >= 1) body(std::integral_constant<int, 1>{}, i);
 }
 
-/// The rows that chose one expert, in order, and its weight in each.
-template <class A>
-struct Choice {
-  int64_t expert;
-  std::vector<int64_t> rows;
-  std::vector<A> weights;
-  int64_t first_slot = 0;  // of its rows among the rows of all choices
-};
-
 struct Shape {
-  int64_t tokens, hidden, experts, intermediate, choices;
+  int64_t tokens, hidden, experts, intermediate;
 };
 
 template <class T>
@@ -112,13 +104,13 @@ class Experts {
         x_(x),
         gate_up_(gate_up),
         down_(down),
-        choices_(group(ids, weights)),
-        active_(slots_ * shape.intermediate) {}
+        choices_(group_rows<T>(ids, weights, shape.experts)),
+        active_(choices_.slots * shape.intermediate) {}
 
   void run(const Tensor& out) {
-    const int64_t work = slots_ * s_.hidden * s_.intermediate;
-    run_blocks(s_.intermediate, choices_.size(), work * 2, [&](int64_t choice, int64_t begin) {
-      activate(choices_[choice], begin, std::min(begin + kBlock, s_.intermediate));
+    const int64_t work = choices_.slots * s_.hidden * s_.intermediate;
+    run_blocks(s_.intermediate, choices_.chosen.size(), work * 2, [&](int64_t choice, int64_t begin) {
+      activate(choices_.chosen[choice], begin, std::min(begin + kBlock, s_.intermediate));
     });
     T* result = static_cast<T*>(out.mutable_data_ptr());
     run_blocks(s_.hidden, 1, work, [&](int64_t, int64_t begin) {
@@ -136,31 +128,6 @@ class Experts {
     run_tasks(blocks * groups, worker_count(work), [&](int64_t task) {
       body(task / blocks, task % blocks * kBlock);
     });
-  }
-
-  /// The experts that anybody chose, in index order. Ids outside the table choose nothing.
-  std::vector<Choice<A>> group(const Tensor& expert_ids, const Tensor& expert_weights) {
-    const Indices ids(expert_ids, "expert_ids", 2);
-    std::vector<Choice<A>> all(s_.experts);
-    std::vector<A> weights(s_.choices);
-    for (int64_t row = 0; row < s_.tokens; ++row) {
-      read(weights.data(), expert_weights, row * expert_weights.stride(0), s_.choices);
-      for (int64_t k = 0; k < s_.choices; ++k) {
-        const int64_t expert = ids(row, k);
-        if (expert < 0 || expert >= s_.experts) continue;
-        all[expert].rows.push_back(row);
-        all[expert].weights.push_back(static_cast<A>(static_cast<T>(weights[k])));
-      }
-    }
-    std::vector<Choice<A>> chosen;
-    for (int64_t expert = 0; expert < s_.experts; ++expert) {
-      if (all[expert].rows.empty()) continue;
-      all[expert].expert = expert;
-      all[expert].first_slot = slots_;
-      slots_ += all[expert].rows.size();
-      chosen.push_back(std::move(all[expert]));
-    }
-    return chosen;
   }
 
   const T* matrix(const Tensor& stacked, int64_t expert) const {
@@ -201,7 +168,7 @@ class Experts {
   /// Output features [begin, end) of all rows: the weighted sum over experts, in index order.
   void combine(int64_t begin, int64_t end, T* out) const {
     std::vector<A> sums(s_.tokens * kBlock);
-    for (const Choice<A>& choice : choices_) add_expert(choice, begin, end, sums.data());
+    for (const Choice<A>& choice : choices_.chosen) add_expert(choice, begin, end, sums.data());
     for (int64_t row = 0; row < s_.tokens; ++row) {
       for (int64_t feature = begin; feature < end; ++feature) {
         out[row * s_.hidden + feature] = static_cast<T>(sums[row * kBlock + feature - begin]);
@@ -233,8 +200,7 @@ class Experts {
   const Tensor& x_;
   const Tensor& gate_up_;
   const Tensor& down_;
-  int64_t slots_ = 0;
-  std::vector<Choice<A>> choices_;
+  const Choices<A> choices_;
   Buffer<T> active_;  // [slots, intermediate]
 };
 
@@ -245,13 +211,13 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
           weights.dim() == 2,
       "mtpc_cpu::experts: expected x [T, H], gate_up [E, 2I, H], down [E, H, I], "
       "expert_ids [T, k], expert_weights [T, k]");
-  const Shape s{x.size(0), x.size(1), down.size(0), down.size(2), ids.size(1)};
+  const Shape s{x.size(0), x.size(1), down.size(0), down.size(2)};
   STD_TORCH_CHECK(
       gate_up.size(0) == s.experts && gate_up.size(1) == 2 * s.intermediate &&
           gate_up.size(2) == s.hidden && down.size(1) == s.hidden,
       "mtpc_cpu::experts: gate_up [E, 2I, H] and down [E, H, I] do not fit x [T, H]");
   STD_TORCH_CHECK(
-      ids.size(0) == s.tokens && weights.size(0) == s.tokens && weights.size(1) == s.choices,
+      ids.size(0) == s.tokens && weights.size(0) == s.tokens && weights.size(1) == ids.size(1),
       "mtpc_cpu::experts: expert_ids and expert_weights must be [T, k]");
   STD_TORCH_CHECK(
       x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type(),

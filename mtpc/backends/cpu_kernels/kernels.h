@@ -1,4 +1,4 @@
-// The four ops; their meaning is that of mtpc::* (mtpc/ops), which see for shapes and dtypes.
+// The ops; their meaning is that of mtpc::* (mtpc/ops), which see for shapes and dtypes.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -24,5 +24,12 @@ Tensor latent_attention(
 Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights);
+
+Tensor packed_experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
+    const Tensor& expert_weights);
+
+Tensor packed_linear(
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias);
 
 }  // namespace mtpc

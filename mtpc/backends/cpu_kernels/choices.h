@@ -1,0 +1,56 @@
+// Which rows chose which experts.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "tensors.h"
+
+namespace mtpc {
+
+/// The rows that chose one expert, in order, and its weight in each.
+template <class A>
+struct Choice {
+  int64_t expert;
+  std::vector<int64_t> rows;
+  std::vector<A> weights;
+  int64_t first_slot = 0;  // of its rows among the rows of all choices
+};
+
+/// The experts that anybody chose, in index order.
+template <class A>
+struct Choices {
+  std::vector<Choice<A>> chosen;
+  int64_t slots = 0;
+};
+
+/// Groups rows by expert. Ids outside the table choose nothing; weights are rounded to T.
+template <class T>
+Choices<Accumulator<T>> group_rows(
+    const Tensor& expert_ids, const Tensor& expert_weights, int64_t experts) {
+  using A = Accumulator<T>;
+  const Indices ids(expert_ids, "expert_ids", 2);
+  const int64_t choices = expert_ids.size(1);
+  std::vector<Choice<A>> all(experts);
+  std::vector<A> weights(choices);
+  for (int64_t row = 0; row < expert_ids.size(0); ++row) {
+    read(weights.data(), expert_weights, row * expert_weights.stride(0), choices);
+    for (int64_t k = 0; k < choices; ++k) {
+      const int64_t expert = ids(row, k);
+      if (expert < 0 || expert >= experts) continue;
+      all[expert].rows.push_back(row);
+      all[expert].weights.push_back(static_cast<A>(static_cast<T>(weights[k])));
+    }
+  }
+  Choices<A> result;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    if (all[expert].rows.empty()) continue;
+    all[expert].expert = expert;
+    all[expert].first_slot = result.slots;
+    result.slots += all[expert].rows.size();
+    result.chosen.push_back(std::move(all[expert]));
+  }
+  return result;
+}
+
+}  // namespace mtpc

@@ -1,0 +1,77 @@
+// Linear layers on packed bfloat16 weights.
+#include <torch/csrc/stable/ops.h>
+
+#include <optional>
+#include <vector>
+
+#include "kernels.h"
+#include "packed.h"
+#include "tensors.h"
+
+namespace mtpc {
+namespace {
+
+/// A call's operands: x is [rows, inputs], dense.
+struct Linear {
+  const BFloat16* x;
+  const BFloat16* weight;
+  const float* bias;  // may be null
+  BFloat16* out;
+  int64_t rows, inputs, features;
+};
+
+void run(const Linear& call) {
+  const int64_t tiles = count_tiles(call.features);
+  const int64_t work = call.rows * call.features * call.inputs;
+  run_tasks(tiles, worker_count(work), [&](int64_t tile) {
+    const int64_t begin = tile * kFeatures;
+    const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
+    const BFloat16* weights = call.weight + begin * call.inputs;
+    for_products(call.x, call.rows, call.inputs, weights, [&](int64_t row, const float* sums) {
+      BFloat16* out = call.out + row * call.features + begin;
+      for (int64_t f = 0; f < count; ++f) {
+        out[f] = static_cast<BFloat16>(sums[f] + (call.bias ? call.bias[begin + f] : 0.0f));
+      }
+    });
+  });
+}
+
+void check(const Tensor& x, const Tensor& weight, int64_t features,
+           const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(
+      x.scalar_type() == ScalarType::BFloat16 && weight.scalar_type() == ScalarType::BFloat16 &&
+          (!bias || bias->scalar_type() == ScalarType::BFloat16),
+      "mtpc_cpu::packed_linear: x, weight and bias must be bfloat16");
+  STD_TORCH_CHECK(
+      x.dim() >= 1 && weight.dim() == 4 && weight.is_contiguous() &&
+          weight.size(0) == count_tiles(features) &&
+          2 * weight.size(1) == x.size(x.dim() - 1) && weight.size(2) == kFeatures &&
+          weight.size(3) == 2,
+      "mtpc_cpu::packed_linear: expected x [..., K] and a weight of ", features,
+      " features packed to [ceil(N / 32), K / 2, 32, 2]");
+  STD_TORCH_CHECK(
+      !bias || (bias->dim() == 1 && bias->size(0) == features),
+      "mtpc_cpu::packed_linear: expected bias [", features, "]");
+}
+
+}  // namespace
+
+Tensor packed_linear(
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias) {
+  check(x, weight, features, bias);
+  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  std::vector<int64_t> shape;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  shape.push_back(features);
+  const Tensor out = torch::stable::new_empty(x, shape);
+  std::vector<float> biases(bias ? features : 0);
+  if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
+  const int64_t inputs = x.size(x.dim() - 1);
+  run({static_cast<const BFloat16*>(dense.const_data_ptr()),
+       static_cast<const BFloat16*>(weight.const_data_ptr()), bias ? biases.data() : nullptr,
+       static_cast<BFloat16*>(out.mutable_data_ptr()), inputs == 0 ? 0 : x.numel() / inputs,
+       inputs, features});
+  return out;
+}
+
+}  // namespace mtpc

@@ -1,0 +1,59 @@
+"""Linear layers and experts on packed weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtpc.ops.experts import experts
+from mtpc.packing import unpack
+
+
+@torch.library.custom_op("mtpc::packed_linear", mutates_args=())
+def packed_linear(x: Tensor, weight: Tensor, features: int, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias.
+
+    Args:
+        x: bfloat16 [..., K].
+        weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.packing.pack` makes it.
+        features: N.
+        bias: bfloat16 [N].
+
+    Returns:
+        bfloat16 [..., N].
+    """
+    return F.linear(x, unpack(weight, features), bias)
+
+
+@packed_linear.register_fake
+def fake_packed_linear(
+    x: Tensor, weight: Tensor, features: int, bias: Tensor | None = None
+) -> Tensor:
+    """Shape and dtype of the result."""
+    return x.new_empty((*x.shape[:-1], features))
+
+
+@torch.library.custom_op("mtpc::packed_experts", mutates_args=())
+def packed_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+) -> Tensor:
+    """`mtpc::experts` on packed weights.
+
+    Args:
+        x: bfloat16 [T, H].
+        gate_up: bfloat16 [E, 2I / 32, H / 2, 32, 2], packed; I is a multiple of 32.
+        down: bfloat16 [E, ceil(H / 32), I / 2, 32, 2], packed.
+        expert_ids: int64 [T, k], distinct per row.
+        expert_weights: [T, k].
+
+    Returns:
+        bfloat16 [T, H].
+    """
+    wide = unpack(gate_up, gate_up.shape[1] * gate_up.shape[3])
+    return experts(x, wide, unpack(down, x.shape[1]), expert_ids, expert_weights)
+
+
+@packed_experts.register_fake
+def _(x, gate_up, down, expert_ids, expert_weights):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)

@@ -1,0 +1,64 @@
+"""Weights in the order in which the cpu kernels read them.
+
+A packed [N, K] weight is [ceil(N / 32), K / 2, 32, 2]: tiles of 32 output features, in each the
+features' pairs of adjacent inputs side by side. A kernel reads a tile as one stream, whatever the
+number of rows it multiplies, and a pair is what one lane of a bfloat16 dot product takes. Stacked
+weights [E, N, K] are packed one by one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+TILE = 32
+"""Output features in a tile."""
+_HUGE_PAGE = 2 << 20
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether a weight has a packed form: bfloat16 matrices with an even number of inputs."""
+    return weight.dtype == torch.bfloat16 and weight.dim() in (2, 3) and weight.shape[-1] % 2 == 0
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The packed copy of a weight; features beyond its last are zeros.
+
+    Args:
+        weight: bfloat16 [..., N, K], K even.
+
+    Returns:
+        bfloat16 [..., ceil(N / 32), K / 2, 32, 2], in huge pages where the system has them:
+        reading 2 MB a page instead of 4 KB was worth a third of the bandwidth on the machine of
+        docs/performance.md.
+    """
+    *stack, features, inputs = weight.shape
+    whole, rest = divmod(features, TILE)
+    packed = _allocate((*stack, whole + bool(rest), inputs // 2, TILE, 2), weight.dtype)
+    tiles = weight[..., : whole * TILE, :].reshape(*stack, whole, TILE, inputs // 2, 2)
+    packed[..., :whole, :, :, :].copy_(tiles.transpose(-3, -2))
+    if rest:
+        last = weight[..., whole * TILE :, :].reshape(*stack, rest, inputs // 2, 2)
+        packed[..., whole, :, :, :].zero_()
+        packed[..., whole, :, :rest, :].copy_(last.transpose(-3, -2))
+    return packed
+
+
+def unpack(packed: Tensor, features: int) -> Tensor:
+    """The weight that `pack` was given, [..., features, K]."""
+    *stack, tiles, pairs, _, _ = packed.shape
+    flat = packed.transpose(-3, -2).reshape(*stack, tiles * TILE, pairs * 2)
+    return flat[..., :features, :]
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory, in huge pages from 2 MB on."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if nbytes < _HUGE_PAGE or sys.platform != "linux":
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

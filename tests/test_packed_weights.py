@@ -1,0 +1,289 @@
+"""Packed weights: the layout, kernels against references, the pass, and batch invariance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_theorem import PROMPTS, poison
+from torch import Tensor
+from torch.nn import functional as F
+
+import mtpc
+from mtpc import recipes
+from mtpc.backends import make_backend
+from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.capture.graph import operators
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.packing import TILE, can_pack, pack, unpack
+from mtpc.passes.pack_weights import PackWeights
+from mtpc.recipes import Join, Pack
+
+load_kernels()
+OURS, REFERENCE = torch.ops.mtpc_cpu.packed_linear, torch.ops.mtpc.packed_linear
+SIZES = [(64, 64), (32, 2), (1, 64), (31, 66), (33, 130), (1024, 1024)]
+"""Output features, inputs."""
+WITHIN = 2**-8
+"""Half a unit in the last place of bfloat16, twice: one rounding here, one in the comparison."""
+
+
+@pytest.fixture(scope="module")
+def compiler(checkpoint: Callable[..., Path]) -> Callable[..., StepCompiler]:
+    """compiler(family, **options): a StepCompiler on the eager backend."""
+
+    def get(family: str, **options: Any) -> StepCompiler:
+        parsed = CompileOptions(**{"spec_tokens": 3, "batch_buckets": (2,), **TINY, **options})
+        loaded = load(checkpoint(family), parsed.dtype, needs_mtp=True)
+        return StepCompiler(loaded, parsed, make_backend("eager"))
+
+    return get
+
+
+def bf16(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_unpack_is_the_inverse_of_pack(size: tuple[int, int]) -> None:
+    weight = bf16(*size)
+    packed = pack(weight)
+    assert torch.equal(unpack(pack(torch.stack([weight, -weight])), size[0])[1], -weight)
+    assert packed.shape == (-(-size[0] // TILE), size[1] // 2, TILE, 2)
+    assert packed.is_contiguous()
+    assert torch.equal(unpack(packed, size[0]), weight)
+
+
+def test_packed_padding_is_zero() -> None:
+    """Features beyond the last: they are multiplied, so they must not be NaN."""
+    assert not pack(bf16(33, 4))[1, :, 1:].any()
+
+
+def test_what_cannot_be_packed() -> None:
+    assert can_pack(bf16(1, 2))
+    assert not can_pack(bf16(4, 3))
+    assert not can_pack(torch.zeros(4, 4))
+    assert not can_pack(bf16(4))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 4, 11, 12, 13, 25, 64])
+@pytest.mark.parametrize("size", SIZES)
+def test_kernel_against_float64(size: tuple[int, int], rows: int, with_bias: bool) -> None:
+    """Sums in float32, one rounding: within a unit of the exact result's bfloat16."""
+    features, inputs = size
+    x, weight = bf16(rows, inputs, seed=1), bf16(features, inputs)
+    bias = bf16(features, seed=2) if with_bias else None
+    found = OURS(x, pack(weight), features, bias)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    magnitude = F.linear(x.double().abs(), weight.double().abs())
+    assert found.dtype == torch.bfloat16
+    assert found.shape == (rows, features)
+    # Rounding to bfloat16, and float32 sums whose error grows with what was added up.
+    bound = exact.abs() * WITHIN + magnitude * inputs * 2**-24
+    assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+def test_kernel_against_the_reference() -> None:
+    x, packed, bias = bf16(3, 5, 128, seed=1), pack(bf16(80, 128)), bf16(80, seed=2)
+    for arguments in ((x, packed, 80), (x, packed, 80, bias)):
+        torch.testing.assert_close(OURS(*arguments), REFERENCE(*arguments), rtol=8e-3, atol=8e-3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 40),
+    at=st.integers(0, 39),
+    features=st.integers(1, 100),
+    threads=st.integers(1, 4),
+)
+def test_rows_do_not_depend_on_rows(rows: int, at: int, features: int, threads: int) -> None:
+    """Bit for bit, whatever the number of rows and of threads."""
+    at %= rows
+    x, packed = bf16(rows, 96, seed=rows), pack(bf16(features, 96, seed=features))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = OURS(x, packed, features)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together[at : at + 1], OURS(x[at : at + 1], packed, features))
+
+
+def test_kernel_takes_any_strides() -> None:
+    x, packed, bias = bf16(64, 7, seed=1).t(), pack(bf16(40, 64)), bf16(80, seed=2)[::2]
+    assert torch.equal(OURS(x, packed, 40, bias), OURS(x.contiguous(), packed, 40, bias.clone()))
+    assert OURS(x[:0], packed, 40).shape == (0, 40)
+
+
+def test_kernel_schema_and_fake() -> None:
+    for op in (OURS.default, REFERENCE.default):
+        arguments = (bf16(2, 3, 64), pack(bf16(40, 64)), 40, bf16(40))
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((bf16(2, 64).float(), pack(bf16(40, 64)), 40), "must be bfloat16"),
+        ((bf16(2, 62), pack(bf16(40, 64)), 40), "packed to"),
+        ((bf16(2, 64), pack(bf16(40, 64)), 65), "weight of 65 features"),
+        ((bf16(2, 64), pack(bf16(40, 64)), 40, bf16(39)), r"expected bias \[40\]"),
+    ],
+)
+def test_misfits_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        OURS(*arguments)
+
+
+EXPERTS = [(6, 64, 32), (4, 66, 64), (1, 2, 32)]
+"""Experts, hidden size, intermediate size."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Arguments of `mtpc::experts`."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    def packed(self) -> tuple[Tensor, ...]:
+        """Arguments of `packed_experts`."""
+        return self.x, pack(self.gate_up), pack(self.down), self.ids, self.weights
+
+
+def mixture(tokens: int, experts: int, hidden: int, intermediate: int) -> Mixture:
+    """Every row chooses up to two experts."""
+    generator = torch.Generator().manual_seed(tokens)
+    scores = torch.rand(tokens, experts, generator=generator)
+    weights, ids = scores.topk(min(2, experts))
+    scale = hidden**-0.5
+    return Mixture(
+        bf16(tokens, hidden, seed=3),
+        bf16(experts, 2 * intermediate, hidden, seed=4) * scale,
+        bf16(experts, hidden, intermediate, seed=5) * intermediate**-0.5,
+        ids,
+        weights,
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 13, 40])
+@pytest.mark.parametrize("sizes", EXPERTS)
+def test_experts_against_float64(tokens: int, sizes: tuple[int, int, int]) -> None:
+    """As close to exact as the kernel on plain weights, whose meaning it has."""
+    mix = mixture(tokens, *sizes)
+    wide = [t.double() for t in (mix.x, mix.gate_up, mix.down)]
+    exact = torch.ops.mtpc.experts(*wide, mix.ids, mix.weights.bfloat16().double())
+    found = torch.ops.mtpc_cpu.packed_experts(*mix.packed())
+    # Activations and results are rounded to bfloat16.
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
+    plain = (mix.x, mix.gate_up, mix.down, mix.ids, mix.weights)
+    reference = torch.ops.mtpc.packed_experts(*mix.packed())
+    assert torch.equal(reference, torch.ops.mtpc.experts(*plain))
+
+
+def test_rows_of_experts_do_not_depend_on_rows() -> None:
+    mix = mixture(29, 6, 64, 32)
+    x, gate_up, down, ids, weights = mix.packed()
+    together = torch.ops.mtpc_cpu.packed_experts(x, gate_up, down, ids, weights)
+    for row in range(29):
+        one = slice(row, row + 1)
+        alone = torch.ops.mtpc_cpu.packed_experts(x[one], gate_up, down, ids[one], weights[one])
+        assert torch.equal(together[one], alone)
+
+
+def test_experts_schema_and_fake() -> None:
+    for namespace in (torch.ops.mtpc_cpu, torch.ops.mtpc):
+        torch.library.opcheck(
+            namespace.packed_experts.default,
+            mixture(3, 4, 64, 32).packed(),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def test_experts_misfits_are_refused() -> None:
+    mix = mixture(3, 4, 64, 32)
+    x, gate_up, down, ids, weights = mix.packed()
+    with pytest.raises(RuntimeError, match="do not fit"):
+        torch.ops.mtpc_cpu.packed_experts(x, gate_up[:, :1], down, ids, weights)
+    with pytest.raises(RuntimeError, match=r"must be \[T, k\]"):
+        torch.ops.mtpc_cpu.packed_experts(x, gate_up, down, ids[:2], weights)
+
+
+def test_pack_recipes() -> None:
+    """As data and back, of what other recipes make."""
+    recipe = Pack(Join("cat", ("a", "b")))
+    assert recipes.from_json(json.loads(json.dumps(recipes.to_json(recipe)))) == recipe
+    assert list(recipes.names(recipe)) == ["a", "b"]
+    assert recipes.substitute(recipe, str.upper) == Pack(Join("cat", ("A", "B")))
+    held = {"a": bf16(3, 4), "b": bf16(5, 4, seed=1)}
+    made = recipes.make(recipe, held.__getitem__)
+    assert torch.equal(unpack(made, 8), torch.cat([held["a"], held["b"]]))
+
+
+def test_derived_weights_of_derived_weights(compiler: Callable[..., StepCompiler]) -> None:
+    """merge-projections makes what pack-weights packs: the recipe is over the model's weights."""
+    built = compiler("mimo", dtype="bfloat16", enabled_passes=("merge-projections", "pack-weights"))
+    built.rewrite(built.trace(StepKey.decode(2, 3)))
+    packed = {n: r for n, r in built.weights.recipes.items() if n.startswith("packed.merged_")}
+    assert packed
+    loaded = built.loaded.weights()
+    assert all(name in loaded for recipe in packed.values() for name in recipes.names(recipe))
+
+
+def test_every_linear_of_a_dense_model_is_packed(compiler: Callable[..., StepCompiler]) -> None:
+    """One weight, one packed form, whatever the number of its uses and of buckets."""
+    built = compiler("mimo", dtype="bfloat16", batch_buckets=(1, 2))
+    seen = {}
+    for num_reqs in (1, 2):
+        graph = built.rewrite(built.trace(StepKey.decode(num_reqs, 3)))
+        before = [n for n, op in operators(graph.graph) if op is torch.ops.aten.linear.default]
+        assert PackWeights().apply(graph) == len(before) > 0
+        names = {str(op) for _, op in operators(graph.graph)}
+        assert "mtpc.packed_linear.default" in names
+        assert "aten.linear.default" not in names
+        seen[num_reqs] = {n: t for n, t in built.weights.items() if n.startswith("packed.")}
+    assert seen[1].keys() == seen[2].keys()
+    assert all(seen[1][name] is seen[2][name] for name in seen[1])
+
+
+def test_float32_is_left_alone(compiler: Callable[..., StepCompiler]) -> None:
+    graph = (built := compiler("mimo", dtype="float32")).rewrite(built.trace(StepKey.decode(1, 3)))
+    assert PackWeights().apply(graph) == 0
+
+
+def test_batch_invariance(checkpoint: Callable[..., Path], cpu_cache: Path) -> None:
+    """bfloat16, dense: a request's tokens are the same for every K, batch, bucket and chunk."""
+    directory = checkpoint("mimo")
+
+    def outputs(spec_tokens: int, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        spec = mtpc.compile(
+            directory,
+            **{**TINY, **options},
+            dtype="bfloat16",
+            backend="cpu",
+            spec_tokens=spec_tokens,
+            cache_dir=cpu_cache,
+        )
+        poison(spec)
+        return spec.generate(prompts, 24, ignore_eos=True)
+
+    plain = [outputs(0, [prompt], batch_buckets=(1,))[0] for prompt in PROMPTS]
+    assert len({tuple(ids) for ids in plain}) > len(PROMPTS) // 2  # They do differ.
+    assert outputs(3, PROMPTS, batch_buckets=(1, 4)) == plain
+    assert outputs(1, PROMPTS, batch_buckets=(2,), prefill_chunk=3) == plain
