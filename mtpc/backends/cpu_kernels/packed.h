@@ -47,9 +47,11 @@ void multiply_rows(const BFloat16* x, int64_t inputs, const BFloat16* tile, Tile
   Vec<float> sums[kRows][kRegisters]{};
   for (int64_t k = 0; k < inputs; k += 2, tile += 2 * kFeatures) {
     Pairs weights[kRegisters];
-    std::memcpy(weights, tile, sizeof(weights));
-    for (size_t line = 0; line < sizeof(weights); line += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(tile) + kAhead + line);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
+      std::memcpy(&weights[i], from, kVectorBytes);
+      __builtin_prefetch(from + kAhead);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
@@ -61,7 +63,12 @@ void multiply_rows(const BFloat16* x, int64_t inputs, const BFloat16* tile, Tile
       }
     }
   }
-  std::memcpy(out, sums, sizeof(sums));
+  // One by one: copied as a whole they would live in memory, not in registers.
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) store(out[r] + i * kLanes<float>, sums[r][i]);
+  }
 }
 
 using MultiplyRows = void (*)(const BFloat16*, int64_t, const BFloat16*, TileSums&);
