@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from mtpc.capture.effects import eliminate_dead_nodes
-from mtpc.capture.graph import PassRecord, StepGraph, get_tensor
+from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import OptionError
+from mtpc.recipes import Recipe
 
 aten = torch.ops.aten
 
@@ -68,6 +69,15 @@ def emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> 
     with fake_mode_of(graph):
         value = target(*fx.node.map_aggregate(args, _fake))
     node.meta = {"val": value, "piece": like.meta.get("piece", "step")}
+    return node
+
+
+def emit_weight(graph: StepGraph, name: str, recipe: Recipe, like: fx.Node) -> fx.Node:
+    """Append the attribute of a derived weight, made once per program; `like` lends fakes."""
+    tensor = graph.weights.derive(name, recipe)
+    set_tensor(graph.module, name, tensor, buffer=True)
+    node = graph.graph.get_attr(name)
+    node.meta = {"val": like.meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
     return node
 
 

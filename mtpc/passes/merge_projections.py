@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mtpc.capture.graph import StepGraph, set_tensor
-from mtpc.passes.base import emit, is_call, refresh_values, sweep
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.recipes import Join
 
 aten = torch.ops.aten
@@ -74,9 +74,4 @@ def _merge(graph: StepGraph, group: list[fx.Node]) -> None:
 def _concatenated(graph: StepGraph, parts: list[fx.Node], like: fx.Node) -> fx.Node:
     """get_attr of the parts' concatenation, made once per program."""
     name = "merged." + "+".join(str(p.target).replace(".", "_") for p in parts)
-    merged = graph.weights.derive(name, Join("cat", tuple(str(p.target) for p in parts)))
-    set_tensor(graph.module, name, merged, buffer=True)
-    node = graph.graph.get_attr(name)
-    mode = like.meta["val"].fake_mode
-    node.meta = {"val": mode.from_tensor(merged, static_shapes=True)}
-    return node
+    return emit_weight(graph, name, Join("cat", tuple(str(p.target) for p in parts)), like)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 import mtpc.ops.packed  # noqa: F401  (registers the ops that take packed weights)
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, set_tensor
+from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
 from mtpc.packing import TILE, can_pack
-from mtpc.passes.base import emit, is_call, sweep
+from mtpc.passes.base import emit, emit_weight, is_call, sweep
 from mtpc.recipes import Pack
 
 _LINEAR = torch.ops.aten.linear.default
@@ -79,8 +79,4 @@ def _packed(graph: StepGraph, weight: object) -> fx.Node:
     """get_attr of a weight's packed form, made once per program."""
     assert isinstance(weight, fx.Node)
     name = f"packed.{str(weight.target).replace('.', '_')}"
-    tensor = graph.weights.derive(name, Pack(str(weight.target)))
-    set_tensor(graph.module, name, tensor, buffer=True)
-    node = graph.graph.get_attr(name)
-    node.meta = {"val": weight.meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
-    return node
+    return emit_weight(graph, name, Pack(str(weight.target)), weight)
