@@ -262,6 +262,17 @@ def test_every_linear_of_a_dense_model_is_packed(compiler: Callable[..., StepCom
     assert all(seen[1][name] is seen[2][name] for name in seen[1])
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_experts_are_packed(family: str, compiler: Callable[..., StepCompiler]) -> None:
+    """Beside the dense linears; the verifier holds after every pass. Routers are float32."""
+    enabled = ("pack-weights",)
+    built = compiler(family, dtype="bfloat16", verify_passes=True, enabled_passes=enabled)
+    graph = built.rewrite(built.trace(StepKey.decode(2, 3)))
+    used = {str(op) for _, op in operators(graph.graph)}
+    assert {"mtpc.packed_linear.default", "mtpc.packed_experts.default"} <= used
+    assert "mtpc.experts.default" not in used
+
+
 def test_float32_is_left_alone(compiler: Callable[..., StepCompiler]) -> None:
     graph = (built := compiler("mimo", dtype="float32")).rewrite(built.trace(StepKey.decode(1, 3)))
     assert PackWeights().apply(graph) == 0

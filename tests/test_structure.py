@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "mtpc"
 ORDER = (
     ("errors",),
     ("config",),
+    ("packing",),
     ("recipes", "checkpoint"),
     ("layout",),
     ("buffers", "progress", "serving"),
