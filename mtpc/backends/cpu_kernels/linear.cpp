@@ -20,19 +20,26 @@ struct Linear {
   int64_t rows, inputs, features;
 };
 
+void multiply(const Linear& call, int64_t tile) {
+  const int64_t begin = tile * kFeatures;
+  const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
+  const BFloat16* weights = call.weight + begin * call.inputs;
+  for_products(call.x, call.rows, call.inputs, weights, [&](int64_t row, const float* sums) {
+    BFloat16* out = call.out + row * call.features + begin;
+    for (int64_t f = 0; f < count; ++f) {
+      out[f] = static_cast<BFloat16>(sums[f] + (call.bias ? call.bias[begin + f] : 0.0f));
+    }
+  });
+}
+
+/// Each worker takes adjacent tiles: one long stream, which the processor fetches ahead of itself.
+/// Handed out one by one they came at nine tenths of that speed.
 void run(const Linear& call) {
   const int64_t tiles = count_tiles(call.features);
-  const int64_t work = call.rows * call.features * call.inputs;
-  run_tasks(tiles, worker_count(work), [&](int64_t tile) {
-    const int64_t begin = tile * kFeatures;
-    const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
-    const BFloat16* weights = call.weight + begin * call.inputs;
-    for_products(call.x, call.rows, call.inputs, weights, [&](int64_t row, const float* sums) {
-      BFloat16* out = call.out + row * call.features + begin;
-      for (int64_t f = 0; f < count; ++f) {
-        out[f] = static_cast<BFloat16>(sums[f] + (call.bias ? call.bias[begin + f] : 0.0f));
-      }
-    });
+  const int64_t workers = worker_count(call.rows * call.features * call.inputs);
+  run_tasks(workers, workers, [&](int64_t part) {
+    const int64_t end = tiles * (part + 1) / workers;
+    for (int64_t tile = tiles * part / workers; tile < end; ++tile) multiply(call, tile);
   });
 }
 
