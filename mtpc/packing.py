@@ -8,6 +8,7 @@ weights [E, N, K] are packed one by one.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 
@@ -67,6 +68,9 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < _HUGE_PAGE or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    # Private: shared memory, which is what mmap gives otherwise, has a switch of its own for huge
+    # pages, and it is off as a rule.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # A kernel built without huge pages; small ones serve.
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
