@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
 from oracles import Oracle
+from store_writer import DIGEST, filled
 
 import mtpc
 from mtpc.ahead import CachingCompiler
@@ -23,7 +24,7 @@ from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.opening import open_cache
-from mtpc.cache.store import Entry
+from mtpc.cache.store import Entry, EntryStore
 from mtpc.capture.program import CapturedStep
 from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
@@ -94,6 +95,16 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> EntryStore:
+    """A store with one entry, of generation 1, that another user can reach from `tmp_path`."""
+    tmp_path.chmod(0o755)
+    made = EntryStore(tmp_path / "store")
+    made.prepare()
+    made.write(DIGEST, filled(1))
+    return made
 
 
 def give_kernels(root: Path) -> None:

@@ -35,16 +35,6 @@ FIELDS, UNKNOWN, put = store_writer.FIELDS, store_writer.UNKNOWN, store_writer.p
 needs_root = pytest.mark.skipif(not ROOT, reason="only root can act as another user")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> EntryStore:
-    """A store with one entry, of generation 1, that another user can reach from `tmp_path`."""
-    tmp_path.chmod(0o755)
-    made = EntryStore(tmp_path / "store")
-    made.prepare()
-    made.write(DIGEST, filled(1))
-    return made
-
-
 def test_round_trip(store: EntryStore) -> None:
     """What is read is what was written; a write replaces all of it; a removal leaves nothing."""
     entry = store.write(DIGEST, filled(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cpu_kernels import Mixture, make_mixture
 from test_theorem import PROMPTS, poison
 from torch import Tensor
 from torch.nn import functional as F
@@ -69,6 +69,19 @@ def test_unpack_is_the_inverse_of_pack(size: tuple[int, int]) -> None:
 def test_packed_padding_is_zero() -> None:
     """Features beyond the last: they are multiplied, so they must not be NaN."""
     assert not pack(bf16(33, 4))[1, :, 1:].any()
+
+
+def test_large_weights_are_in_private_memory() -> None:
+    """Shared memory, mmap's default, gets no huge pages."""
+    weight = pack(bf16(1024, 1024))
+    address = weight.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, *_ = line.split()
+        begin, end = (int(bound, 16) for bound in span.split("-"))
+        if begin <= address < end:
+            assert mode == "rw-p"
+            return
+    raise AssertionError(f"{address:x} is not mapped")
 
 
 def test_what_cannot_be_packed() -> None:
@@ -152,34 +165,21 @@ EXPERTS = [(6, 64, 32), (4, 66, 64), (1, 2, 32)]
 """Experts, hidden size, intermediate size."""
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Arguments of `mtpc::experts`."""
-
-    x: Tensor
-    gate_up: Tensor
-    down: Tensor
-    ids: Tensor
-    weights: Tensor
-
-    def packed(self) -> tuple[Tensor, ...]:
-        """Arguments of `packed_experts`."""
-        return self.x, pack(self.gate_up), pack(self.down), self.ids, self.weights
-
-
 def mixture(tokens: int, experts: int, hidden: int, intermediate: int) -> Mixture:
-    """Every row chooses up to two experts."""
-    generator = torch.Generator().manual_seed(tokens)
-    scores = torch.rand(tokens, experts, generator=generator)
-    weights, ids = scores.topk(min(2, experts))
-    scale = hidden**-0.5
-    return Mixture(
-        bf16(tokens, hidden, seed=3),
-        bf16(experts, 2 * intermediate, hidden, seed=4) * scale,
-        bf16(experts, hidden, intermediate, seed=5) * intermediate**-0.5,
-        ids,
-        weights,
+    """Arguments in bfloat16; every row chooses up to two experts."""
+    return make_mixture(
+        tokens,
+        dtype=torch.bfloat16,
+        experts=experts,
+        chosen=min(2, experts),
+        hidden=hidden,
+        intermediate=intermediate,
     )
+
+
+def packed(mix: Mixture) -> tuple[Tensor, ...]:
+    """Arguments of `packed_experts`."""
+    return mix.x, pack(mix.gate_up), pack(mix.down), mix.ids, mix.weights
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 13, 40])
@@ -189,17 +189,16 @@ def test_experts_against_float64(tokens: int, sizes: tuple[int, int, int]) -> No
     mix = mixture(tokens, *sizes)
     wide = [t.double() for t in (mix.x, mix.gate_up, mix.down)]
     exact = torch.ops.mtpc.experts(*wide, mix.ids, mix.weights.bfloat16().double())
-    found = torch.ops.mtpc_cpu.packed_experts(*mix.packed())
+    found = torch.ops.mtpc_cpu.packed_experts(*packed(mix))
     # Activations and results are rounded to bfloat16.
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
-    plain = (mix.x, mix.gate_up, mix.down, mix.ids, mix.weights)
-    reference = torch.ops.mtpc.packed_experts(*mix.packed())
-    assert torch.equal(reference, torch.ops.mtpc.experts(*plain))
+    reference = torch.ops.mtpc.packed_experts(*packed(mix))
+    assert torch.equal(reference, mix.run(torch.ops.mtpc))
 
 
 def test_rows_of_experts_do_not_depend_on_rows() -> None:
     mix = mixture(29, 6, 64, 32)
-    x, gate_up, down, ids, weights = mix.packed()
+    x, gate_up, down, ids, weights = packed(mix)
     together = torch.ops.mtpc_cpu.packed_experts(x, gate_up, down, ids, weights)
     for row in range(29):
         one = slice(row, row + 1)
@@ -211,14 +210,14 @@ def test_experts_schema_and_fake() -> None:
     for namespace in (torch.ops.mtpc_cpu, torch.ops.mtpc):
         torch.library.opcheck(
             namespace.packed_experts.default,
-            mixture(3, 4, 64, 32).packed(),
+            packed(mixture(3, 4, 64, 32)),
             test_utils=("test_schema", "test_faketensor"),
         )
 
 
 def test_experts_misfits_are_refused() -> None:
     mix = mixture(3, 4, 64, 32)
-    x, gate_up, down, ids, weights = mix.packed()
+    x, gate_up, down, ids, weights = packed(mix)
     with pytest.raises(RuntimeError, match="do not fit"):
         torch.ops.mtpc_cpu.packed_experts(x, gate_up[:, :1], down, ids, weights)
     with pytest.raises(RuntimeError, match=r"must be \[T, k\]"):
