@@ -38,14 +38,20 @@ def pack(weight: Tensor) -> Tensor:
     """
     *stack, features, inputs = weight.shape
     whole, rest = divmod(features, TILE)
-    pairs = _pairs(weight)
-    packed = allocate((*stack, whole + bool(rest), inputs // 2, TILE), torch.int32)
+    pairs, result = _pairs(weight), allocate_packed(weight)
+    packed = result.flatten(-2).view(torch.int32)
     tiles = pairs[..., : whole * TILE, :].reshape(*stack, whole, TILE, inputs // 2)
     packed[..., :whole, :, :].copy_(tiles.transpose(-2, -1))
     if rest:
         packed[..., whole, :, :].zero_()
         packed[..., whole, :, :rest].copy_(pairs[..., whole * TILE :, :].transpose(-2, -1))
-    return packed.view(weight.dtype).unflatten(-1, (TILE, 2))
+    return result
+
+
+def allocate_packed(weight: Tensor) -> Tensor:
+    """Memory for the packed copy of a weight, uninitialised."""
+    *stack, features, inputs = weight.shape
+    return allocate((*stack, -(-features // TILE), inputs // 2, TILE, 2), weight.dtype)
 
 
 def _pairs(weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from mtpc.packing import pack
+from mtpc import packing
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,24 @@ class Pack:
 Recipe: TypeAlias = "str | Join | Pack"
 
 
-def make(recipe: Recipe, tensor_of: Callable[[str], Tensor]) -> Tensor:
-    """Carry a recipe out; a mere name gives that very tensor, anything else a new one."""
+Packer: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def make(
+    recipe: Recipe, tensor_of: Callable[[str], Tensor], packer: Packer = packing.pack
+) -> Tensor:
+    """Carry a recipe out; a mere name gives that very tensor, anything else a new one.
+
+    Args:
+        recipe: what to make.
+        tensor_of: the tensor of each name.
+        packer: makes the same copy as `mtpc.packing.pack`, in its own time.
+    """
     if isinstance(recipe, str):
         return tensor_of(recipe)
     if isinstance(recipe, Pack):
-        return pack(make(recipe.part, tensor_of))
-    parts = [make(part, tensor_of) for part in recipe.parts]
+        return packer(make(recipe.part, tensor_of, packer))
+    parts = [make(part, tensor_of, packer) for part in recipe.parts]
     return torch.cat(parts) if recipe.op == "cat" else torch.stack(parts)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtpc.backends.cpu_kernels import build_kernels, load_library
+from mtpc.backends.cpu_kernels import build_kernels, load_library, pack
 from mtpc.cache.binding import StepBinder
 from mtpc.cache.steps import CachedStep, StepCache, program_pin
 from mtpc.cache.store import Entry
+from mtpc.capture.graph import WeightTable
 from mtpc.capture.program import Program
 from mtpc.checkpoint import Checkpoint, check_finite, check_repeated
 from mtpc.config import CompileOptions
@@ -73,7 +74,7 @@ def restore(
 
     layout = records[0].layout()
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
-    binder = StepBinder(shared, checkpoint=checkpoint)
+    binder = StepBinder(shared, WeightTable({}, pack), checkpoint)
     steps = {}
     for done, (key, step) in enumerate(found.items()):
         elapsed = time.perf_counter() - start

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpu_kernels import Mixture, make_mixture
@@ -21,6 +21,7 @@ import mtpc
 from mtpc import recipes
 from mtpc.backends import make_backend
 from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.backends.cpu_kernels import pack as pack_in_threads
 from mtpc.capture.graph import operators
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -64,6 +65,38 @@ def test_unpack_is_the_inverse_of_pack(size: tuple[int, int]) -> None:
     assert packed.shape == (-(-size[0] // TILE), size[1] // 2, TILE, 2)
     assert packed.is_contiguous()
     assert torch.equal(unpack(packed, size[0]), weight)
+
+
+@pytest.mark.parametrize("stack", [(), (3,)])
+@pytest.mark.parametrize("size", [*SIZES, (70, 34), (640, 896)])
+def test_the_kernel_packs_as_the_reference(size: tuple[int, int], stack: tuple[int, ...]) -> None:
+    """From any address, into memory that held something else, and on any number of threads."""
+    weight = bf16(*stack, *size)
+    elsewhere = torch.cat([bf16(1), weight.flatten()])[1:].view_as(weight)
+    into = torch.full_like(pack(weight), torch.nan)
+    for source in (weight, elsewhere):
+        for threads in (1, 2, 5):
+            with run_on(threads):
+                torch.ops.mtpc_cpu.pack(source, into.fill_(torch.nan))
+            assert torch.equal(into, pack(weight))
+    transposed = weight.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert torch.equal(pack_in_threads(transposed), pack(weight))
+
+
+@pytest.mark.parametrize(
+    ("weight", "packed", "named"),
+    [
+        (torch.zeros(32, 4), torch.zeros(1, 2, 32, 2).bfloat16(), "bfloat16"),
+        (bf16(32, 3), bf16(1, 1, 32, 2), "K even"),
+        (bf16(32, 4).T, bf16(1, 16, 32, 2), "contiguous"),
+        (bf16(33, 4), bf16(1, 2, 32, 2), "ceil"),
+        (bf16(32, 4), bf16(1, 2, 32, 2).float(), "packed"),
+        (bf16(2, 32, 4), bf16(3, 1, 2, 32, 2), "stacks"),
+    ],
+)
+def test_the_packing_kernel_refuses(weight: Tensor, packed: Tensor, named: str) -> None:
+    with pytest.raises(RuntimeError, match=named):
+        torch.ops.mtpc_cpu.pack(weight, packed)
 
 
 def test_packed_padding_is_zero() -> None:
@@ -126,12 +159,8 @@ def test_rows_do_not_depend_on_rows(rows: int, at: int, features: int, threads: 
     """Bit for bit, whatever the number of rows and of threads."""
     at %= rows
     x, packed = bf16(rows, 96, seed=rows), pack(bf16(features, 96, seed=features))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with run_on(threads):
         together = OURS(x, packed, features)
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(together[at : at + 1], OURS(x[at : at + 1], packed, features))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
@@ -29,7 +29,7 @@ class StepBinder:
     """
 
     shared: Mapping[str, Tensor]
-    weights: WeightTable = field(default_factory=lambda: WeightTable({}))
+    weights: WeightTable
     checkpoint: Checkpoint | None = None
 
     def bind(self, step: CachedStep, own: dict[str, Tensor] | None = None) -> CapturedStep:

@@ -1,6 +1,6 @@
 """Compiles the kernels once per machine, toolchain and version of their sources.
 
-Nothing but a C++ compiler is needed, no build system: three translation units and one command.
+Nothing but a C++ compiler is needed, no build system: its sources and one command.
 OpenMP is not linked: the kernels run on torch's own threads, so there is one OpenMP runtime in
 the process.
 """

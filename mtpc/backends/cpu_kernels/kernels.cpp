@@ -93,6 +93,7 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
   library.def(
       "packed_experts(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, "
       "Tensor expert_weights) -> Tensor");
+  library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
   library.def(
       "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None) -> Tensor");
 }
@@ -103,5 +104,6 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("latent_attention", TORCH_BOX(&mtpc::latent_attention));
   library.impl("experts", TORCH_BOX(&mtpc::experts));
   library.impl("packed_experts", TORCH_BOX(&mtpc::packed_experts));
+  library.impl("pack", TORCH_BOX(&mtpc::pack));
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
 }

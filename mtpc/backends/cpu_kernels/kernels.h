@@ -1,4 +1,5 @@
-// The ops; their meaning is that of mtpc::* (mtpc/ops), which see for shapes and dtypes.
+// The ops; their meaning is that of mtpc::* (mtpc/ops), which see for shapes and dtypes; that of
+// `pack` stands in mtpc/packing.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -28,6 +29,8 @@ Tensor experts(
 Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights);
+
+void pack(const Tensor& weight, const Tensor& packed);
 
 Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias);

@@ -1,0 +1,106 @@
+// Packing: weights in the order in which linear.cpp and packed_experts.cpp read them.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstring>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+#include "kernels.h"
+#include "packed.h"
+#include "tensors.h"
+
+namespace mtpc {
+namespace {
+
+/// A pair of adjacent inputs' bfloat16 weights.
+using Pair = int32_t;
+
+/// Pairs of one feature in a cache line.
+constexpr int64_t kLine = 16;
+
+/// A stack of [features, 2 * pairs] matrices and their tiles.
+struct Packing {
+  const char* from;
+  Pair* to;
+  int64_t features, pairs;
+
+  int64_t row_bytes() const { return pairs * sizeof(Pair); }
+};
+
+/// Maps pages of a file at once that would otherwise be mapped by one fault for every few.
+/// Only ever a matter of speed: where the system does not know how, nothing happens.
+void expect_reads([[maybe_unused]] const char* from, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_POPULATE_READ)
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  const uintptr_t begin = address / page * page;
+  madvise(reinterpret_cast<void*>(begin), address + bytes - begin, MADV_POPULATE_READ);
+#endif
+}
+
+/// One tile: `count` features' rows become columns; columns beyond them are zeros.
+void pack_tile(const char* rows, int64_t count, const Packing& p, Pair* to) {
+  for (int64_t k = 0; k < p.pairs; k += kLine) {
+    const int64_t width = std::min(kLine, p.pairs - k);
+    Pair block[kLine][kFeatures] = {};
+    for (int64_t f = 0; f < count; ++f) {
+      Pair line[kLine];
+      std::memcpy(line, rows + f * p.row_bytes() + k * sizeof(Pair), width * sizeof(Pair));
+      for (int64_t i = 0; i < width; ++i) block[i][f] = line[i];
+    }
+    std::memcpy(to + k * kFeatures, block, width * sizeof(block[0]));
+  }
+}
+
+/// Tiles [begin, end), counted over the whole stack.
+void pack_tiles(const Packing& p, int64_t begin, int64_t end) {
+  const int64_t tiles = count_tiles(p.features);
+  const auto first_row = [&](int64_t t) { return t / tiles * p.features + t % tiles * kFeatures; };
+  const auto row = [&](int64_t index) { return p.from + index * p.row_bytes(); };
+  expect_reads(row(first_row(begin)), row(first_row(end)) - row(first_row(begin)));
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t count = std::min<int64_t>(kFeatures, first_row(t + 1) - first_row(t));
+    pack_tile(row(first_row(t)), count, p, p.to + t * kFeatures * p.pairs);
+  }
+}
+
+void check(const Tensor& weight, const Tensor& packed) {
+  const int64_t dim = weight.dim();
+  STD_TORCH_CHECK(
+      dim >= 2 && weight.scalar_type() == ScalarType::BFloat16 && weight.is_contiguous() &&
+          weight.size(dim - 1) % 2 == 0,
+      "mtpc_cpu::pack: expected a contiguous bfloat16 weight [..., N, K], K even");
+  STD_TORCH_CHECK(
+      packed.dim() == dim + 2 && packed.scalar_type() == ScalarType::BFloat16 &&
+          packed.is_contiguous() && packed.size(dim - 2) == count_tiles(weight.size(dim - 2)) &&
+          2 * packed.size(dim - 1) == weight.size(dim - 1) && packed.size(dim) == kFeatures &&
+          packed.size(dim + 1) == 2,
+      "mtpc_cpu::pack: expected packed [..., ceil(N / 32), K / 2, 32, 2]");
+  for (int64_t i = 0; i < dim - 2; ++i) {
+    STD_TORCH_CHECK(
+        packed.size(i) == weight.size(i), "mtpc_cpu::pack: stacks of different sizes");
+  }
+}
+
+}  // namespace
+
+void pack(const Tensor& weight, const Tensor& packed) {
+  check(weight, packed);
+  const int64_t dim = weight.dim();
+  const Packing packing{static_cast<const char*>(weight.const_data_ptr()),
+                        static_cast<Pair*>(packed.mutable_data_ptr()), weight.size(dim - 2),
+                        weight.size(dim - 1) / 2};
+  if (packing.pairs == 0 || packing.features == 0) return;
+  const int64_t tiles =
+      weight.numel() / packing.features / weight.size(dim - 1) * count_tiles(packing.features);
+  const int64_t workers = worker_count(weight.numel());
+  run_tasks(workers, workers, [&](int64_t part) {
+    pack_tiles(packing, tiles * part / workers, tiles * (part + 1) / workers);
+  });
+}
+
+}  // namespace mtpc
