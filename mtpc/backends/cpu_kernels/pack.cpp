@@ -31,6 +31,19 @@ struct Packing {
   int64_t row_bytes() const { return pairs * sizeof(Pair); }
 };
 
+/// Copies whole cache lines; nobody reads them soon, so that they need not be in the caches.
+inline void copy_past_caches(void* to, const void* from, size_t bytes) {
+#if defined(__AVX512F__)
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m512i) == 0) {
+    for (size_t i = 0; i < bytes / sizeof(__m512i); ++i) {
+      _mm512_stream_si512(static_cast<__m512i*>(to) + i, static_cast<const __m512i*>(from)[i]);
+    }
+    return;
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
 /// Maps pages of a file at once that would otherwise be mapped by one fault for every few.
 /// Only ever a matter of speed: where the system does not know how, nothing happens.
 void expect_reads([[maybe_unused]] const char* from, [[maybe_unused]] int64_t bytes) {
@@ -42,17 +55,34 @@ void expect_reads([[maybe_unused]] const char* from, [[maybe_unused]] int64_t by
 #endif
 }
 
+/// A tile's block of one line of each feature.
+using Block = Pair[kLine][kFeatures];
+
+/// `count` lines of `width` pairs, `stride` bytes apart, become columns.
+inline void transpose(const char* lines, int64_t stride, int64_t count, int64_t width, Block& to) {
+  for (int64_t f = 0; f < count; ++f) {
+    Pair line[kLine];
+    std::memcpy(line, lines + f * stride, width * sizeof(Pair));
+    // More streams than the processor follows by itself.
+    __builtin_prefetch(lines + f * stride + sizeof(line));
+    for (int64_t i = 0; i < width; ++i) to[i][f] = line[i];
+  }
+}
+
 /// One tile: `count` features' rows become columns; columns beyond them are zeros.
 void pack_tile(const char* rows, int64_t count, const Packing& p, Pair* to) {
-  for (int64_t k = 0; k < p.pairs; k += kLine) {
-    const int64_t width = std::min(kLine, p.pairs - k);
-    Pair block[kLine][kFeatures] = {};
-    for (int64_t f = 0; f < count; ++f) {
-      Pair line[kLine];
-      std::memcpy(line, rows + f * p.row_bytes() + k * sizeof(Pair), width * sizeof(Pair));
-      for (int64_t i = 0; i < width; ++i) block[i][f] = line[i];
+  alignas(64) Block block = {};
+  int64_t k = 0;
+  if (count == kFeatures) {  // Sizes that the compiler knows: most of the work.
+    for (; k + kLine <= p.pairs; k += kLine, to += kLine * kFeatures) {
+      transpose(rows + k * sizeof(Pair), p.row_bytes(), kFeatures, kLine, block);
+      copy_past_caches(to, block, sizeof(block));
     }
-    std::memcpy(to + k * kFeatures, block, width * sizeof(block[0]));
+  }
+  for (; k < p.pairs; k += kLine, to += kLine * kFeatures) {
+    const int64_t width = std::min(kLine, p.pairs - k);
+    transpose(rows + k * sizeof(Pair), p.row_bytes(), count, width, block);
+    std::memcpy(to, block, width * sizeof(block[0]));
   }
 }
 
