@@ -164,7 +164,15 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
     Raises:
         CheckpointError: names of the first tensors at fault.
     """
-    bad = [name for name, tensor in tensors if not _is_finite(tensor)]
+    refuse_not_finite([name for name, tensor in tensors if not is_finite(tensor)], what)
+
+
+def refuse_not_finite(bad: list[str], what: str) -> None:
+    """One error for all of them, if there are any.
+
+    Raises:
+        CheckpointError: there are.
+    """
     if bad:
         raise CheckpointError(
             f"{what}: {len(bad)} tensor(s) hold NaN or infinity: {listing(bad)}; "
@@ -172,8 +180,11 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
         )
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """By the extremes, which NaN takes over: one vectorised pass, 40 times isfinite's speed."""
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity.
+
+    By the extremes, which NaN takes over: one vectorised pass, 40 times isfinite's speed.
+    """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     if tensor.dtype.itemsize == 1:  # Eight-bit floats have no such kernel.

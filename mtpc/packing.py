@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,22 +37,32 @@ def pack(weight: Tensor) -> Tensor:
         reading 2 MB a page instead of 4 KB was worth a third of the bandwidth on the machine of
         docs/performance.md.
     """
+    packed = allocate_packed(weight.shape, weight.dtype)
+    fill_packed(weight, packed)
+    return packed
+
+
+def allocate_packed(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for the packed copy of a weight of that shape, uninitialised."""
+    *stack, features, inputs = shape
+    return allocate((*stack, count_tiles(features), inputs // 2, TILE, 2), dtype)
+
+
+def count_tiles(features: int) -> int:
+    """Tiles that hold that many output features."""
+    return -(-features // TILE)
+
+
+def fill_packed(weight: Tensor, packed: Tensor) -> None:
+    """What `pack` does, into memory at hand. The cpu kernel of this meaning is faster."""
     *stack, features, inputs = weight.shape
     whole, rest = divmod(features, TILE)
-    pairs, result = _pairs(weight), allocate_packed(weight)
-    packed = result.flatten(-2).view(torch.int32)
+    pairs, to = _pairs(weight), packed.flatten(-2).view(torch.int32)
     tiles = pairs[..., : whole * TILE, :].reshape(*stack, whole, TILE, inputs // 2)
-    packed[..., :whole, :, :].copy_(tiles.transpose(-2, -1))
+    to[..., :whole, :, :].copy_(tiles.transpose(-2, -1))
     if rest:
-        packed[..., whole, :, :].zero_()
-        packed[..., whole, :, :rest].copy_(pairs[..., whole * TILE :, :].transpose(-2, -1))
-    return result
-
-
-def allocate_packed(weight: Tensor) -> Tensor:
-    """Memory for the packed copy of a weight, uninitialised."""
-    *stack, features, inputs = weight.shape
-    return allocate((*stack, -(-features // TILE), inputs // 2, TILE, 2), weight.dtype)
+        to[..., whole, :, :].zero_()
+        to[..., whole, :, :rest].copy_(pairs[..., whole * TILE :, :].transpose(-2, -1))
 
 
 def _pairs(weight: Tensor) -> Tensor:

@@ -36,25 +36,57 @@ class Pack:
 Recipe: TypeAlias = "str | Join | Pack"
 
 
-Packer: TypeAlias = Callable[[Tensor], Tensor]
+Fill: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Packs a weight into memory at hand, as `mtpc.packing.fill_packed`, in its own time."""
 
 
 def make(
-    recipe: Recipe, tensor_of: Callable[[str], Tensor], packer: Packer = packing.pack
+    recipe: Recipe, tensor_of: Callable[[str], Tensor], fill: Fill = packing.fill_packed
 ) -> Tensor:
     """Carry a recipe out; a mere name gives that very tensor, anything else a new one.
 
     Args:
         recipe: what to make.
         tensor_of: the tensor of each name.
-        packer: makes the same copy as `mtpc.packing.pack`, in its own time.
+        fill: how weights are packed.
     """
     if isinstance(recipe, str):
         return tensor_of(recipe)
     if isinstance(recipe, Pack):
-        return packer(make(recipe.part, tensor_of, packer))
-    parts = [make(part, tensor_of, packer) for part in recipe.parts]
+        packed = packing.allocate_packed(*_extent(recipe.part, tensor_of))
+        _fill(recipe.part, packed, tensor_of, fill)
+        return packed
+    parts = [make(part, tensor_of, fill) for part in recipe.parts]
     return torch.cat(parts) if recipe.op == "cat" else torch.stack(parts)
+
+
+def _extent(recipe: Recipe, tensor_of: Callable[[str], Tensor]) -> tuple[list[int], torch.dtype]:
+    """Shape and dtype of what a recipe of names and joins gives, without making it."""
+    if isinstance(recipe, str):
+        return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
+    if isinstance(recipe, Pack):
+        raise TypeError("what is packed cannot be joined or packed again")
+    parts = [_extent(part, tensor_of) for part in recipe.parts]
+    (first, *inner), dtype = parts[0]
+    if recipe.op == "stack":
+        return [len(parts), first, *inner], dtype
+    return [sum(shape[0] for shape, _ in parts), *inner], dtype
+
+
+def _fill(recipe: Recipe, packed: Tensor, tensor_of: Callable[[str], Tensor], fill: Fill) -> None:
+    """Pack what a recipe gives, part by part where tiles allow: the whole is never made."""
+    if isinstance(recipe, Join) and recipe.op == "stack":
+        for part, to in zip(recipe.parts, packed, strict=True):
+            _fill(part, to, tensor_of, fill)
+        return
+    if isinstance(recipe, Join):
+        sizes = [_extent(part, tensor_of)[0][0] for part in recipe.parts]
+        if packed.dim() == 4 and not any(size % packing.TILE for size in sizes[:-1]):
+            tiles = packed.split([packing.count_tiles(size) for size in sizes])
+            for part, to in zip(recipe.parts, tiles, strict=True):
+                _fill(part, to, tensor_of, fill)
+            return
+    fill(make(recipe, tensor_of).contiguous(), packed)
 
 
 def names(recipe: Recipe) -> Iterator[str]:

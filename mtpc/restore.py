@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtpc.backends.cpu_kernels import build_kernels, load_library, pack
-from mtpc.cache.binding import StepBinder
+from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
+from mtpc.cache.binding import StepBinder, WeightSource
 from mtpc.cache.steps import CachedStep, StepCache, program_pin
 from mtpc.cache.store import Entry
 from mtpc.capture.graph import WeightTable
 from mtpc.capture.program import Program
-from mtpc.checkpoint import Checkpoint, check_finite, check_repeated
+from mtpc.checkpoint import Checkpoint, check_repeated
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import StepKey, step_keys
@@ -74,17 +74,17 @@ def restore(
 
     layout = records[0].layout()
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
-    binder = StepBinder(shared, WeightTable({}, pack), checkpoint)
+    source = WeightSource(checkpoint, fill_packed)
+    binder = StepBinder(shared, WeightTable({}), source)
     steps = {}
     for done, (key, step) in enumerate(found.items()):
         elapsed = time.perf_counter() - start
         listener(Progress("load", key, done, len(found), elapsed))
         steps[key] = binder.bind(step)
-    derived = binder.weights.recipes
-    stored = ((name, t) for name, t in binder.weights.items() if name not in derived)
-    check_finite(stored, str(checkpoint.directory))
+    source.check()
     for name, weight in {n: w for record in records for n, w in record.repeats.items()}.items():
-        check_repeated(checkpoint, name, binder.weights[weight])
+        record = next(record for record in records if weight in record.stored)
+        check_repeated(checkpoint, name, source.weight(weight, record))
     served = ServedModel(
         str(checkpoint.directory),
         records[0].vocab_size,

@@ -21,15 +21,14 @@ import mtpc
 from mtpc import recipes
 from mtpc.backends import make_backend
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.backends.cpu_kernels import pack as pack_in_threads
 from mtpc.capture.graph import operators
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.packing import TILE, can_pack, pack, unpack
+from mtpc.packing import TILE, can_pack, fill_packed, pack, unpack
 from mtpc.passes.pack_weights import PackWeights
-from mtpc.recipes import Join, Pack
+from mtpc.recipes import Fill, Join, Pack, Recipe
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu.packed_linear, torch.ops.mtpc.packed_linear
@@ -79,8 +78,28 @@ def test_the_kernel_packs_as_the_reference(size: tuple[int, int], stack: tuple[i
             with run_on(threads):
                 torch.ops.mtpc_cpu.pack(source, into.fill_(torch.nan))
             assert torch.equal(into, pack(weight))
-    transposed = weight.transpose(-1, -2).contiguous().transpose(-1, -2)
-    assert torch.equal(pack_in_threads(transposed), pack(weight))
+
+
+@pytest.mark.parametrize("fill", [fill_packed, torch.ops.mtpc_cpu.pack])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "a",
+        Join("cat", ("a", "b")),
+        Join("cat", ("b", "c")),
+        Join("cat", ("c", "a")),  # 33 features first: the second's do not begin a tile.
+        Join("stack", ("a", "d")),
+        Join("stack", (Join("cat", ("a", "b")), Join("cat", ("d", "b")))),
+        Join("stack", (Join("cat", ("c", "a")), Join("cat", ("c", "d")))),
+        Join("cat", ("stacks", "stacks")),
+    ],
+)
+def test_joined_weights_are_packed_part_by_part(recipe: Recipe, fill: Fill) -> None:
+    """The same as packing the joined weight, which is made only where tiles demand it."""
+    sizes = {"a": (64, 6), "b": (32, 6), "c": (33, 6), "d": (64, 6), "stacks": (2, 40, 6)}
+    tensors = {name: bf16(*size, seed=i) for i, (name, size) in enumerate(sizes.items())}
+    packed = recipes.make(Pack(recipe), tensors.__getitem__, fill)
+    assert torch.equal(packed, pack(recipes.make(recipe, tensors.__getitem__)))
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mtpc.backends.package import open_package
+from mtpc.cache.record import StepRecord
 from mtpc.cache.steps import CONSTANTS, CachedStep
 from mtpc.capture.graph import WeightTable
 from mtpc.capture.program import CapturedStep
-from mtpc.checkpoint import Checkpoint
-from mtpc.recipes import make, names
+from mtpc.checkpoint import Checkpoint, is_finite, refuse_not_finite
+from mtpc.recipes import Fill, make, names, substitute
 
 
 @dataclass
@@ -25,12 +26,12 @@ class StepBinder:
     Attributes:
         shared: state and caches, by name.
         weights: weights at hand; those read or made here are added.
-        checkpoint: where other weights are read from; None if all are at hand.
+        source: where weights are read from that are not at hand; None if all are.
     """
 
     shared: Mapping[str, Tensor]
     weights: WeightTable
-    checkpoint: Checkpoint | None = None
+    source: WeightSource | None = None
 
     def bind(self, step: CachedStep, own: dict[str, Tensor] | None = None) -> CapturedStep:
         """A step ready to run.
@@ -58,16 +59,56 @@ class StepBinder:
         return CapturedStep(step.record.step, layout, buffers, replay, seconds)
 
     def _add_weight(self, name: str, step: CachedStep) -> None:
-        """Make a weight that a step takes: derived, stored in the checkpoint, or a constant."""
+        """Make a weight that a step takes: stored, derived of stored ones, or a constant."""
         record = step.record
-        if name in record.derived:
-            for part in names(record.derived[name]):
-                if part not in self.weights:
-                    self._add_weight(part, step)
+        base = names(record.derived.get(name, name))
+        if self.source is not None and all(part in record.stored for part in base):
+            self.weights.bind(name, self.source.weight(name, record))
+        elif name in record.derived:
             self.weights.derive(name, record.derived[name])
-        elif name in record.stored and self.checkpoint is not None:
-            made = make(record.stored[name], self.checkpoint.tensor)
-            self.weights.bind(name, made.to(getattr(torch, record.dtypes[name])))
         else:
             with safe_open(step.directory / CONSTANTS, framework="pt") as file:
                 self.weights.bind(name, file.get_tensor(name))
+
+
+class WeightSource:
+    """Weights of steps, made of a checkpoint's tensors and of nothing else.
+
+    What is packed or joined is made straight from the mapped files: plain weights that no step
+    takes are never in memory.
+
+    Args:
+        checkpoint: where they are stored.
+        fill: how weights are packed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, fill: Fill):
+        self._checkpoint, self._fill = checkpoint, fill
+        self._finite: dict[str, bool] = {}
+
+    def weight(self, name: str, record: StepRecord) -> Tensor:
+        """One weight that a record explains."""
+        recipe = record.derived.get(name, name)
+        tensors = {
+            stored: self._read(stored, getattr(torch, record.dtypes[part]))
+            for part in names(recipe)
+            for stored in names(record.stored[part])
+        }
+        made_of = substitute(recipe, record.stored.__getitem__)
+        return make(made_of, tensors.__getitem__, self._fill)
+
+    def check(self) -> None:
+        """Refuse what has been read so far if it is no use.
+
+        Raises:
+            CheckpointError: tensors hold NaN or infinity.
+        """
+        bad = [name for name, finite in self._finite.items() if not finite]
+        refuse_not_finite(bad, str(self._checkpoint.directory))
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One tensor; checked now, because soon after it is packed out of the caches."""
+        tensor = self._checkpoint.tensor(name).to(dtype)
+        if name not in self._finite:
+            self._finite[name] = is_finite(tensor)
+        return tensor

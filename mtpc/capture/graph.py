@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
-from mtpc.packing import pack
-from mtpc.recipes import Packer, Recipe, make, substitute
+from mtpc.recipes import Recipe, make, substitute
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,9 @@ class WeightTable:
     """Weights by name, shared by all graphs of a program, including those that passes derive.
 
     A derived weight (merged, packed) exists once, whatever number of buckets asks for it.
-
-    Args:
-        tensors: weights at hand.
-        packer: how weights are packed, see `mtpc.recipes.make`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], packer: Packer = pack):
-        self._packer = packer
+    def __init__(self, tensors: Mapping[str, Tensor]):
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
         self.recipes: dict[str, Recipe] = {}
@@ -67,7 +61,7 @@ class WeightTable:
         what was compiled for one checkpoint serves its fine-tunes.
         """
         if name not in self._by_name:
-            self.bind(name, make(recipe, lambda part: self[part].detach(), self._packer))
+            self.bind(name, make(recipe, lambda part: self[part].detach()))
             self.recipes[name] = substitute(recipe, lambda part: self.recipes.get(part, part))
         return self[name]
 

@@ -33,7 +33,6 @@ import mtpc.ops.experts  # noqa: F401  (both register references that kernel_tab
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.packed import fake_packed_linear
-from mtpc.packing import allocate_packed
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
          "packed_experts")  # fmt: skip
@@ -70,11 +69,9 @@ def _is_loaded() -> bool:
     return hasattr(torch.ops.mtpc_cpu, "write_cache")
 
 
-def pack(weight: Tensor) -> Tensor:
-    """`mtpc.packing.pack` on all of torch's threads; `load_kernels` must have been called."""
-    packed = allocate_packed(weight)
-    torch.ops.mtpc_cpu.pack(weight.contiguous(), packed)
-    return packed
+def fill_packed(weight: Tensor, packed: Tensor) -> None:
+    """`mtpc.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
+    torch.ops.mtpc_cpu.pack(weight, packed)
 
 
 def kernel_table() -> dict[Any, Any]:
@@ -118,4 +115,4 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "packed_experts": _fake_experts,
 }
 
-__all__ = ["NAMES", "build_kernels", "kernel_table", "load_kernels", "load_library", "pack"]
+__all__ = ["NAMES", "build_kernels", "fill_packed", "kernel_table", "load_kernels", "load_library"]

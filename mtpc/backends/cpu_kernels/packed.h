@@ -18,8 +18,8 @@ inline constexpr int kRegisters = kFeatures / kLanes<float>;
 /// Rows that share one pass over a tile: as many as leave registers for weights and inputs.
 inline constexpr int kMostRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 3 : 1;
 
-/// Bytes ahead of the weights in use that are fetched meanwhile.
-inline constexpr int64_t kAhead = 2048;
+/// Bytes ahead of the weights in use that are fetched meanwhile, into the second level cache.
+inline constexpr int64_t kAhead = 1024;
 
 inline int64_t count_tiles(int64_t features) { return (features + kFeatures - 1) / kFeatures; }
 
@@ -51,7 +51,7 @@ void multiply_rows(const BFloat16* x, int64_t inputs, const BFloat16* tile, Tile
     for (int i = 0; i < kRegisters; ++i) {
       const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
       std::memcpy(&weights[i], from, kVectorBytes);
-      __builtin_prefetch(from + kAhead);
+      __builtin_prefetch(from + kAhead, 0, 2);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <vector>
 
 #include "simd.h"
 
@@ -141,6 +142,61 @@ void run_tasks(int64_t count, int64_t workers, const Body& body) {
   } else {
     torch::stable::parallel_for(0, std::min(workers, count), 1, drain);
   }
+}
+
+/// Tasks [first, last) that are still to do, of one worker.
+class Share {
+ public:
+  void set(uint64_t first, uint64_t last) { span_ = first << 32 | last; }
+
+  /// The first task left, or -1: for the owner, who goes through its share in order.
+  int64_t take_first() {
+    uint64_t span = span_;
+    while (first(span) < last(span)) {
+      if (span_.compare_exchange_weak(span, span + (uint64_t{1} << 32))) return first(span);
+    }
+    return -1;
+  }
+
+  /// The last task left, or -1: for others, who have done their own.
+  int64_t take_last() {
+    uint64_t span = span_;
+    while (first(span) < last(span)) {
+      if (span_.compare_exchange_weak(span, span - 1)) return last(span) - 1;
+    }
+    return -1;
+  }
+
+ private:
+  static int64_t first(uint64_t span) { return span >> 32; }
+  static int64_t last(uint64_t span) { return span & 0xffffffff; }
+
+  alignas(64) std::atomic<uint64_t> span_{0};
+};
+
+/// As `run_tasks`, where adjacent tasks read adjacent memory: each worker goes through a share of
+/// its own, one long stream that the processor fetches ahead of itself. Who is done helps others
+/// from the far end, for a thread may have been late, or may be on the slower core.
+template <class Body>
+void run_stream(int64_t count, int64_t workers, const Body& body) {
+  workers = std::min(workers, count);
+  if (workers <= 1) {
+    for (int64_t task = 0; task < count; ++task) body(task);
+    return;
+  }
+  std::vector<Share> shares(workers);
+  for (int64_t w = 0; w < workers; ++w) {
+    shares[w].set(count * w / workers, count * (w + 1) / workers);
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    for (int64_t own = next++; own < workers; own = next++) {
+      for (int64_t task; (task = shares[own].take_first()) >= 0;) body(task);
+    }
+    for (Share& share : shares) {
+      for (int64_t task; (task = share.take_last()) >= 0;) body(task);
+    }
+  });
 }
 
 }  // namespace mtpc
