@@ -1,9 +1,13 @@
 """Weights in the order in which the cpu kernels read them.
 
-A packed [N, K] weight is [ceil(N / 32), K / 2, 32, 2]: tiles of 32 output features, in each the
-features' pairs of adjacent inputs side by side. A kernel reads a tile as one stream, whatever the
-number of rows it multiplies, and a pair is what one lane of a bfloat16 dot product takes. Stacked
-weights [E, N, K] are packed one by one.
+A packed [N, K] weight is tiles of 32 output features; in a tile, groups of adjacent inputs that
+fill four bytes, the 32 features' side by side: [ceil(N / 32), K / g, 32, g], with g = 2 for
+bfloat16 and 4 for int8. A kernel reads a tile as one stream, whatever the number of rows it
+multiplies, and a group is what one lane of a dot-product instruction takes. Stacked weights
+[E, N, K] are packed one by one.
+
+int8 weights have one scale an output feature, the largest magnitude of its row over 127, and are
+stored plus 128 in uint8: dot-product instructions take one operand without a sign.
 """
 
 from __future__ import annotations
@@ -11,14 +15,20 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 TILE = 32
 """Output features in a tile."""
+LARGEST, ZERO = 127, 128
+"""The largest magnitude of an int8 weight, and what stands for zero."""
+_GROUP_BYTES = 4
 _HUGE_PAGE = 2 << 20
+
+Fill = Callable[[Tensor, Tensor], None]
+"""Packs a weight into memory at hand: `fill_packed`, or a kernel of that meaning."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -26,16 +36,20 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.dim() in (2, 3) and weight.shape[-1] % 2 == 0
 
 
+def can_quantise(weight: Tensor) -> bool:
+    """Whether a weight has an int8 form: matrices with a multiple of four inputs."""
+    return weight.is_floating_point() and weight.dim() == 2 and weight.shape[-1] % _GROUP_BYTES == 0
+
+
 def pack(weight: Tensor) -> Tensor:
-    """The packed copy of a weight; features beyond its last are zeros.
+    """The packed copy of a weight; features beyond its last are zero bytes.
 
     Args:
-        weight: bfloat16 [..., N, K], K even.
+        weight: bfloat16 or uint8 [..., N, K], K a multiple of g.
 
     Returns:
-        bfloat16 [..., ceil(N / 32), K / 2, 32, 2], in huge pages where the system has them:
-        reading 2 MB a page instead of 4 KB was worth a third of the bandwidth on the machine of
-        docs/performance.md.
+        [..., ceil(N / 32), K / g, 32, g], in huge pages where the system has them: reading 2 MB a
+        page instead of 4 KB is worth a good deal of the bandwidth, see docs/performance.md.
     """
     packed = allocate_packed(weight.shape, weight.dtype)
     fill_packed(weight, packed)
@@ -45,7 +59,8 @@ def pack(weight: Tensor) -> Tensor:
 def allocate_packed(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory for the packed copy of a weight of that shape, uninitialised."""
     *stack, features, inputs = shape
-    return allocate((*stack, count_tiles(features), inputs // 2, TILE, 2), dtype)
+    group = _GROUP_BYTES // dtype.itemsize
+    return allocate((*stack, count_tiles(features), inputs // group, TILE, group), dtype)
 
 
 def count_tiles(features: int) -> int:
@@ -55,28 +70,39 @@ def count_tiles(features: int) -> int:
 
 def fill_packed(weight: Tensor, packed: Tensor) -> None:
     """What `pack` does, into memory at hand. The cpu kernel of this meaning is faster."""
-    *stack, features, inputs = weight.shape
+    *stack, features, _ = weight.shape
     whole, rest = divmod(features, TILE)
-    pairs, to = _pairs(weight), packed.flatten(-2).view(torch.int32)
-    tiles = pairs[..., : whole * TILE, :].reshape(*stack, whole, TILE, inputs // 2)
+    groups, to = _groups(weight), packed.flatten(-2).view(torch.int32)
+    tiles = groups[..., : whole * TILE, :].reshape(*stack, whole, TILE, groups.shape[-1])
     to[..., :whole, :, :].copy_(tiles.transpose(-2, -1))
     if rest:
         to[..., whole, :, :].zero_()
-        to[..., whole, :, :rest].copy_(pairs[..., whole * TILE :, :].transpose(-2, -1))
+        to[..., whole, :, :rest].copy_(groups[..., whole * TILE :, :].transpose(-2, -1))
 
 
-def _pairs(weight: Tensor) -> Tensor:
-    """[..., N, K] as [..., N, K / 2] pairs, which are moved as one: six times as fast."""
+def _groups(weight: Tensor) -> Tensor:
+    """[..., N, K] as [..., N, K / g] groups, which are moved as one: six times as fast."""
     dense = weight.contiguous()
-    if dense.storage_offset() % 2:
+    if dense.storage_offset() * dense.itemsize % _GROUP_BYTES:
         dense = dense.clone()
     return dense.view(torch.int32)
 
 
+def row_scales(weight: Tensor) -> Tensor:
+    """One step of each row's int8 form: float32 [N] of a weight [N, K]; 0 for rows of zeros."""
+    return weight.abs().amax(-1).float() / LARGEST
+
+
+def quantise(weight: Tensor) -> Tensor:
+    """The int8 form of a weight [N, K]: uint8, 128 more than the nearest multiple of its scale."""
+    scales = row_scales(weight)[:, None]
+    return torch.where(scales == 0, 0, weight.float() / scales).round_().add_(ZERO).to(torch.uint8)
+
+
 def unpack(packed: Tensor, features: int) -> Tensor:
     """The weight that `pack` was given, [..., features, K]."""
-    *stack, tiles, pairs, _, _ = packed.shape
-    flat = packed.transpose(-3, -2).reshape(*stack, tiles * TILE, pairs * 2)
+    *stack, tiles, groups, _, group = packed.shape
+    flat = packed.transpose(-3, -2).reshape(*stack, tiles * TILE, groups * group)
     return flat[..., :features, :]
 
 

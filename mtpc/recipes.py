@@ -1,6 +1,6 @@
 """How a weight is made from others, as data: it can be written into a cache and repeated.
 
-A recipe is the name of a tensor, several recipes joined, or one packed for the kernels. Passes
+A recipe is the name of a tensor, several recipes joined, or one converted for the kernels. Passes
 derive weights by recipes, and checkpoints that store experts one by one are read by them; so a
 program that comes from the cache makes its weights from the checkpoint's values of today, whatever
 values it was built with.
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from mtpc import packing
+from mtpc.packing import Fill
+
+Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
 
 
 @dataclass(frozen=True)
@@ -27,22 +30,21 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """A matrix in the order of `mtpc.packing`."""
+class Convert:
+    """A matrix in a form of `mtpc.packing`: packed; packed in int8; the scales of the latter.
 
+    What is converted is names and joins of them, not converted again.
+    """
+
+    op: Conversion
     part: Recipe
 
 
-Recipe: TypeAlias = "str | Join | Pack"
+Recipe: TypeAlias = "str | Join | Convert"
+TensorOf: TypeAlias = Callable[[str], Tensor]
 
 
-Fill: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Packs a weight into memory at hand, as `mtpc.packing.fill_packed`, in its own time."""
-
-
-def make(
-    recipe: Recipe, tensor_of: Callable[[str], Tensor], fill: Fill = packing.fill_packed
-) -> Tensor:
+def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
     """Carry a recipe out; a mere name gives that very tensor, anything else a new one.
 
     Args:
@@ -52,20 +54,39 @@ def make(
     """
     if isinstance(recipe, str):
         return tensor_of(recipe)
-    if isinstance(recipe, Pack):
-        packed = packing.allocate_packed(*_extent(recipe.part, tensor_of))
-        _fill(recipe.part, packed, tensor_of, fill)
-        return packed
+    if isinstance(recipe, Convert):
+        return _convert(recipe, tensor_of, fill)
     parts = [make(part, tensor_of, fill) for part in recipe.parts]
     return torch.cat(parts) if recipe.op == "cat" else torch.stack(parts)
 
 
-def _extent(recipe: Recipe, tensor_of: Callable[[str], Tensor]) -> tuple[list[int], torch.dtype]:
+def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
+    shape, dtype = _extent(recipe.part, tensor_of)
+
+    def measure(part: Tensor, to: Tensor) -> None:
+        to.copy_(packing.row_scales(part))
+
+    def round_and_fill(part: Tensor, to: Tensor) -> None:
+        fill(packing.quantise(part), to)
+
+    convert: Fill
+    if recipe.op == "scales":
+        out, rows, convert = torch.empty(shape[:-1], dtype=torch.float32), 1, measure
+    elif recipe.op == "quantise":
+        out, rows = packing.allocate_packed(shape, torch.uint8), packing.TILE
+        convert = round_and_fill
+    else:
+        out, rows, convert = packing.allocate_packed(shape, dtype), packing.TILE, fill
+    _place(recipe.part, out, rows, tensor_of, convert)
+    return out
+
+
+def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
     """Shape and dtype of what a recipe of names and joins gives, without making it."""
     if isinstance(recipe, str):
         return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
-    if isinstance(recipe, Pack):
-        raise TypeError("what is packed cannot be joined or packed again")
+    if isinstance(recipe, Convert):
+        raise TypeError("what is converted cannot be joined or converted again")
     parts = [_extent(part, tensor_of) for part in recipe.parts]
     (first, *inner), dtype = parts[0]
     if recipe.op == "stack":
@@ -73,27 +94,36 @@ def _extent(recipe: Recipe, tensor_of: Callable[[str], Tensor]) -> tuple[list[in
     return [sum(shape[0] for shape, _ in parts), *inner], dtype
 
 
-def _fill(recipe: Recipe, packed: Tensor, tensor_of: Callable[[str], Tensor], fill: Fill) -> None:
-    """Pack what a recipe gives, part by part where tiles allow: the whole is never made."""
+def _place(recipe: Recipe, out: Tensor, rows: int, tensor_of: TensorOf, fill: Fill) -> None:
+    """Convert what a recipe gives part by part, where parts allow: the whole is never made.
+
+    Args:
+        recipe: names and joins.
+        out: the result's memory.
+        rows: of the matrix, per entry of `out`'s first dimension.
+        tensor_of: the tensor of each name.
+        fill: converts one part.
+    """
     if isinstance(recipe, Join) and recipe.op == "stack":
-        for part, to in zip(recipe.parts, packed, strict=True):
-            _fill(part, to, tensor_of, fill)
+        for part, to in zip(recipe.parts, out, strict=True):
+            _place(part, to, rows, tensor_of, fill)
         return
     if isinstance(recipe, Join):
-        sizes = [_extent(part, tensor_of)[0][0] for part in recipe.parts]
-        if packed.dim() == 4 and not any(size % packing.TILE for size in sizes[:-1]):
-            tiles = packed.split([packing.count_tiles(size) for size in sizes])
-            for part, to in zip(recipe.parts, tiles, strict=True):
-                _fill(part, to, tensor_of, fill)
+        shapes = [_extent(part, tensor_of)[0] for part in recipe.parts]
+        is_matrix = all(len(shape) == 2 for shape in shapes)
+        if is_matrix and not any(shape[0] % rows for shape in shapes[:-1]):
+            pieces = out.split([-(-shape[0] // rows) for shape in shapes])
+            for part, to in zip(recipe.parts, pieces, strict=True):
+                _place(part, to, rows, tensor_of, fill)
             return
-    fill(make(recipe, tensor_of).contiguous(), packed)
+    fill(make(recipe, tensor_of).contiguous(), out)
 
 
 def names(recipe: Recipe) -> Iterator[str]:
     """Every tensor a recipe takes."""
     if isinstance(recipe, str):
         yield recipe
-    elif isinstance(recipe, Pack):
+    elif isinstance(recipe, Convert):
         yield from names(recipe.part)
     else:
         for part in recipe.parts:
@@ -104,17 +134,17 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
     """The same recipe with every name replaced by what that is made of."""
     if isinstance(recipe, str):
         return recipe_of(recipe)
-    if isinstance(recipe, Pack):
-        return Pack(substitute(recipe.part, recipe_of))
+    if isinstance(recipe, Convert):
+        return Convert(recipe.op, substitute(recipe.part, recipe_of))
     return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
 
 
 def to_json(recipe: Recipe) -> Any:
-    """A name, `{"cat": [...]}`, or `{"pack": ...}`."""
+    """A name, or the operation with what it takes: `{"cat": [...]}`, `{"pack": ...}`."""
     if isinstance(recipe, str):
         return recipe
-    if isinstance(recipe, Pack):
-        return {"pack": to_json(recipe.part)}
+    if isinstance(recipe, Convert):
+        return {recipe.op: to_json(recipe.part)}
     return {recipe.op: [to_json(part) for part in recipe.parts]}
 
 
@@ -123,6 +153,6 @@ def from_json(value: Any) -> Recipe:
     if isinstance(value, str):
         return value
     ((op, parts),) = value.items()
-    if op == "pack":
-        return Pack(from_json(parts))
+    if op in get_args(Conversion):
+        return Convert(op, from_json(parts))
     return Join(op, tuple(map(from_json, parts)))

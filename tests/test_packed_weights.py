@@ -26,9 +26,9 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.packing import TILE, can_pack, fill_packed, pack, unpack
+from mtpc.packing import TILE, Fill, can_pack, fill_packed, pack, unpack
 from mtpc.passes.pack_weights import PackWeights
-from mtpc.recipes import Fill, Join, Pack, Recipe
+from mtpc.recipes import Convert, Join, Recipe
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu.packed_linear, torch.ops.mtpc.packed_linear
@@ -98,7 +98,7 @@ def test_joined_weights_are_packed_part_by_part(recipe: Recipe, fill: Fill) -> N
     """The same as packing the joined weight, which is made only where tiles demand it."""
     sizes = {"a": (64, 6), "b": (32, 6), "c": (33, 6), "d": (64, 6), "stacks": (2, 40, 6)}
     tensors = {name: bf16(*size, seed=i) for i, (name, size) in enumerate(sizes.items())}
-    packed = recipes.make(Pack(recipe), tensors.__getitem__, fill)
+    packed = recipes.make(Convert("pack", recipe), tensors.__getitem__, fill)
     assert torch.equal(packed, pack(recipes.make(recipe, tensors.__getitem__)))
 
 
@@ -274,10 +274,10 @@ def test_experts_misfits_are_refused() -> None:
 
 def test_pack_recipes() -> None:
     """As data and back, of what other recipes make."""
-    recipe = Pack(Join("cat", ("a", "b")))
+    recipe = Convert("pack", Join("cat", ("a", "b")))
     assert recipes.from_json(json.loads(json.dumps(recipes.to_json(recipe)))) == recipe
     assert list(recipes.names(recipe)) == ["a", "b"]
-    assert recipes.substitute(recipe, str.upper) == Pack(Join("cat", ("A", "B")))
+    assert recipes.substitute(recipe, str.upper) == Convert("pack", Join("cat", ("A", "B")))
     held = {"a": bf16(3, 4), "b": bf16(5, 4, seed=1)}
     made = recipes.make(recipe, held.__getitem__)
     assert torch.equal(unpack(made, 8), torch.cat([held["a"], held["b"]]))

@@ -72,7 +72,7 @@ class CpuBackend:
     """
 
     name = "cpu"
-    enables: tuple[str, ...] = ("merge-projections", "pack-weights")
+    enables: tuple[str, ...] = ("pack-weights",)
 
     def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:
         load_kernels(store, report)

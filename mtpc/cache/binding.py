@@ -16,7 +16,8 @@ from mtpc.cache.steps import CONSTANTS, CachedStep
 from mtpc.capture.graph import WeightTable
 from mtpc.capture.program import CapturedStep
 from mtpc.checkpoint import Checkpoint, is_finite, refuse_not_finite
-from mtpc.recipes import Fill, make, names, substitute
+from mtpc.packing import Fill
+from mtpc.recipes import make, names, substitute
 
 
 @dataclass

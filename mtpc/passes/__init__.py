@@ -12,13 +12,14 @@ from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_weights import PackWeights
+from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.verifier import Verifier
 
 REQUIRED = ("resize-metadata", "fuse-draft-chain")
 """Without these a graph is not valid, or not one graph."""
-OFF_BY_DEFAULT = ("merge-projections", "pack-weights")
+OFF_BY_DEFAULT = ("merge-projections", "quantise-draft", "pack-weights")
 """Run only where the option `enabled_passes`, or the backend, names them."""
 
 
@@ -35,6 +36,7 @@ def full_pipeline(buffer_names: Mapping[int, str]) -> tuple[Pass, ...]:
         AbsorbLatent(),
         SelectHeadRows(),
         HoistShared(),
+        QuantiseDraft(),
         MergeProjections(),
         PackWeights(),
     )

@@ -1,9 +1,9 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
-`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `experts`, and on packed
-weights `packed_linear` and `packed_experts`. They take what the reference ops in `mtpc::` take and
-mean the same; a backend's pass exchanges one for the other, so the meaning of a traced graph never
-depends on what has been loaded.
+`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `experts`, on packed weights
+`packed_linear`, `packed_experts` and `quantised_linear` (int8), and `pack`, which packs them. They
+take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one for
+the other, so the meaning of a traced graph never depends on what has been loaded.
 
 They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`. What they
 guarantee beyond the references:
@@ -33,9 +33,10 @@ import mtpc.ops.experts  # noqa: F401  (both register references that kernel_tab
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.packed import fake_packed_linear
+from mtpc.ops.quantised import fake_quantised_linear
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
-         "packed_experts")  # fmt: skip
+         "packed_experts", "quantised_linear")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
@@ -113,6 +114,7 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "experts": _fake_experts,
     "packed_linear": fake_packed_linear,
     "packed_experts": _fake_experts,
+    "quantised_linear": fake_quantised_linear,
 }
 
 __all__ = ["NAMES", "build_kernels", "fill_packed", "kernel_table", "load_kernels", "load_library"]

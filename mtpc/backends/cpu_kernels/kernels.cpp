@@ -96,6 +96,8 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
   library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
   library.def(
       "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None) -> Tensor");
+  library.def(
+      "quantised_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
@@ -106,4 +108,5 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("packed_experts", TORCH_BOX(&mtpc::packed_experts));
   library.impl("pack", TORCH_BOX(&mtpc::pack));
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
+  library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));
 }

@@ -35,4 +35,8 @@ void pack(const Tensor& weight, const Tensor& packed);
 Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias);
 
+Tensor quantised_linear(
+    const Tensor& x, const Tensor& weight, const Tensor& scales,
+    const std::optional<Tensor>& bias);
+
 }  // namespace mtpc

@@ -24,7 +24,7 @@ void multiply(const Linear& call, int64_t tile) {
   const int64_t begin = tile * kFeatures;
   const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
   const BFloat16* weights = call.weight + begin * call.inputs;
-  for_products(call.x, call.rows, call.inputs, weights, [&](int64_t row, const float* sums) {
+  for_products<Bf16Pairs>(call.x, call.rows, call.inputs / 2, weights, [&](int64_t row, const float* sums) {
     BFloat16* out = call.out + row * call.features + begin;
     for (int64_t f = 0; f < count; ++f) {
       out[f] = static_cast<BFloat16>(sums[f] + (call.bias ? call.bias[begin + f] : 0.0f));

@@ -16,19 +16,16 @@
 namespace mtpc {
 namespace {
 
-/// A pair of adjacent inputs' bfloat16 weights.
-using Pair = int32_t;
-
-/// Pairs of one feature in a cache line.
+/// Groups of one feature in a cache line.
 constexpr int64_t kLine = 16;
 
-/// A stack of [features, 2 * pairs] matrices and their tiles.
+/// A stack of matrices, `features` rows of `groups` groups, and their tiles.
 struct Packing {
   const char* from;
-  Pair* to;
-  int64_t features, pairs;
+  Group* to;
+  int64_t features, groups;
 
-  int64_t row_bytes() const { return pairs * sizeof(Pair); }
+  int64_t row_bytes() const { return groups * sizeof(Group); }
 };
 
 /// Copies whole cache lines; nobody reads them soon, so that they need not be in the caches.
@@ -56,13 +53,13 @@ void expect_reads([[maybe_unused]] const char* from, [[maybe_unused]] int64_t by
 }
 
 /// A tile's block of one line of each feature.
-using Block = Pair[kLine][kFeatures];
+using Block = Group[kLine][kFeatures];
 
-/// `count` lines of `width` pairs, `stride` bytes apart, become columns.
+/// `count` lines of `width` groups, `stride` bytes apart, become columns.
 inline void transpose(const char* lines, int64_t stride, int64_t count, int64_t width, Block& to) {
   for (int64_t f = 0; f < count; ++f) {
-    Pair line[kLine];
-    std::memcpy(line, lines + f * stride, width * sizeof(Pair));
+    Group line[kLine];
+    std::memcpy(line, lines + f * stride, width * sizeof(Group));
     // More streams than the processor follows by itself.
     __builtin_prefetch(lines + f * stride + sizeof(line));
     for (int64_t i = 0; i < width; ++i) to[i][f] = line[i];
@@ -70,18 +67,18 @@ inline void transpose(const char* lines, int64_t stride, int64_t count, int64_t 
 }
 
 /// One tile: `count` features' rows become columns; columns beyond them are zeros.
-void pack_tile(const char* rows, int64_t count, const Packing& p, Pair* to) {
+void pack_tile(const char* rows, int64_t count, const Packing& p, Group* to) {
   alignas(64) Block block = {};
   int64_t k = 0;
   if (count == kFeatures) {  // Sizes that the compiler knows: most of the work.
-    for (; k + kLine <= p.pairs; k += kLine, to += kLine * kFeatures) {
-      transpose(rows + k * sizeof(Pair), p.row_bytes(), kFeatures, kLine, block);
+    for (; k + kLine <= p.groups; k += kLine, to += kLine * kFeatures) {
+      transpose(rows + k * sizeof(Group), p.row_bytes(), kFeatures, kLine, block);
       copy_past_caches(to, block, sizeof(block));
     }
   }
-  for (; k < p.pairs; k += kLine, to += kLine * kFeatures) {
-    const int64_t width = std::min(kLine, p.pairs - k);
-    transpose(rows + k * sizeof(Pair), p.row_bytes(), count, width, block);
+  for (; k < p.groups; k += kLine, to += kLine * kFeatures) {
+    const int64_t width = std::min(kLine, p.groups - k);
+    transpose(rows + k * sizeof(Group), p.row_bytes(), count, width, block);
     std::memcpy(to, block, width * sizeof(block[0]));
   }
 }
@@ -94,22 +91,25 @@ void pack_tiles(const Packing& p, int64_t begin, int64_t end) {
   expect_reads(row(first_row(begin)), row(first_row(end)) - row(first_row(begin)));
   for (int64_t t = begin; t < end; ++t) {
     const int64_t count = std::min<int64_t>(kFeatures, first_row(t + 1) - first_row(t));
-    pack_tile(row(first_row(t)), count, p, p.to + t * kFeatures * p.pairs);
+    pack_tile(row(first_row(t)), count, p, p.to + t * kFeatures * p.groups);
   }
 }
 
 void check(const Tensor& weight, const Tensor& packed) {
-  const int64_t dim = weight.dim();
+  const int64_t dim = weight.dim(), group = sizeof(Group) / weight.element_size();
   STD_TORCH_CHECK(
-      dim >= 2 && weight.scalar_type() == ScalarType::BFloat16 && weight.is_contiguous() &&
-          weight.size(dim - 1) % 2 == 0,
-      "mtpc_cpu::pack: expected a contiguous bfloat16 weight [..., N, K], K even");
+      dim >= 2 && weight.is_contiguous() &&
+          (weight.scalar_type() == ScalarType::BFloat16 ||
+           weight.scalar_type() == ScalarType::Byte) &&
+          weight.size(dim - 1) % group == 0,
+      "mtpc_cpu::pack: expected a contiguous weight [..., N, K], bfloat16 with an even K, or uint8 "
+      "with K a multiple of 4");
   STD_TORCH_CHECK(
-      packed.dim() == dim + 2 && packed.scalar_type() == ScalarType::BFloat16 &&
+      packed.dim() == dim + 2 && packed.scalar_type() == weight.scalar_type() &&
           packed.is_contiguous() && packed.size(dim - 2) == count_tiles(weight.size(dim - 2)) &&
-          2 * packed.size(dim - 1) == weight.size(dim - 1) && packed.size(dim) == kFeatures &&
-          packed.size(dim + 1) == 2,
-      "mtpc_cpu::pack: expected packed [..., ceil(N / 32), K / 2, 32, 2]");
+          group * packed.size(dim - 1) == weight.size(dim - 1) && packed.size(dim) == kFeatures &&
+          packed.size(dim + 1) == group,
+      "mtpc_cpu::pack: expected packed [..., ceil(N / 32), K / ", group, ", 32, ", group, "]");
   for (int64_t i = 0; i < dim - 2; ++i) {
     STD_TORCH_CHECK(
         packed.size(i) == weight.size(i), "mtpc_cpu::pack: stacks of different sizes");
@@ -122,9 +122,9 @@ void pack(const Tensor& weight, const Tensor& packed) {
   check(weight, packed);
   const int64_t dim = weight.dim();
   const Packing packing{static_cast<const char*>(weight.const_data_ptr()),
-                        static_cast<Pair*>(packed.mutable_data_ptr()), weight.size(dim - 2),
-                        weight.size(dim - 1) / 2};
-  if (packing.pairs == 0 || packing.features == 0) return;
+                        static_cast<Group*>(packed.mutable_data_ptr()), weight.size(dim - 2),
+                        packed.size(dim - 1)};
+  if (packing.groups == 0 || packing.features == 0) return;
   const int64_t tiles =
       weight.numel() / packing.features / weight.size(dim - 1) * count_tiles(packing.features);
   const int64_t workers = worker_count(weight.numel());

@@ -1,4 +1,4 @@
-// Products with packed bfloat16 weights: one stream of weights, whatever the number of rows.
+// Products with packed weights: one stream of weights, whatever the number of rows.
 #pragma once
 
 #include <algorithm>
@@ -23,30 +23,57 @@ inline constexpr int64_t kAhead = 1024;
 
 inline int64_t count_tiles(int64_t features) { return (features + kFeatures - 1) / kFeatures; }
 
-/// A register of pairs of bfloat16: one pair a lane.
-using Pairs = Mask<float>;
+/// Four bytes of adjacent inputs: two of bfloat16, four of int8.
+using Group = int32_t;
 
-/// sum + a.first * b.first + a.second * b.second, lane by lane.
-inline Vec<float> add_pairs(Vec<float> sum, Pairs a, Pairs b) {
+/// A register of groups, one of each of so many features.
+using Groups = Mask<float>;
+
+/// Pairs of bfloat16, added up in float.
+struct Bf16Pairs {
+  using Sum = float;
+  using Sums = Vec<float>;
+
+  /// sums + a.first * b.first + a.second * b.second, lane by lane.
+  static Sums add(Sums sums, Groups a, Groups b) {
 #if defined(__AVX512BF16__)
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+    return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
 #else
-  const auto first = [](Pairs p) { return reinterpret_cast<Vec<float>>(p << 16); };
-  const auto second = [](Pairs p) { return reinterpret_cast<Vec<float>>(p & ~0xffff); };
-  sum += first(a) * first(b);
-  return sum + second(a) * second(b);
+    const auto first = [](Groups p) { return reinterpret_cast<Vec<float>>(p << 16); };
+    const auto second = [](Groups p) { return reinterpret_cast<Vec<float>>(p & ~0xffff); };
+    sums += first(a) * first(b);
+    return sums + second(a) * second(b);
 #endif
-}
+  }
+};
+
+/// Quads of int8, those of the weights without a sign; sums are exact up to 65,000 inputs.
+struct Int8Quads {
+  using Sum = int32_t;
+  using Sums = Groups;
+
+  /// sums + the products of a's four with b's four, lane by lane.
+  static Sums add(Sums sums, Groups a, Groups b) {
+#if defined(__AVX512VNNI__)
+    return (Groups)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#else
+    for (int i = 0; i < 4; ++i) sums += (a >> 8 * i & 0xff) * (b << (24 - 8 * i) >> 24);
+    return sums;
+#endif
+  }
+};
 
 /// Sums of one tile's features, by row.
-using TileSums = float[kMostRows][kFeatures];
+template <class Dot>
+using TileSums = typename Dot::Sum[kMostRows][kFeatures];
 
-/// kRows dense rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
-template <int kRows>
-void multiply_rows(const BFloat16* x, int64_t inputs, const BFloat16* tile, TileSums& out) {
-  Vec<float> sums[kRows][kRegisters]{};
-  for (int64_t k = 0; k < inputs; k += 2, tile += 2 * kFeatures) {
-    Pairs weights[kRegisters];
+/// kRows dense rows of `groups` groups times one tile. Every sum runs over the inputs in order,
+/// whatever kRows is.
+template <class Dot, int kRows>
+void multiply_rows(const Group* x, int64_t groups, const Group* tile, TileSums<Dot>& out) {
+  typename Dot::Sums sums[kRows][kRegisters]{};
+  for (int64_t k = 0; k < groups; ++k, tile += kFeatures) {
+    Groups weights[kRegisters];
 #pragma GCC unroll 8
     for (int i = 0; i < kRegisters; ++i) {
       const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
@@ -55,11 +82,10 @@ void multiply_rows(const BFloat16* x, int64_t inputs, const BFloat16* tile, Tile
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, x + r * inputs + k, sizeof(pair));
+      const Group group = x[r * groups + k];
 #pragma GCC unroll 8
       for (int i = 0; i < kRegisters; ++i) {
-        sums[r][i] = add_pairs(sums[r][i], weights[i], Pairs{} + pair);
+        sums[r][i] = Dot::add(sums[r][i], weights[i], Groups{} + group);
       }
     }
   }
@@ -67,29 +93,35 @@ void multiply_rows(const BFloat16* x, int64_t inputs, const BFloat16* tile, Tile
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kRegisters; ++i) store(out[r] + i * kLanes<float>, sums[r][i]);
+    for (int i = 0; i < kRegisters; ++i) {
+      std::memcpy(out[r] + i * kLanes<float>, &sums[r][i], kVectorBytes);
+    }
   }
 }
 
-using MultiplyRows = void (*)(const BFloat16*, int64_t, const BFloat16*, TileSums&);
+template <class Dot>
+using MultiplyRows = void (*)(const Group*, int64_t, const Group*, TileSums<Dot>&);
 
-template <int... kRows>
-constexpr std::array<MultiplyRows, sizeof...(kRows)> multiply_table(
+template <class Dot, int... kRows>
+constexpr std::array<MultiplyRows<Dot>, sizeof...(kRows)> multiply_table(
     std::integer_sequence<int, kRows...>) {
-  return {multiply_rows<kRows + 1>...};
+  return {multiply_rows<Dot, kRows + 1>...};
 }
 
 /// By the number of rows, less one.
-inline constexpr auto kMultiply = multiply_table(std::make_integer_sequence<int, kMostRows>{});
+template <class Dot>
+inline constexpr auto kMultiply =
+    multiply_table<Dot>(std::make_integer_sequence<int, kMostRows>{});
 
-/// Dense rows x [rows, inputs] times one tile; body(row, its 32 sums) for each.
-template <class Body>
-void for_products(const BFloat16* x, int64_t rows, int64_t inputs, const BFloat16* tile,
+/// Dense rows x [rows, groups] times one tile; body(row, its 32 sums) for each.
+template <class Dot, class Body>
+void for_products(const void* x, int64_t rows, int64_t groups, const void* tile,
                   const Body& body) {
+  const Group* from = static_cast<const Group*>(x);
   for (int64_t row = 0; row < rows; row += kMostRows) {
     const int64_t count = std::min<int64_t>(kMostRows, rows - row);
-    TileSums sums;
-    kMultiply[count - 1](x + row * inputs, inputs, tile, sums);
+    TileSums<Dot> sums;
+    kMultiply<Dot>[count - 1](from + row * groups, groups, static_cast<const Group*>(tile), sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
   }
 }

@@ -1,0 +1,115 @@
+// Linear layers on packed int8 weights.
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+#include <optional>
+#include <vector>
+
+#include "kernels.h"
+#include "packed.h"
+#include "tensors.h"
+
+namespace mtpc {
+namespace {
+
+/// As in mtpc/packing.py: the largest magnitude, and what stands for zero in weights.
+constexpr float kLargest = 127;
+constexpr int32_t kZero = 128;
+
+/// Rows of x rounded to int8, each with a step of its own.
+class Rows {
+ public:
+  Rows(const Tensor& x, int64_t rows, int64_t inputs)
+      : integers_(rows * inputs), steps_(rows), offsets_(rows) {
+    std::vector<float> row(inputs);
+    for (int64_t r = 0; r < rows; ++r) {
+      read(row.data(), x, r * inputs, inputs);
+      round(row, r);
+    }
+  }
+
+  const int8_t* integers() const { return integers_.get(); }
+
+  float step(int64_t row) const { return steps_[row]; }
+
+  /// What a sum of products stands for, in steps of the row and the weights.
+  float value(int64_t row, int32_t sum) const {
+    return static_cast<float>(sum - offsets_[row]);
+  }
+
+ private:
+  void round(const std::vector<float>& row, int64_t r) {
+    float largest = 0;
+    for (const float x : row) largest = std::max(largest, std::abs(x));
+    const float inverse = largest == 0 ? 0 : kLargest / largest;
+    int8_t* to = integers_.get() + r * row.size();
+    int32_t total = 0;
+    for (size_t i = 0; i < row.size(); ++i) {
+      to[i] = static_cast<int8_t>(std::nearbyint(row[i] * inverse));
+      total += to[i];
+    }
+    steps_[r] = largest / kLargest;
+    offsets_[r] = total * kZero;
+  }
+
+  Buffer<int8_t> integers_;
+  std::vector<float> steps_;
+  std::vector<int32_t> offsets_;  // what the weights' zero adds to each sum
+};
+
+void check(const Tensor& x, const Tensor& weight, const Tensor& scales,
+           const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(
+      weight.scalar_type() == ScalarType::Byte && scales.scalar_type() == ScalarType::Float &&
+          scales.dim() == 1 && scales.is_contiguous(),
+      "mtpc_cpu::quantised_linear: weight must be uint8, scales float32 [N]");
+  STD_TORCH_CHECK(
+      x.dim() >= 1 && weight.dim() == 4 && weight.is_contiguous() &&
+          weight.size(0) == count_tiles(scales.size(0)) &&
+          4 * weight.size(1) == x.size(x.dim() - 1) && weight.size(2) == kFeatures &&
+          weight.size(3) == 4,
+      "mtpc_cpu::quantised_linear: expected x [..., K] and a weight of ", scales.size(0),
+      " features packed to [ceil(N / 32), K / 4, 32, 4]");
+  STD_TORCH_CHECK(
+      !bias || (bias->dim() == 1 && bias->size(0) == scales.size(0)),
+      "mtpc_cpu::quantised_linear: expected bias [", scales.size(0), "]");
+}
+
+}  // namespace
+
+Tensor quantised_linear(
+    const Tensor& x, const Tensor& weight, const Tensor& scales,
+    const std::optional<Tensor>& bias) {
+  check(x, weight, scales, bias);
+  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const int64_t features = scales.size(0), inputs = x.size(x.dim() - 1);
+  std::vector<int64_t> shape;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  shape.push_back(features);
+  const Tensor out = torch::stable::new_empty(x, shape);
+  std::vector<float> biases(features);
+  if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
+  const int64_t rows = inputs == 0 ? 0 : x.numel() / inputs;
+  const Rows integers(dense, rows, inputs);
+  const float* scale = static_cast<const float*>(scales.const_data_ptr());
+  const auto* weights = static_cast<const uint8_t*>(weight.const_data_ptr());
+  // An instruction does twice the work that it does in bfloat16.
+  const int64_t workers = worker_count(rows * features * inputs / 2);
+  run_stream(count_tiles(features), workers, [&](int64_t tile) {
+    const int64_t begin = tile * kFeatures;
+    const int64_t count = std::min<int64_t>(kFeatures, features - begin);
+    const auto finish = [&](int64_t row, const int32_t* sums) {
+      float values[kFeatures];
+      for (int64_t f = 0; f < count; ++f) {
+        const float scaled = integers.step(row) * scale[begin + f];
+        values[f] = integers.value(row, sums[f]) * scaled + biases[begin + f];
+      }
+      write(out, row * features + begin, values, count);
+    };
+    for_products<Int8Quads>(
+        integers.integers(), rows, inputs / 4, weights + begin * inputs, finish);
+  });
+  return out;
+}
+
+}  // namespace mtpc
