@@ -1,6 +1,7 @@
-"""Milliseconds per decode step and tokens per second: mtpc beside transformers, in one run.
+"""Milliseconds per decode step and tokens per second: mtpc beside its peers, in one run.
 
     python -m benchmarks.decode                      # the 0.5B shape, batches 1 4 8, K = 0..3
+    python -m benchmarks.decode --vllm-python VENV/bin/python
     python -m benchmarks.decode --shape tiny --backend eager --batches 1 2 --spec-tokens 0 1
 
 Per workload (a model with random or accepting weights) one set of weights is loaded, every engine
@@ -16,6 +17,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,20 @@ import torch
 import transformers
 
 import mtpc
+from benchmarks import vllm_host
 from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.command import positive, teller, working_directory, write_results
 from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.vllm_decoder import VllmDecoder
 from mtpc.progress import Progress
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""
+INT8 = "mtpc, int8 drafts"
+"""mtpc with the pass quantise-draft."""
 LONG_STAGES = ("trace model", "lower")
 """Stages of compilation worth a line."""
 FEWEST_NEW_TOKENS = 8
@@ -104,14 +110,19 @@ def _measure(
     tell(f"write {directory}")
     accepting = workload.weights == "accepting"
     checkpoint = write_checkpoint(directory, workload.model, shape, accepting, args.seed)
-    cases = [
-        Case(workload.model, workload.weights, decoder, batch, checkpoint.step_bytes(k))
-        for decoder in _decoders(workload, checkpoint, args, tell)
-        for k in [decoder.spec_tokens]
-        for batch in workload.batches(args.batches)
-    ]
     plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
-    sample_in_turns(cases, plan, shape.vocab_size, probe, tell)
+    with ExitStack() as closing:
+        decoders = []
+        for decoder in _decoders(workload, checkpoint, args, tell):
+            closing.callback(decoder.close)
+            decoders.append(decoder)
+        cases = [
+            Case(workload.model, workload.weights, decoder, batch, step_bytes)
+            for decoder in decoders
+            for step_bytes in [checkpoint.step_bytes(decoder.spec_tokens, decoder.engine == INT8)]
+            for batch in workload.batches(args.batches)
+        ]
+        sample_in_turns(cases, plan, shape.vocab_size, probe, tell)
     return [summarise(case, plan.max_foreign) for case in cases]
 
 
@@ -124,19 +135,39 @@ def _decoders(
     if args.peers:
         drafting = numbers if workload.is_peer else (0,)
         yield from (TransformersDecoder(target, k) for k in drafting)
+    batches = workload.batches(args.batches)
     for k in numbers:
-        yield _compile(target, k, workload.batches(args.batches), args, tell)
+        yield _compile(target, k, batches, args, tell)
+        if k > 0 and args.int8 and not workload.is_peer:
+            yield _compile(target, k, batches, args, tell, INT8)
+    for k in numbers if args.vllm_python else ():
+        tell(f"start vLLM K={k}")
+        options = vllm_host.arguments(
+            str(checkpoint.directory.absolute()), k, _max_len(args), max(batches)
+        )
+        kept = checkpoint.directory.absolute().parent / "vllm"
+        yield VllmDecoder(args.vllm_python, options, kept, torch.get_num_threads())
+
+
+def _max_len(args: argparse.Namespace) -> int:
+    return args.prompt_tokens + args.new_tokens + HEADROOM
 
 
 def _compile(
-    target: Any, spec_tokens: int, batches: tuple[int, ...], args: argparse.Namespace, tell: Tell
+    target: Any,
+    spec_tokens: int,
+    batches: tuple[int, ...],
+    args: argparse.Namespace,
+    tell: Tell,
+    engine: str = "mtpc",
 ) -> MtpcDecoder:
     """One captured program: decode steps for `batches`, and one for prefill."""
+    enabled = (*args.enable, *(["quantise-draft"] if engine == INT8 else []))
 
     def listen(progress: Progress) -> None:
         if progress.stage in LONG_STAGES:
             step = progress.key or f"{progress.total} steps"
-            tell(f"compile mtpc K={spec_tokens}: {progress.stage}, {step}")
+            tell(f"compile {engine} K={spec_tokens}: {progress.stage}, {step}")
 
     start = time.perf_counter()
     model = mtpc.compile(
@@ -144,12 +175,12 @@ def _compile(
         progress=listen,
         spec_tokens=spec_tokens,
         batch_buckets=batches,
-        max_len=args.prompt_tokens + args.new_tokens + HEADROOM,
+        max_len=_max_len(args),
         prefill_chunk=args.prompt_tokens,
         backend=args.backend,
-        enabled_passes=tuple(args.enable),
+        enabled_passes=enabled,
     )
-    return MtpcDecoder(model, time.perf_counter() - start)
+    return MtpcDecoder(model, time.perf_counter() - start, engine)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -162,6 +193,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
+    add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
+    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
     add("--backend", default="auto", help="mtpc's backend")
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
     add("--prompt-tokens", type=positive, default=32, metavar="N")

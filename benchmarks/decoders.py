@@ -30,12 +30,14 @@ class Decoded:
         tokens: what they emitted, all requests together.
         seconds: what they took.
         acceptance_rate: accepted over verified drafts; None where nothing was drafted.
+        child_cpu_s: CPU seconds that a process of the decoder's own used, prefill included.
     """
 
     steps: int
     tokens: int
     seconds: float
     acceptance_rate: float | None
+    child_cpu_s: float = 0.0
 
     @property
     def ms_per_step(self) -> float:
@@ -63,6 +65,10 @@ class Decoder(Protocol):
         """Continue prompts greedily, by exactly `new_tokens` each."""
         ...
 
+    def close(self) -> None:
+        """Give back what will not be freed by itself."""
+        ...
+
 
 class MtpcDecoder:
     """A `SpecModel`; step times are the engine's own.
@@ -71,10 +77,8 @@ class MtpcDecoder:
     batch are smaller than it.
     """
 
-    engine = "mtpc"
-
-    def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
-        self.model, self.build_s = model, build_s
+    def __init__(self, model: mtpc.SpecModel, build_s: float, engine: str = "mtpc") -> None:
+        self.model, self.build_s, self.engine = model, build_s, engine
         self.spec_tokens = model.options.spec_tokens
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
@@ -90,6 +94,9 @@ class MtpcDecoder:
             seconds=seconds,
             acceptance_rate=accepted / drafted if drafted else None,
         )
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 def _counts(stats: Stats) -> tuple[float, ...]:
@@ -130,6 +137,9 @@ class TransformersDecoder:
         rate = (length / steps - 1) / self.spec_tokens if self.spec_tokens else None
         seconds = sum(after.seconds - before.seconds for before, after in intervals)
         return Decoded(steps, length * len(prompts), seconds, rate)
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 @dataclass(frozen=True)

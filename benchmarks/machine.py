@@ -58,10 +58,15 @@ class CpuWatch:
         self._start = time.perf_counter()
         self._busy, self._own = _busy_seconds(), time.process_time()
 
-    def foreign_share(self) -> float:
-        """Share of all CPUs' time that others used, 0 to 1; in ticks of 10 ms as a rule."""
+    def foreign_share(self, child_cpu_s: float = 0.0) -> float:
+        """Share of all CPUs' time that others used, 0 to 1; in ticks of 10 ms as a rule.
+
+        Args:
+            child_cpu_s: CPU seconds of other processes that count as this one's.
+        """
         elapsed = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
-        foreign = _busy_seconds() - self._busy - (time.process_time() - self._own)
+        own = time.process_time() - self._own + child_cpu_s
+        foreign = _busy_seconds() - self._busy - own
         return min(max(foreign / elapsed, 0.0), 1.0)
 
 

@@ -64,10 +64,13 @@ class Checkpoint:
     head_bytes: int
     draft_bytes: int
 
-    def step_bytes(self, spec_tokens: int) -> int:
-        """Weights read by one step: the target once, the draft K times, the head by each."""
-        verify = self.target_bytes + self.head_bytes
-        return verify + spec_tokens * (self.draft_bytes + self.head_bytes)
+    def step_bytes(self, spec_tokens: int, int8_drafts: bool = False) -> int:
+        """Weights read by one step: the target once, the draft K times, the head by each.
+
+        int8 drafts take half the bytes, of models without experts.
+        """
+        drafts = spec_tokens * (self.draft_bytes + self.head_bytes)
+        return self.target_bytes + self.head_bytes + (drafts // 2 if int8_drafts else drafts)
 
     def load_target(self) -> Any:
         """The target as transformers loads it, without the MTP layer's tensors.

@@ -10,6 +10,7 @@ from mtpc.cli.tables import output, print_table
 NOTES = (
     "ms/step: one decode step (K drafts verified, K proposed), prefill not counted; medians.",
     "speedup: tokens/s over the same engine's at K=0, same model, weights and batch.",
+    "vs vLLM: tokens/s over vLLM's CPU build at the same K, same model, weights and batch.",
     "vs tf: tokens/s over transformers' generate at K=0, same model, weights and batch.",
     "roofline: reading the step's weights once each at the bandwidth measured around the sample.",
     "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
@@ -22,12 +23,18 @@ class _Baselines:
     """Finds the rows that others are compared with."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
+        self._all = {(row.spec_tokens, *_plain_key(row, row.engine)): row for row in rows}
         self._plain = {_plain_key(row, row.engine): row for row in rows if row.spec_tokens == 0}
 
-    def ratio(self, row: Row, engine: str) -> str:
-        """Tokens/s of a row over those of an engine that decodes plainly."""
-        plain = self._plain.get(_plain_key(row, engine))
+    def ratio(self, row: Row, engine: str | None = None) -> str:
+        """Tokens/s of a row over those of an engine that decodes plainly; its own by default."""
+        plain = self._plain.get(_plain_key(row, engine or row.engine.split(",")[0]))
         return f"{row.tokens_per_s / plain.tokens_per_s:.2f}x" if plain else "-"
+
+    def same(self, row: Row, engine: str) -> str:
+        """Tokens/s of a row over those of an engine with the same number of drafts."""
+        other = self._all.get((row.spec_tokens, *_plain_key(row, engine)))
+        return f"{row.tokens_per_s / other.tokens_per_s:.2f}x" if other else "-"
 
 
 def _plain_key(row: Row, engine: str) -> tuple[str, str, str, int]:
@@ -47,8 +54,9 @@ COLUMNS: dict[str, _Cells] = {
     "ms/step": lambda row, _: f"{row.ms_per_step:.2f}",
     "tokens/s": lambda row, _: f"{row.tokens_per_s:.1f}",
     "accepted": lambda row, _: _percent(row.acceptance_rate),
-    "speedup": lambda row, plain: plain.ratio(row, row.engine),
+    "speedup": lambda row, plain: plain.ratio(row),
     "vs tf": lambda row, plain: plain.ratio(row, "transformers"),
+    "vs vLLM": lambda row, plain: plain.same(row, "vLLM"),
     "GB/s": lambda row, _: f"{row.bandwidth_gb_s:.1f}",
     "roofline ms": lambda row, _: f"{row.roofline_ms:.2f}",
     "efficiency": lambda row, _: _percent(row.efficiency),

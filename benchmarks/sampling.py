@@ -115,7 +115,7 @@ def _take(case: Case, prompts: Prompts, new_tokens: int, probe: BandwidthProbe) 
     before = probe.read()
     decoded = case.decoder.decode(prompts, new_tokens)
     bandwidth = (before + probe.read()) / 2
-    return Sample(decoded, bandwidth, watch.foreign_share())
+    return Sample(decoded, bandwidth, watch.foreign_share(decoded.child_cpu_s))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import resource
 import sys
@@ -141,11 +140,9 @@ class FamilyWatch(CpuWatch):
         self._children = _children_seconds()
         super().__init__()
 
-    def foreign_share(self) -> float:
+    def foreign_share(self, child_cpu_s: float = 0.0) -> float:
         """Share of all CPUs' time that others used, 0 to 1."""
-        elapsed = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
-        own = (_children_seconds() - self._children) / elapsed
-        return max(super().foreign_share() - own, 0.0)
+        return super().foreign_share(child_cpu_s + _children_seconds() - self._children)
 
 
 def _children_seconds() -> float:

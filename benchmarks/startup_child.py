@@ -27,6 +27,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from benchmarks import vllm_host
+
 _BEGIN = monotonic()
 STAGES = ("python", "import", "load", "token")
 
@@ -138,18 +140,15 @@ def start_vllm(job: dict[str, Any], reach: Reach) -> Report:
 
     model_class, params_class = vllm.LLM, vllm.SamplingParams
     reach("import")
+    options = job["options"]
     model = model_class(
-        model=job["directory"],
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=job["options"]["max_len"],
-        max_num_seqs=max(job["options"]["batch_buckets"]),
-        enforce_eager=job["eager"],
-        seed=0,
-        speculative_config={
-            "method": "mtp",
-            "num_speculative_tokens": job["options"]["spec_tokens"],
-        },
+        **vllm_host.arguments(
+            job["directory"],
+            options["spec_tokens"],
+            options["max_len"],
+            max(options["batch_buckets"]),
+            job["eager"],
+        )
     )
     reach("load")
 
@@ -227,16 +226,7 @@ def environment(
     if kind == "mtpc" and state == "warm":
         extra |= {"CXX": "/nonexistent/c++", "PATH": "/nonexistent"}
     if kind == "vllm":
-        extra |= {
-            "VLLM_CACHE_ROOT": str(kept / "vllm"),
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            # Its kernels are linked against the OpenMP that its wheel brings along.
-            "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
-        }
+        extra |= vllm_host.environment(kept, threads, python)
     return os.environ | extra
 
 

@@ -50,7 +50,7 @@ def test_every_engine_has_its_rows(results: dict[str, Any]) -> None:
     mimo = {
         ("mimo", weights, engine, k, batch)
         for weights in ("random", "accepting")
-        for engine, k in (("transformers", 0), ("mtpc", K))
+        for engine, k in (("transformers", 0), ("mtpc", K), ("mtpc, int8 drafts", K))
         for batch in (1, 2)
     }
     glm4 = {("glm4_moe", "accepting", engine, K, 1) for engine in ("transformers", "mtpc")}

@@ -1,0 +1,82 @@
+"""vLLM as a decoder of the decode benchmark: in a process that waits between its turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import vllm_host
+from benchmarks.decoders import Decoded, Prompts
+
+_ROOT = Path(__file__).parent.parent
+
+
+class VllmError(Exception):
+    """vLLM ended before it was told to; says where its log is."""
+
+
+class VllmDecoder:
+    """One vLLM engine with one number of drafts.
+
+    Args:
+        python: the interpreter of its environment.
+        options: see `vllm_host.arguments`.
+        kept: a directory for its caches and its log.
+        threads: of its own.
+
+    Raises:
+        VllmError: it did not start.
+    """
+
+    engine = "vLLM"
+
+    def __init__(self, python: Path, options: Mapping[str, Any], kept: Path, threads: int) -> None:
+        drafts = options["speculative_config"]
+        self.spec_tokens = drafts["num_speculative_tokens"] if drafts else 0
+        kept.mkdir(parents=True, exist_ok=True)
+        self._log = kept / f"K={self.spec_tokens}.log"
+        # Not resolved: an environment's interpreter is a link, and known by its place.
+        python, start = python.absolute(), time.perf_counter()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [str(python), "-m", "benchmarks.vllm_host", json.dumps(dict(options))],
+                cwd=_ROOT,
+                env=os.environ | vllm_host.environment(kept, threads, python),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._read()
+        self.build_s = time.perf_counter() - start
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """Continue prompts greedily, by exactly `new_tokens` each."""
+        assert self._process.stdin is not None
+        job = {"prompts": list(prompts), "new_tokens": new_tokens}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        done = self._read()
+        per_step = done["tokens"] / done["steps"] / len(prompts)
+        rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
+        return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise VllmError(
+                f"vLLM ended with status {self._process.wait()}; its log is {self._log}"
+            )
+        return json.loads(line)

@@ -1,0 +1,100 @@
+"""vLLM's CPU build in a process of its own, with options as far as possible those of mtpc.
+
+Runs under vLLM's interpreter, where neither mtpc nor anything of these benchmarks is installed:
+the standard library, and vllm.
+
+As a program it decodes on demand: it reads a line of JSON, `{"prompts": [[...]], "new_tokens": N}`,
+and answers with one, until its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def environment(kept: Path, threads: int, python: Path) -> dict[str, str]:
+    """Variables that its process needs.
+
+    Args:
+        kept: a directory for its caches.
+        threads: on as many processors, from the first on.
+        python: its interpreter.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
+        "VLLM_CACHE_ROOT": str(kept / "vllm"),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Its kernels are linked against the OpenMP that its wheel brings along.
+        "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
+    }
+
+
+def arguments(
+    directory: str, spec_tokens: int, max_len: int, max_seqs: int, eager: bool = False
+) -> dict[str, Any]:
+    """What `vllm.LLM` is given."""
+    drafts = {"method": "mtp", "num_speculative_tokens": spec_tokens} if spec_tokens else None
+    return dict(
+        model=directory,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=max_len,
+        max_num_seqs=max_seqs,
+        enforce_eager=eager,
+        enable_prefix_caching=False,
+        seed=0,
+        speculative_config=drafts,
+    )
+
+
+def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+    """Decode steps of one batch: how many, the tokens of all requests, seconds, CPU seconds."""
+    from vllm import SamplingParams
+
+    cpu = time.process_time()
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+        )
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    lengths: dict[str, int] = {}
+    ticks: list[tuple[float, int]] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
+        if len(lengths) == len(prompts):  # All are past their prefill.
+            ticks.append((time.perf_counter(), sum(lengths.values())))
+    (begin, before), (end, after) = ticks[0], ticks[-1]
+    return dict(
+        steps=len(ticks) - 1,
+        tokens=after - before,
+        seconds=end - begin,
+        cpu_s=time.process_time() - cpu,
+    )
+
+
+def main(options: str) -> None:
+    """Start, say so, and decode what comes."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # What vLLM prints goes to the log.
+    from vllm import LLM
+
+    engine = LLM(**json.loads(options)).llm_engine
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(decode(engine, **json.loads(line))), file=answers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
