@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 import tempfile
@@ -52,14 +53,14 @@ def write_results(
     notes: Sequence[str],
     measured: Mapping[str, Any],
 ) -> None:
-    """Write what `--out` and `--markdown` ask for, with the machine, versions and arguments.
+    """Write the files asked for, with the machine, versions and arguments.
 
     Args:
-        args: with `out` and `markdown`, paths or None.
+        args: with `out`, `csv` and `markdown`, paths or None.
         columns: headings of the table in Markdown.
         cells: its body.
         notes: lines below it.
-        measured: everything, for JSON.
+        measured: everything, for JSON; its `rows` are those of the CSV.
     """
     context: dict[str, dict[str, Any]] = {
         "machine": describe_machine(),
@@ -68,8 +69,20 @@ def write_results(
     }
     if args.out:
         args.out.write_text(json.dumps({**context, **measured}, indent=2, default=str))
+    if args.csv:
+        facts = {"cpu": context["machine"]["cpu"], **context["versions"]}
+        rows = [{**_numbers(row), **facts} for row in measured["rows"]]
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
     if args.markdown:
         table = [columns, ["---"] * len(columns), *cells]
         facts = [f"{k}: {', '.join(f'{n} {v}' for n, v in c.items())}" for k, c in context.items()]
         lines = [*(f"| {' | '.join(line)} |" for line in table), ""]
         args.markdown.write_text("\n".join([*lines, *(f"- {n}" for n in (*notes, *facts)), ""]))
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without what does not fit a cell: single samples, and the like."""
+    return {name: v for name, v in row.items() if not isinstance(v, (list, tuple, dict))}

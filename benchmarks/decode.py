@@ -206,6 +206,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--workdir", type=Path, help="keep checkpoints here; default: a temporary directory")
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
     add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:

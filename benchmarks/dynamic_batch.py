@@ -339,6 +339,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     add("--seed", type=int, default=0)
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
     add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     args = parser.parse_args(argv)
     if args.context + args.rows > args.max_len:

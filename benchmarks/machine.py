@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,20 @@ def describe_versions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "mtpc": mtpc.__version__,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    """What is checked out, and whether anything differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def _field(path: str, pattern: str) -> str | None:

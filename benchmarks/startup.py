@@ -381,6 +381,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="keep caches and logs here; default: a temporary directory",
     )
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
     add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     return parser.parse_args(argv)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import decode, report
+from benchmarks import decode, plot, report
 from benchmarks.decoders import Decoded
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.sampling import Case, Row, Sample, summarise
@@ -31,7 +32,8 @@ ARGUMENTS = (
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one tiny run writes; transformers' class is left as it was."""
     out = tmp_path_factory.mktemp("benchmark")
-    files = ("--out", str(out / "results.json"), "--markdown", str(out / "results.md"))
+    kinds = (("--out", "json"), ("--markdown", "md"), ("--csv", "csv"))
+    files = [part for option, kind in kinds for part in (option, str(out / f"results.{kind}"))]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM"):
             patch.setattr(getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", None)
@@ -39,6 +41,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         **json.loads((out / "results.json").read_text()),
         "markdown": (out / "results.md").read_text(),
+        "csv": list(csv.DictReader((out / "results.csv").open())),
+        "path": out / "results.json",
     }
 
 
@@ -56,6 +60,23 @@ def test_every_engine_has_its_rows(results: dict[str, Any]) -> None:
     glm4 = {("glm4_moe", "accepting", engine, K, 1) for engine in ("transformers", "mtpc")}
     assert keys == mimo | glm4
     assert results["markdown"].count("\n| mimo ") == len(mimo)
+
+
+def test_csv_has_the_same_numbers(results: dict[str, Any]) -> None:
+    """And what they were measured on, in each row."""
+    assert len(results["csv"]) == len(results["rows"])
+    for row, line in zip(results["rows"], results["csv"], strict=True):
+        assert line["engine"] == row["engine"]
+        assert float(line["ms_per_step"]) == row["ms_per_step"]
+        assert line["commit"] == results["versions"]["commit"]
+
+
+def test_the_picture_is_drawn_from_them(results: dict[str, Any], tmp_path: Path) -> None:
+    picture = tmp_path / "results.png"
+    assert plot.main([str(results["path"]), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        plot.main([str(results["path"]), str(picture), "--model", "none"])
 
 
 def test_acceptance_is_what_the_weights_force(results: dict[str, Any]) -> None:

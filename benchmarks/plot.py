@@ -1,0 +1,99 @@
+"""The decode benchmark's results as a picture.
+
+    python -m benchmarks.plot docs/results/decode-0.5b.json docs/results/decode-0.5b.png
+
+One row of panels per batch: tokens per second, and milliseconds per step with the part that reading
+the step's weights would take at the bandwidth beside each sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = {
+    "mtpc": "#1f6f8b",
+    "mtpc, int8 drafts": "#57b0a6",
+    "vLLM": "#d98e32",
+    "transformers": "#9a9a9a",
+}
+LIMIT = "#2b2b2b"
+
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plot", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("results", type=Path, help="JSON that benchmarks.decode wrote")
+    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
+    parser.add_argument("--model", default="mimo", help="which model's rows")
+    args = parser.parse_args(argv)
+    results = json.loads(args.results.read_text())
+    rows = [row for row in results["rows"] if row["model"] == args.model]
+    if not rows:
+        parser.error(f"{args.results} has no rows of {args.model}")
+    mpl.rcParams["font.size"] = 9
+    _figure(rows, args.model, results).savefig(args.picture, dpi=150)
+    return 0
+
+
+def _figure(rows: list[Row], model: str, results: dict[str, Any]) -> Figure:
+    batches = sorted({row["batch"] for row in rows})
+    figure = Figure(figsize=(11, 3.6 * len(batches)), layout="constrained")
+    axes = figure.subplots(len(batches), 2, squeeze=False)
+    for batch, (speed, step) in zip(batches, axes, strict=True):
+        of_batch = [row for row in rows if row["batch"] == batch]
+        _draw_speed(speed, [row for row in of_batch if row["weights"] == "accepting"], batch)
+        _draw_steps(step, [row for row in of_batch if row["weights"] == "random"], batch)
+    machine, versions = results["machine"], results["versions"]
+    figure.suptitle(
+        f"{model}, {machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, "
+        f"commit {versions['commit']}"
+    )
+    return figure
+
+
+def _label(row: Row) -> str:
+    return f"{row['engine']}\nK={row['spec_tokens']}"
+
+
+def _draw_speed(axes: Axes, rows: list[Row], batch: int) -> None:
+    """Tokens per second where every draft is accepted: what speculation can give."""
+    axes.set_title(f"batch {batch}: tokens/s, every draft accepted")
+    values = [row["tokens_per_s"] for row in rows]
+    bars = axes.bar(range(len(rows)), values, color=[COLOURS[row["engine"]] for row in rows])
+    axes.bar_label(bars, fmt="%.0f", padding=2)
+    _finish(axes, rows)
+
+
+def _draw_steps(axes: Axes, rows: list[Row], batch: int) -> None:
+    """Milliseconds per step where none is: what speculation costs."""
+    axes.set_title(f"batch {batch}: ms per step, and its memory limit")
+    values = [row["ms_per_step"] for row in rows]
+    bars = axes.bar(range(len(rows)), values, color=[COLOURS[row["engine"]] for row in rows])
+    axes.bar_label(bars, fmt="%.0f", padding=2)
+    for index, row in enumerate(rows):
+        limit = row["efficiency"] * row["ms_per_step"]
+        axes.hlines(limit, index - 0.4, index + 0.4, color=LIMIT, linewidth=2)
+    _finish(axes, rows)
+
+
+def _finish(axes: Axes, rows: list[Row]) -> None:
+    axes.set_xticks(range(len(rows)), [_label(row) for row in rows], rotation=45, ha="right")
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
