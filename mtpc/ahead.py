@@ -49,6 +49,14 @@ class CachingCompiler:
     def __init__(self, compiler: StepCompiler, backend: CpuBackend, cache: StepCache):
         self.compiler, self.backend, self.cache = compiler, backend, cache
         self._binder = StepBinder(compiler.shared, compiler.weights)
+        self._obtained: list[CachedStep] = []
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether all that was compiled here is in the cache, for `restore` to take from there."""
+        return all(
+            step.entry is not None and not step.record.unexplained for step in self._obtained
+        )
 
     def compile(self) -> Program:
         """Every step that the options ask for."""
@@ -70,7 +78,9 @@ class CachingCompiler:
 
     def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
         """One step's entry, built if the cache lacks it."""
-        return self.cache.obtain(key, partial(self._build, key, part), part)
+        step = self.cache.obtain(key, partial(self._build, key, part), part)
+        self._obtained.append(step)
+        return step
 
     @torch.no_grad()
     def _build(self, key: StepKey, part: Part, directory: Path) -> StepRecord:

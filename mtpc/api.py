@@ -72,16 +72,24 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
 
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
     cache = open_cache(source, parsed, report)
-    restored = None
+    spec = None
     if cache is not None and isinstance(source, Checkpoint):
-        restored = restore(source, parsed, cache, progress)
-    if restored is not None:
-        spec = SpecModel(restored.served, restored.options, restored.program)
-    else:
+        spec = _restored(source, parsed, cache, progress)
+    if spec is None:
         spec = _compile(source, parsed, cache, progress, report)
     if cache is not None:
         spec.stats.fallbacks.update(cache.notes)
     return spec
+
+
+def _restored(
+    source: Checkpoint, options: CompileOptions, cache: StepCache, progress: Listener
+) -> SpecModel | None:
+    """All of it from the cache, if that has all of it."""
+    restored = restore(source, options, cache, progress)
+    if restored is None:
+        return None
+    return SpecModel(restored.served, restored.options, restored.program)
 
 
 def _compile(
@@ -103,7 +111,14 @@ def _compile(
     backend, fallback = choose_backend(options.backend, options.strict, report, store)
     compiler = StepCompiler(loaded, options, backend, progress)
     if cache is not None and isinstance(backend, CpuBackend):
-        program = CachingCompiler(compiler, backend, cache).compile()
+        caching = CachingCompiler(compiler, backend, cache)
+        program = caching.compile()
+        if isinstance(source, Checkpoint) and caching.is_restorable:
+            # As any later start does it: weights that are packed are not held in plain form, too.
+            del loaded, compiler, caching, program
+            return _restored(source, options, cache, progress) or _compile(
+                source, options, None, progress, report
+            )
     else:
         program = compiler.compile()
     spec = SpecModel(loaded.served(), compiler.options, program, loaded)
@@ -119,7 +134,8 @@ class SpecModel:
         served: vocabulary, end-of-sequence ids, tokenizer.
         options: what it was compiled with, `max_len` settled.
         program: the captured steps.
-        loaded: the model behind it; None where all of it came from the cache.
+        loaded: the model behind it; None where all of it came from the cache, which in the end it
+            does wherever a checkpoint's steps can be kept there.
         engine: the scheduler on top of the program.
     """
 
