@@ -13,7 +13,7 @@ import store_writer
 from store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, put
 
 from mtpc.cache import store as store_module
-from mtpc.cache.lookup import find
+from mtpc.cache.lookup import KEY, find, peek
 from mtpc.cache.store import SUMS, Entry, EntryStore
 from mtpc.errors import CacheError, DamagedEntryError
 
@@ -174,3 +174,11 @@ def test_errors_of_tell_are_not_the_caches(store: EntryStore) -> None:
         store.lock(DIGEST, tell),
     ):
         raise AssertionError
+
+
+def test_a_pipe_in_place_of_a_key_keeps_nobody_waiting(store: EntryStore) -> None:
+    """Opening it would wait for a writer, for ever."""
+    entry = store.write(DIGEST, filled(FIRST))
+    os.mkfifo(entry.directory / KEY)
+    with pytest.raises(CacheError, match="neither a file nor a directory"):
+        list(peek(store))

@@ -27,7 +27,8 @@ from mtpc.cli.progress import show_progress
 from mtpc.cli.tables import format_bytes
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--backend", "eager", "--max-len", "64", "--spec-tokens", "2"]
+SMALL_MODEL = ["--backend", "eager", "--max-len", "64"]
+SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import mtpc
 from mtpc.config import CompileOptions
 
 DEFAULT_NEW_TOKENS = 128
+BENCH_NEW_TOKENS = 64
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,6 +61,7 @@ def _build_parser() -> argparse.ArgumentParser:
     for name, summary, add_arguments in (
         ("run", "generate text with a captured MTP step, and say how it went", _add_run),
         ("build", "compile every step of a checkpoint into the graph cache", _add_build),
+        ("bench", "measure decoding by the number of drafts, side by side", _add_bench),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between and after passes", _add_inspect),
         ("doctor", "show what mtpc finds on this machine, and how to get what is missing", None),
@@ -81,6 +83,42 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
+    _add_prompts(parser, DEFAULT_NEW_TOKENS)
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence ids"
+    )
+    _add_threads(parser)
+    _add_compile_options(parser, batch_buckets="as many as there are prompts")
+    _add_cache_options(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    _add_prompts(parser, BENCH_NEW_TOKENS)
+    parser.add_argument(
+        "--compare",
+        action="append",
+        metavar="PASS",
+        help="measure each K with this pass enabled, too; repeatable",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="rounds in which all take turns (default: %(default)s)",
+    )
+    _add_threads(parser)
+    _add_compile_options(
+        parser,
+        several_k=True,
+        spec_tokens="0,1,2,3",
+        batch_buckets="as many as there are prompts",
+    )
+    _add_cache_dir(parser)
+
+
+def _add_prompts(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     prompt: dict[str, Any] = {"action": "append", "dest": "prompts"}
     parser.add_argument(
         "-p", "--prompt", **prompt, metavar="TEXT", help="a prompt; repeat it for a batch"
@@ -92,16 +130,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--max-new-tokens",
         type=int,
-        default=DEFAULT_NEW_TOKENS,
+        default=new_tokens,
         metavar="N",
         help="new tokens per prompt (default: %(default)s)",
     )
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence ids"
-    )
-    _add_threads(parser)
-    _add_compile_options(parser, batch_buckets="as many as there are prompts")
-    _add_cache_options(parser)
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +236,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; expected 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no such number; expected 1 or more")
     return int(text)
 
 

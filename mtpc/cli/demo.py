@@ -9,6 +9,13 @@ from mtpc.errors import CheckpointError
 
 DEFAULT_PROMPT = "The with statement is used to wrap the execution of a block with"
 """The demo model has read the Python documentation and nothing else."""
+BENCH_PROMPTS = (
+    DEFAULT_PROMPT,
+    "The dictionary view objects provide a dynamic view on",
+    "If the class defines a method named",
+    "The following exceptions are raised when",
+)
+"""What `mtpc bench` continues where it is given nothing else."""
 
 
 def demo_checkpoint() -> Path:

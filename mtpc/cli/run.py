@@ -30,7 +30,7 @@ def command(args: argparse.Namespace) -> int:
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
     options = {"batch_buckets": (len(prompts),), **compile_options(args)}
     mtpc.CompileOptions.parse(options)
-    _check_tokenizer(checkpoint, prompts)
+    check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr) as tell:
         tell("import torch")
         compile_model = mtpc.compile
@@ -55,7 +55,7 @@ def set_threads(requested: int | None, checkpoint: Path) -> None:
         torch.set_num_threads(requested or 1)
 
 
-def _check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
+def check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
     """Text without a tokenizer would fail too, but only after minutes of compilation."""
     has_text = any(isinstance(prompt, str) for prompt in prompts)
     if has_text and checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():

@@ -1,0 +1,142 @@
+"""`mtpc bench`: what drafting gains on a checkpoint, by the number of drafts and by pass."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mtpc
+from mtpc.cli.arguments import compile_options
+from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
+from mtpc.cli.progress import Tell, show_progress
+from mtpc.cli.run import Prompt, check_tokenizer, set_threads, stage_listener
+from mtpc.errors import OptionError, RequestError
+
+DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
+WARM_UP_TOKENS = 4
+COLUMNS = ("K", "passes", "ms/step", "tokens/s", "tokens/step", "accepted", "vs first", "same text")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compile: drafts per step, and passes enabled beside the user's."""
+
+    spec_tokens: int
+    passes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join([f"K={self.spec_tokens}", *self.passes])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of all prompts; steps are decode steps, prefill is not counted."""
+
+    ms_per_step: float
+    tokens_per_s: float
+    tokens_per_step: float
+    acceptance_rate: float | None
+    results: list[Prompt]
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    if args.checkpoint is not None and not args.prompts:
+        raise RequestError(
+            f"how many drafts are accepted depends on the text: give prompts that {args.checkpoint}"
+            " is meant for, with -p or --ids"
+        )
+    checkpoint = args.checkpoint or demo_checkpoint()
+    prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
+    options = {"batch_buckets": (len(prompts),), **compile_options(args)}
+    numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
+    variants = list(_variants(numbers, args.compare or ()))
+    for variant in variants:
+        mtpc.CompileOptions.parse(_options_of(variant, options))
+    check_tokenizer(checkpoint, prompts)
+    samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
+    with show_progress(sys.stderr) as tell:
+        tell("import torch")
+        set_threads(args.threads, checkpoint)
+        for turn in range(1, args.repeats + 1):
+            for variant in variants:
+                tell(f"round {turn} of {args.repeats}: {variant}")
+                taken = _take(checkpoint, prompts, _options_of(variant, options), args, tell)
+                samples[variant].append(taken)
+    _print(samples)
+    return 0
+
+
+def _variants(numbers: Sequence[int], compare: Sequence[str]) -> Iterator[Variant]:
+    if not numbers:
+        raise OptionError("--spec-tokens is empty; expected numbers as 0,1,3")
+    for k in numbers:
+        yield Variant(k, ())
+        if k > 0:
+            yield from (Variant(k, (name,)) for name in compare)
+
+
+def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
+    enabled = (*options.get("enabled_passes", ()), *variant.passes)
+    return {**options, "spec_tokens": variant.spec_tokens, "enabled_passes": enabled}
+
+
+def _take(
+    checkpoint: Path,
+    prompts: list[Prompt],
+    options: dict[str, Any],
+    args: argparse.Namespace,
+    tell: Tell,
+) -> Sample:
+    """Load, warm up, and run once; nothing stays, so that variants do not crowd each other."""
+    model = mtpc.compile(checkpoint, progress=stage_listener(tell), **options)
+    model.generate(prompts, WARM_UP_TOKENS, ignore_eos=True)
+    before = _counts(model)
+    results = model.generate(prompts, args.max_new_tokens, ignore_eos=True)
+    steps, seconds, request_steps, tokens, accepted, drafted = (
+        new - old for old, new in zip(before, _counts(model), strict=True)
+    )
+    if not steps:
+        raise RequestError(
+            f"{args.max_new_tokens} new token(s) take no decode step; expected 2 or more"
+        )
+    rate = accepted / drafted if drafted else None
+    return Sample(1e3 * seconds / steps, tokens / seconds, tokens / request_steps, rate, results)
+
+
+def _counts(model: mtpc.SpecModel) -> tuple[float, ...]:
+    s = model.stats
+    accepted, drafted = sum(s.accepted), sum(s.drafted)
+    return s.decode_steps, s.decode_s, s.request_steps, s.decoded_tokens, accepted, drafted
+
+
+def _print(samples: dict[Variant, list[Sample]]) -> None:
+    from mtpc.cli.tables import output, print_table
+
+    (first, *_) = samples.values()
+    base = median(sample.tokens_per_s for sample in first)
+    rows = [_row(variant, taken, base, first[0].results) for variant, taken in samples.items()]
+    console = output()
+    print_table(console, "Decoding", COLUMNS, rows)
+    note = "medians of rounds in which all variants took turns; tokens/step is of one request"
+    console.print(note, style="dim")
+
+
+def _row(variant: Variant, taken: list[Sample], base: float, results: list[Prompt]) -> list[str]:
+    rate, speed = taken[0].acceptance_rate, median(s.tokens_per_s for s in taken)
+    same = all(sample.results == results for sample in taken)
+    return [
+        str(variant.spec_tokens),
+        " ".join(variant.passes) or "-",
+        f"{median(s.ms_per_step for s in taken):.2f}",
+        f"{speed:.1f}",
+        f"{taken[0].tokens_per_step:.2f}",
+        "-" if rate is None else f"{rate:.1%}",
+        f"{speed / base:.2f}x",
+        "yes" if same else "no",
+    ]
