@@ -13,7 +13,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import decode, plot, report
+from benchmarks import decode, plot, report, waterfall
 from benchmarks.decoders import Decoded
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.sampling import Case, Row, Sample, summarise
@@ -151,3 +151,18 @@ def test_speedup_is_over_plain_decoding() -> None:
     rows = [_row(0, _sample(20.0, 0.0)), _row(2, _sample(10.0, 0.0))]
     column = list(report.COLUMNS).index("speedup")
     assert [line[column] for line in report.cells(rows)] == ["1.00x", "2.00x"]
+
+
+def test_the_waterfall_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part is a share of the whole step, and together they are all of it."""
+    monkeypatch.setattr(
+        transformers.Qwen2ForCausalLM, "_keys_to_ignore_on_load_unexpected", None, raising=False
+    )
+    out = tmp_path / "waterfall.json"
+    arguments = ["--shape", "tiny", "--spec-tokens", "1", "--batches", "2", "--steps", "4"]
+    assert waterfall.main([*arguments, "--out", str(out)]) == 0
+    whole, limit, *parts = json.loads(out.read_text())["rows"]
+    assert (whole["part"], limit["part"]) == ("whole step", "limit")
+    assert {"paged_attention", "write_cache", "the rest"} <= {part["part"] for part in parts}
+    assert limit["ms"] + sum(part["ms"] for part in parts) == pytest.approx(whole["ms"])
+    assert parts == sorted(parts, key=lambda part: -part["ms"])

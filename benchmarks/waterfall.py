@@ -1,0 +1,169 @@
+"""Where a decode step's time goes, largest first: its memory limit, and what comes on top.
+
+    python -m benchmarks.waterfall --spec-tokens 0 3 --batches 1 8
+
+The step as a whole is timed without a profiler, between two readings of the bandwidth. A second
+run under torch's profiler gives each operator's share, which is then scaled to the time without.
+What no operator accounts for is code that Inductor generated, and the host between steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+import mtpc
+from benchmarks.bandwidth import BandwidthProbe
+from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.machine import CpuWatch
+from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.sampling import Plan, Tell
+from mtpc.cli.tables import output, print_table
+
+COLUMNS = ("K", "batch", "part", "ms", "share")
+LINEARS = ("mtpc_cpu::packed_linear", "mtpc_cpu::quantised_linear", "mtpc_cpu::packed_experts")
+PROMPT_TOKENS, HEADROOM, WARM_UP_STEPS = 32, 8, 3
+NOTES = (
+    "limit: reading the step's weights once each at the bandwidth around the measurement.",
+    "linears beyond it: compute where rows are many, and threads starting and waiting.",
+    "the rest: code that Inductor generated (norms, rotary, activations, argmax), and the host.",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One bar of the waterfall."""
+
+    spec_tokens: int
+    batch: int
+    part: str
+    ms: float
+    share: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    args = _parse(argv)
+    tell, probe = teller(), BandwidthProbe()
+    parts: list[Part] = []
+    with working_directory(args.workdir) as workdir:
+        tell(f"write {workdir / 'mimo'}")
+        checkpoint = write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
+        for k in args.spec_tokens:
+            parts += _measure(checkpoint, k, args, probe, tell)
+    cells = [[str(p.spec_tokens), str(p.batch), p.part, f"{p.ms:.2f}", f"{p.share:.0%}"]
+             for p in parts]  # fmt: skip
+    write_results(args, COLUMNS, cells, NOTES, {"rows": [asdict(part) for part in parts]})
+    console = output()
+    print_table(console, "A decode step", COLUMNS, cells)
+    for note in NOTES:
+        console.print(note, style="dim", soft_wrap=True)
+    return 0
+
+
+def _measure(
+    checkpoint: Checkpoint, k: int, args: argparse.Namespace, probe: BandwidthProbe, tell: Tell
+) -> list[Part]:
+    tell(f"compile K={k}")
+    int8 = "quantise-draft" in args.enable
+    model = mtpc.compile(
+        checkpoint.directory,
+        spec_tokens=k,
+        batch_buckets=tuple(args.batches),
+        max_len=PROMPT_TOKENS + (k + 1) * (args.steps * 2 + WARM_UP_STEPS + HEADROOM),
+        prefill_chunk=PROMPT_TOKENS,
+        backend="cpu",
+        enabled_passes=tuple(args.enable),
+    )
+    parts = []
+    for batch in args.batches:
+        tell(f"measure K={k} batch {batch}")
+        bytes_read = checkpoint.step_bytes(k, int8)
+        parts += _waterfall(model, batch, bytes_read, args, probe, tell)
+    return parts
+
+
+def _waterfall(
+    model: mtpc.SpecModel,
+    batch: int,
+    bytes_read: int,
+    args: argparse.Namespace,
+    probe: BandwidthProbe,
+    tell: Tell,
+) -> list[Part]:
+    engine = model.engine
+    plan = Plan(PROMPT_TOKENS, 0, 0, 0, seed=0)
+    new_tokens = engine.options.sequence_limit - PROMPT_TOKENS
+    ids = [engine.add(prompt, new_tokens) for prompt in plan.prompts(batch, engine.vocab_size)]
+    before = engine.stats.decode_steps
+    while engine.stats.decode_steps < before + WARM_UP_STEPS:
+        engine.step()
+    watch, bandwidth = CpuWatch(), probe.read()
+    seconds = median(_timed(engine) for _ in range(args.steps))
+    bandwidth = (bandwidth + probe.read()) / 2
+    if watch.foreign_share() > args.max_foreign:
+        tell(f"disturbed: others used {watch.foreign_share():.0%} of the CPU")
+    shares = _profiled_shares(engine, args.steps)
+    for request_id in ids:
+        engine.abort(request_id)
+    return _parts(engine.options.spec_tokens, batch, seconds, bytes_read / bandwidth, shares)
+
+
+def _timed(engine: Any) -> float:
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start
+
+
+def _profiled_shares(engine: Any, steps: int) -> Counter[str]:
+    """Operators' shares of the time of steps under the profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        total = sum(_timed(engine) for _ in range(steps))
+    return Counter(
+        {event.key: event.self_cpu_time_total / 1e6 / total for event in record.key_averages()}
+    )
+
+
+def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str]) -> list[Part]:
+    """The limit, then what comes on top, largest first."""
+    ops = {name: share * seconds for name, share in shares.items() if "::" in name}
+    linears = sum(ops.pop(name, 0.0) for name in LINEARS)
+    top = {"linears beyond the limit": linears - limit}
+    for name, spent in ops.items():
+        part = name.removeprefix("mtpc_cpu::") if name.startswith("mtpc_cpu::") else "torch's own"
+        top[part] = top.get(part, 0.0) + spent
+    top["the rest"] = seconds - limit - sum(top.values())
+    ordered = sorted(top.items(), key=lambda item: item[1], reverse=True)
+    rows = [("whole step", seconds), ("limit", limit), *ordered]
+    return [Part(k, batch, name, 1e3 * spent, spent / seconds) for name, spent in rows]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.waterfall", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
+    add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
+    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
+    add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
+    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
