@@ -47,7 +47,7 @@ def test_what_it_refuses(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["bench", str(word_model), *SMALL_MODEL, *arguments]) == 2
+    assert main(["bench", str(word_model), *SMALL_MODEL, "-n", "6", *arguments]) == 2
     out, err = capsys.readouterr()
     assert message in err
     assert not out

@@ -56,12 +56,12 @@ def command(args: argparse.Namespace) -> int:
     options = {"batch_buckets": (len(prompts),), **compile_options(args)}
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     variants = list(_variants(numbers, args.compare or ()))
-    for variant in variants:
-        mtpc.CompileOptions.parse(_options_of(variant, options))
     check_tokenizer(checkpoint, prompts)
     samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
     with show_progress(sys.stderr) as tell:
         tell("import torch")
+        for variant in variants:
+            _check(_options_of(variant, options))
         set_threads(args.threads, checkpoint)
         for turn in range(1, args.repeats + 1):
             for variant in variants:
@@ -84,6 +84,14 @@ def _variants(numbers: Sequence[int], compare: Sequence[str]) -> Iterator[Varian
 def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
     enabled = (*options.get("enabled_passes", ()), *variant.passes)
     return {**options, "spec_tokens": variant.spec_tokens, "enabled_passes": enabled}
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Refuse what the last variant would be refused for, minutes later."""
+    from mtpc.passes import select_passes
+
+    parsed = mtpc.CompileOptions.parse(options)
+    select_passes({}, parsed.disabled_passes, parsed.enabled_passes)
 
 
 def _take(
