@@ -7,30 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.tensor_file import StoredTensor, TensorFile
 
 _FIRST = 6
 """Names that a message lists before it says how many more there are."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What a safetensors header says of a tensor: its file, its dtype ("BF16"), its shape."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 class Checkpoint:
@@ -52,11 +39,10 @@ class Checkpoint:
                 "config.json and *.safetensors (mtpc downloads nothing)"
             )
         self.config = self._read_config()
-        self._files: dict[Path, Any] = {}
+        self._files = {path: TensorFile(path) for path in self._shards()}
         self.tensors: dict[str, StoredTensor] = {}
-        for path in self._shards():
-            self._files[path] = _open(path)
-            self.tensors.update(_read_header(path))
+        for file in self._files.values():
+            self.tensors.update(file.tensors)
 
     def _read_config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
@@ -84,7 +70,11 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as stored: a private memory map of its file, read where it is used."""
-        return self._files[self.tensors[name].path].get_tensor(name)
+        return self._files[self.tensors[name].path].tensor(name)
+
+    def release(self, name: str) -> None:
+        """Give back the memory of a tensor that is hardly needed any more; it stays readable."""
+        self._files[self.tensors[name].path].release(name)
 
     def stop_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids: generation_config.json's, else config.json's."""
@@ -112,29 +102,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-
-
-def _open(path: Path) -> Any:
-    """The file as a memory map; safetensors checks header and length."""
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is not a complete safetensors file: {error}; "
-            "copy or download it again"
-        ) from None
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """The header of a file that `_open` has checked: 8 bytes of length, then JSON."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]))
-        for name, entry in header.items()
-    }
 
 
 def check_repeated(checkpoint: Checkpoint, name: str, weight: Tensor) -> None:

@@ -96,7 +96,11 @@ class WeightSource:
             for stored in names(record.stored[part])
         }
         made_of = substitute(recipe, record.stored.__getitem__)
-        return make(made_of, tensors.__getitem__, self._fill)
+        made = make(made_of, tensors.__getitem__, self._fill)
+        if not isinstance(made_of, str):  # A copy: its parts have been read for the last time.
+            for stored in tensors:
+                self._checkpoint.release(stored)
+        return made
 
     def check(self) -> None:
         """Refuse what has been read so far if it is no use.

@@ -1,0 +1,134 @@
+"""Resident memory of a compiled model beside what it has to hold: weights, KV pool, buffers.
+
+    python -m benchmarks.memory                    # the 0.5B shape: just compiled, and warm
+
+Every row is a process of its own. Resident is what the process grew by from just after its imports
+until it has decoded; the peak is counted from there, too, so that the row of a process that
+compiles shows what compiling takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.models import SHAPES, write_checkpoint
+from mtpc.cli.tables import output, print_table
+
+MIB = 2**20
+COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
+NOTES = (
+    "weights: the checkpoint's tensors; resident: growth since the imports, after decoding.",
+    "ratio: resident over weights, pool and buffers; the goal is at most 1.08.",
+    "peak: most that was resident at any moment, less what was after the imports.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    args = _parse(argv)
+    if args.child:
+        print(json.dumps(_grow(json.loads(args.child))))
+        return 0
+    tell = teller()
+    with working_directory(args.workdir) as workdir:
+        tell(f"write {workdir / 'mimo'}")
+        write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
+        job = {
+            "directory": str(workdir.absolute() / "mimo"),
+            "cache": str(workdir.absolute() / "cache"),
+            "options": {
+                "spec_tokens": args.spec_tokens,
+                "batch_buckets": args.batch_buckets,
+                "max_len": args.max_len,
+                "enabled_passes": args.enable,
+            },
+        }
+        rows = []
+        for start in ("just compiled", "warm"):
+            tell(start)
+            rows.append({"start": start, **_measure(job)})
+    cells = [_cells(row) for row in rows]
+    write_results(args, COLUMNS, cells, NOTES, {"rows": rows})
+    console = output()
+    print_table(console, "Memory", COLUMNS, cells)
+    for note in NOTES:
+        console.print(note, style="dim", soft_wrap=True)
+    return 0
+
+
+def _measure(job: dict[str, Any]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.memory", "--child", json.dumps(job)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _grow(job: dict[str, Any]) -> dict[str, float]:
+    """What a process that compiles, or starts warm, comes to hold."""
+    import torch  # noqa: F401
+
+    import mtpc
+
+    compile_model = mtpc.compile
+    before = _status("VmRSS")
+    model = compile_model(job["directory"], cache_dir=job["cache"], backend="cpu", **job["options"])
+    model.generate(list(range(2, 34)), 16, ignore_eos=True)
+    program = model.program
+    tensors = [*program.shared.values(), *(t for s in program.steps.values() for t in
+                                           s.buffers.values())]  # fmt: skip
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    weights = sum(f.stat().st_size for f in Path(job["directory"]).glob("*.safetensors"))
+    return dict(
+        weights_bytes=weights,
+        state_bytes=sum(storages.values()),
+        resident_bytes=_status("VmRSS") - before,
+        peak_bytes=_status("VmHWM") - before,
+    )
+
+
+def _status(field: str) -> int:
+    """Bytes of this process, by /proc/self/status."""
+    match = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ratio = row["resident_bytes"] / (row["weights_bytes"] + row["state_bytes"])
+    sizes = (row[f"{name}_bytes"] / MIB for name in ("weights", "state", "resident"))
+    return [
+        row["start"],
+        *(f"{size:.0f}" for size in sizes),
+        f"{ratio:.2f}",
+        f"{row['peak_bytes'] / MIB:.0f}",
+    ]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add("--spec-tokens", type=int, default=3, metavar="K")
+    add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
+    add("--max-len", type=positive, default=1024, metavar="N")
+    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
+    add("--workdir", type=Path, help="keep checkpoint and cache here; default: a temporary one")
+    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
+    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    add("--child", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
