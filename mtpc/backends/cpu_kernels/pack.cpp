@@ -93,6 +93,9 @@ void pack_tiles(const Packing& p, int64_t begin, int64_t end) {
     const int64_t count = std::min<int64_t>(kFeatures, first_row(t + 1) - first_row(t));
     pack_tile(row(first_row(t)), count, p, p.to + t * kFeatures * p.groups);
   }
+#if defined(__AVX512F__)
+  _mm_sfence();  // Stores past the caches are in no order with the end of the task.
+#endif
 }
 
 void check(const Tensor& weight, const Tensor& packed) {
