@@ -1,6 +1,6 @@
 """The decode benchmark's results as a picture.
 
-    python -m benchmarks.plot docs/results/decode-0.5b.json docs/results/decode-0.5b.png
+    python -m benchmarks.plot benchmarks/results/decode-0.5b.json benchmarks/results/decode-0.5b.png
 
 One row of panels per batch: tokens per second, and milliseconds per step with the part that reading
 the step's weights would take at the bandwidth beside each sample.
