@@ -106,7 +106,7 @@ def test_joined_weights_are_packed_part_by_part(recipe: Recipe, fill: Fill) -> N
     ("weight", "packed", "named"),
     [
         (torch.zeros(32, 4), torch.zeros(1, 2, 32, 2).bfloat16(), "bfloat16"),
-        (bf16(32, 3), bf16(1, 1, 32, 2), "K even"),
+        (bf16(32, 3), bf16(1, 1, 32, 2), "even K"),
         (bf16(32, 4).T, bf16(1, 16, 32, 2), "contiguous"),
         (bf16(33, 4), bf16(1, 2, 32, 2), "ceil"),
         (bf16(32, 4), bf16(1, 2, 32, 2).float(), "packed"),
