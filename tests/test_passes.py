@@ -352,7 +352,7 @@ def test_every_pass_keeps_the_step(
     family: str, phase: str, compiler: Callable[..., StepCompiler]
 ) -> None:
     """After each pass the verifier holds (shapes, effects, syncs), and a rerun is idle."""
-    enabled = ("merge-projections", "pack-weights")
+    enabled = ("quantise-draft", "merge-projections", "pack-weights")
     built = compiler(family, verify_passes=True, enabled_passes=enabled)
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = built.rewrite(built.trace(key))
@@ -361,6 +361,7 @@ def test_every_pass_keeps_the_step(
     assert rewrites["absorb-latent"] == (5 if family == "deepseek_v3" else 0)
     assert rewrites["select-head-rows"] > 3
     assert rewrites["hoist-shared"] > 10
+    assert rewrites["quantise-draft"] > 0
     assert rewrites["pack-weights"] == 0  # These are float64.
     assert graph.history[-1].nodes_after < graph.history[1].nodes_after
     # Steps with dead code left by a later pass are canonicalised again for free; all else is idle.
