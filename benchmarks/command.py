@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.sampling import Tell
+from mtpc.cli.tables import output, print_table
 
 
 def positive(text: str) -> int:
@@ -44,6 +45,24 @@ def working_directory(path: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="mtpc-benchmark-") as temporary:
         yield Path(temporary)
+
+
+def add_result_files(parser: argparse.ArgumentParser) -> None:
+    """The options that `write_results` reads."""
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
+    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+
+
+def print_results(
+    title: str, columns: Sequence[str], cells: Sequence[Sequence[str]], notes: Sequence[str]
+) -> None:
+    """A table on standard output, and lines below it."""
+    console = output()
+    print_table(console, title, columns, cells)
+    for note in notes:
+        console.print(note, style="dim", soft_wrap=True)
 
 
 def write_results(

@@ -28,7 +28,7 @@ import transformers
 import mtpc
 from benchmarks import vllm_host
 from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.command import add_result_files, positive, teller, working_directory, write_results
 from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
@@ -205,9 +205,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--probe-mib", type=positive, default=384, metavar="N", help="the probe's buffer")
     add("--seed", type=int, default=0)
     add("--workdir", type=Path, help="keep checkpoints here; default: a temporary directory")
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    add_result_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")

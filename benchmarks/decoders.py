@@ -16,7 +16,6 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import mtpc
-from mtpc.engine.stats import Stats
 
 Prompts = Sequence[list[int]]
 
@@ -82,26 +81,13 @@ class MtpcDecoder:
         self.spec_tokens = model.options.spec_tokens
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        before = _counts(self.model.stats)
+        before = self.model.stats.decode_counts()
         self.model.generate(prompts, new_tokens, ignore_eos=True)
-        after = _counts(self.model.stats)
-        steps, tokens, seconds, accepted, drafted = (
-            new - old for old, new in zip(before, after, strict=True)
-        )
-        return Decoded(
-            steps=int(steps),
-            tokens=int(tokens) - len(prompts),  # Prefill emits the first of each.
-            seconds=seconds,
-            acceptance_rate=accepted / drafted if drafted else None,
-        )
+        counts = self.model.stats.decode_counts() - before
+        return Decoded(counts.steps, counts.tokens, counts.seconds, counts.acceptance_rate)
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-def _counts(stats: Stats) -> tuple[float, ...]:
-    emitted, accepted, drafted = stats.emitted_tokens, sum(stats.accepted), sum(stats.drafted)
-    return stats.decode_steps, emitted, stats.decode_s, accepted, drafted
 
 
 class TransformersDecoder:

@@ -28,7 +28,14 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
-from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
 from benchmarks.machine import CpuWatch
 from benchmarks.models import SHAPES, write_checkpoint
 from benchmarks.sampling import ATTEMPTS, Tell
@@ -37,7 +44,6 @@ from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.package import LIBRARY
 from mtpc.capture.trace import ModelTraces
-from mtpc.cli.tables import output, print_table
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import SteppedModel, load
@@ -313,10 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sample_in_turns(cases, args, tell)
     rows, dynamic = [summarise(c, args.max_foreign) for c in cases], cases[0].packages["dynamic"]
     remarks = [*totals(rows, dynamic), *NOTES]
-    console = output()
-    print_table(console, "One dynamic package, or one per bucket", COLUMNS, cells(rows))
-    for line in remarks:
-        console.print(line, style="dim", soft_wrap=True)
+    print_results("One dynamic package, or one per bucket", COLUMNS, cells(rows), remarks)
     built = {"build_s": dynamic.build_s, "bytes": dynamic.nbytes}
     measured = {"dynamic": built, "rows": [asdict(row) for row in rows]}
     write_results(args, COLUMNS, cells(rows), remarks, measured)
@@ -338,9 +341,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
     add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    add_result_files(parser)
     args = parser.parse_args(argv)
     if args.context + args.rows > args.max_len:
         parser.error("--context and --rows exceed --max-len")

@@ -21,11 +21,11 @@ _STAT = Path("/proc/stat")
 def describe_machine() -> dict[str, Any]:
     """Processor, memory and threads."""
     return {
-        "cpu": _field("/proc/cpuinfo", r"model name\s*: (.*)") or platform.processor(),
+        "cpu": system_field("/proc/cpuinfo", r"model name\s*: (.*)") or platform.processor(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "memory": _field("/proc/meminfo", r"MemTotal:\s*(.*)"),
+        "memory": system_field("/proc/meminfo", r"MemTotal:\s*(.*)"),
         "system": platform.platform(),
     }
 
@@ -53,7 +53,8 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def _field(path: str, pattern: str) -> str | None:
+def system_field(path: str, pattern: str) -> str | None:
+    """What a pattern's group matches in a file of /proc; None where there is no such."""
     try:
         match = re.search(pattern, Path(path).read_text())
     except OSError:

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
+from benchmarks.machine import system_field
 from benchmarks.models import SHAPES, write_checkpoint
-from mtpc.cli.tables import output, print_table
 
 MIB = 2**20
 COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
@@ -57,10 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append({"start": start, **_measure(job)})
     cells = [_cells(row) for row in rows]
     write_results(args, COLUMNS, cells, NOTES, {"rows": rows})
-    console = output()
-    print_table(console, "Memory", COLUMNS, cells)
-    for note in NOTES:
-        console.print(note, style="dim", soft_wrap=True)
+    print_results("Memory", COLUMNS, cells, NOTES)
     return 0
 
 
@@ -96,9 +99,9 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 def _status(field: str) -> int:
     """Bytes of this process, by /proc/self/status."""
-    match = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return 1024 * int(match[1])
+    found = system_field("/proc/self/status", rf"{field}:\s*(\d+) kB")
+    assert found is not None
+    return 1024 * int(found)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -123,9 +126,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-len", type=positive, default=1024, metavar="N")
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
     add("--workdir", type=Path, help="keep checkpoint and cache here; default: a temporary one")
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    add_result_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from benchmarks.command import print_results
 from benchmarks.sampling import Row
-from mtpc.cli.tables import output, print_table
 
 NOTES = (
     "ms/step: one decode step (K drafts verified, K proposed), prefill not counted; medians.",
@@ -72,7 +72,4 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def print_rows(rows: Sequence[Row]) -> None:
     """The table on standard output."""
-    console = output()
-    print_table(console, "Decoding", list(COLUMNS), cells(rows))
-    for note in NOTES:
-        console.print(note, style="dim", soft_wrap=True)
+    print_results("Decoding", list(COLUMNS), cells(rows), NOTES)

@@ -30,12 +30,18 @@ from typing import Any
 import torch
 
 from benchmarks import startup_child as child
-from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
 from benchmarks.machine import CpuWatch
 from benchmarks.models import SHAPES, write_checkpoint
 from benchmarks.sampling import ATTEMPTS, Tell
 from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
-from mtpc.cli.tables import output, print_table
 from mtpc.models.load import find_family
 
 LONGEST_REASON = 160
@@ -324,10 +330,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell = teller()
         cases = [case for name in args.workloads for case in _cases_of(name, args, workdir, tell)]
         sample_in_turns(cases, Starter(args, workdir), tell)
-    rows, console = [summarise(case, args.max_foreign) for case in cases], output()
-    print_table(console, "From process start to first token", COLUMNS, cells(rows))
-    for line in remarks(cases, rows):
-        console.print(line, style="dim", soft_wrap=True)
+    rows = [summarise(case, args.max_foreign) for case in cases]
+    print_results("From process start to first token", COLUMNS, cells(rows), remarks(cases, rows))
     failed = any(case.failure for case in cases if case.engine.kind == "mtpc")
     alike = all(same for name, same in same_tokens(cases).items() if "mtpc" in name)
     return int(failed or not alike)
@@ -385,9 +389,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         help="keep caches and logs here; default: a temporary directory",
     )
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    add_result_files(parser)
     return parser.parse_args(argv)
 
 

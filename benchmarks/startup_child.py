@@ -40,17 +40,25 @@ Report = dict[str, Any]
 
 def start_floor(job: dict[str, Any], reach: Reach) -> Report:
     """The machine's limit: torch is imported and the weights are mapped. Nothing is computed."""
+    import safetensors  # noqa: F401
     import torch  # noqa: F401
-    from safetensors import safe_open
 
     reach("import")
+    tensors = _map_weights(job)
+    reach("load")
+    reach("token")
+    return {"continuation": None, "tensors": len(tensors)}
+
+
+def _map_weights(job: dict[str, Any]) -> dict[str, Any]:
+    """Every tensor of the checkpoint, as a map of its file."""
+    from safetensors import safe_open
+
     tensors = {}
     for path in sorted(Path(job["directory"]).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    reach("load")
-    reach("token")
-    return {"continuation": None, "tensors": len(tensors)}
+    return tensors
 
 
 def start_memory(job: dict[str, Any], reach: Reach) -> Report:
@@ -59,16 +67,13 @@ def start_memory(job: dict[str, Any], reach: Reach) -> Report:
     Whoever copies or converts weights pays for it. In virtual machines whose host takes free
     memory back, that is many times what writing costs elsewhere.
     """
+    import safetensors  # noqa: F401
     import torch
-    from safetensors import safe_open
 
     from mtpc.packing import allocate
 
     reach("import")
-    size = 0
-    for path in sorted(Path(job["directory"]).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            size += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    size = sum(tensor.nbytes for tensor in _map_weights(job).values())
     allocate((size,), torch.uint8).fill_(1)
     reach("load")
     reach("token")

@@ -23,11 +23,17 @@ from torch.profiler import ProfilerActivity, profile
 
 import mtpc
 from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import positive, teller, working_directory, write_results
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
 from benchmarks.machine import CpuWatch
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.sampling import Plan, Tell
-from mtpc.cli.tables import output, print_table
 
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = ("mtpc_cpu::packed_linear", "mtpc_cpu::quantised_linear", "mtpc_cpu::packed_experts")
@@ -63,10 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = [[str(p.spec_tokens), str(p.batch), p.part, f"{p.ms:.2f}", f"{p.share:.0%}"]
              for p in parts]  # fmt: skip
     write_results(args, COLUMNS, cells, NOTES, {"rows": [asdict(part) for part in parts]})
-    console = output()
-    print_table(console, "A decode step", COLUMNS, cells)
-    for note in NOTES:
-        console.print(note, style="dim", soft_wrap=True)
+    print_results("A decode step", COLUMNS, cells, NOTES)
     return 0
 
 
@@ -159,9 +162,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
     add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
     add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    add_result_files(parser)
     return parser.parse_args(argv)
 
 

@@ -104,23 +104,20 @@ def _take(
     """Load, warm up, and run once; nothing stays, so that variants do not crowd each other."""
     model = mtpc.compile(checkpoint, progress=stage_listener(tell), **options)
     model.generate(prompts, WARM_UP_TOKENS, ignore_eos=True)
-    before = _counts(model)
+    before = model.stats.decode_counts()
     results = model.generate(prompts, args.max_new_tokens, ignore_eos=True)
-    steps, seconds, request_steps, tokens, accepted, drafted = (
-        new - old for old, new in zip(before, _counts(model), strict=True)
-    )
-    if not steps:
+    counts = model.stats.decode_counts() - before
+    if not counts.steps:
         raise RequestError(
             f"{args.max_new_tokens} new token(s) take no decode step; expected 2 or more"
         )
-    rate = accepted / drafted if drafted else None
-    return Sample(1e3 * seconds / steps, tokens / seconds, tokens / request_steps, rate, results)
-
-
-def _counts(model: mtpc.SpecModel) -> tuple[float, ...]:
-    s = model.stats
-    accepted, drafted = sum(s.accepted), sum(s.drafted)
-    return s.decode_steps, s.decode_s, s.request_steps, s.decoded_tokens, accepted, drafted
+    return Sample(
+        1e3 * counts.seconds / counts.steps,
+        counts.tokens / counts.seconds,
+        counts.tokens / counts.request_steps,
+        counts.acceptance_rate,
+        results,
+    )
 
 
 def _print(samples: dict[Variant, list[Sample]]) -> None:

@@ -8,6 +8,42 @@ from dataclasses import dataclass, field
 from mtpc.layout import StepKey
 
 
+@dataclass(frozen=True)
+class DecodeCounts:
+    """Decode steps up to a moment, prefill left out; the difference of two is a measurement.
+
+    Attributes:
+        steps: decode steps.
+        seconds: in them.
+        request_steps: decode steps, counted once per live request in them.
+        tokens: emitted by them.
+        accepted: drafts accepted.
+        drafted: drafts verified.
+    """
+
+    steps: int
+    seconds: float
+    request_steps: int
+    tokens: int
+    accepted: int
+    drafted: int
+
+    def __sub__(self, earlier: DecodeCounts) -> DecodeCounts:
+        return DecodeCounts(
+            self.steps - earlier.steps,
+            self.seconds - earlier.seconds,
+            self.request_steps - earlier.request_steps,
+            self.tokens - earlier.tokens,
+            self.accepted - earlier.accepted,
+            self.drafted - earlier.drafted,
+        )
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted drafts over verified drafts; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+
 @dataclass
 class Stats:
     """Counts since the engine was made.
@@ -59,6 +95,17 @@ class Stats:
         for position in range(num_emitted if was_cut else self.spec_tokens):
             self.drafted[position] += 1
             self.accepted[position] += position < num_accepted
+
+    def decode_counts(self) -> DecodeCounts:
+        """What decode steps did so far."""
+        return DecodeCounts(
+            self.decode_steps,
+            self.decode_s,
+            self.request_steps,
+            self.decoded_tokens,
+            sum(self.accepted),
+            sum(self.drafted),
+        )
 
     @property
     def acceptance_length(self) -> float:

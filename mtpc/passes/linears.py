@@ -48,23 +48,27 @@ class LinearGroup:
 
     def weight(self, form: Conversion | None = None) -> fx.Node:
         """get_attr of their weights as one, in a form of `mtpc.packing`; made once per program."""
-        return self._operand(1, form)
+        return joined_weight(self.graph, self._operands(1), form)
 
     def bias(self) -> fx.Node | None:
         """get_attr of their biases as one."""
         if _bias(self.nodes[0]) is None:
             return None
-        return self._operand(2, None)
+        return joined_weight(self.graph, self._operands(2), None)
 
-    def _operand(self, index: int, form: Conversion | None) -> fx.Node:
-        operands: list[fx.Node] = [node.args[index] for node in self.nodes]  # type: ignore[misc]
-        names = tuple(str(operand.target) for operand in operands)
-        if len(names) == 1 and form is None:
-            return operands[0]
-        joined: Recipe = names[0] if len(names) == 1 else Join("cat", names)
-        recipe = joined if form is None else Convert(form, joined)
-        name = f"{_STEMS[form]}." + "+".join(part.replace(".", "_") for part in names)
-        return emit_weight(self.graph, name, recipe, operands[0])
+    def _operands(self, index: int) -> list[fx.Node]:
+        return [node.args[index] for node in self.nodes]  # type: ignore[misc]
+
+
+def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | None) -> fx.Node:
+    """get_attr of weights as one, in a form of `mtpc.packing`; made once per program."""
+    names = tuple(str(weight.target) for weight in weights)
+    if len(names) == 1 and form is None:
+        return weights[0]
+    joined: Recipe = names[0] if len(names) == 1 else Join("cat", names)
+    recipe = joined if form is None else Convert(form, joined)
+    name = f"{_STEMS[form]}." + "+".join(part.replace(".", "_") for part in names)
+    return emit_weight(graph, name, recipe, weights[0])
 
 
 def linear_groups(graph: StepGraph, wanted: Wanted) -> list[LinearGroup]:

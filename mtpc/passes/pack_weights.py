@@ -11,9 +11,8 @@ from torch import fx
 import mtpc.ops.packed  # noqa: F401  (registers the ops that take packed weights)
 from mtpc.capture.graph import StepGraph
 from mtpc.packing import TILE, can_pack
-from mtpc.passes.base import emit, emit_weight, is_call, sweep
-from mtpc.passes.linears import LinearGroup, linear_groups, replace_groups, weight_of
-from mtpc.recipes import Convert
+from mtpc.passes.base import emit, is_call, sweep
+from mtpc.passes.linears import LinearGroup, joined_weight, linear_groups, replace_groups, weight_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ def _pack_experts(graph: StepGraph) -> int:
     for node in calls:
         x, gate_up, down, *choice = node.args
         with graph.graph.inserting_before(node):
-            args = (x, _packed(graph, gate_up), _packed(graph, down), *choice)
+            weights = [joined_weight(graph, [weight], "pack") for weight in (gate_up, down)]
+            args = (x, *weights, *choice)
             packed = emit(graph.graph, torch.ops.mtpc.packed_experts.default, args, node)
         node.replace_all_uses_with(packed)
         graph.graph.erase_node(node)
@@ -65,10 +65,3 @@ def _experts_are_packable(graph: StepGraph, node: fx.Node) -> bool:
     if gate_up is None or down is None or not (can_pack(gate_up) and can_pack(down)):
         return False
     return down.shape[2] % TILE == 0  # Gate and up must each fill their tiles.
-
-
-def _packed(graph: StepGraph, weight: object) -> fx.Node:
-    """get_attr of a weight's packed form, made once per program."""
-    assert isinstance(weight, fx.Node)
-    name = f"packed.{str(weight.target).replace('.', '_')}"
-    return emit_weight(graph, name, Convert("pack", str(weight.target)), weight)

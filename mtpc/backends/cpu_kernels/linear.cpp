@@ -24,12 +24,13 @@ void multiply(const Linear& call, int64_t tile) {
   const int64_t begin = tile * kFeatures;
   const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
   const BFloat16* weights = call.weight + begin * call.inputs;
-  for_products<Bf16Pairs>(call.x, call.rows, call.inputs / 2, weights, [&](int64_t row, const float* sums) {
+  const auto finish = [&](int64_t row, const float* sums) {
     BFloat16* out = call.out + row * call.features + begin;
     for (int64_t f = 0; f < count; ++f) {
       out[f] = static_cast<BFloat16>(sums[f] + (call.bias ? call.bias[begin + f] : 0.0f));
     }
-  });
+  };
+  for_products<Bf16Pairs>(call.x, call.rows, call.inputs / 2, weights, finish);
 }
 
 void run(const Linear& call) {
@@ -61,10 +62,7 @@ Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias) {
   check(x, weight, features, bias);
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
-  std::vector<int64_t> shape;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
-  shape.push_back(features);
-  const Tensor out = torch::stable::new_empty(x, shape);
+  const Tensor out = empty_rows(x, features);
   std::vector<float> biases(bias ? features : 0);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
   const int64_t inputs = x.size(x.dim() - 1);

@@ -83,10 +83,7 @@ Tensor quantised_linear(
   check(x, weight, scales, bias);
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const int64_t features = scales.size(0), inputs = x.size(x.dim() - 1);
-  std::vector<int64_t> shape;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
-  shape.push_back(features);
-  const Tensor out = torch::stable::new_empty(x, shape);
+  const Tensor out = empty_rows(x, features);
   std::vector<float> biases(features);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
   const int64_t rows = inputs == 0 ? 0 : x.numel() / inputs;

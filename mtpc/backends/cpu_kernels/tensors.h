@@ -50,6 +50,14 @@ inline Tensor adjacent_last(const Tensor& t) {
   return t.size(last) <= 1 || t.stride(last) == 1 ? t : torch::stable::contiguous(t);
 }
 
+/// Uninitialised, of x's dtype and of its shape but for the last dimension.
+inline Tensor empty_rows(const Tensor& x, int64_t last) {
+  std::vector<int64_t> shape;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  shape.push_back(last);
+  return torch::stable::new_empty(x, shape);
+}
+
 /// Reads an int32 or int64 tensor of one or two dimensions in place, whatever its strides.
 class Indices {
  public:
