@@ -16,14 +16,14 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import NO_SLOT, StepKey
 from mtpc.models.load import load
-from mtpc.step import (
+from mtpc.pieces.accept import (
     RUNNING,
     STOPPED_BY_LENGTH,
     STOPPED_BY_NONFINITE,
     STOPPED_BY_TOKEN,
-    flat_metadata,
     stop,
 )
+from mtpc.pieces.metadata import flat_metadata
 
 
 def test_metadata_in_closed_form() -> None:

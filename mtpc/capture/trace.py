@@ -19,19 +19,10 @@ from torch.export import Dim
 from mtpc.buffers import P
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
-from mtpc.step import (
-    Accept,
-    AcceptPrompt,
-    Advance,
-    BeginDecode,
-    BeginPrefill,
-    ChainMetadata,
-    Pick,
-    PromptAnchors,
-    Step,
-    StepModel,
-    StepPieces,
-)
+from mtpc.pieces.accept import Accept, AcceptPrompt, Pick
+from mtpc.pieces.advance import Advance
+from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, PromptAnchors
+from mtpc.step import Step, StepModel, StepPieces
 
 _TRACE_REQS, _TRACE_TOKENS = 3, 7
 """Sizes used while tracing; any two different numbers above 1 that nothing else in a model has."""
@@ -73,6 +64,7 @@ def _example_metadata(
         torch.zeros(_TRACE_REQS, blocks, dtype=torch.int32, device=device),
         torch.zeros(_TRACE_REQS, dtype=torch.int32, device=device),
         torch.zeros(_TRACE_REQS + 1, dtype=torch.int32, device=device),
+        torch.zeros(_TRACE_REQS, dtype=torch.int64, device=device),
     )
     return tensors, tuple({0: Dim.DYNAMIC} for _ in tensors)
 

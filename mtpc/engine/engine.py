@@ -24,7 +24,7 @@ from mtpc.engine.request import FinishReason, Request
 from mtpc.engine.stats import Stats
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT
-from mtpc.step import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
+from mtpc.pieces.accept import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
 
 _REASONS: dict[int, FinishReason] = {
     STOPPED_BY_LENGTH: "length",

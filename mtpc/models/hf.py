@@ -8,7 +8,7 @@ user's model is never touched: its module tree is copied, its tensors are shared
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ SEAM_NAME = "mtpc"
 class StepContext:
     """Metadata of one forward and the caches of its layers; stands in for `past_key_values`."""
 
+    layers: dict[int, LayerCache]
     positions: Tensor
     slot_mapping: Tensor
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
-    layers: dict[int, LayerCache] = field(default_factory=dict)
+    state_slots: Tensor
 
     def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Cache protocol of transformers: store what a layer produced for these tokens."""
@@ -103,13 +104,11 @@ class HFTarget(nn.Module):
         super().__init__()
         self.decoder, self.pool = decoder, pool
 
-    def forward(self, ids, positions, slot_mapping, block_table, seq_lens, query_start_loc):  # type: ignore[no-untyped-def]
-        context = StepContext(
-            positions, slot_mapping, block_table, seq_lens, query_start_loc, self.pool.layers()
-        )
+    def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
+        context = StepContext(self.pool.layers(), *metadata)
         out = self.decoder(
             input_ids=ids[None],
-            position_ids=positions[None],
+            position_ids=context.positions[None],
             past_key_values=context,
             use_cache=False,
             mtpc_context=context,
@@ -152,12 +151,9 @@ class HFDraft(nn.Module):
         super().__init__()
         self.embedding, self.rotary, self.layer, self.pool = embedding, rotary, layer, pool
 
-    def forward(  # type: ignore[no-untyped-def]
-        self, ids, features, positions, slot_mapping, block_table, seq_lens, query_start_loc
-    ):
-        context = StepContext(
-            positions, slot_mapping, block_table, seq_lens, query_start_loc, self.pool.layers()
-        )
+    def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
+        context = StepContext(self.pool.layers(), *metadata)
+        positions = context.positions
         hidden = self.layer.join(self.embedding(ids), features, positions)[None]
         hidden = self.layer.block(
             hidden,

@@ -1,0 +1,154 @@
+"""Which tokens a step emits: acceptance of drafts, stops, and the choice of the next draft.
+
+Greedy acceptance: the longest prefix of drafts that equals the target's argmax, then the argmax
+after it as bonus token. An accepted draft EQUALS the target's argmax, so the emitted tokens are
+the first a + 1 argmaxes, and they are also the draft layer's shifted inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mtpc.layout import StepKey
+
+RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_TOKEN, STOPPED_BY_NONFINITE = range(4)
+"""Values of `batch.stop_reason`."""
+
+
+def stop(emitted_ids, num_candidates, active, finite, remaining, stop_ids):  # type: ignore[no-untyped-def]
+    """Apply length and stop-token limits to candidate tokens.
+
+    Args:
+        emitted_ids: int64 [R, W], candidates in order; the first `num_candidates` count.
+        num_candidates: int [R].
+        active: bool [R].
+        finite: bool [R, W], whether the logits behind each candidate were finite.
+        remaining: int32 [R], new tokens the request may still emit.
+        stop_ids: int64 [R, E], -1 where unused.
+
+    Returns:
+        num_emitted int32 [R] (through the stop token), remaining int32 [R] (0: finished),
+        stop_reason int32 [R].
+    """
+    width = emitted_ids.shape[1]
+    column = torch.arange(width, device=emitted_ids.device)
+    is_stop = (emitted_ids[:, :, None] == stop_ids[:, None, :]).any(-1)
+    first_stop = torch.where(is_stop, column, width).amin(1)
+    first_bad = torch.where(finite, width, column).amin(1)
+    wanted = torch.minimum(num_candidates.long(), remaining.long())
+    num = torch.minimum(torch.minimum(wanted, first_stop + 1), first_bad)
+    num = torch.where(active, num, 0)
+    by_token = active & (first_stop < num)
+    by_nonfinite = active & ~by_token & (first_bad < wanted)
+    by_length = active & ~by_token & ~by_nonfinite & (num == remaining)
+    reason = (
+        by_length * STOPPED_BY_LENGTH
+        + by_token * STOPPED_BY_TOKEN
+        + by_nonfinite * STOPPED_BY_NONFINITE
+    )
+    left = torch.where(active & (reason == RUNNING), remaining - num, 0)
+    return num.int(), left.int(), reason.int()
+
+
+class Accept(nn.Module):
+    """Greedy acceptance, stops, and the rows that go on.
+
+    Returns next_ids [T] (draft-layer inputs: ids shifted left by one), anchors [R] (flat row of
+    the last accepted token), emitted_ids [R, W], num_accepted, num_emitted, stop_reason,
+    remaining, new_lens (all [R]).
+    """
+
+    def __init__(self, key: StepKey):
+        super().__init__()
+        self.key = key
+
+    def forward(self, logits, ids, context_lens, active, remaining_tokens, stop_ids, state_indices):  # type: ignore[no-untyped-def]
+        num_reqs, query_len = self.key.bucket.num_reqs, self.key.bucket.query_len
+        best, target_ids = logits.max(-1)
+        target_ids = target_ids.view(num_reqs, query_len)
+        finite = torch.isfinite(best).view(num_reqs, query_len)
+        drafts = ids.view(num_reqs, query_len)[:, 1:]
+        matches = (drafts == target_ids[:, :-1]).long()
+        accepted = torch.where(active, matches.cumprod(1).sum(1), 0)
+        num_emitted, remaining, reason = stop(
+            target_ids,
+            accepted + 1,
+            active,
+            finite,
+            remaining_tokens[state_indices],
+            stop_ids[state_indices],
+        )
+        anchors = torch.arange(num_reqs, device=ids.device) * query_len + accepted
+        new_lens = torch.where(active, context_lens + accepted + 1, 0).int()
+        return (
+            target_ids.reshape(-1),
+            anchors,
+            target_ids,
+            accepted.int(),
+            num_emitted,
+            reason,
+            remaining,
+            new_lens,
+        )
+
+
+class AcceptPrompt(nn.Module):
+    """Prefill's acceptance: prompt tokens are certain; a request whose prompt ends here emits one.
+
+    `next_prompt_id` [R] is the prompt token after this chunk, or -1 where the chunk is the last.
+    `logits` [R, V] are those of each request's last row. Returns as `Accept`, with W = 1.
+    """
+
+    def forward(  # type: ignore[no-untyped-def]
+        self,
+        logits,
+        ids,
+        anchors,
+        next_prompt_id,
+        context_lens,
+        active,
+        query_start_loc,
+        remaining_tokens,
+        stop_ids,
+        state_indices,
+    ):
+        best, picked = logits.max(-1)
+        last_chunk = next_prompt_id < 0
+        emits = active & last_chunk
+        following = torch.where(last_chunk, picked, next_prompt_id)
+        finite = torch.isfinite(best)[:, None]
+        remaining_before = remaining_tokens[state_indices]
+        num_emitted, remaining, reason = stop(
+            picked[:, None],
+            emits.long(),
+            emits,
+            finite,
+            remaining_before,
+            stop_ids[state_indices],
+        )
+        remaining = torch.where(active & ~last_chunk, remaining_before, remaining)
+        next_ids = self._shift(ids, anchors, active, following)
+        num_input = query_start_loc[1:] - query_start_loc[:-1]
+        new_lens = torch.where(active, context_lens + num_input, context_lens).int()
+        accepted = torch.zeros_like(num_emitted)
+        emitted = following[:, None]
+        return next_ids, anchors, emitted, accepted, num_emitted, reason, remaining, new_lens
+
+    @staticmethod
+    def _shift(ids, anchors, active, following):  # type: ignore[no-untyped-def]
+        """ids shifted left by one; each active request's last row takes its following token.
+
+        A comparison, not a scatter: a padded request's anchor may coincide with a live one's.
+        """
+        row = torch.arange(ids.shape[0], device=ids.device)
+        is_anchor = (row[:, None] == anchors[None, :]) & active[None, :]
+        chosen = (is_anchor * following[None, :]).sum(1)
+        return torch.where(is_anchor.any(1), chosen, torch.cat([ids[1:], ids[:1]]))
+
+
+class Pick(nn.Module):
+    """Greedy choice: argmax over the vocabulary, [R, V] -> [R]."""
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(-1)

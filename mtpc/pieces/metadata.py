@@ -1,0 +1,135 @@
+"""Which rows a step works on, and what attention needs to know of them.
+
+Closed forms (L = committed length, the tokens whose KV is final; P = page size): positions =
+L + j; slot = block_table[pos // P] * P + pos % P; seq_lens = L + Q; a chained draft step works on
+the single row at position L.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, StepKey
+
+
+def flat_metadata(
+    context_lens: torch.Tensor,
+    active: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_tokens: int,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions, slots and lengths of a flat batch, from lengths and block tables alone.
+
+    Args:
+        context_lens: int32 [R], committed tokens per request.
+        active: bool [R]; an inactive request gets no slots and length 0.
+        block_table: int32 [R, M].
+        query_start_loc: int32 [R+1], ascending from 0.
+        num_tokens: flat tokens of the bucket; those past query_start_loc[R] are padding.
+        page_size: tokens per page.
+
+    Returns:
+        positions int64 [T] (0 where padded), slot_mapping int64 [T] (NO_SLOT where padded or
+        where no page is reserved), seq_lens int32 [R].
+    """
+    token = torch.arange(num_tokens, device=context_lens.device)
+    # Requests that end at or before a token: its request's index, without a device-side search.
+    request = (token[:, None] >= query_start_loc[None, 1:]).sum(1)
+    in_batch = request < context_lens.shape[0]
+    request = request.clamp(max=context_lens.shape[0] - 1)
+    position = context_lens[request].long() + token - query_start_loc[request].long()
+    blocks = block_table.shape[1]
+    live = active[request] & in_batch & (position < blocks * page_size)
+    position = torch.where(live, position, 0)
+    page = block_table[request, position // page_size].long()
+    has_page = live & (page != NULL_PAGE)
+    slot = torch.where(has_page, page * page_size + position % page_size, NO_SLOT)
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    seq_lens = torch.where(active, context_lens + query_lens, 0)
+    return position, slot, seq_lens.int()
+
+
+class BeginDecode(nn.Module):
+    """Gather the rows of this batch and form the verify inputs.
+
+    Returns ids [R*Q], context_lens [R], active [R], block_table [R, M], state_slots [R] (where
+    a row is off: the scratch slot), positions [R*Q], slot_mapping [R*Q], seq_lens [R],
+    query_start_loc [R+1].
+    """
+
+    def __init__(self, key: StepKey, page_size: int, vocab_size: int):
+        super().__init__()
+        self.key, self.page_size, self.vocab_size = key, page_size, vocab_size
+
+    def forward(self, state_indices, committed_lens, remaining_tokens, token_ids, block_table):  # type: ignore[no-untyped-def]
+        num_reqs, query_len = self.key.bucket.num_reqs, self.key.bucket.query_len
+        active = (state_indices != SCRATCH_SLOT) & (remaining_tokens[state_indices] > 0)
+        context_lens = torch.where(active, committed_lens[state_indices], 0)
+        blocks = block_table[state_indices]
+        rows = token_ids[state_indices][:, :query_len]
+        # A padded row may hold any garbage: never let it index the embedding.
+        ids = torch.where(active[:, None], rows, 0).clamp(0, self.vocab_size - 1).reshape(-1)
+        starts = torch.arange(num_reqs + 1, device=ids.device, dtype=torch.int32) * query_len
+        fresh = flat_metadata(
+            context_lens, active, blocks, starts, self.key.bucket.num_tokens, self.page_size
+        )
+        state_slots = torch.where(active, state_indices, SCRATCH_SLOT)
+        return ids, context_lens, active, blocks, state_slots, *fresh, starts
+
+
+class BeginPrefill(nn.Module):
+    """As `BeginDecode`, for prompt tokens that the host packed into `batch.prompt_ids` [T]."""
+
+    def __init__(self, key: StepKey, page_size: int, vocab_size: int):
+        super().__init__()
+        self.key, self.page_size, self.vocab_size = key, page_size, vocab_size
+
+    def forward(  # type: ignore[no-untyped-def]
+        self,
+        state_indices,
+        committed_lens,
+        remaining_tokens,
+        prompt_ids,
+        num_input,
+        block_table,
+    ):
+        wanted = (state_indices != SCRATCH_SLOT) & (remaining_tokens[state_indices] > 0)
+        num_input = torch.where(wanted, num_input.clamp(0, self.key.bucket.num_tokens), 0)
+        active = num_input > 0
+        context_lens = torch.where(active, committed_lens[state_indices], 0)
+        blocks = block_table[state_indices]
+        starts = torch.cat([num_input.new_zeros(1), num_input.cumsum(0).int()])
+        ids = prompt_ids.clamp(0, self.vocab_size - 1)
+        fresh = flat_metadata(
+            context_lens, active, blocks, starts, self.key.bucket.num_tokens, self.page_size
+        )
+        state_slots = torch.where(active, state_indices, SCRATCH_SLOT)
+        return ids, context_lens, active, blocks, state_slots, *fresh, starts
+
+
+class PromptAnchors(nn.Module):
+    """Flat row of each request's last prompt token [R]; row 0 for a request without tokens."""
+
+    def forward(self, query_start_loc: torch.Tensor) -> torch.Tensor:
+        return (query_start_loc[1:].long() - 1).clamp(min=0)
+
+
+class ChainMetadata(nn.Module):
+    """Metadata of one chained draft step: a single row a request at position `lens`.
+
+    Returns positions [R], slot_mapping [R], seq_lens [R], query_start_loc [R+1], lens + 1.
+    """
+
+    def __init__(self, key: StepKey, page_size: int):
+        super().__init__()
+        self.num_reqs, self.page_size = key.bucket.num_reqs, page_size
+
+    def forward(self, lens: torch.Tensor, active: torch.Tensor, block_table: torch.Tensor):  # type: ignore[no-untyped-def]
+        starts = torch.arange(self.num_reqs + 1, device=lens.device, dtype=torch.int32)
+        positions, slots, seq_lens = flat_metadata(
+            lens, active, block_table, starts, self.num_reqs, self.page_size
+        )
+        return positions, slots, seq_lens, starts, lens + 1
