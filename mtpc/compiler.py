@@ -18,7 +18,7 @@ from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
-from mtpc.errors import CapacityError
+from mtpc.errors import CapacityError, OptionError
 from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, step_keys
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.passes import Verifier, run_pipeline, select_passes
@@ -48,12 +48,21 @@ class StepCompiler:
         positions = getattr(loaded.config, "max_position_embeddings", None)
         self.loaded, self.backend = loaded, backend
         self.options = options.for_model(positions)
+        self._check_draft_vocab()
         self.keys = step_keys(options)
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.weights = WeightTable(loaded.weights())
         self.shared, self.shared_module = self._allocate_shared()
         self._buffer_names = {id(tensor): name for name, tensor in self.shared.items()}
         self._traces: ModelTraces | None = None
+
+    def _check_draft_vocab(self) -> None:
+        largest, size = max(self.options.draft_vocab, default=0), self.loaded.vocab_size
+        if largest >= size:
+            raise OptionError(
+                f"draft_vocab names token {largest}; expected ids in 0..{size - 1}, the model's "
+                "vocabulary"
+            )
 
     def layout(self, key: StepKey) -> Layout:
         """Buffers of one step, metadata sized as plain decoding has it."""
@@ -116,7 +125,9 @@ class StepCompiler:
         """
         options = self.options
         enabled = (*options.enabled_passes, *self.backend.enables)
-        passes = select_passes(self._buffer_names, options.disabled_passes, enabled)
+        passes = select_passes(
+            self._buffer_names, options.disabled_passes, enabled, options.draft_vocab
+        )
         pipeline = (*passes, *self.backend.legalise())
         verify = Verifier(options.verify_passes)
 

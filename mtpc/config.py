@@ -44,6 +44,9 @@ class CompileOptions:
         strict: turn every fallback into an error instead of counting it in the stats.
         disabled_passes: names of optional passes to leave out.
         enabled_passes: names of passes that are off by default, to run.
+        draft_vocab: token ids that drafts may be, or a number n for the n lowest ids (which
+            tokenizers give to the most frequent tokens, as a rule); empty: all. See the pass
+            trim-draft-head.
         cache_dir: the graph cache; None is `MTPC_CACHE_DIR`, else `mtpc` in the user's cache
             directory. See docs/cache.md.
         use_cache: look steps up in the cache and keep what is built; False does neither.
@@ -64,6 +67,7 @@ class CompileOptions:
     strict: bool = False
     disabled_passes: tuple[str, ...] = ()
     enabled_passes: tuple[str, ...] = ()
+    draft_vocab: tuple[int, ...] = ()
     cache_dir: Path | None = None
     use_cache: bool = True
     frozen: bool = False
@@ -84,6 +88,7 @@ class CompileOptions:
         for name in ("disabled_passes", "enabled_passes"):
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
+        object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
         self._check_cache()
 
     def _check_cache(self) -> None:
@@ -182,6 +187,22 @@ def _check_buckets(buckets: Any) -> tuple[int, ...]:
     for size in buckets:
         _check_int("batch_buckets", size, low=1, high=4096)
     return tuple(sorted(set(buckets)))
+
+
+def _check_draft_vocab(ids: Any) -> tuple[int, ...]:
+    """Ascending ids, each once; a number stands for as many of the lowest."""
+    if isinstance(ids, int):
+        _check_int("draft_vocab", ids, low=1)
+        return tuple(range(ids))
+    try:
+        ids = tuple(ids)
+    except TypeError:
+        raise OptionError(
+            f"draft_vocab is {ids!r}; expected token ids, or how many of the lowest"
+        ) from None
+    for token_id in ids:
+        _check_int("draft_vocab", token_id, low=0)
+    return tuple(sorted(set(ids)))
 
 
 def cache_directory() -> Path:

@@ -1,6 +1,7 @@
 """How a weight is made from others, as data: it can be written into a cache and repeated.
 
-A recipe is the name of a tensor, several recipes joined, or one converted for the kernels. Passes
+A recipe is the name of a tensor, several recipes joined, rows of one, or one converted for the
+kernels. Passes
 derive weights by recipes, and checkpoints that store experts one by one are read by them; so a
 program that comes from the cache makes its weights from the checkpoint's values of today, whatever
 values it was built with.
@@ -30,17 +31,25 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Some rows of a tensor: those of ascending runs [start, stop)."""
+
+    runs: tuple[tuple[int, int], ...]
+    part: Recipe
+
+
+@dataclass(frozen=True)
 class Convert:
     """A matrix in a form of `mtpc.packing`: packed; packed in int8; the scales of the latter.
 
-    What is converted is names and joins of them, not converted again.
+    What is converted is plain: names, joins and rows of them, not converted again.
     """
 
     op: Conversion
     part: Recipe
 
 
-Recipe: TypeAlias = "str | Join | Convert"
+Recipe: TypeAlias = "str | Join | Rows | Convert"
 TensorOf: TypeAlias = Callable[[str], Tensor]
 
 
@@ -56,6 +65,9 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
         return tensor_of(recipe)
     if isinstance(recipe, Convert):
         return _convert(recipe, tensor_of, fill)
+    if isinstance(recipe, Rows):
+        whole = make(recipe.part, tensor_of, fill)
+        return torch.cat([whole[start:stop] for start, stop in recipe.runs])
     parts = [make(part, tensor_of, fill) for part in recipe.parts]
     return torch.cat(parts) if recipe.op == "cat" else torch.stack(parts)
 
@@ -87,6 +99,9 @@ def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype
         return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
     if isinstance(recipe, Convert):
         raise TypeError("what is converted cannot be joined or converted again")
+    if isinstance(recipe, Rows):
+        (_, *inner), dtype = _extent(recipe.part, tensor_of)
+        return [sum(stop - start for start, stop in recipe.runs), *inner], dtype
     parts = [_extent(part, tensor_of) for part in recipe.parts]
     (first, *inner), dtype = parts[0]
     if recipe.op == "stack":
@@ -123,7 +138,7 @@ def names(recipe: Recipe) -> Iterator[str]:
     """Every tensor a recipe takes."""
     if isinstance(recipe, str):
         yield recipe
-    elif isinstance(recipe, Convert):
+    elif isinstance(recipe, (Convert, Rows)):
         yield from names(recipe.part)
     else:
         for part in recipe.parts:
@@ -136,15 +151,20 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
         return recipe_of(recipe)
     if isinstance(recipe, Convert):
         return Convert(recipe.op, substitute(recipe.part, recipe_of))
+    if isinstance(recipe, Rows):
+        return Rows(recipe.runs, substitute(recipe.part, recipe_of))
     return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
 
 
 def to_json(recipe: Recipe) -> Any:
-    """A name, or the operation with what it takes: `{"cat": [...]}`, `{"pack": ...}`."""
+    """A name, or the operation with what it takes: `{"cat": [...]}`, `{"pack": ...}`,
+    `{"rows": [[[0, 8], [9, 12]], ...]}`."""
     if isinstance(recipe, str):
         return recipe
     if isinstance(recipe, Convert):
         return {recipe.op: to_json(recipe.part)}
+    if isinstance(recipe, Rows):
+        return {"rows": [[list(run) for run in recipe.runs], to_json(recipe.part)]}
     return {recipe.op: [to_json(part) for part in recipe.parts]}
 
 
@@ -155,4 +175,7 @@ def from_json(value: Any) -> Recipe:
     ((op, parts),) = value.items()
     if op in get_args(Conversion):
         return Convert(op, from_json(parts))
+    if op == "rows":
+        runs, part = parts
+        return Rows(tuple((start, stop) for start, stop in runs), from_json(part))
     return Join(op, tuple(map(from_json, parts)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.package import CALLS, LIBRARY
-from mtpc.cache.key import Difference, Fields, digest
+from mtpc.cache.key import Difference, Fields, digest, hash_of
 from mtpc.cache.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.cache.machine import environment_fields
 from mtpc.cache.record import FORMAT, StepRecord
@@ -66,10 +66,18 @@ def program_fields(model: Fields, options: CompileOptions) -> dict[str, str]:
         "options.page_size": str(options.page_size),
         "options.num_pages": str(options.num_pages or "enough"),
         "options.dtype": options.dtype or "the checkpoint's",
+        "options.draft_vocab": _described(options.draft_vocab),
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),
         **environment_fields(),
     }
+
+
+def _described(token_ids: tuple[int, ...]) -> str:
+    """Token ids, in a line."""
+    if not token_ids:
+        return "all"
+    return f"{len(token_ids)} ids, {hash_of([repr(token_ids).encode()])}"
 
 
 def step_fields(program: Fields, key: StepKey, part: Part = "step") -> dict[str, str]:

@@ -62,6 +62,7 @@ def _build_parser() -> argparse.ArgumentParser:
         ("run", "generate text with a captured MTP step, and say how it went", _add_run),
         ("build", "compile every step of a checkpoint into the graph cache", _add_build),
         ("bench", "measure decoding by the number of drafts, side by side", _add_bench),
+        ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between and after passes", _add_inspect),
         ("doctor", "show what mtpc finds on this machine, and how to get what is missing", None),
@@ -158,6 +159,19 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     _add_threads(parser)
     _add_compile_options(parser, several_k=True, backend="cpu")
+
+
+def _add_vocab(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="whose tokenizer (default: the demo model)"
+    )
+    parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT", help="files to count in")
+    parser.add_argument(
+        "-n", "--tokens", type=_positive, metavar="N", help="the N most frequent (default: all)"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="where the ids go, one a line"
+    )
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -290,10 +304,11 @@ def _add_compile_options(
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
         ("prefill_chunk", int, "N", "prompt tokens per prefill step"),
         ("backend", str, "NAME", "auto, cpu, eager or null"),
+        ("draft_vocab", _draft_vocab, "N|FILE", "drafts are among the N lowest ids, or FILE's"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
-        shown = "" if default is None else f" (default: {_listed(default)})"
+        shown = "" if default in (None, ()) else f" (default: {_listed(default)})"
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(flag, type=kind, metavar=metavar, help=text + shown)
     for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
@@ -305,6 +320,16 @@ def _add_compile_options(
         default=None,
         help="propagate fake tensors through the graph after every pass",
     )
+
+
+def _draft_vocab(text: str) -> int | list[int]:
+    """A number of tokens, or a file of ids."""
+    if text.isdecimal():
+        return int(text)
+    try:
+        return _ids(Path(text).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text}: {error}") from None
 
 
 def _listed(value: object) -> str:

@@ -24,10 +24,11 @@ COLUMNS = ("K", "passes", "ms/step", "tokens/s", "tokens/step", "accepted", "vs 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile: drafts per step, and passes enabled beside the user's."""
+    """One way to compile: drafts per step, passes enabled beside the user's, and left out."""
 
     spec_tokens: int
     passes: tuple[str, ...]
+    without: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return " ".join([f"K={self.spec_tokens}", *self.passes])
@@ -76,14 +77,25 @@ def _variants(numbers: Sequence[int], compare: Sequence[str]) -> Iterator[Varian
     if not numbers:
         raise OptionError("--spec-tokens is empty; expected numbers as 0,1,3")
     for k in numbers:
-        yield Variant(k, ())
+        yield Variant(k, (), tuple(compare))
         if k > 0:
-            yield from (Variant(k, (name,)) for name in compare)
+            for name in compare:
+                yield Variant(k, (name,), tuple(other for other in compare if other != name))
 
 
 def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
+    from mtpc.passes import OFF_BY_DEFAULT
+
     enabled = (*options.get("enabled_passes", ()), *variant.passes)
-    return {**options, "spec_tokens": variant.spec_tokens, "enabled_passes": enabled}
+    # Those that are off anyway are not named: the names are in the cache's key.
+    left_out = (name for name in variant.without if name not in OFF_BY_DEFAULT)
+    disabled = (*options.get("disabled_passes", ()), *left_out)
+    return {
+        **options,
+        "spec_tokens": variant.spec_tokens,
+        "enabled_passes": enabled,
+        "disabled_passes": disabled,
+    }
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -91,7 +103,7 @@ def _check(options: dict[str, Any]) -> None:
     from mtpc.passes import select_passes
 
     parsed = mtpc.CompileOptions.parse(options)
-    select_passes({}, parsed.disabled_passes, parsed.enabled_passes)
+    select_passes({}, parsed.disabled_passes, parsed.enabled_passes, parsed.draft_vocab)
 
 
 def _take(

@@ -42,11 +42,15 @@ class LoadedModel:
     def dtype(self) -> torch.dtype:
         return self.target.get_input_embeddings().weight.dtype
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.target.get_input_embeddings().weight.shape[0]
+
     def served(self) -> ServedModel:
         """What serving it takes, without the model."""
-        vocab_size = self.target.get_input_embeddings().weight.shape[0]
         directory = self.checkpoint.directory if self.checkpoint else None
-        return ServedModel(self.source, vocab_size, self.stop_ids, directory)
+        return ServedModel(self.source, self.vocab_size, self.stop_ids, directory)
 
     def cache_specs(self) -> tuple[BufferSpec, ...]:
         """State buffers of the target's layers and the MTP layers'."""

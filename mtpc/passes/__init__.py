@@ -15,6 +15,7 @@ from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
+from mtpc.passes.trim_draft_head import TrimDraftHead
 from mtpc.passes.verifier import Verifier
 
 REQUIRED = ("resize-metadata", "fuse-draft-chain")
@@ -23,11 +24,14 @@ OFF_BY_DEFAULT = ("merge-projections", "quantise-draft", "pack-weights")
 """Run only where the option `enabled_passes`, or the backend, names them."""
 
 
-def full_pipeline(buffer_names: Mapping[int, str]) -> tuple[Pass, ...]:
+def full_pipeline(
+    buffer_names: Mapping[int, str], draft_vocab: tuple[int, ...] = ()
+) -> tuple[Pass, ...]:
     """Every pass, in order.
 
     Args:
         buffer_names: layout name by tensor id, for state that model pieces hold.
+        draft_vocab: token ids that drafts may be; none: all.
     """
     return (
         ResizeMetadata(),
@@ -36,6 +40,7 @@ def full_pipeline(buffer_names: Mapping[int, str]) -> tuple[Pass, ...]:
         AbsorbLatent(),
         SelectHeadRows(),
         HoistShared(),
+        TrimDraftHead(draft_vocab),
         QuantiseDraft(),
         MergeProjections(),
         PackWeights(),
@@ -48,12 +53,16 @@ def pass_names() -> tuple[str, ...]:
 
 
 def select_passes(
-    buffer_names: Mapping[int, str], disabled: tuple[str, ...], enabled: tuple[str, ...]
+    buffer_names: Mapping[int, str],
+    disabled: tuple[str, ...],
+    enabled: tuple[str, ...],
+    draft_vocab: tuple[int, ...] = (),
 ) -> tuple[Pass, ...]:
     """The pipeline with the user's choices.
 
     Raises:
-        OptionError: an unknown name, or a required pass disabled.
+        OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
+            option.
     """
     known = pass_names()
     for name in (*disabled, *enabled):
@@ -62,8 +71,14 @@ def select_passes(
     for name in disabled:
         if name in REQUIRED:
             raise OptionError(f"pass {name!r} cannot be disabled: without it the step is not valid")
+    if TrimDraftHead.name in enabled and not draft_vocab:
+        raise OptionError(
+            f"pass {TrimDraftHead.name!r} needs the option draft_vocab: the token ids that drafts "
+            "may be, or how many of the lowest"
+        )
     off = (set(OFF_BY_DEFAULT) - set(enabled)) | set(disabled)
-    return tuple(step for step in full_pipeline(buffer_names) if step.name not in off)
+    pipeline = full_pipeline(buffer_names, draft_vocab)
+    return tuple(step for step in pipeline if step.name not in off)
 
 
 __all__ = ["Pass", "Verifier", "full_pipeline", "pass_names", "run_pipeline", "select_passes"]

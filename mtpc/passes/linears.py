@@ -71,6 +71,17 @@ def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | N
     return emit_weight(graph, name, recipe, weights[0])
 
 
+def draft_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The MTP layers' nodes, and what is computed of theirs: the head, which has no name of its
+    own there because the target's is used."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_layer = node.meta.get("piece", "").startswith("drafts.")
+        if is_layer or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def linear_groups(graph: StepGraph, wanted: Wanted) -> list[LinearGroup]:
     """Wanted linears by input; one that shares its input with none is a group of its own."""
     found: dict[tuple[fx.Node, bool], list[fx.Node]] = defaultdict(list)

@@ -12,7 +12,7 @@ import mtpc.ops.quantised  # noqa: F401  (registers the op that takes quantised 
 from mtpc.capture.graph import StepGraph
 from mtpc.packing import can_quantise
 from mtpc.passes.base import emit
-from mtpc.passes.linears import LinearGroup, linear_groups, replace_groups
+from mtpc.passes.linears import LinearGroup, draft_nodes, linear_groups, replace_groups
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,10 @@ class QuantiseDraft:
     name: ClassVar[str] = "quantise-draft"
 
     def apply(self, graph: StepGraph) -> int:
-        draft = _of_draft(graph.graph)
+        draft = draft_nodes(graph.graph)
         groups = linear_groups(graph, lambda node, w: node in draft and can_quantise(w))
         replace_groups(groups, _quantised_linear)
         return len(groups)
-
-
-def _of_draft(graph: fx.Graph) -> set[fx.Node]:
-    """The MTP layers' nodes, and what is computed of theirs: the head, which has no name of its
-    own there because the target's is used."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_layer = node.meta.get("piece", "").startswith("drafts.")
-        if is_layer or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _quantised_linear(group: LinearGroup) -> fx.Node:

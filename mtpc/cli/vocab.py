@@ -1,0 +1,36 @@
+"""`mtpc vocab`: which tokens texts are made of, as a list for `--draft-vocab`."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from mtpc.checkpoint import Checkpoint
+from mtpc.cli.demo import demo_checkpoint
+from mtpc.errors import RequestError
+from mtpc.serving import ServedModel
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    directory = args.checkpoint or demo_checkpoint()
+    Checkpoint(directory)  # What is no checkpoint is refused by name.
+    served = ServedModel(str(directory), 0, (), directory)
+    counts: Counter[int] = Counter()
+    for path in args.texts:
+        counts.update(served.encode(_read(path)))
+    kept = counts.most_common(args.tokens)
+    if not kept:
+        raise RequestError("the texts hold no tokens; give files with text that the model is for")
+    args.out.write_text("\n".join(str(token_id) for token_id, _ in sorted(kept)) + "\n")
+    share = sum(count for _, count in kept) / counts.total()
+    print(f"{args.out}: {len(kept)} of {len(counts)} tokens seen, {share:.1%} of the texts")
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}") from None
