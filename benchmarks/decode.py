@@ -33,7 +33,7 @@ from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.vllm_decoder import VllmDecoder
+from benchmarks.vllm_decoder import VllmDecoder, VllmProcess
 from mtpc.progress import Progress
 
 HEADROOM = 32
@@ -146,7 +146,8 @@ def _decoders(
             str(checkpoint.directory.absolute()), k, _max_len(args), max(batches)
         )
         kept = checkpoint.directory.absolute().parent / "vllm"
-        yield VllmDecoder(args.vllm_python, options, kept, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        yield VllmDecoder(VllmProcess(args.vllm_python, options, kept, threads))
 
 
 def _max_len(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""vLLM as a decoder of the decode benchmark: in a process that waits between its turns."""
+"""vLLM beside mtpc: in a process that waits between its turns."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class VllmError(Exception):
     """vLLM ended before it was told to; says where its log is."""
 
 
-class VllmDecoder:
-    """One vLLM engine with one number of drafts.
+class VllmProcess:
+    """One vLLM engine with one number of drafts, waiting for jobs.
 
     Args:
         python: the interpreter of its environment.
@@ -32,8 +32,6 @@ class VllmDecoder:
     Raises:
         VllmError: it did not start.
     """
-
-    engine = "vLLM"
 
     def __init__(self, python: Path, options: Mapping[str, Any], kept: Path, threads: int) -> None:
         drafts = options["speculative_config"]
@@ -55,16 +53,12 @@ class VllmDecoder:
         self._read()
         self.build_s = time.perf_counter() - start
 
-    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """Continue prompts greedily, by exactly `new_tokens` each."""
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a job done; see `vllm_host`."""
         assert self._process.stdin is not None
-        job = {"prompts": list(prompts), "new_tokens": new_tokens}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        done = self._read()
-        per_step = done["tokens"] / done["steps"] / len(prompts)
-        rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
-        return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])
+        return self._read()
 
     def close(self) -> None:
         """End the process."""
@@ -80,3 +74,20 @@ class VllmDecoder:
                 f"vLLM ended with status {self._process.wait()}; its log is {self._log}"
             )
         return json.loads(line)
+
+
+class VllmDecoder:
+    """vLLM as a decoder of the decode benchmark."""
+
+    engine = "vLLM"
+
+    def __init__(self, process: VllmProcess):
+        self._process, self.spec_tokens = process, process.spec_tokens
+        self.build_s, self.close = process.build_s, process.close
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """Continue prompts greedily, by exactly `new_tokens` each."""
+        done = self._process.ask({"prompts": list(prompts), "new_tokens": new_tokens})
+        per_step = done["tokens"] / done["steps"] / len(prompts)
+        rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
+        return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])

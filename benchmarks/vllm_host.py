@@ -1,10 +1,10 @@
 """vLLM's CPU build in a process of its own, with options as far as possible those of mtpc.
 
-Runs under vLLM's interpreter, where neither mtpc nor anything of these benchmarks is installed:
-the standard library, and vllm.
+Runs under vLLM's interpreter, where mtpc is not installed: the standard library, and vllm.
 
-As a program it decodes on demand: it reads a line of JSON, `{"prompts": [[...]], "new_tokens": N}`,
-and answers with one, until its input ends.
+As a program it works on demand: it reads a job, a line of JSON, and answers with one, until its
+input ends. `{"prompts": [[...]], "new_tokens": N}` decodes a batch; `{"arrivals": [...]}` serves
+requests as they arrive (see `arrivals`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.arrivals import Arrival, serve
 
 
 def environment(kept: Path, threads: int, python: Path) -> dict[str, str]:
@@ -84,6 +87,37 @@ def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, 
     )
 
 
+class VllmServer:
+    """vLLM's engine under load."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self._lengths: dict[str, int] = {}
+
+    def add(self, name: str, arrival: Arrival) -> None:
+        """Queue a request."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=arrival.new_tokens, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(name, {"prompt_token_ids": arrival.prompt}, params)
+
+    def step(self) -> Iterator[tuple[str, int]]:
+        """One iteration."""
+        for output in self._engine.step():
+            before = self._lengths.get(output.request_id, 0)
+            self._lengths[output.request_id] = len(output.outputs[0].token_ids)
+            yield output.request_id, len(output.outputs[0].token_ids) - before
+
+
+def serve_all(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
+    """Traces of requests, see `arrivals.serve`, and CPU seconds."""
+    cpu = time.process_time()
+    traces = serve(VllmServer(engine), [Arrival(**arrival) for arrival in arrivals])
+    return dict(traces=traces, cpu_s=time.process_time() - cpu)
+
+
 def main(options: str) -> None:
     """Start, say so, and decode what comes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -93,7 +127,9 @@ def main(options: str) -> None:
     engine = LLM(**json.loads(options)).llm_engine
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
-        print(json.dumps(decode(engine, **json.loads(line))), file=answers)
+        job = json.loads(line)
+        work = serve_all if "arrivals" in job else decode
+        print(json.dumps(work(engine, **job)), file=answers)
 
 
 if __name__ == "__main__":

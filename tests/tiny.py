@@ -187,9 +187,10 @@ def run_mtp_uncached(
     return layer.final_norm(hidden)
 
 
-def make_trained_checkpoint(name: str, directory: Path, seed: int = 0) -> Path:
+def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
     """A checkpoint trained for seconds, so that drafts are accepted in part."""
-    target = build_target(name, seed, attn_implementation="eager", experts_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    target = build_target(name, seed, **eager, **changes)
     layer = build_mtp_layer(name, target, seed + 1)
     train(name, target, layer)
     return save_checkpoint(name, target, layer, directory)

@@ -1,0 +1,317 @@
+"""Serving under load: requests of mixed lengths arrive, side by side with vLLM's CPU build.
+
+    python -m benchmarks.serving --vllm-python VENV/bin/python --out RESULTS.json
+
+Per load (Poisson arrivals of a rate, or a burst) the very same requests go to mtpc with drafts and
+without, and to vLLM with drafts and without, in turns. What a caller sees: tokens per second, time
+to the first token, and the gaps between outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+
+import mtpc
+from benchmarks import vllm_host
+from benchmarks.arrivals import Arrival, Trace, draw_arrivals, serve
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
+from benchmarks.machine import CpuWatch
+from benchmarks.models import SHAPES, write_checkpoint
+from benchmarks.sampling import ATTEMPTS, Tell
+from benchmarks.vllm_decoder import VllmProcess
+
+PROMPT_TOKENS, NEW_TOKENS = (8, 32, 64, 128), (16, 32, 64, 96)
+MAX_LEN = 256
+COLUMNS = ("load", "engine", "K", "tokens/s", "vs vLLM", "TTFT p50 s", "TTFT p99 s",
+           "gap p50 ms", "gap p99 ms", "ms/token p50", "samples")  # fmt: skip
+NOTES = (
+    "tokens/s: all new tokens, over the time from the first arrival to the last token.",
+    "TTFT: from a request's arrival to its first token. gap: between a request's outputs, of one "
+    "or more tokens. ms/token: of a request, after its first token.",
+    "vs vLLM: tokens/s over those of vLLM with the same K, on the same requests in the same run.",
+    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests to come: `rate` a second, or all at once."""
+
+    rate: float | None
+    count: int
+
+    def __str__(self) -> str:
+        return f"burst of {self.count}" if self.rate is None else f"{self.rate:g} requests/s"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of a load: when requests came, what each got when, and others' share of the CPU."""
+
+    at_s: list[float]
+    traces: list[Trace]
+    foreign_share: float
+
+
+class MtpcServer:
+    """mtpc's engine, in this process."""
+
+    engine = "mtpc"
+
+    def __init__(self, model: mtpc.SpecModel):
+        self._engine, self.spec_tokens = model.engine, model.options.spec_tokens
+        self._names: dict[int, str] = {}
+
+    def add(self, name: str, arrival: Arrival) -> None:
+        """Queue a request."""
+        self._names[self._engine.add(arrival.prompt, arrival.new_tokens)] = name
+
+    def step(self) -> Iterator[tuple[str, int]]:
+        """One iteration."""
+        for output in self._engine.step():
+            yield self._names[output.request_id], len(output.token_ids)
+
+    def run(self, arrivals: Sequence[Arrival]) -> tuple[list[Trace], float]:
+        """Traces, and CPU seconds of other processes that count as ours."""
+        return serve(self, arrivals), 0.0
+
+
+class VllmServer:
+    """vLLM, in a process that waits between its turns."""
+
+    engine = "vLLM"
+
+    def __init__(self, process: VllmProcess):
+        self._process, self.spec_tokens = process, process.spec_tokens
+
+    def run(self, arrivals: Sequence[Arrival]) -> tuple[list[Trace], float]:
+        """Traces, and the CPU seconds of its process."""
+        answer = self._process.ask({"arrivals": [asdict(arrival) for arrival in arrivals]})
+        return answer["traces"], answer["cpu_s"]
+
+
+@dataclass
+class Case:
+    """One row to be: a load on a server."""
+
+    load: Load
+    server: MtpcServer | VllmServer
+    samples: list[Sample] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.load}, {self.server.engine} K={self.server.spec_tokens}"
+
+    def undisturbed(self, max_foreign: float) -> list[Sample]:
+        """Samples during which others used at most `max_foreign` of the CPU time."""
+        return [sample for sample in self.samples if sample.foreign_share <= max_foreign]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What callers saw: medians over samples of each sample's own figure; seconds as named."""
+
+    load: str
+    engine: str
+    spec_tokens: int
+    tokens_per_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    ms_per_token_p50: float
+    samples: int
+    discarded: int
+    disturbed: bool
+    taken: tuple[Sample, ...]
+
+
+def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell) -> None:
+    """Fill the cases' samples, one of each case a round, until every case has enough."""
+    vocab_size = SHAPES[args.shape].vocab_size
+
+    def draw(load: Load, seed: int) -> list[Arrival]:
+        lengths = (PROMPT_TOKENS, NEW_TOKENS)
+        return draw_arrivals(load.count, load.rate, *lengths, vocab_size, seed)
+
+    for server in {id(case.server): case.server for case in cases}.values():
+        tell(f"warm up: {server.engine} K={server.spec_tokens}")
+        server.run(draw(Load(None, 2), args.seed))
+    for turn in range(1, args.repeats * ATTEMPTS + 1):
+        for case in cases:
+            if len(case.undisturbed(args.max_foreign)) >= args.repeats:
+                continue
+            watch = CpuWatch()
+            arrivals = draw(case.load, args.seed + turn)
+            traces, child_cpu_s = case.server.run(arrivals)
+            at_s = [arrival.at_s for arrival in arrivals]
+            sample = Sample(at_s, traces, watch.foreign_share(child_cpu_s))
+            case.samples.append(sample)
+            disturbed = sample.foreign_share > args.max_foreign
+            tell(
+                f"round {turn}: {case}: {tokens_per_s(sample):.1f} tokens/s"
+                + disturbed * f" (dropped: others used {sample.foreign_share:.0%} of the CPU)"
+            )
+
+
+def tokens_per_s(sample: Sample) -> float:
+    """All tokens over the time from the first arrival to the last token."""
+    ends = [at + trace[-1][0] for at, trace in zip(sample.at_s, sample.traces, strict=True)]
+    return sum(count for trace in sample.traces for _, count in trace) / max(ends)
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Between the values at hand, as `statistics.quantiles` has it."""
+    if len(values) == 1:
+        return values[0]
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def gaps_ms(trace: Trace) -> list[float]:
+    """Between outputs of one request."""
+    return [1e3 * (after - before) for (before, _), (after, _) in pairwise(trace)]
+
+
+def ms_per_token(trace: Trace) -> float | None:
+    """Of one request, after what its first output brought; None if that was all."""
+    (first, _), (last, _) = trace[0], trace[-1]
+    tokens = sum(count for _, count in trace[1:])
+    return 1e3 * (last - first) / tokens if tokens else None
+
+
+def summarise(case: Case, max_foreign: float) -> Row:
+    """The row of a case that has been sampled."""
+    clean = case.undisturbed(max_foreign)
+    kept = clean or case.samples
+    first = [[trace[0][0] for trace in sample.traces] for sample in kept]
+    gaps = [[gap for trace in sample.traces for gap in gaps_ms(trace)] for sample in kept]
+    pace = [[p for p in map(ms_per_token, sample.traces) if p is not None] for sample in kept]
+
+    def over_samples(values: list[list[float]], percent: int) -> float:
+        return median(percentile(of_sample, percent) for of_sample in values)
+
+    return Row(
+        load=str(case.load),
+        engine=case.server.engine,
+        spec_tokens=case.server.spec_tokens,
+        tokens_per_s=median(tokens_per_s(sample) for sample in kept),
+        ttft_p50_s=over_samples(first, 50),
+        ttft_p99_s=over_samples(first, 99),
+        gap_p50_ms=over_samples(gaps, 50),
+        gap_p99_ms=over_samples(gaps, 99),
+        ms_per_token_p50=over_samples(pace, 50),
+        samples=len(kept),
+        discarded=len(case.samples) - len(kept),
+        disturbed=not clean,
+        taken=tuple(case.samples),
+    )
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's body."""
+    theirs = {(r.load, r.spec_tokens): r.tokens_per_s for r in rows if r.engine == "vLLM"}
+    table = []
+    for row in rows:
+        peer = theirs.get((row.load, row.spec_tokens))
+        table.append(
+            [
+                row.load,
+                row.engine,
+                str(row.spec_tokens),
+                f"{row.tokens_per_s:.1f}",
+                f"{row.tokens_per_s / peer:.2f}x" if peer and row.engine == "mtpc" else "-",
+                f"{row.ttft_p50_s:.2f}",
+                f"{row.ttft_p99_s:.2f}",
+                f"{row.gap_p50_ms:.1f}",
+                f"{row.gap_p99_ms:.1f}",
+                f"{row.ms_per_token_p50:.1f}",
+                f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
+            ]
+        )
+    return table
+
+
+def servers(
+    args: argparse.Namespace, workdir: Path, closing: ExitStack, tell: Tell
+) -> Iterator[MtpcServer | VllmServer]:
+    """mtpc and vLLM, each with drafts and without, on one checkpoint."""
+    directory = workdir / "checkpoint"
+    tell(f"write {directory}")
+    write_checkpoint(directory, "mimo", SHAPES[args.shape], args.weights == "accepting", args.seed)
+    kept, threads = workdir.absolute() / "vllm", torch.get_num_threads()
+    for k in (0, args.spec_tokens):
+        tell(f"compile mtpc K={k}")
+        model = mtpc.compile(
+            directory,
+            spec_tokens=k,
+            batch_buckets=args.batch_buckets,
+            max_len=MAX_LEN,
+            backend=args.backend,
+        )
+        yield MtpcServer(model)
+        if args.vllm_python:
+            tell(f"start vLLM K={k}")
+            options = vllm_host.arguments(
+                str(directory.absolute()), k, MAX_LEN, max(args.batch_buckets)
+            )
+            process = VllmProcess(args.vllm_python, options, kept, threads)
+            closing.callback(process.close)
+            yield VllmServer(process)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tell = teller()
+    loads = [*(Load(rate, args.requests) for rate in args.rates), Load(None, args.requests)]
+    with working_directory(args.workdir) as workdir, ExitStack() as closing:
+        engines = list(servers(args, workdir, closing, tell))
+        cases = [Case(load, server) for load in loads for server in engines]
+        sample_in_turns(cases, args, tell)
+    rows = [summarise(case, args.max_foreign) for case in cases]
+    write_results(args, COLUMNS, cells(rows), NOTES, {"rows": [asdict(row) for row in rows]})
+    print_results("Serving", COLUMNS, cells(rows), NOTES)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add("--weights", choices=("random", "accepting"), default="random", help="accept none, or all")
+    add("--spec-tokens", type=positive, default=3, metavar="K", help="drafts, beside none")
+    add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
+    add("--requests", type=positive, default=24, metavar="N", help="of each load")
+    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
+    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
+    add("--backend", default="auto", help="mtpc's backend")
+    add("--repeats", type=positive, default=3, metavar="N", help="undisturbed samples per row")
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--seed", type=int, default=0)
+    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add_result_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Does vLLM, given the very same checkpoint directory, emit and accept the same tokens?
+
+    python tests/peers/vllm_agreement.py --vllm-python VENV/bin/python [--families mimo glm4_moe]
+
+Trains a tiny checkpoint per family (seconds), decodes it greedily in float32 with mtpc and with
+vLLM's CPU build for each K, and compares the tokens, and the drafts accepted at each position.
+Not part of the default tests: vLLM takes half a minute to start. Exits with 1 where they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import tiny  # noqa: E402
+
+import mtpc  # noqa: E402
+from benchmarks import vllm_host  # noqa: E402
+from mtpc.layout import StepKey  # noqa: E402
+
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""vLLM's CPU attention takes heads of 32 and more."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "glm4_moe": HEADS,
+    "deepseek_v3": {"topk_method": "noaux_tc", "kv_lora_rank": 64, "qk_rope_head_dim": 32},
+}
+"""What each family's tiny shape needs to run in vLLM."""
+PROMPTS = [[5, 9, 17, 33], [3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]
+NEW_TOKENS = 24
+
+
+def main() -> int:
+    """Compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm-python", type=Path, required=True, metavar="VENV/bin/python")
+    parser.add_argument("--families", nargs="+", choices=CHANGES, default=list(CHANGES))
+    parser.add_argument("--spec-tokens", nargs="+", type=int, default=[0, 1, 3])
+    args = parser.parse_args()
+    alike = True
+    with tempfile.TemporaryDirectory() as kept:
+        for family in args.families:
+            directory = Path(kept) / family
+            tiny.make_trained_checkpoint(family, directory, **CHANGES[family])
+            for k in args.spec_tokens:
+                ours = run_mtpc(directory, k)
+                theirs = run_vllm(args.vllm_python, directory, k, Path(kept) / "caches")
+                same = ours == theirs
+                alike &= same
+                print(f"{family} K={k}: {'agree' if same else 'DIFFER'}")
+                print(f"  accepted of drafted, by position: mtpc {ours['accepted']}, ", end="")
+                print(f"vLLM {theirs['accepted']} (of {ours['drafted']}, {theirs['drafted']})")
+                for index, pair in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
+                    if pair[0] != pair[1]:
+                        print(f"  prompt {index}: mtpc {pair[0]}\n            vLLM {pair[1]}")
+    return 0 if alike else 1
+
+
+def run_mtpc(directory: Path, spec_tokens: int) -> dict[str, Any]:
+    """Tokens, and per position what was drafted and accepted."""
+    spec = mtpc.compile(
+        directory,
+        spec_tokens=spec_tokens,
+        batch_buckets=(1,),
+        max_len=128,
+        backend="eager",
+        dtype="float32",
+    )
+    # vLLM counts all drafts of a request's last step; our statistics only those handed out. So
+    # they are counted here, from what each step reports.
+    report = spec.program.steps[StepKey.decode(1, spec_tokens)].buffers["batch.num_accepted"]
+    accepted, tokens = [0] * spec_tokens, []
+    for prompt in PROMPTS:
+        spec.engine.add(prompt, NEW_TOKENS)
+        tokens.append([])
+        while spec.engine.has_work:
+            before = spec.stats.decode_steps
+            tokens[-1] += [t for output in spec.engine.step() for t in output.token_ids]
+            if spec.stats.decode_steps > before:
+                accepted = [n + (i < int(report[0])) for i, n in enumerate(accepted)]
+    drafted = spec_tokens * spec.stats.decode_steps
+    return {"tokens": tokens, "accepted": accepted, "drafted": drafted}
+
+
+def run_vllm(python: Path, directory: Path, spec_tokens: int, kept: Path) -> dict[str, Any]:
+    """The same of vLLM, in a process of its own."""
+    options = vllm_host.arguments(str(directory), spec_tokens, 128, max_seqs=1, eager=True)
+    options |= {"dtype": "float32", "disable_log_stats": False}
+    job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
+    python = python.absolute()
+    done = subprocess.run(
+        [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(job)],
+        env=os.environ | vllm_host.environment(kept, 1, python),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"vLLM failed on {directory.name}, K={spec_tokens}:\n{done.stderr[-3000:]}"
+        )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    counts = answer["counts"]
+    name = "vllm:spec_decode_num_"
+    return {
+        "tokens": answer["tokens"],
+        "accepted": counts.get(f"{name}accepted_tokens_per_pos") or [],
+        "drafted": counts.get(f"{name}draft_tokens") or 0,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
