@@ -44,12 +44,6 @@ def load_mtp_layer(
     """
     prefix = family.layer_prefix(config.num_hidden_layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
-    scales = sorted(name for name in stored if "weight_scale" in name)
-    if scales:
-        raise CheckpointError(
-            f"MTP layer {index} of {checkpoint.directory} is block-quantised ({scales[0]} ...); "
-            "dequantise the checkpoint to bfloat16 first"
-        )
     with torch.device("meta"):
         block = block_class(family.block_config(config), config.num_hidden_layers + index)
         layer = MTPLayer(family.wiring, config, block, norm_class)
