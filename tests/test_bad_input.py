@@ -191,7 +191,11 @@ def test_an_unknown_architecture(damaged: Callable[..., Path]) -> None:
     directory = damaged()
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "architectures": ["Gpt9"]}))
-    with pytest.raises(UnsupportedModelError, match=r"\['Gpt9'\] is not among"):
+    with pytest.raises(UnsupportedModelError, match=r"\['Gpt9'\] is not among those known: MiMo"):
+        mtpc.compile(directory, **EAGER)
+    near = {**config, "architectures": ["Glm4MoEForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(near))
+    with pytest.raises(UnsupportedModelError, match=r"the nearest is Glm4MoeForCausalLM"):
         mtpc.compile(directory, **EAGER)
 
 
