@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from mtpc.models import FAMILIES, ModelFamily
+from mtpc.models.family import find_norm_class
+from mtpc.models.hf import MTPLayer
+from mtpc.models.save import save_checkpoint
 
 INITIALIZER_RANGE = 0.02
 
@@ -109,19 +111,9 @@ def write_checkpoint(
     )
     if accepting:
         _make_successor_model(model)
-    model.save_pretrained(directory)
-    del model
-    tensors = load_file(directory / "model.safetensors")
-    block, prefix = (f"model.layers.{shape.num_hidden_layers}.", _mtp_prefix(family, shape))
-    tensors = {re.sub(f"^{re.escape(block)}", prefix, name): t for name, t in tensors.items()}
-    tensors |= _joints(family, shape, accepting)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _announce_mtp(directory / "config.json", family, shape)
-    return _weigh(directory, family, prefix, tensors)
-
-
-def _mtp_prefix(family: ModelFamily, shape: Shape) -> str:
-    return family.layer_prefix(shape.num_hidden_layers, 0)
+    layer = _split_off_mtp_layer(model, family, accepting)
+    save_checkpoint(model, (layer,), directory, family)
+    return _weigh(directory, family, shape)
 
 
 def _config(family: ModelFamily, shape: Shape) -> Any:
@@ -161,35 +153,28 @@ def _make_successor_model(model: Any) -> None:
     model.get_output_embeddings().weight.copy_(embedding[torch.randperm(embedding.shape[0])])
 
 
-def _joints(family: ModelFamily, shape: Shape, accepting: bool) -> dict[str, Tensor]:
-    """What an MTP layer has beside its decoder block: three norms and the projection."""
-    wiring, prefix, hidden = family.wiring, _mtp_prefix(family, shape), shape.hidden_size
+@torch.no_grad()
+def _split_off_mtp_layer(model: Any, family: ModelFamily, accepting: bool) -> MTPLayer:
+    """Make an MTP layer of a model's last decoder layer, and take that away from the model."""
+    config, block = model.config, model.model.layers[-1]
+    del model.model.layers[-1]
+    config.num_hidden_layers -= 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    layer = MTPLayer(family.wiring, config, block, find_norm_class(block)).bfloat16()
     if accepting:
-        halves = [torch.eye(hidden), torch.zeros(hidden, hidden)]  # [embedding, features]
-        projection = torch.cat(halves[::-1] if wiring.hidden_first else halves, 1)
+        halves = [torch.eye(config.hidden_size), torch.zeros_like(torch.eye(config.hidden_size))]
+        projection = torch.cat(halves[::-1] if family.wiring.hidden_first else halves, 1)
     else:
-        projection = INITIALIZER_RANGE * torch.randn(hidden, 2 * hidden)
-    norms = (wiring.embedding_norm, wiring.hidden_norm, wiring.final_norm)
-    joints = {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
-    joints[f"{prefix}{wiring.projection}.weight"] = projection
-    return {name: tensor.to(torch.bfloat16) for name, tensor in joints.items()}
+        projection = INITIALIZER_RANGE * torch.randn_like(layer.projection.weight)
+    layer.projection.weight.copy_(projection)
+    return layer
 
 
-def _announce_mtp(path: Path, family: ModelFamily, shape: Shape) -> None:
-    """Make config.json say that the last layer is an MTP layer."""
-    config = json.loads(path.read_text())
-    config["architectures"] = [family.architectures[0]]
-    config["num_hidden_layers"] = shape.num_hidden_layers
-    config["num_nextn_predict_layers"] = 1
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][: shape.num_hidden_layers]
-    path.write_text(json.dumps(config, indent=2))
-
-
-def _weigh(
-    directory: Path, family: ModelFamily, prefix: str, tensors: dict[str, Tensor]
-) -> Checkpoint:
+def _weigh(directory: Path, family: ModelFamily, shape: Shape) -> Checkpoint:
     """Sort the tensors by who reads them; the embedding is gathered, not read."""
+    tensors = load_file(directory / "model.safetensors")
+    prefix = family.layer_prefix(shape.num_hidden_layers, 0)
     draft = [name for name in tensors if name.startswith(prefix)]
     apart = {"model.embed_tokens.weight", "lm_head.weight", *draft}
 

@@ -79,6 +79,8 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         spec = _compile(source, parsed, cache, progress, report)
     if cache is not None:
         spec.stats.fallbacks.update(cache.notes)
+    checkpoint = spec.loaded.checkpoint if spec.loaded else source
+    spec.stats.fallbacks.update(checkpoint.notes if checkpoint else ())
     return spec
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpc.block_scales import dequantise, find_block_scales
 from mtpc.errors import CheckpointError
 from mtpc.tensor_file import StoredTensor, TensorFile
 
@@ -26,9 +27,14 @@ class Checkpoint:
     Args:
         directory: the checkpoint's path.
 
+    Attributes:
+        tensors: headers of all weights by name; scales of block-scaled weights are left out.
+        notes: what a user should know of how it is read.
+
     Raises:
-        CheckpointError: no such directory, no config.json, no safetensors file, or a file whose
-            header or length is not what safetensors wrote.
+        CheckpointError: no such directory, no config.json, no safetensors file, a file whose
+            header or length is not what safetensors wrote, or quantised weights that are not
+            those of `mtpc.block_scales`.
     """
 
     def __init__(self, directory: Path):
@@ -43,6 +49,20 @@ class Checkpoint:
         self.tensors: dict[str, StoredTensor] = {}
         for file in self._files.values():
             self.tensors.update(file.tensors)
+        self._scales = find_block_scales(self.tensors, self.config)
+        for scale in self._scales.values():
+            del self.tensors[scale.name]
+
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether weights are stored as FP8 and read as bfloat16."""
+        return bool(self._scales)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self._scales:
+            return ()
+        return (f"{len(self._scales)} block-scaled FP8 weight(s) are dequantised to bfloat16",)
 
     def _read_config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
@@ -69,8 +89,16 @@ class Checkpoint:
         return [name for name in self.tensors if name.startswith(prefix)]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, as stored: a private memory map of its file, read where it is used."""
-        return self._files[self.tensors[name].path].tensor(name)
+        """One tensor, as stored: a private memory map of its file, read where it is used.
+
+        A block-scaled weight is dequantised: a new tensor at each call.
+        """
+        stored = self._files[self.tensors[name].path].tensor(name)
+        if name not in self._scales:
+            return stored
+        scale = self._scales[name]
+        factors = self._files[scale.stored.path].tensor(scale.name)
+        return dequantise(stored, factors, scale.block)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor that is hardly needed any more; it stays readable."""

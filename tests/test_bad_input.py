@@ -191,7 +191,11 @@ def test_an_unknown_architecture(damaged: Callable[..., Path]) -> None:
     directory = damaged()
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "architectures": ["Gpt9"]}))
-    with pytest.raises(UnsupportedModelError, match=r"\['Gpt9'\] is not among"):
+    with pytest.raises(UnsupportedModelError, match=r"\['Gpt9'\] is not among those known: MiMo"):
+        mtpc.compile(directory, **EAGER)
+    near = {**config, "architectures": ["Glm4MoEForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(near))
+    with pytest.raises(UnsupportedModelError, match=r"the nearest is Glm4MoeForCausalLM"):
         mtpc.compile(directory, **EAGER)
 
 
@@ -282,7 +286,7 @@ def test_a_target_tensor_of_another_shape(damaged: Callable[..., Path]) -> None:
 def test_a_quantised_mtp_layer(damaged: Callable[..., Path]) -> None:
     name = "model.mtp_layers.0.input_proj.weight_scale_inv"
     directory = edit(damaged(), lambda tensors: tensors.update({name: torch.ones(1)}))
-    with pytest.raises(CheckpointError, match="block-quantised"):
+    with pytest.raises(CheckpointError, match="but has block scales"):
         mtpc.compile(directory, **EAGER)
 
 

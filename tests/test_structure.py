@@ -15,6 +15,7 @@ ORDER = (
     ("config",),
     ("packing",),
     ("recipes", "tensor_file"),
+    ("block_scales",),
     ("checkpoint",),
     ("layout",),
     ("buffers", "progress", "serving"),

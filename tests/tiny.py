@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer
+from mtpc.models.save import save_checkpoint as write
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=96,
@@ -90,45 +89,7 @@ def build_mtp_layer(name: str, target: Any, seed: int = 1) -> MTPLayer:
 
 def save_checkpoint(name: str, target: Any, layer: MTPLayer | None, directory: Path) -> Path:
     """Write a checkpoint in the family's public format, MTP tensors under their released names."""
-    target.save_pretrained(directory)
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    if layer is not None:
-        tensors.update(_mtp_tensors(name, target, layer))
-    save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    config["architectures"] = list(family_of(name).architectures)[:1]
-    config["num_nextn_predict_layers"] = 0 if layer is None else 1
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def _mtp_tensors(name: str, target: Any, layer: MTPLayer) -> dict[str, torch.Tensor]:
-    family = family_of(name)
-    prefix = family.layer_prefix(target.config.num_hidden_layers, 0)
-    joints = {
-        "embedding_norm": family.wiring.embedding_norm,
-        "hidden_norm": family.wiring.hidden_norm,
-        "projection": family.wiring.projection,
-        "final_norm": family.wiring.final_norm,
-    }
-    out = {}
-    for key, tensor in layer.state_dict().items():
-        stem, _, leaf = key.rpartition(".")
-        if stem in joints:
-            out[f"{prefix}{joints[stem]}.{leaf}"] = tensor
-        elif key.endswith("experts.gate_up_proj"):
-            for i, rows in enumerate(tensor):
-                gate, up = rows.chunk(2)
-                base = f"{prefix}{key.removeprefix('block.').removesuffix('gate_up_proj')}{i}."
-                out[base + "gate_proj.weight"], out[base + "up_proj.weight"] = gate, up
-        elif key.endswith("experts.down_proj"):
-            for i, rows in enumerate(tensor):
-                base = f"{prefix}{key.removeprefix('block.').removesuffix('down_proj')}{i}."
-                out[base + "down_proj.weight"] = rows
-        else:
-            out[prefix + key.removeprefix("block.")] = tensor
-    return {k: v.detach().clone().contiguous() for k, v in out.items()}
+    return write(target, () if layer is None else (layer,), directory, family_of(name))
 
 
 def make_checkpoint(

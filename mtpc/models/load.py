@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of
+from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of, listing
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models import FAMILIES, ModelFamily
@@ -123,20 +124,24 @@ def find_family(architectures: list[str]) -> ModelFamily:
     for family in FAMILIES:
         if set(architectures) & set(family.architectures):
             return family
-    known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise UnsupportedModelError(f"architecture {architectures} is not among those known: {known}")
+    known = [name for family in FAMILIES for name in family.architectures]
+    near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
+    hint = f" (the nearest is {near[0]})" if near else ""
+    raise UnsupportedModelError(
+        f"architecture {architectures} is not among those known{hint}: {', '.join(known)}"
+    )
 
 
 def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) -> LoadedModel:
     directory = checkpoint.directory
     family = find_family(checkpoint.config.get("architectures") or [])
     config_class = getattr(transformers, family.hf_config_class)
-    fields = {k: v for k, v in checkpoint.config.items() if k != "model_type"}
-    config = config_class(**fields)
+    own = ("model_type", "quantization_config")
+    config = config_class(**{k: v for k, v in checkpoint.config.items() if k not in own})
     try:
         with _quiet_transformers():
             model, info = getattr(transformers, family.hf_class).from_pretrained(
-                directory,
+                **_weights_for_transformers(checkpoint),
                 config=config,
                 dtype=getattr(torch, dtype) if dtype else "auto",
                 local_files_only=True,
@@ -152,6 +157,33 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     target = _share(model, str(directory))
     layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
     return LoadedModel(family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint)
+
+
+def _weights_for_transformers(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `from_pretrained` is to read: the files, or, where they hold FP8, what we read there."""
+    if not checkpoint.is_block_scaled:
+        return {"pretrained_model_name_or_path": checkpoint.directory}
+    state = {name: _Unread(checkpoint, name) for name in checkpoint.tensors}
+    return {"pretrained_model_name_or_path": None, "state_dict": state}
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A tensor that transformers reads, as it does a file's slice, when its turn comes."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Asked for the first tensor only, where config.json names no dtype."""
+        return torch.bfloat16
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.checkpoint.tensor(self.name)[index]
 
 
 @contextmanager
@@ -187,6 +219,12 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
 
 def _share(model: Any, source: str) -> Any:
     """The user's model on mtpc's seams, once its weights are known to be sound."""
+    quantised = [n for n, p in model.named_parameters() if p.dtype.itemsize == 1]
+    if quantised:
+        raise UnsupportedModelError(
+            f"{source} holds {len(quantised)} parameter(s) of 8 bits: {listing(quantised)}; "
+            "compile the checkpoint's directory instead, which is read as bfloat16"
+        )
     check_finite(model.named_parameters(), source)
     return share_model(model)
 

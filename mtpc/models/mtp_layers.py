@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,12 +44,6 @@ def load_mtp_layer(
     """
     prefix = family.layer_prefix(config.num_hidden_layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
-    scales = sorted(name for name in stored if "weight_scale" in name)
-    if scales:
-        raise CheckpointError(
-            f"MTP layer {index} of {checkpoint.directory} is block-quantised ({scales[0]} ...); "
-            "dequantise the checkpoint to bfloat16 first"
-        )
     with torch.device("meta"):
         block = block_class(family.block_config(config), config.num_hidden_layers + index)
         layer = MTPLayer(family.wiring, config, block, norm_class)
@@ -79,6 +73,23 @@ def stored_name(name: str, family: ModelFamily) -> str:
     if joint == "block":
         return leaf
     return f"{getattr(family.wiring, joint)}.{leaf}"
+
+
+def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
+    """A layer's tensors by checkpoint name within it, experts one by one: what loading reads."""
+    for name, tensor in layer.state_dict().items():
+        public = stored_name(name, family)
+        stem, _, part = public.rpartition(".")
+        if part == "gate_up_proj":
+            for index, rows in enumerate(tensor):
+                gate, up = rows.chunk(2)
+                yield f"{stem}.{index}.gate_proj.weight", gate
+                yield f"{stem}.{index}.up_proj.weight", up
+        elif part == "down_proj":
+            for index, rows in enumerate(tensor):
+                yield f"{stem}.{index}.down_proj.weight", rows
+        else:
+            yield public, tensor
 
 
 def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
