@@ -59,8 +59,7 @@ class StepCompiler:
         """Buffers of one step, metadata sized as plain decoding has it."""
         options = self.options
         blocks = options.blocks_per_request(options.sequence_limit)
-        largest = max(options.batch_buckets)
-        pages = options.num_pages or largest * blocks + 1
+        pages = options.page_count
         if pages - 1 < options.blocks_per_request(2):
             raise CapacityError(
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "
@@ -74,7 +73,7 @@ class StepCompiler:
             M: blocks,
             P: options.page_size,
             N: pages,
-            S: largest + 1,
+            S: max(options.batch_buckets) + 1,
             E: MAX_STOP_IDS,
         }
         specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.cache_specs())

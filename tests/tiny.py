@@ -37,6 +37,23 @@ _MOE: dict[str, Any] = dict(
     topk_group=1,
     first_k_dense_replace=1,
 )
+_GATED_DELTA: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+)
+_QWEN_MOE: dict[str, Any] = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": {**_COMMON, "num_key_value_heads": 2},
     "glm4_moe": {**_COMMON, **_MOE, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True},
@@ -52,6 +69,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 12,
     },
+    "qwen3_next": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE},
+    "qwen3_5": {**_COMMON, **_GATED_DELTA, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE, "mtp_num_hidden_layers": 1},
 }
 
 
@@ -98,7 +118,8 @@ def save_checkpoint(name: str, target: Any, layer: MTPLayer | None, directory: P
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["architectures"] = list(family_of(name).architectures)[:1]
-    config["num_nextn_predict_layers"] = 0 if layer is None else 1
+    for key in {"mtp_num_hidden_layers", "num_nextn_predict_layers"} & config.keys():
+        config[key] = 0 if layer is None else 1
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -106,6 +127,7 @@ def save_checkpoint(name: str, target: Any, layer: MTPLayer | None, directory: P
 def _mtp_tensors(name: str, target: Any, layer: MTPLayer) -> dict[str, torch.Tensor]:
     family = family_of(name)
     prefix = family.layer_prefix(target.config.num_hidden_layers, 0)
+    inner = prefix + family.block_prefix
     joints = {
         "embedding_norm": family.wiring.embedding_norm,
         "hidden_norm": family.wiring.hidden_norm,
@@ -120,14 +142,14 @@ def _mtp_tensors(name: str, target: Any, layer: MTPLayer) -> dict[str, torch.Ten
         elif key.endswith("experts.gate_up_proj"):
             for i, rows in enumerate(tensor):
                 gate, up = rows.chunk(2)
-                base = f"{prefix}{key.removeprefix('block.').removesuffix('gate_up_proj')}{i}."
+                base = f"{inner}{key.removeprefix('block.').removesuffix('gate_up_proj')}{i}."
                 out[base + "gate_proj.weight"], out[base + "up_proj.weight"] = gate, up
         elif key.endswith("experts.down_proj"):
             for i, rows in enumerate(tensor):
-                base = f"{prefix}{key.removeprefix('block.').removesuffix('down_proj')}{i}."
+                base = f"{inner}{key.removeprefix('block.').removesuffix('down_proj')}{i}."
                 out[base + "down_proj.weight"] = rows
         else:
-            out[prefix + key.removeprefix("block.")] = tensor
+            out[inner + key.removeprefix("block.")] = tensor
     return {k: v.detach().clone().contiguous() for k, v in out.items()}
 
 

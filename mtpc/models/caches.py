@@ -104,11 +104,36 @@ class PagedLatent:
         return out[None]
 
 
+@dataclass(frozen=True)
+class RecurrentState:
+    """State of a Gated DeltaNet layer by request slot; see `mtpc.ops.gated_delta`."""
+
+    recurrent: Tensor
+    history: Tensor
+    standing: Tensor
+
+    def run(self, module: Any, rows: Tensor, metadata: Metadata) -> Tensor:
+        """rows: [T, C + 2 HV], inputs; returns [T, HV, Dv] and moves the state on."""
+        return ops.gated_delta_rule(
+            rows,
+            module.conv1d.weight.squeeze(1),
+            module.A_log,
+            module.dt_bias,
+            self.recurrent,
+            self.history,
+            self.standing,
+            metadata.state_slots,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.certain_lens,
+        )
+
+
 class CachePool(nn.Module):
     """The state tensors of all layers, as buffers, so that tracing sees them by name.
 
     Args:
-        tensors: pools by buffer name, `kv.<layer>.<role>`.
+        tensors: page pools and recurrent state by buffer name, `kv.<layer>.<role>`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -119,14 +144,16 @@ class CachePool(nn.Module):
             self.register_buffer(f"{layer}_{role}", tensor, persistent=False)
             self.roles.setdefault(int(layer), []).append(role)
 
-    def layers(self) -> dict[int, LayerCache]:
-        """Cache objects by layer index, over whatever tensors the buffers hold now."""
+    def layers(self) -> dict[int, Any]:
+        """A `LayerCache` or `RecurrentState` for each layer, over what the buffers hold now."""
         return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
 
-    def _bind(self, layer: int, roles: list[str]) -> LayerCache:
+    def _bind(self, layer: int, roles: list[str]) -> LayerCache | RecurrentState:
         tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
         if tensors.keys() == {"k", "v"}:
             return PagedKV(**tensors)
         if tensors.keys() == {"latent"}:
             return PagedLatent(**tensors)
+        if tensors.keys() == {"recurrent", "history", "standing"}:
+            return RecurrentState(**tensors)
         raise UnsupportedModelError(f"layer {layer}: no cache kind has the buffers {sorted(roles)}")
