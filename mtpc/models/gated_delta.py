@@ -44,6 +44,9 @@ class GatedDelta(nn.Module):
         project: its input projections.
     """
 
+    norm: nn.Module
+    out_proj: nn.Module
+
     def __init__(self, module: Any, project: Callable[[Any, Tensor], Projected]):
         super().__init__()
         for name, child in module.named_children():
@@ -72,7 +75,7 @@ class GatedDelta(nn.Module):
         return self.out_proj(self.norm(out, z).flatten(1))[None]
 
 
-def grouped_projections(module: GatedDelta, x: Tensor) -> Projected:
+def grouped_projections(module: Any, x: Tensor) -> Projected:
     """Qwen3-Next: two projections whose outputs are interleaved by key head."""
     groups = module.num_v_heads // module.num_k_heads
     values, key_dim = groups * module.head_v_dim, module.head_k_dim
@@ -84,7 +87,7 @@ def grouped_projections(module: GatedDelta, x: Tensor) -> Projected:
     return mixed, z, b.flatten(1), a.flatten(1)
 
 
-def separate_projections(module: GatedDelta, x: Tensor) -> Projected:
+def separate_projections(module: Any, x: Tensor) -> Projected:
     """Qwen3.5: four projections."""
     z = module.in_proj_z(x).unflatten(-1, (module.num_v_heads, module.head_v_dim))
     return module.in_proj_qkv(x), z, module.in_proj_b(x), module.in_proj_a(x)
