@@ -17,6 +17,8 @@ from mtpc.block_scales import dequantise, find_block_scales
 from mtpc.errors import CheckpointError
 from mtpc.tensor_file import StoredTensor, TensorFile
 
+_OF_BOTH = ("eos_token_id", "tie_word_embeddings")
+"""Entries that multimodal configs may have outside the language model's part of them."""
 _FIRST = 6
 """Names that a message lists before it says how many more there are."""
 
@@ -84,6 +86,15 @@ class Checkpoint:
                 raise CheckpointError(f"{path} is named in the index but missing")
         return shards
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's config: config.json, or what a multimodal one nests."""
+        nested = self.config.get("text_config")
+        if nested is None:
+            return self.config
+        outer = {k: v for k, v in self.config.items() if k in _OF_BOTH}
+        return {**outer, **nested}
+
     def names(self, prefix: str = "") -> list[str]:
         """Tensor names that begin with `prefix`."""
         return [name for name in self.tensors if name.startswith(prefix)]
@@ -109,7 +120,7 @@ class Checkpoint:
         path = self.directory / "generation_config.json"
         generation = _read_json(path) if path.is_file() else {}
         ids = generation.get("eos_token_id")
-        return as_ids(self.config.get("eos_token_id") if ids is None else ids)
+        return as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
 
 
 def checkpoint_of(model: Any) -> Checkpoint | None:

@@ -126,7 +126,11 @@ class CompileOptions:
 
     @property
     def pool_pages(self) -> int:
-        """Pages of the pools that requests share, the null page included."""
+        """Pages of the pools that requests share, the null page included.
+
+        Of options settled by `for_model`. Without `num_pages`: what the largest bucket needs, all
+        its sequences at full length.
+        """
         blocks = self.blocks_per_request(self.sequence_limit)
         return self.num_pages or max(self.batch_buckets) * blocks + 1
 

@@ -27,7 +27,9 @@ class Metadata(Protocol):
 
     positions int64 [T]; slot_mapping int64 [T] (NO_SLOT: write nowhere); block_table int32
     [R, M]; seq_lens int32 [R] (0: request off); query_start_loc int32 [R+1]; state_slots int64
-    [R], rows of per-request state (SCRATCH_SLOT where off).
+    [R], rows of per-request state (SCRATCH_SLOT where off); certain_lens int32 [R], a request's
+    first rows of the target's forward that no later step takes back: all of a prompt's, the first
+    of a verify step's, 0 where off.
     """
 
     positions: torch.Tensor
@@ -36,6 +38,7 @@ class Metadata(Protocol):
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     state_slots: torch.Tensor
+    certain_lens: torch.Tensor
 
 
 class StepModel(Protocol):
@@ -91,8 +94,8 @@ class Step(nn.Module):
         self.batch: Any = buffers.batch
 
     def forward(self) -> None:
-        ids, context_lens, active, block_table, state_slots, *fresh = self._begin()
-        rows = (block_table, state_slots)
+        ids, context_lens, active, block_table, state_slots, certain_lens, *fresh = self._begin()
+        rows = (block_table, state_slots, certain_lens)
         metadata = self._publish(fresh, rows, self.key.bucket.num_tokens)
         features = self.pieces.target(ids, *metadata)
         next_ids, anchors, *report, remaining, lens = self._accept(
@@ -119,7 +122,7 @@ class Step(nn.Module):
             out = self.pieces.begin(*rows, state.token_ids, state.block_table)
         else:
             out = self.pieces.begin(*rows, batch.prompt_ids, batch.num_input, state.block_table)
-        return [out[i] for i in range(9)]
+        return [out[i] for i in range(10)]
 
     def _publish(self, fresh, rows, num_tokens):  # type: ignore[no-untyped-def]
         """Write fresh metadata into the static buffers and return views of what is in use."""
@@ -134,8 +137,8 @@ class Step(nn.Module):
         ):
             aten.copy_.default(aten.slice.Tensor(buffer, 0, 0, count), value)
             views.append(aten.slice.Tensor(buffer, 0, 0, count))
-        block_table, state_slots = rows
-        return views[0], views[1], block_table, views[2], views[3], state_slots
+        block_table, *per_request = rows
+        return views[0], views[1], block_table, views[2], views[3], *per_request
 
     def _accept(self, features, ids, context_lens, active):  # type: ignore[no-untyped-def]
         state, batch = self.state, self.batch

@@ -39,8 +39,8 @@ def poison(spec: mtpc.SpecModel) -> None:
     """Fill everything a padded row or an unwritten page could read with garbage."""
     assert not spec.engine.has_work
     wild = {torch.int32: 2**30, torch.int64: -(2**40)}
-    for name, tensor in spec.program.shared.items():
-        tensor.fill_(math.nan if name.startswith("kv.") else wild[tensor.dtype])
+    for tensor in spec.program.shared.values():
+        tensor.fill_(math.nan if tensor.is_floating_point() else wild[tensor.dtype])
     spec.program.shared["state.remaining_tokens"].fill_(0)
     spec.program.shared["state.remaining_tokens"][SCRATCH_SLOT] = 99
     for step in spec.program.steps.values():

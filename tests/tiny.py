@@ -36,6 +36,23 @@ _MOE: dict[str, Any] = dict(
     topk_group=1,
     first_k_dense_replace=1,
 )
+_GATED_DELTA: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+)
+_QWEN_MOE: dict[str, Any] = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": {**_COMMON, "num_key_value_heads": 2},
     "glm4_moe": {**_COMMON, **_MOE, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True},
@@ -51,6 +68,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 12,
     },
+    "qwen3_next": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE},
+    "qwen3_5": {**_COMMON, **_GATED_DELTA, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE, "mtp_num_hidden_layers": 1},
 }
 
 

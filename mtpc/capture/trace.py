@@ -65,6 +65,7 @@ def _example_metadata(
         torch.zeros(_TRACE_REQS, dtype=torch.int32, device=device),
         torch.zeros(_TRACE_REQS + 1, dtype=torch.int32, device=device),
         torch.zeros(_TRACE_REQS, dtype=torch.int64, device=device),
+        torch.zeros(_TRACE_REQS, dtype=torch.int32, device=device),
     )
     return tensors, tuple({0: Dim.DYNAMIC} for _ in tensors)
 

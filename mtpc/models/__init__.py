@@ -4,8 +4,16 @@ from mtpc.models.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.family import ModelFamily
 from mtpc.models.glm4_moe import GLM4_MOE
 from mtpc.models.mimo import MIMO
+from mtpc.models.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
-FAMILIES: tuple[ModelFamily, ...] = (MIMO, GLM4_MOE, DEEPSEEK_V3)
+FAMILIES: tuple[ModelFamily, ...] = (
+    MIMO,
+    GLM4_MOE,
+    DEEPSEEK_V3,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+)
 """The family table: a new model is one file and one row here."""
 
 __all__ = ["FAMILIES", "ModelFamily"]

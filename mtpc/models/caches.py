@@ -105,6 +105,7 @@ class RingMetadata:
     seq_lens: Tensor
     query_start_loc: Tensor
     state_slots: Tensor
+    certain_lens: Tensor
 
 
 def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadata:
@@ -124,7 +125,13 @@ def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadat
     slot = page * page_size + metadata.positions % page_size
     slot = torch.where(metadata.slot_mapping == NO_SLOT, NO_SLOT, slot)
     return RingMetadata(
-        metadata.positions, slot, table, metadata.seq_lens, metadata.query_start_loc, slots
+        metadata.positions,
+        slot,
+        table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        slots,
+        metadata.certain_lens,
     )
 
 
@@ -190,11 +197,36 @@ class PagedLatent:
         return out[None]
 
 
+@dataclass(frozen=True)
+class RecurrentState:
+    """State of a Gated DeltaNet layer by request slot; see `mtpc.ops.gated_delta`."""
+
+    recurrent: Tensor
+    history: Tensor
+    standing: Tensor
+
+    def run(self, module: Any, rows: Tensor, metadata: Metadata) -> Tensor:
+        """rows: [T, C + 2 HV], inputs; returns [T, HV, Dv] and moves the state on."""
+        return ops.gated_delta_rule(
+            rows,
+            module.conv1d.weight.squeeze(1),
+            module.A_log,
+            module.dt_bias,
+            self.recurrent,
+            self.history,
+            self.standing,
+            metadata.state_slots,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.certain_lens,
+        )
+
+
 class CachePool(nn.Module):
     """The state tensors of all layers, as buffers, so that tracing sees them by name.
 
     Args:
-        tensors: pools by buffer name, `kv.<layer>.<role>`.
+        tensors: page pools, rings and recurrent state by buffer name, `kv.<layer>.<role>`.
         num_slots: request slots that rings belong to, the scratch slot included.
     """
 
@@ -207,11 +239,11 @@ class CachePool(nn.Module):
             self.register_buffer(f"{layer}_{role}", tensor, persistent=False)
             self.roles.setdefault(int(layer), []).append(role)
 
-    def layers(self) -> dict[int, LayerCache]:
-        """Cache objects by layer index, over whatever tensors the buffers hold now."""
+    def layers(self) -> dict[int, Any]:
+        """A `LayerCache` or `RecurrentState` for each layer, over what the buffers hold now."""
         return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
 
-    def _bind(self, layer: int, roles: list[str]) -> LayerCache:
+    def _bind(self, layer: int, roles: list[str]) -> LayerCache | RecurrentState:
         tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
         if tensors.keys() == {"k", "v"}:
             return PagedKV(**tensors)
@@ -220,4 +252,6 @@ class CachePool(nn.Module):
         if tensors.keys() == {"ring_k", "ring_v"}:
             pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
+        if tensors.keys() == {"recurrent", "history", "standing"}:
+            return RecurrentState(**tensors)
         raise UnsupportedModelError(f"layer {layer}: no cache kind has the buffers {sorted(roles)}")

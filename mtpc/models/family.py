@@ -8,14 +8,20 @@ feed the draft, and per-layer state that is not a paged K/V pool.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from mtpc.layout import BufferSpec
+
+MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Config entries that announce MTP layers, in the order in which they are believed."""
+Canonical: TypeAlias = "Callable[[nn.Module], nn.Module]"
+"""Makes a module of ours from transformers', with its parameters under their names."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,15 @@ class ModelFamily:
         wiring: the MTP layer's joints.
         num_mtp_layers: config -> number of MTP layers it announces.
         layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
+        block_prefix: what stands between that prefix and the names of the decoder block.
         block_config: config -> config to build the MTP block with; the block's layer index is
             num_hidden_layers + i.
         cache_specs: (config, layer index, dtype) -> per-layer state buffers, named `kv.<layer>.*`.
         shared_tensors: names in an MTP layer that checkpoints may carry and that repeat a tensor
             of the target: its "embedding" or its "head".
+        canonical: transformers classes that no seam can express, by name, and what stands in.
+        stored_prefixes: name prefix of the target -> prefix that checkpoints may store in its
+            place (a text model inside a multimodal one).
     """
 
     name: str
@@ -73,6 +83,20 @@ class ModelFamily:
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
     block_config: Callable[[Any], Any]
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
+    canonical: Mapping[str, Canonical] = field(default_factory=dict)
+    block_prefix: str = ""
+    stored_prefixes: Mapping[str, str] = field(default_factory=dict)
+
+
+def full_attention_after(config: Any, count: int) -> Any:
+    """A copy of a config in which `count` layers after the last are full attention.
+
+    For blocks that look their layer type up by index.
+    """
+    extended = copy.deepcopy(config)
+    if getattr(extended, "layer_types", None) is not None:
+        extended.layer_types = [*extended.layer_types, *(["full_attention"] * count)]
+    return extended
 
 
 def find_norm_class(layer: Any) -> type[nn.Module]:

@@ -8,6 +8,7 @@ user's model is never touched: its module tree is copied, its tensors are shared
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
-from mtpc.models.family import MTPWiring
+from mtpc.models.family import Canonical, MTPWiring
 
 SEAM_NAME = "mtpc"
 
@@ -28,13 +29,14 @@ SEAM_NAME = "mtpc"
 class StepContext:
     """Metadata of one forward and the caches of its layers; stands in for `past_key_values`."""
 
-    layers: dict[int, LayerCache]
+    layers: dict[int, Any]
     positions: Tensor
     slot_mapping: Tensor
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     state_slots: Tensor
+    certain_lens: Tensor
 
     def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Cache protocol of transformers: store what a layer produced for these tokens."""
@@ -60,7 +62,7 @@ def _attention(
             "function; it needs a canonical module in its family"
         )
     scale = module.head_dim**-0.5 if scaling is None else scaling
-    cache = mtpc_context.layers[module.layer_idx]
+    cache: LayerCache = mtpc_context.layers[module.layer_idx]
     return cache.attend(module, query, scale, mtpc_context, **options), None
 
 
@@ -79,12 +81,22 @@ def register_seams() -> None:
     ExpertsInterface.register(SEAM_NAME, _experts)
 
 
-def share_model(model: nn.Module) -> nn.Module:
-    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode."""
+def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Module:
+    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode.
+
+    Args:
+        model: transformers' model, which stays as it is.
+        canonical: by class name, what makes the module that stands in for one of that class.
+    """
     register_seams()
     tensors = [*model.parameters(), *model.buffers()]
     shared = copy.deepcopy(model, {id(t): t for t in tensors})
     use_seams(shared.config)
+    for name, module in list(shared.named_modules()):
+        make = canonical.get(type(module).__name__)
+        if make is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(shared.get_submodule(parent), leaf, make(module))
     return shared.eval()
 
 

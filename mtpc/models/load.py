@@ -137,7 +137,7 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     family = find_family(checkpoint.config.get("architectures") or [])
     config_class = getattr(transformers, family.hf_config_class)
     own = ("model_type", "quantization_config")
-    config = config_class(**{k: v for k, v in checkpoint.config.items() if k not in own})
+    config = config_class(**{k: v for k, v in checkpoint.text_config.items() if k not in own})
     try:
         with _quiet_transformers():
             model, info = getattr(transformers, family.hf_class).from_pretrained(
@@ -154,7 +154,7 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
         raise CheckpointError(
             f"{directory} lacks {len(names)} tensor(s) of the target: {names[:6]}"
         )
-    target = _share(model, str(directory))
+    target = _share(model, family, str(directory))
     layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
     return LoadedModel(family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint)
 
@@ -205,6 +205,11 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
     checkpoint = checkpoint_of(model)
     names = checkpoint.config.get("architectures") if checkpoint else None
     family = find_family(names or [type(model).__name__])
+    if getattr(model.config, "text_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is a multimodal model; expected its text model: load it with "
+            f"transformers.{family.hf_class}, or pass the checkpoint's directory"
+        )
     if checkpoint is None and needs_mtp:
         raise CheckpointError(
             f"the model's name_or_path is {model.name_or_path!r}, which is no local directory: "
@@ -212,12 +217,12 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
             "the model from a directory, or use spec_tokens=0"
         )
     source = model.name_or_path or "model object"
-    target = _share(model, source)
+    target = _share(model, family, source)
     layers = _load_mtp_layers(checkpoint, family, target) if checkpoint and needs_mtp else ()
     return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
 
 
-def _share(model: Any, source: str) -> Any:
+def _share(model: Any, family: ModelFamily, source: str) -> Any:
     """The user's model on mtpc's seams, once its weights are known to be sound."""
     quantised = [n for n, p in model.named_parameters() if p.dtype.itemsize == 1]
     if quantised:
@@ -226,17 +231,23 @@ def _share(model: Any, source: str) -> Any:
             "compile the checkpoint's directory instead, which is read as bfloat16"
         )
     check_finite(model.named_parameters(), source)
-    return share_model(model)
+    return share_model(model, family.canonical)
 
 
 def _load_mtp_layers(
     checkpoint: Checkpoint, family: ModelFamily, target: Any
 ) -> tuple[MTPLayer, ...]:
     count = family.num_mtp_layers(target.config)
+    prefix = family.layer_prefix(target.config.num_hidden_layers, 0)
     if count == 0:
         raise CheckpointError(
             f"{checkpoint.directory} announces no MTP layers (num_nextn_predict_layers is 0 or "
             "absent); spec_tokens=0 decodes without them"
+        )
+    if not checkpoint.names(prefix):
+        raise CheckpointError(
+            f"{checkpoint.directory} holds no MTP layer: no tensor is named {prefix}*; expected "
+            f"{count}; spec_tokens=0 decodes without them"
         )
     if count > 1:
         raise UnsupportedModelError(

@@ -6,20 +6,10 @@ the embedding of sequence position 0 is zeroed.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from mtpc.models.caches import paged_kv_specs
-from mtpc.models.family import ModelFamily, MTPWiring
-
-
-def _block_config(config: Any) -> Any:
-    """Qwen2 looks its layer type up by index: give MTP layers full attention."""
-    extended = copy.deepcopy(config)
-    extra = _num_mtp_layers(config)
-    if getattr(extended, "layer_types", None) is not None:
-        extended.layer_types = [*extended.layer_types, *(["full_attention"] * extra)]
-    return extended
+from mtpc.models.family import ModelFamily, MTPWiring, full_attention_after
 
 
 def _num_mtp_layers(config: Any) -> int:
@@ -42,5 +32,5 @@ MIMO = ModelFamily(
     num_mtp_layers=_num_mtp_layers,
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp_layers.{i}.",
     cache_specs=paged_kv_specs,
-    block_config=_block_config,
+    block_config=lambda config: full_attention_after(config, _num_mtp_layers(config)),
 )

@@ -64,14 +64,18 @@ def _module_name(name: str, family: ModelFamily) -> str:
         wiring.final_norm: "final_norm",
     }
     stem, _, leaf = name.rpartition(".")
-    return f"{joints[stem]}.{leaf}" if stem in joints else f"block.{name}"
+    if stem in joints:
+        return f"{joints[stem]}.{leaf}"
+    if name.startswith(family.block_prefix):
+        return f"block.{name.removeprefix(family.block_prefix)}"
+    return name  # Neither a joint's nor the block's: reported as unexpected.
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
     """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
     joint, _, leaf = name.partition(".")
     if joint == "block":
-        return leaf
+        return family.block_prefix + leaf
     return f"{getattr(family.wiring, joint)}.{leaf}"
 
 

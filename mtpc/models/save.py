@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpc.models.family import ModelFamily
+from mtpc.models.family import MTP_COUNT_NAMES, ModelFamily
 from mtpc.models.hf import MTPLayer
 from mtpc.models.mtp_layers import stored_tensors
 
@@ -42,7 +42,8 @@ def save_checkpoint(
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["architectures"] = [family.architectures[0]]
-    config["num_nextn_predict_layers"] = len(mtp_layers)
+    announced = [name for name in MTP_COUNT_NAMES if name in config] or MTP_COUNT_NAMES[-1:]
+    config.update(dict.fromkeys(announced, len(mtp_layers)))
     path.write_text(json.dumps(config, indent=2) + "\n")
     return directory
 

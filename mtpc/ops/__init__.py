@@ -12,11 +12,13 @@ from mtpc.ops.attention import (
     write_cache,
 )
 from mtpc.ops.experts import experts
+from mtpc.ops.gated_delta import gated_delta_rule
 from mtpc.ops.packed import packed_experts, packed_linear
 
 __all__ = [
     "expanded_latent_attention",
     "experts",
+    "gated_delta_rule",
     "latent_attention",
     "packed_experts",
     "packed_linear",

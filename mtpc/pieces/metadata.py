@@ -56,8 +56,8 @@ class BeginDecode(nn.Module):
     """Gather the rows of this batch and form the verify inputs.
 
     Returns ids [R*Q], context_lens [R], active [R], block_table [R, M], state_slots [R] (where
-    a row is off: the scratch slot), positions [R*Q], slot_mapping [R*Q], seq_lens [R],
-    query_start_loc [R+1].
+    a row is off: the scratch slot), certain_lens [R] (the last emitted token is certain, drafts are
+    not), positions [R*Q], slot_mapping [R*Q], seq_lens [R], query_start_loc [R+1].
     """
 
     def __init__(self, key: StepKey, page_size: int, vocab_size: int):
@@ -77,11 +77,14 @@ class BeginDecode(nn.Module):
             context_lens, active, blocks, starts, self.key.bucket.num_tokens, self.page_size
         )
         state_slots = torch.where(active, state_indices, SCRATCH_SLOT)
-        return ids, context_lens, active, blocks, state_slots, *fresh, starts
+        return ids, context_lens, active, blocks, state_slots, active.int(), *fresh, starts
 
 
 class BeginPrefill(nn.Module):
-    """As `BeginDecode`, for prompt tokens that the host packed into `batch.prompt_ids` [T]."""
+    """As `BeginDecode`, for prompt tokens that the host packed into `batch.prompt_ids` [T].
+
+    Prompt tokens are certain, all of them.
+    """
 
     def __init__(self, key: StepKey, page_size: int, vocab_size: int):
         super().__init__()
@@ -107,7 +110,7 @@ class BeginPrefill(nn.Module):
             context_lens, active, blocks, starts, self.key.bucket.num_tokens, self.page_size
         )
         state_slots = torch.where(active, state_indices, SCRATCH_SLOT)
-        return ids, context_lens, active, blocks, state_slots, *fresh, starts
+        return ids, context_lens, active, blocks, state_slots, num_input, *fresh, starts
 
 
 class PromptAnchors(nn.Module):

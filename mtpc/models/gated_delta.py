@@ -1,0 +1,93 @@
+"""Gated DeltaNet (Qwen3-Next, Qwen3.5) on explicit state: the canonical module, and its buffers.
+
+transformers has no seam here: its layer finds its own state in its cache. So a module with the
+HF module's parameters, under their names, takes its place in mtpc's copy of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.buffers import K_MAX, S
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import BufferSpec
+
+Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""mixed queries, keys and values [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""
+
+
+def recurrent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """State of one layer, by request slot: see `mtpc.ops.gated_delta`.
+
+    One state, and the inputs of K_max + W - 1 positions, a request.
+    """
+    heads, key_dim = config.linear_num_value_heads, config.linear_key_head_dim
+    value_dim, back = config.linear_value_head_dim, config.linear_conv_kernel_dim - 1
+    channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
+    wide = torch.promote_types(dtype, torch.float32)
+    return (
+        BufferSpec(f"kv.{layer}.recurrent", (S, heads, key_dim, value_dim), wide),
+        BufferSpec(f"kv.{layer}.history", (S, K_MAX + back, channels + 2 * heads), dtype),
+        BufferSpec(f"kv.{layer}.standing", (S,), torch.int32),
+    )
+
+
+class GatedDelta(nn.Module):
+    """A Gated DeltaNet layer over flat rows.
+
+    Args:
+        module: transformers' module; its submodules and parameters are shared.
+        project: its input projections.
+    """
+
+    norm: nn.Module
+    out_proj: nn.Module
+
+    def __init__(self, module: Any, project: Callable[[Any, Tensor], Projected]):
+        super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        for name, parameter in module.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        if module.activation not in ("silu", "swish"):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} with activation {module.activation!r}; "
+                "mtpc::gated_delta_rule computes SiLU"
+            )
+        if module.conv1d.bias is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has a convolution bias; expected none"
+            )
+        self.layer_idx: int = module.layer_idx
+        self.num_k_heads, self.head_k_dim = module.num_k_heads, module.head_k_dim
+        self.num_v_heads, self.head_v_dim = module.num_v_heads, module.head_v_dim
+        self._project = project
+
+    def forward(self, hidden_states: Tensor, cache_params: Any, **_: Any) -> Tensor:
+        """hidden_states: [1, T, H]; cache_params: the `StepContext`; returns [1, T, H]."""
+        mixed, z, b, a = self._project(self, hidden_states[0])
+        state = cache_params.layers[self.layer_idx]
+        out = state.run(self, torch.cat([mixed, b, a], -1), cache_params)
+        return self.out_proj(self.norm(out, z).flatten(1))[None]
+
+
+def grouped_projections(module: Any, x: Tensor) -> Projected:
+    """Qwen3-Next: two projections whose outputs are interleaved by key head."""
+    groups = module.num_v_heads // module.num_k_heads
+    values, key_dim = groups * module.head_v_dim, module.head_k_dim
+    qkvz = module.in_proj_qkvz(x).unflatten(-1, (module.num_k_heads, -1))
+    query, key, value, z = qkvz.split([key_dim, key_dim, values, values], -1)
+    b, a = module.in_proj_ba(x).unflatten(-1, (module.num_k_heads, -1)).split([groups] * 2, -1)
+    mixed = torch.cat([part.flatten(1) for part in (query, key, value)], -1)
+    z = z.reshape(x.shape[0], module.num_v_heads, module.head_v_dim)
+    return mixed, z, b.flatten(1), a.flatten(1)
+
+
+def separate_projections(module: Any, x: Tensor) -> Projected:
+    """Qwen3.5: four projections."""
+    z = module.in_proj_z(x).unflatten(-1, (module.num_v_heads, module.head_v_dim))
+    return module.in_proj_qkv(x), z, module.in_proj_b(x), module.in_proj_a(x)

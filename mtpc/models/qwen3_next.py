@@ -1,0 +1,93 @@
+"""Qwen3-Next and Qwen3.5 (dense, mixture of experts): Gated DeltaNet beside gated full attention.
+
+Three in four layers are recurrent; the MTP block is a full-attention layer, so drafting never
+touches recurrent state. Its tensors are `mtp.*`, which transformers drops.
+
+Source: the released checkpoints' tensor names, and vLLM's readers of them (`qwen3_next_mtp`,
+`qwen3_5_mtp`): embedding first, the target's features after its final norm, the draft layer's own
+after `mtp.norm`, head and embedding the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_kv_specs
+from mtpc.models.family import (
+    MTP_COUNT_NAMES,
+    ModelFamily,
+    MTPWiring,
+    full_attention_after,
+)
+from mtpc.models.gated_delta import (
+    GatedDelta,
+    grouped_projections,
+    recurrent_specs,
+    separate_projections,
+)
+
+
+def _num_mtp_layers(config: Any) -> int:
+    """Qwen3-Next's released config says nothing of the MTP layer that its checkpoint has: 1."""
+    for name in MTP_COUNT_NAMES:
+        count = getattr(config, name, None)
+        if count is not None:
+            return int(count)
+    return 1
+
+
+def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """By the layer's type; MTP layers, which follow the last, are full attention."""
+    if layer < config.num_hidden_layers and config.layer_types[layer] == "linear_attention":
+        return recurrent_specs(config, layer, dtype)
+    return paged_kv_specs(config, layer, dtype)
+
+
+def _grouped(module: Any) -> GatedDelta:
+    return GatedDelta(module, grouped_projections)
+
+
+def _separate(module: Any) -> GatedDelta:
+    return GatedDelta(module, separate_projections)
+
+
+QWEN3_NEXT = ModelFamily(
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    hf_class="Qwen3NextForCausalLM",
+    hf_config_class="Qwen3NextConfig",
+    wiring=MTPWiring(
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        projection="fc",
+        final_norm="norm",
+    ),
+    num_mtp_layers=_num_mtp_layers,
+    layer_prefix=lambda num_hidden_layers, i: "mtp.",
+    block_prefix="layers.0.",
+    cache_specs=_cache_specs,
+    block_config=lambda config: full_attention_after(config, 1),
+    canonical={"Qwen3NextGatedDeltaNet": _grouped},
+)
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    name="qwen3_5",
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    hf_class="Qwen3_5ForCausalLM",
+    hf_config_class="Qwen3_5TextConfig",
+    canonical={"Qwen3_5GatedDeltaNet": _separate},
+    stored_prefixes={"model.": "model.language_model."},
+)
+"""The text model; released checkpoints hold it inside a multimodal one."""
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    hf_class="Qwen3_5MoeForCausalLM",
+    hf_config_class="Qwen3_5MoeTextConfig",
+    canonical={"Qwen3_5MoeGatedDeltaNet": _separate},
+)
