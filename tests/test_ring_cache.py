@@ -34,7 +34,8 @@ def metadata_of(lens: list[int], counts: list[int], slots: list[int]) -> RingMet
     positions, slot_mapping, seq_lens = flat_metadata(
         torch.tensor(lens, dtype=torch.int32), active, table[indices], starts, num_tokens, PAGE
     )
-    return RingMetadata(positions, slot_mapping, table[indices], seq_lens, starts, indices)
+    certain = torch.tensor(counts, dtype=torch.int32)
+    return RingMetadata(positions, slot_mapping, table[indices], seq_lens, starts, indices, certain)
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 6, 9])
