@@ -32,9 +32,9 @@ HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "he
 CHANGES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
-    "deepseek_v3": {"topk_method": "noaux_tc", "kv_lora_rank": 64, "qk_rope_head_dim": 32},
+    "deepseek_v3": {"topk_method": "noaux_tc", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
 }
-"""What each family's tiny shape needs to run in vLLM."""
+"""What each family's tiny shape needs to run in vLLM: its latent attention has one size."""
 PROMPTS = [[5, 9, 17, 33], [3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]
 NEW_TOKENS = 24
 
