@@ -134,7 +134,7 @@ def test_the_step_after_a_partial_rejection(
 
 
 def check_after_rejection(spec: mtpc.SpecModel, plain: Oracle, num_accepted: int) -> None:
-    """One request alone, K = 3: the planted step accepts as many as are right, then all is plain."""
+    """One request alone, K = 3: the planted step accepts what is right, then all is plain."""
     prompt = PROMPTS[8]
     truth = plain.generate(prompt, 12, stop=False)
     poison(spec)
