@@ -68,7 +68,7 @@ class StepCompiler:
         """Buffers of one step, metadata sized as plain decoding has it."""
         options = self.options
         blocks = options.blocks_per_request(options.sequence_limit)
-        pages = options.pool_pages
+        pages = options.page_count
         if pages - 1 < options.blocks_per_request(2):
             raise CapacityError(
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "

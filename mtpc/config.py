@@ -125,7 +125,7 @@ class CompileOptions:
         return math.ceil((num_tokens + 2 * self.spec_tokens) / self.page_size)
 
     @property
-    def pool_pages(self) -> int:
+    def page_count(self) -> int:
         """Pages of the pools that requests share, the null page included.
 
         Of options settled by `for_model`. Without `num_pages`: what the largest bucket needs, all

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from tiny import family_of, run_mtp_uncached
 
 from mtpc.checkpoint import Checkpoint
@@ -17,6 +19,12 @@ MIN_MARGIN = 1e-6
 different order of summation cannot excuse a different token."""
 
 
+FLOAT32_INSIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families whose recurrence transformers computes in float32, whatever the model's dtype."""
+MIN_MARGIN_FLOAT32 = 1e-4
+"""Theirs: logits of the tiny models differ from float64's by some 4e-6."""
+
+
 class Oracle:
     """Plain greedy decoding of one checkpoint with transformers' eager code, uncached, memoised."""
 
@@ -25,6 +33,8 @@ class Oracle:
         self.model: Any = getattr(transformers, self.family.hf_class).from_pretrained(
             directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         )
+        inexact = self.family.name in FLOAT32_INSIDE
+        self.min_margin = MIN_MARGIN_FLOAT32 if inexact else MIN_MARGIN
         self.stop_ids = {self.model.config.eos_token_id}
         self._continuations: dict[tuple[int, ...], list[int]] = {}
 
@@ -39,7 +49,7 @@ class Oracle:
         """Argmax of the last row's logits, its margin asserted."""
         top = self.model.get_output_embeddings()(features[0, -1]).topk(2)
         margin = float(top.values[0] - top.values[1])
-        assert margin > MIN_MARGIN, f"top-1 margin {margin} is too small to prove anything"
+        assert margin > self.min_margin, f"top-1 margin {margin} is too small to prove anything"
         return int(top.indices[0])
 
     def generate(self, prompt: list[int], max_new_tokens: int, stop: bool = True) -> list[int]:
@@ -86,6 +96,53 @@ class DraftOracle:
             drafts.append(self.oracle.next_token(out))
             ids, features = [*ids, drafts[-1]], torch.cat([features, out[:, -1:]], 1)
         return drafts
+
+
+class QwenDraftOracle(DraftOracle):
+    """The same for Qwen3-Next and Qwen3.5, from the stored tensors by their released names."""
+
+    def __init__(self, oracle: Oracle):
+        self.oracle, model = oracle, oracle.model
+        stored = load_file(oracle.directory / "model.safetensors")
+        self.mtp = {n[4:]: t.double() for n, t in stored.items() if n.startswith("mtp.")}
+        config = copy.deepcopy(model.config)
+        config.layer_types = [*config.layer_types, "full_attention"]
+        last = len(model.get_decoder().layers)
+        self.block = type(model.get_decoder().layers[0])(config, last).double().eval()
+        names = [n for n in self.mtp if n.startswith("layers.0.") and ".experts." not in n]
+        state = {n.removeprefix("layers.0."): self.mtp[n] for n in names}
+        if any(".experts." in n for n in self.mtp):
+            expert = "layers.0.mlp.experts.{}.{}_proj.weight".format
+            each = range(config.num_experts)
+            state["mlp.experts.gate_up_proj"] = torch.stack(
+                [torch.cat([self.mtp[expert(i, part)] for part in ("gate", "up")]) for i in each]
+            )
+            state["mlp.experts.down_proj"] = torch.stack(
+                [self.mtp[expert(i, "down")] for i in each]
+            )
+        self.block.load_state_dict(state)
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """RMS norm times 1 + weight."""
+        eps = self.oracle.model.config.rms_norm_eps
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + self.mtp[name])
+
+    def run(self, ids: list[int], features: torch.Tensor) -> torch.Tensor:
+        model, positions = self.oracle.model, torch.arange(len(ids))[None]
+        embedding = model.get_input_embeddings()(torch.tensor([ids]))
+        parts = [
+            self.norm(embedding, "pre_fc_norm_embedding.weight"),
+            self.norm(features, "pre_fc_norm_hidden.weight"),
+        ]
+        hidden = torch.cat(parts, -1) @ self.mtp["fc.weight"].t()
+        mask = torch.full((len(ids), len(ids)), float("-inf"), dtype=hidden.dtype).triu(1)
+        hidden = self.block(
+            hidden,
+            attention_mask=mask[None, None],
+            position_ids=positions,
+            position_embeddings=model.get_decoder().rotary_emb(hidden, positions),
+        )
+        return self.norm(hidden, "norm.weight")
 
 
 class TransformersDraftOracle(DraftOracle):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import FAMILY_NAMES
-from oracles import DraftOracle, TransformersDraftOracle
+from oracles import DraftOracle, QwenDraftOracle, TransformersDraftOracle
 from test_theorem import PROMPTS, poison
 
 
@@ -50,3 +50,13 @@ def test_drafts_equal_transformers_mtp(
     spec = compiled(family, 3, kind, batch_buckets=(4,))
     prompts = [PROMPTS[5], PROMPTS[10]]
     assert check_drafts(spec, TransformersDraftOracle(oracle(family, kind)), prompts, 10) >= 6
+
+
+@pytest.mark.parametrize("kind", ["trained", "random"])
+def test_drafts_equal_the_released_names(
+    kind: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """qwen3_next: from the stored tensors, with nothing of mtpc's; transformers has no such MTP."""
+    spec = compiled("qwen3_next", 3, kind, batch_buckets=(4,))
+    prompts = [PROMPTS[5], PROMPTS[10]]
+    assert check_drafts(spec, QwenDraftOracle(oracle("qwen3_next", kind)), prompts, 10) >= 6

@@ -130,7 +130,12 @@ def test_the_step_after_a_partial_rejection(
     family: str, num_accepted: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
     """Plant drafts of which exactly `num_accepted` are right; that step and the next are exact."""
-    spec, plain, prompt = compiled(family, 3), oracle(family), PROMPTS[8]
+    check_after_rejection(compiled(family, 3), oracle(family), num_accepted)
+
+
+def check_after_rejection(spec: mtpc.SpecModel, plain: Oracle, num_accepted: int) -> None:
+    """One request alone, K = 3: the planted step accepts what is right, then all is plain."""
+    prompt = PROMPTS[8]
     truth = plain.generate(prompt, 12, stop=False)
     poison(spec)
     request_id = spec.engine.add(prompt, 12)
@@ -159,14 +164,15 @@ def test_full_acceptance(compiled: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 32])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
 def test_prefill_chunking_changes_nothing(
-    chunk: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+    family: str, chunk: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
     """A prompt cut into chunks of any size continues alike."""
-    spec = compiled("glm4_moe", 2, prefill_chunk=chunk, batch_buckets=(1,))
+    spec = compiled(family, 2, prefill_chunk=chunk, batch_buckets=(1,))
     poison(spec)
     for prompt in (PROMPTS[0], PROMPTS[6], PROMPTS[12]):
-        assert spec.generate(prompt, 8, ignore_eos=True) == oracle("glm4_moe").generate(
+        assert spec.generate(prompt, 8, ignore_eos=True) == oracle(family).generate(
             prompt, 8, stop=False
         )
 

@@ -37,8 +37,7 @@ _MOE: dict[str, Any] = dict(
     first_k_dense_replace=1,
 )
 _GATED_DELTA: dict[str, Any] = dict(
-    num_hidden_layers=3,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    layer_types=["linear_attention", "full_attention"],
     num_key_value_heads=2,
     head_dim=16,
     linear_num_key_heads=2,
@@ -68,7 +67,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 12,
     },
-    "qwen3_next": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE},
+    "qwen3_next": {
+        **_COMMON,
+        **_GATED_DELTA,
+        **_QWEN_MOE,
+        "layer_types": ["full_attention", "linear_attention"],
+    },
     "qwen3_5": {**_COMMON, **_GATED_DELTA, "mtp_num_hidden_layers": 1},
     "qwen3_5_moe": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE, "mtp_num_hidden_layers": 1},
 }

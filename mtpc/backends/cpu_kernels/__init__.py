@@ -1,9 +1,10 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
-`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `experts`, on packed weights
-`packed_linear`, `packed_experts` and `quantised_linear` (int8), and `pack`, which packs them. They
-take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one for
-the other, so the meaning of a traced graph never depends on what has been loaded.
+`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `gated_delta_rule`,
+`experts`, on packed weights `packed_linear`, `packed_experts` and `quantised_linear` (int8), and
+`pack`, which packs them. They take what the reference ops in `mtpc::` take and mean the same; a
+backend's pass exchanges one for the other, so the meaning of a traced graph never depends on what
+has been loaded.
 
 They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`. What they
 guarantee beyond the references:
@@ -29,14 +30,15 @@ import torch
 from torch import Tensor
 
 import mtpc.ops.attention
-import mtpc.ops.experts  # noqa: F401  (both register references that kernel_table names)
+import mtpc.ops.experts  # noqa: F401  (all register references that kernel_table names)
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
 from mtpc.cache.store import Entry, EntryStore
+from mtpc.ops.gated_delta import fake_gated_delta_rule
 from mtpc.ops.packed import fake_packed_linear
 from mtpc.ops.quantised import fake_quantised_linear
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
-         "packed_experts", "quantised_linear")  # fmt: skip
+         "packed_experts", "quantised_linear", "gated_delta_rule")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
@@ -115,6 +117,7 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "packed_linear": fake_packed_linear,
     "packed_experts": _fake_experts,
     "quantised_linear": fake_quantised_linear,
+    "gated_delta_rule": fake_gated_delta_rule,
 }
 
 __all__ = ["NAMES", "build_kernels", "fill_packed", "kernel_table", "load_kernels", "load_library"]

@@ -98,6 +98,10 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None) -> Tensor");
   library.def(
       "quantised_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None) -> Tensor");
+  library.def(
+      "gated_delta_rule(Tensor rows, Tensor conv_weight, Tensor a_log, Tensor dt_bias, "
+      "Tensor(a!) recurrent, Tensor(b!) history, Tensor(c!) standing, Tensor state_slots, "
+      "Tensor seq_lens, Tensor query_start_loc, Tensor certain_lens) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
@@ -109,4 +113,5 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("pack", TORCH_BOX(&mtpc::pack));
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));
+  library.impl("gated_delta_rule", TORCH_BOX(&mtpc::gated_delta_rule));
 }

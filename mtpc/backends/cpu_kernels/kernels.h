@@ -39,4 +39,10 @@ Tensor quantised_linear(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
     const std::optional<Tensor>& bias);
 
+Tensor gated_delta_rule(
+    const Tensor& rows, const Tensor& conv_weight, const Tensor& a_log, const Tensor& dt_bias,
+    const Tensor& recurrent, const Tensor& history, const Tensor& standing,
+    const Tensor& state_slots, const Tensor& seq_lens, const Tensor& query_start_loc,
+    const Tensor& certain_lens);
+
 }  // namespace mtpc
