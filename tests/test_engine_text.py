@@ -1,4 +1,4 @@
-"""Text as it comes: stop strings and characters over any borders, and that pieces make the whole."""
+"""Text as it comes: stop strings and characters over any borders; pieces make the whole."""
 
 from __future__ import annotations
 
