@@ -6,7 +6,7 @@ import numbers
 import operator
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,9 @@ from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
 from mtpc.engine.stats import Stats
-from mtpc.errors import NumericsError, RequestError
+from mtpc.engine.stream import Output, stream
+from mtpc.engine.text import TextAssembler, stop_strings
+from mtpc.errors import RequestError
 from mtpc.progress import Listener, Progress
 from mtpc.restore import restore
 from mtpc.serving import ServedModel
@@ -163,6 +165,7 @@ class SpecModel:
         *,
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
     ) -> Any:
         """Greedy continuations.
 
@@ -172,6 +175,8 @@ class SpecModel:
             max_new_tokens: new tokens per prompt.
             stop_ids: ids that end a continuation; None takes the model's end-of-sequence ids.
             ignore_eos: do not stop at the model's end-of-sequence ids.
+            stop: strings that end a text, for text prompts; the text is cut where the one that is
+                complete first begins.
 
         Returns:
             Per prompt, the new text for text prompts, else the list of new ids (a stop token
@@ -179,27 +184,66 @@ class SpecModel:
 
         Raises:
             RequestError: a prompt is empty, out of range or too long, or text without tokenizer,
-                or the engine still has requests added by hand; nothing has run then.
+                or `stop` is given for ids, or the engine still has requests added by hand; nothing
+                has run then.
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
         """
         if not hasattr(prompts, "__len__"):
             raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
-        single = _is_single(prompts)
-        batch: Sequence[Any] = [prompts] if single else list(prompts)
-        stops = () if ignore_eos else self.served.stop_ids
-        if stop_ids is not None:
-            stops = tuple(stop_ids)
-        requests = [self._request(prompt, max_new_tokens, stops) for prompt in batch]
-        finished = self._run(requests)
-        results = [self._result(p, r) for p, r in zip(batch, finished, strict=True)]
-        return results[0] if single else results
+        batch: Sequence[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        stops = self._stop_ids(stop_ids, ignore_eos)
+        results: list[Any] = ["" if isinstance(prompt, str) else [] for prompt in batch]
+        for output in self._stream(batch, max_new_tokens, stops, stop):
+            results[output.index] += output.token_ids if output.text is None else output.text
+        return results[0] if _is_single(prompts) else results
 
-    def _request(self, prompt: Prompt, max_new_tokens: int, stops: tuple[int, ...]) -> Request:
-        """Form and check a request before any of its batch runs."""
-        request = Request(-1, self._encode(prompt), max_new_tokens, stops)
-        self.engine.check(request)
-        return request
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        stop_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
+    ) -> Iterator[Output]:
+        """Greedy continuations as they come; takes and raises what `generate` does.
+
+        What is wrong with the arguments is raised at once; the prompts are queued when the first
+        output is asked for. Closing the iterator aborts what is not finished.
+
+        Returns:
+            An iterator of `mtpc.engine.stream.Output`: which prompt, new ids, new text.
+        """
+        if not hasattr(prompts, "__len__"):
+            raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
+        batch: Sequence[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        stops = self._stop_ids(stop_ids, ignore_eos)
+        return self._stream(batch, max_new_tokens, stops, stop)
+
+    def _stop_ids(self, stop_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
+        if stop_ids is not None:
+            return tuple(stop_ids)
+        return () if ignore_eos else self.served.stop_ids
+
+    def _stream(
+        self, batch: Sequence[Prompt], max_new_tokens: int, stops: tuple[int, ...], stop: Any
+    ) -> Iterator[Output]:
+        """Form and check all requests before any of them runs."""
+        strings = stop_strings(stop)
+        if strings and not all(isinstance(prompt, str) for prompt in batch):
+            raise RequestError("stop strings need text prompts; give stop_ids for token ids")
+        if self.engine.has_requests_by_hand:
+            raise RequestError(
+                "the engine holds requests added by hand, whose outputs would be swallowed; step "
+                "the engine until it has no work, abort them, or add them with on_output"
+            )
+        requests = [Request(-1, self._encode(p), max_new_tokens, stops) for p in batch]
+        for request in requests:
+            self.engine.check(request)
+        decode = self.served.decode
+        texts = [TextAssembler(decode, strings) if isinstance(p, str) else None for p in batch]
+        return stream(self.engine, requests, texts)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -214,36 +258,6 @@ class SpecModel:
             return [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise RequestError(f"a prompt is neither text nor token ids: {error}") from None
-
-    def _run(self, requests: list[Request]) -> list[Request]:
-        """Serve requests to their end; an interrupt aborts them and leaves the engine usable."""
-        if self.engine.has_work:
-            raise RequestError(
-                "the engine holds requests added by hand, whose outputs generate() would swallow; "
-                "step the engine until it has no work, or abort them"
-            )
-        ids = [self.engine.add(r.prompt_ids, r.max_new_tokens, r.stop_ids) for r in requests]
-        mine = {r.request_id: r for r in self.engine.waiting if r.request_id in set(ids)}
-        try:
-            while any(r.finish_reason is None for r in mine.values()):
-                self.engine.step()
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
-        finished = [mine[request_id] for request_id in ids]
-        for index, request in enumerate(finished):
-            if request.finish_reason == "nonfinite":
-                raise NumericsError(
-                    f"prompt {index}: the model's logits became NaN or infinite after "
-                    f"{len(request.output_ids)} new tokens; check the weights or use a wider dtype"
-                )
-        return finished
-
-    def _result(self, prompt: Prompt, request: Request) -> str | list[int]:
-        if not isinstance(prompt, str):
-            return request.output_ids
-        return self.served.decode(request.output_ids)
 
 
 def _is_single(prompts: Any) -> bool:

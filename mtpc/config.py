@@ -35,6 +35,8 @@ class CompileOptions:
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
         prefill_chunk: tokens of one prompt that one prefill step processes.
+        prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
+            model keeps all of its past in pages; see docs/serving.md.
         backend: "cpu", "eager", "null", or "auto": cpu, falling back to eager (visibly, and not
             under `strict`) where no C++ compiler works.
         dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
@@ -61,6 +63,7 @@ class CompileOptions:
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 64
+    prefix_caching: bool = True
     backend: str = "auto"
     dtype: str | None = None
     verify_passes: bool = False
@@ -81,6 +84,8 @@ class CompileOptions:
         _check_int("prefill_chunk", self.prefill_chunk, low=1)
         if self.num_pages is not None:
             _check_int("num_pages", self.num_pages, low=2)
+        if not isinstance(self.prefix_caching, bool):
+            raise OptionError(f"prefix_caching is {self.prefix_caching!r}; expected True or False")
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -25,6 +25,10 @@ class CapacityError(MtpcError):
     """The page pool cannot hold even one request of the size asked for."""
 
 
+class ServingError(MtpcError):
+    """An engine that served requests has failed, was closed, or does not run."""
+
+
 class GraphError(MtpcError):
     """A StepGraph broke a rule of the verifier; the message names the pass, node and rule."""
 

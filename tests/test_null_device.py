@@ -47,23 +47,31 @@ def test_replay_equals_eager(
     assert spec.generate(PROMPTS[2:7], 16) == eager.generate(PROMPTS[2:7], 16)
 
 
-def test_one_replay_and_no_host_write_per_decode_step(null_model: Callable[..., Any]) -> None:
-    """While no request joins or leaves, the host writes nothing and replays one graph a step."""
-    spec, device = null_model("glm4_moe")
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_one_replay_a_step_and_a_host_write_a_page(
+    page_size: int, null_model: Callable[..., Any]
+) -> None:
+    """While no request joins or leaves: one replay a step, and a write where one needs a page."""
+    spec, device = null_model("glm4_moe", page_size=page_size)
     for prompt in PROMPTS[3:5]:
         spec.engine.add(prompt, 24)
     while any(not r.is_prefilled for r in spec.engine.running) or spec.engine.waiting:
         spec.engine.step()
     spec.engine.step()  # The first decode step points the batch at its slots.
     tape = device.tapes[str(StepKey.decode(2, 3))]
-    writes, replays, counted = tape.host_writes, tape.replays, spec.program.host_writes
-    total = sum(spec.program.replays.values())
+    replays, total = tape.replays, sum(spec.program.replays.values())
+    grown = 0
     for _ in range(4):
+        pages = [len(r.pages) for r in spec.engine.running]
+        writes, counted = tape.host_writes, spec.program.host_writes
         spec.engine.step()
+        now = sum(len(r.pages) > n for r, n in zip(spec.engine.running, pages, strict=True))
+        assert tape.host_writes - writes == now, "seen by the tensors' own version counters"
+        assert spec.program.host_writes - counted == now, "as counted by the program"
+        grown += now
     assert tape.replays - replays == 4
     assert sum(spec.program.replays.values()) - total == 4
-    assert tape.host_writes == writes, "seen by the tensors' own version counters"
-    assert spec.program.host_writes == counted, "as counted by the program"
+    assert (grown > 0) == (page_size == 4)
 
 
 def test_host_writes_are_seen(null_model: Callable[..., Any]) -> None:

@@ -38,6 +38,7 @@ requests = st.lists(
 def poison(spec: mtpc.SpecModel) -> None:
     """Fill everything a padded row or an unwritten page could read with garbage."""
     assert not spec.engine.has_work
+    spec.engine.reset_prefix_cache()
     wild = {torch.int32: 2**30, torch.int64: -(2**40)}
     for tensor in spec.program.shared.values():
         tensor.fill_(math.nan if tensor.is_floating_point() else wild[tensor.dtype])

@@ -89,7 +89,7 @@ def _print_results(
         _print_text(console, f"[{number}] {_as_text(prompt)}", style="dim")
         _print_text(console, _as_text(result))
         console.print()
-    rows = [*_speed(model, len(prompts)), *_acceptance(model), *_replays(model)]
+    rows = [*_speed(model), *_acceptance(model), *_replays(model)]
     print_table(console, "What happened", ("", ""), rows)
 
 
@@ -101,10 +101,9 @@ def _as_text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
 
 
-def _speed(model: mtpc.SpecModel, num_prompts: int) -> Iterator[tuple[str, str]]:
+def _speed(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
     stats = model.stats
-    # Each prompt's first token comes out of its last prefill step.
-    decoded = stats.emitted_tokens - num_prompts
+    decoded = stats.decoded_tokens
     yield "new tokens", f"{stats.emitted_tokens}, {decoded} of them in decode steps"
     yield "prefill", f"{stats.prompt_tokens} tokens, {_rate(stats.prompt_tokens, stats.prefill_s)}"
     yield "decode", f"{decoded} tokens, {_rate(decoded, stats.decode_s)}"

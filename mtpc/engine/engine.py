@@ -1,9 +1,10 @@
 """The engine: admits requests into slots and pages, replays steps, reads results.
 
 Everything decided per token is in the captured step; the host admits, frees, and reads
-`out_token_ids` and `num_emitted`. Admission is first come, first served. A request reserves all
-the pages it can ever need when it is admitted, so it never stalls once running. Prompts are
-prefilled chunk by chunk before the next decode step.
+`out_token_ids` and `num_emitted`. `scheduler` says who runs when, `rows` what is written.
+
+`add`, `abort` and `step` may be called at any moment, from any thread, and from a request's own
+callback.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from torch import Tensor
 
 from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
-from mtpc.engine.pages import FreeList
-from mtpc.engine.request import FinishReason, Request
+from mtpc.engine.lock import FairLock
+from mtpc.engine.pages import FreeList, PagePool
+from mtpc.engine.prefix import PrefixCache
+from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
+from mtpc.engine.rows import unpaged_state, write_new_pages, write_state
+from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.stats import Stats
 from mtpc.errors import CapacityError, RequestError
-from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT
+from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, StepKey
 from mtpc.pieces.accept import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
 
 _REASONS: dict[int, FinishReason] = {
@@ -34,12 +39,12 @@ _REASONS: dict[int, FinishReason] = {
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """New tokens of one request after one step; `finish_reason` where it ended."""
+class PendingStep:
+    """A step that was launched and not yet read."""
 
-    request_id: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None
+    turn: Turn
+    buffers: Mapping[str, Tensor]
+    start_s: float
 
 
 class Engine:
@@ -53,26 +58,71 @@ class Engine:
 
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
-        self.pages = FreeList("KV pages", NULL_PAGE + 1, options.page_count - 1)
-        self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
         self._stats = Stats(options.spec_tokens)
+        self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1)
+        self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
+        prefixes = self._prefixes()
+        self.scheduler = Scheduler(self.slots, self.pages, prefixes, self._pages_for)
         self._ids = itertools.count()
+        self._lock = FairLock()
+        self._replay_end_s: float | None = None
+
+    def _prefixes(self) -> PrefixCache | None:
+        """The prefix cache, where it was asked for and all of a request's past is in pages."""
+        if not self.options.prefix_caching:
+            return None
+        unpaged = unpaged_state(self.program.shared, self.options.page_count)
+        if unpaged is not None:
+            reason = f"no prefix reuse: {unpaged} holds state that is not in pages"
+            self._stats.fallbacks[reason] += 1
+            return None
+        return PrefixCache(self.pages.index, self.options.page_size, self.options.spec_tokens)
+
+    def _pages_for(self, num_committed: int) -> int:
+        """Pages for a step that begins with that many committed tokens."""
+        return self.options.blocks_per_request(num_committed + 1)
+
+    @property
+    def waiting(self) -> deque[Request]:
+        """Requests without a slot, the next one first."""
+        return self.scheduler.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests with a slot, in order of arrival."""
+        return self.scheduler.running
 
     @property
     def stats(self) -> Stats:
-        """Counts so far, replays and host writes as the program counted them."""
-        self._stats.replays = self.program.replays.copy()
-        self._stats.host_writes = self.program.host_writes
-        return self._stats
+        """Counts so far, and how full queue and pool are at this moment."""
+        stats, scheduler = self._stats, self.scheduler
+        stats.replays = self.program.replays.copy()
+        stats.host_writes = self.program.host_writes
+        stats.preemptions = scheduler.num_preemptions
+        stats.reused_tokens = scheduler.reused_tokens
+        stats.num_waiting, stats.num_running = len(self.waiting), len(self.running)
+        stats.num_pages = self.pages.count
+        stats.pages_used = self.pages.count - self.pages.num_free
+        stats.pages_idle = self.pages.num_idle
+        return stats
 
     @property
     def has_work(self) -> bool:
+        """Whether requests wait or run."""
         return bool(self.waiting or self.running)
 
+    @property
+    def has_requests_by_hand(self) -> bool:
+        """Whether some requests have no callback: only who steps the engine gets their outputs."""
+        with self._lock:
+            return any(r.on_output is None for r in [*self.waiting, *self.running])
+
     def add(
-        self, prompt_ids: list[int], max_new_tokens: int, stop_ids: tuple[int, ...] = ()
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        stop_ids: tuple[int, ...] = (),
+        on_output: OnOutput | None = None,
     ) -> int:
         """Queue a request.
 
@@ -80,6 +130,8 @@ class Engine:
             prompt_ids: token ids, not empty, each below vocab_size.
             max_new_tokens: at least 1; with the prompt at most `max_len`.
             stop_ids: at most MAX_STOP_IDS ids that end the request.
+            on_output: called with each `StepOutput` of the request, in the thread that steps the
+                engine. What it raises ends its own request, with finish_reason `error`.
 
         Returns:
             The request's id.
@@ -88,9 +140,16 @@ class Engine:
             RequestError: one of the above does not hold.
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
-        request = Request(next(self._ids), list(prompt_ids), max_new_tokens, tuple(stop_ids))
+        return self.submit(
+            Request(-1, list(prompt_ids), max_new_tokens, tuple(stop_ids), on_output)
+        )
+
+    def submit(self, request: Request) -> int:
+        """Queue a request that was formed before; see `add`."""
         self.check(request)
-        self.waiting.append(request)
+        with self._lock:
+            request.request_id = next(self._ids)
+            self.scheduler.add(request)
         return request.request_id
 
     def check(self, request: Request) -> None:
@@ -116,94 +175,115 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"
             )
-        pages = self._pages_for(request)
+        if request.on_output is not None and not callable(request.on_output):
+            raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
+        pages = self.options.blocks_per_request(len(prompt) + new)
         if pages > self.pages.count:
             raise CapacityError(
                 f"a request of {len(prompt) + new} tokens needs {pages} pages of "
                 f"{self.options.page_size} tokens, the pool has {self.pages.count}: raise num_pages"
             )
 
-    def _pages_for(self, request: Request) -> int:
-        longest = len(request.prompt_ids) + request.max_new_tokens
-        return self.options.blocks_per_request(longest)
+    def abort(self, request_id: int, reason: FinishReason = "aborted") -> None:
+        """End a request at any moment; unknown or finished ids are ignored.
 
-    def abort(self, request_id: int) -> None:
-        """Drop a request at any moment; unknown or finished ids are ignored."""
-        for request in [*self.waiting, *self.running]:
-            if request.request_id == request_id:
-                self._finish(request, "aborted")
+        Args:
+            request_id: whose.
+            reason: what its callback is told, where it has one.
+        """
+        with self._lock:
+            for request in [*self.waiting, *self.running]:
+                if request.request_id == request_id:
+                    self._finish(request, reason)
+                    if request.on_output is not None:
+                        request.on_output(StepOutput(request_id, [], reason))
+            if not self.has_work:
+                self._replay_end_s = None
+
+    def reset_prefix_cache(self) -> None:
+        """Reuse nothing that was computed so far; call it after weights or pools were changed."""
+        with self._lock:
+            self.pages.forget_all()
 
     def step(self) -> list[StepOutput]:
-        """One iteration: admit, then prefill one chunk or decode all running requests."""
-        self._admit()
-        for request in self.running:
-            if not request.is_prefilled:
-                return self._prefill(request)
-        return self._decode() if self.running else []
+        """One iteration: admit, then prefill one chunk or decode all requests that can.
 
-    def _admit(self) -> None:
-        while self.waiting and self.slots.num_free:
-            request = self.waiting[0]
-            if self._pages_for(request) > self.pages.num_free:
-                return
-            self.waiting.popleft()
-            request.pages = self.pages.take(self._pages_for(request))
-            request.slot = self.slots.take(1)[0]
-            self._write_state(request, request.slot)
-            self.running.append(request)
+        Returns:
+            What each request of the step got; nothing for a chunk that is not a prompt's last.
 
-    def _write_state(self, request: Request, slot: int) -> None:
-        """The only writes a request ever costs the host, prompt chunks aside."""
-        shared, write = self.program.shared, self.program.write
-        table = torch.full_like(shared["state.block_table"][slot], NULL_PAGE)
-        table[: len(request.pages)] = torch.tensor(request.pages, dtype=table.dtype)
-        stops = torch.full_like(shared["state.stop_ids"][slot], -1)
-        stops[: len(request.stop_ids)] = torch.tensor(request.stop_ids, dtype=stops.dtype)
-        write(shared["state.block_table"][slot], table)
-        write(shared["state.stop_ids"][slot], stops)
-        write(shared["state.committed_lens"][slot], 0)
-        write(shared["state.remaining_tokens"][slot], request.max_new_tokens)
+        Raises:
+            Whatever the replay raises. Its requests are computed again by the next step.
+        """
+        with self._lock:
+            turn = self.scheduler.next_turn()
+            if turn is None:
+                return []
+            try:
+                outputs = self._collect(self._launch(turn))
+            except BaseException:  # An interrupt, too: what the device got to is unknown.
+                self.scheduler.preempt_all()
+                raise
+            outputs = self._hand_out(turn.requests, outputs)
+            if not self.has_work:
+                self._replay_end_s = None
+            return outputs
 
-    def _prefill(self, request: Request) -> list[StepOutput]:
+    def _launch(self, turn: Turn) -> PendingStep:
+        """Write what changed, and run the step."""
         start = time.perf_counter()
+        for request in turn.placed:
+            write_state(self.program, request)
+        for request, first in turn.grown:
+            write_new_pages(self.program, request, first)
+        if turn.phase == "prefill":
+            key = self._write_chunk(turn.requests[0])
+        else:
+            key = self.program.decode_key(len(turn.requests))
+        self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
+        begin = time.perf_counter()
+        if self._replay_end_s is not None:
+            self._stats.count_host_gap(begin - self._replay_end_s)
+        buffers = self.program.run(key)
+        self._replay_end_s = time.perf_counter()
+        self._stats.replay_s += self._replay_end_s - begin
+        return PendingStep(turn, buffers, start)
+
+    def _write_chunk(self, request: Request) -> StepKey:
         key = self.program.prefill_key()
         buffers, write = self.program.steps[key].buffers, self.program.write
         begin = request.num_prefilled
-        chunk = request.prompt_ids[begin : begin + key.bucket.query_len]
-        end = begin + len(chunk)
-        following = request.prompt_ids[end] if end < len(request.prompt_ids) else -1
-        assert request.slot is not None
-        self.program.set_batch(key, [request.slot])
-        write(buffers["batch.prompt_ids"], torch.tensor(chunk))
-        write(buffers["batch.num_input"], len(chunk))
-        write(buffers["batch.next_prompt_id"], following)
-        self.program.run(key)
+        end = min(begin + key.bucket.query_len, request.num_input)
+        following = request.token_ids(end, end + 1) if end < request.num_input else [-1]
+        write(buffers["batch.prompt_ids"], torch.tensor(request.token_ids(begin, end)))
+        write(buffers["batch.num_input"], end - begin)
+        write(buffers["batch.next_prompt_id"], following[0])
         request.num_prefilled = end
-        self._stats.prefill_steps += 1
-        self._stats.prompt_tokens += len(chunk)
-        outputs = self._read(buffers, [request]) if request.is_prefilled else []
-        self._stats.prefill_s += time.perf_counter() - start
-        return outputs
+        self._stats.prompt_tokens += end - begin
+        return key
 
-    def _decode(self) -> list[StepOutput]:
-        start = time.perf_counter()
-        requests = list(self.running)
-        key = self.program.decode_key(len(requests))
-        self.program.set_batch(key, [r.slot for r in requests if r.slot is not None])
-        buffers = self.program.run(key)
-        self._stats.decode_steps += 1
-        for row in range(len(requests)):
-            accepted, emitted = (
-                buffers["batch.num_accepted"][row],
-                buffers["batch.num_emitted"][row],
-            )
-            self._stats.count_acceptance(int(accepted), int(emitted))
-        outputs = self._read(buffers, requests)
-        self._stats.decode_s += time.perf_counter() - start
+    def _collect(self, pending: PendingStep) -> list[StepOutput]:
+        """Read what a step emitted."""
+        turn, buffers, stats = pending.turn, pending.buffers, self._stats
+        outputs: list[StepOutput] = []
+        if turn.phase == "prefill":
+            stats.prefill_steps += 1
+            if turn.requests[0].is_prefilled:
+                outputs = self._read(buffers, turn.requests)
+            else:
+                self.scheduler.learn(turn.requests[0])
+            stats.prefill_s += time.perf_counter() - pending.start_s
+        else:
+            stats.decode_steps += 1
+            accepted, emitted = buffers["batch.num_accepted"], buffers["batch.num_emitted"]
+            rows = zip(turn.requests, accepted.tolist(), emitted.tolist(), strict=False)
+            for _, num_accepted, num_emitted in rows:
+                stats.count_acceptance(num_accepted, num_emitted)
+            outputs = self._read(buffers, turn.requests)
+            stats.decode_s += time.perf_counter() - pending.start_s
         return outputs
 
     def _read(self, buffers: Mapping[str, Tensor], requests: list[Request]) -> list[StepOutput]:
-        """Hand out what a step emitted, row by row."""
+        """Take what a step emitted, row by row."""
         rows = zip(
             requests,
             buffers["batch.out_token_ids"].tolist(),
@@ -216,20 +296,35 @@ class Engine:
             emitted, reason = token_ids[:count], _REASONS.get(code)
             request.output_ids += emitted
             self._stats.emitted_tokens += len(emitted)
+            if reason == "nonfinite":
+                self.pages.forget(request.pages)
+            else:
+                self.scheduler.learn(request)
             if reason is not None:
                 self._finish(request, reason)
             outputs.append(StepOutput(request.request_id, emitted, reason))
         return outputs
 
+    def _hand_out(self, requests: list[Request], outputs: list[StepOutput]) -> list[StepOutput]:
+        """Call the requests' callbacks; where one raises its request ends, and no other."""
+        handed = []
+        for request, output in zip(requests, outputs, strict=False):
+            was_aborted = request.finish_reason != output.finish_reason  # By another's callback.
+            if request.on_output is not None and not was_aborted:
+                try:
+                    request.on_output(output)
+                except Exception as error:
+                    output = self._fail(request, output, error)
+            handed.append(output)
+        return handed
+
+    def _fail(self, request: Request, output: StepOutput, error: Exception) -> StepOutput:
+        self._stats.callback_errors += 1
+        if request.finish_reason is None:
+            self._finish(request, "error")
+        return StepOutput(output.request_id, output.token_ids, "error", error)
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        if request in self.waiting:
-            self.waiting.remove(request)
-            return
-        self.running.remove(request)
-        assert request.slot is not None
-        if reason == "aborted":  # The device still believes in it.
-            self.program.write(self.program.shared["state.remaining_tokens"][request.slot], 0)
-        self.pages.give_back(request.pages)
-        self.slots.give_back([request.slot])
-        request.slot, request.pages = None, []
+        self._stats.finished[reason] += 1
+        self.scheduler.remove(request)

@@ -1,25 +1,55 @@
-"""A generation request and its life: waiting -> prefilling -> decoding -> finished."""
+"""A generation request and its life: waiting -> prefilling -> decoding -> finished.
+
+Under pressure a request goes back from prefilling or decoding to waiting, and prefills what it
+had: its prompt and its output so far.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["length", "stop", "nonfinite", "aborted"]
+FinishReason = Literal["length", "stop", "nonfinite", "aborted", "error"]
+"""`error`: its callback raised."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """New tokens of one request after one step.
+
+    Attributes:
+        request_id: whose.
+        token_ids: what the step emitted.
+        finish_reason: why it ended with this step, or None.
+        error: what its callback raised, where that is why it ended.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    error: Exception | None = None
+
+
+OnOutput = Callable[[StepOutput], None]
+
+
+@dataclass(eq=False)
 class Request:
     """One prompt being continued.
 
     Attributes:
-        request_id: unique within an engine.
+        request_id: unique within an engine, ascending in order of arrival; -1 until it is added.
         prompt_ids: token ids, not empty.
         max_new_tokens: upper limit of new tokens.
         stop_ids: token ids that end the request; the stop token is part of the output.
+        on_output: called with each of its outputs, by whoever steps the engine.
         slot: row of the state buffers while running, else None.
-        pages: KV pages held, in sequence order.
-        num_prefilled: prompt tokens whose KV is final.
+        pages: KV pages held, in sequence order; the first ones may be shared.
+        num_input: tokens to prefill: the prompt, and what was emitted before a preemption.
+        num_prefilled: of these, how many have their KV, reused pages included.
+        num_indexed: pages that the prefix cache knows.
+        last_block: the prefix cache's number for the last of them.
         output_ids: new tokens so far.
         finish_reason: why it ended, or None.
     """
@@ -28,12 +58,40 @@ class Request:
     prompt_ids: list[int]
     max_new_tokens: int
     stop_ids: tuple[int, ...] = ()
+    on_output: OnOutput | None = None
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    num_input: int = 0
     num_prefilled: int = 0
+    num_indexed: int = 0
+    last_block: int = 0
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
+    def __post_init__(self) -> None:
+        self.num_input = self.num_tokens
+
     @property
     def is_prefilled(self) -> bool:
-        return self.num_prefilled >= len(self.prompt_ids)
+        return self.num_prefilled >= self.num_input
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens whose KV is final: all but the last one, once it decodes."""
+        return self.num_tokens - 1 if self.is_prefilled else self.num_prefilled
+
+    @property
+    def remaining_tokens(self) -> int:
+        """New tokens it may still emit."""
+        return self.max_new_tokens - len(self.output_ids)
+
+    def token_ids(self, begin: int, end: int) -> list[int]:
+        """Tokens `begin`..`end` - 1 of prompt and output together."""
+        split = len(self.prompt_ids)
+        output = self.output_ids[max(begin - split, 0) : max(end - split, 0)]
+        return self.prompt_ids[begin:end] + output

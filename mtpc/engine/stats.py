@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from mtpc.engine.metrics import prometheus_text, stats_rows
 from mtpc.layout import StepKey
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class DecodeCounts:
 
 @dataclass
 class Stats:
-    """Counts since the engine was made.
+    """Counts since the engine was made; queue and pool as they were when the stats were read.
 
     Attributes:
         spec_tokens: K.
@@ -57,9 +62,22 @@ class Stats:
         decode_steps: decode steps.
         prefill_steps: prefill chunks.
         emitted_tokens: new tokens handed out, the first one of each request included.
-        prompt_tokens: prompt tokens processed.
-        decode_s: seconds in decode steps, reading results included.
-        prefill_s: seconds in prefill steps.
+        prompt_tokens: tokens prefilled, again after a preemption; those reused do not count.
+        reused_tokens: tokens not prefilled because a page with them was known.
+        decode_s: seconds in decode steps, host work included.
+        prefill_s: seconds in prefill steps, host work included.
+        replay_s: seconds in replays.
+        host_gap_s: seconds between the end of a replay and the start of the next, while there was
+            work: the engine's host work, and its caller's.
+        host_gaps: how many of these gaps.
+        preemptions: how often a request was sent back to the queue.
+        callback_errors: how often a request's callback raised.
+        finished: requests that ended, by reason.
+        num_waiting: requests in the queue.
+        num_running: requests with a slot.
+        num_pages: pages of the pool.
+        pages_used: of these, held by requests.
+        pages_idle: of those that are free, kept for reuse.
         replays: replays per captured step.
         host_writes: buffer writes by the host.
         fallbacks: how often something slower or other than asked for was used, by reason.
@@ -74,8 +92,20 @@ class Stats:
     prefill_steps: int = 0
     emitted_tokens: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     decode_s: float = 0.0
     prefill_s: float = 0.0
+    replay_s: float = 0.0
+    host_gap_s: float = 0.0
+    host_gaps: int = 0
+    preemptions: int = 0
+    callback_errors: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    num_waiting: int = 0
+    num_running: int = 0
+    num_pages: int = 0
+    pages_used: int = 0
+    pages_idle: int = 0
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -95,6 +125,11 @@ class Stats:
         for position in range(num_emitted if was_cut else self.spec_tokens):
             self.drafted[position] += 1
             self.accepted[position] += position < num_accepted
+
+    def count_host_gap(self, seconds: float) -> None:
+        """Record a time in which there was work and no replay ran."""
+        self.host_gap_s += seconds
+        self.host_gaps += 1
 
     def decode_counts(self) -> DecodeCounts:
         """What decode steps did so far."""
@@ -122,17 +157,24 @@ class Stats:
         """Share of steps in which the draft at each position was accepted."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
 
+    @property
+    def host_gap_share(self) -> float:
+        """Host gaps over replays and gaps together."""
+        total = self.replay_s + self.host_gap_s
+        return self.host_gap_s / total if total else 0.0
+
+    def prometheus(self) -> str:
+        """All of it in Prometheus' text format; see `metrics`."""
+        return prometheus_text(self)
+
     def __str__(self) -> str:
-        by_position = " ".join(f"{rate:.0%}" for rate in self.acceptance_by_position) or "-"
-        lines = [
-            f"spec_tokens {self.spec_tokens}, acceptance length {self.acceptance_length:.2f} "
-            f"(bonus token included), rate {self.acceptance_rate:.1%}, by position {by_position}",
-            f"{self.emitted_tokens} tokens in {self.decode_steps} decode and "
-            f"{self.prefill_steps} prefill steps; {self.host_writes} host writes",
-            "replays: "
-            + ", ".join(f"{key} {count}" for key, count in sorted(self.replays.items())),
-        ]
-        if self.fallbacks:
-            reasons = ", ".join(f"{why} ({count})" for why, count in self.fallbacks.items())
-            lines.append(f"fallbacks: {reasons}")
-        return "\n".join(lines)
+        return "\n".join(f"{name}: {value}" for name, value in stats_rows(self))
+
+    def __rich__(self) -> Table:
+        """The same as a table, for rich's `print`."""
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False)
+        for name, value in stats_rows(self):
+            table.add_row(name, value)
+        return table

@@ -1,0 +1,221 @@
+"""The engine for asyncio: it runs in a thread of its own, coroutines get outputs as they come.
+
+Back-pressure: at most `max_requests` are in the engine, further calls of `generate` wait. Per
+request there is one mailbox, in which outputs that were not yet taken become one. So a consumer
+that is slow, or never reads, holds back nobody, not even the engine's work on its own request, and
+costs at most its own max_new_tokens ids of memory; slot and pages come back when the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+
+from mtpc.engine.engine import Engine
+from mtpc.engine.request import FinishReason, Request, StepOutput
+from mtpc.engine.stream import Output, assemble, check_finite
+from mtpc.engine.text import TextAssembler, stop_strings
+from mtpc.errors import OptionError, RequestError, ServingError
+from mtpc.serving import ServedModel
+
+
+class _Mailbox:
+    """One request's outputs, from the engine's thread to its consumer's loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop, self._lock, self._filled = loop, threading.Lock(), asyncio.Event()
+        self._token_ids: list[int] = []
+        self._reason: FinishReason | None = None
+        self._error: BaseException | None = None
+        self._is_told = False
+
+    def put(self, output: StepOutput) -> None:
+        """Add an output; called by the engine."""
+        with self._lock:
+            self._token_ids += output.token_ids
+            self._reason = output.finish_reason
+            self._tell()
+
+    def fail(self, error: BaseException | None) -> None:
+        """The engine has ended, by this error or because it was closed."""
+        with self._lock:
+            self._error = ServingError(
+                "the engine was closed" if error is None else f"the engine failed: {error!r}"
+            )
+            self._error.__cause__ = error
+            self._tell()
+
+    def _tell(self) -> None:
+        # One call waits in the loop at most, however late the loop gets to it.
+        if not self._is_told and not self._loop.is_closed():
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def take(self) -> StepOutput:
+        """All that came since the last time; waits for something to come.
+
+        Raises:
+            ServingError: the engine has ended.
+        """
+        await self._filled.wait()
+        with self._lock:
+            self._filled.clear()
+            self._is_told = False
+            if self._error is not None and self._reason is None:
+                raise self._error
+            token_ids, self._token_ids = self._token_ids, []
+            return StepOutput(-1, token_ids, self._reason)
+
+
+class AsyncEngine:
+    """Serves an engine to coroutines of one event loop.
+
+    Use it as `async with AsyncEngine(spec.engine, spec.served) as engine`.
+
+    Args:
+        engine: runs in a thread of its own from `start` on; the model's `generate` and `stream`
+            may be called meanwhile, from other threads.
+        served: the model's vocabulary and tokenizer.
+        max_requests: requests in the engine at once; further ones wait in `generate`.
+
+    Raises:
+        OptionError: max_requests is not a positive integer.
+    """
+
+    def __init__(self, engine: Engine, served: ServedModel, max_requests: int = 256):
+        if isinstance(max_requests, bool) or not isinstance(max_requests, int) or max_requests < 1:
+            raise OptionError(f"max_requests is {max_requests!r}; expected an integer >= 1")
+        self.engine, self.served = engine, served
+        self._places = asyncio.Semaphore(max_requests)
+        self._wake = threading.Condition()
+        self._commands: list[Callable[[], object]] = []
+        self._mailboxes: dict[Request, _Mailbox] = {}
+        self._is_closing = False
+        self._ended: Future[BaseException | None] = Future()
+        self._thread: threading.Thread | None = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def start(self) -> None:
+        """Start the engine's thread, once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="mtpc-engine", daemon=True)
+            self._thread.start()
+
+    async def aclose(self) -> None:
+        """Stop after the step that runs; requests are aborted, their consumers told.
+
+        An error that ended the engine before is not raised here: its consumers have it.
+        """
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.shield(asyncio.wrap_future(self._ended))
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        *,
+        stop_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> AsyncIterator[Output]:
+        """Continue one prompt greedily.
+
+        Leaving the loop over it, by cancellation or otherwise, aborts the request; its slot and
+        pages are free before the engine's next step.
+
+        Args:
+            prompt: text (where the checkpoint has a tokenizer) or token ids.
+            max_new_tokens: new tokens.
+            stop_ids: ids that end the continuation; None takes the model's end-of-sequence ids.
+            stop: strings that end the text, for text prompts.
+
+        Raises:
+            RequestError: an argument cannot be served.
+            CapacityError: the prompt needs more pages than the pool has.
+            NumericsError: the model produced non-finite logits.
+            ServingError: the engine failed, was closed, or is not running.
+        """
+        text = None
+        strings = stop_strings(stop)
+        if isinstance(prompt, str):
+            text, prompt = TextAssembler(self.served.decode, strings), self.served.encode(prompt)
+        elif strings:
+            raise RequestError("stop strings need a text prompt; give stop_ids for token ids")
+        ends = self.served.stop_ids if stop_ids is None else tuple(stop_ids)
+        request = Request(-1, list(prompt), max_new_tokens, ends)
+        self.engine.check(request)
+        async with self._places:
+            mailbox = self._post(request)
+            try:
+                while True:
+                    output = assemble(0, await mailbox.take(), text)
+                    check_finite(0, request)
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+            finally:
+                self._withdraw(request)
+
+    def _post(self, request: Request) -> _Mailbox:
+        mailbox = _Mailbox(asyncio.get_running_loop())
+        request.on_output = mailbox.put
+        with self._wake:
+            if self._thread is None:
+                raise ServingError("the engine is not running; use it in `async with`, or start()")
+            if self._is_closing or self._ended.done():
+                error = self._ended.result() if self._ended.done() else None
+                raise ServingError("the engine has ended; make a new AsyncEngine") from error
+            self._mailboxes[request] = mailbox
+            self._commands.append(lambda: self.engine.submit(request))
+            self._wake.notify()
+        return mailbox
+
+    def _withdraw(self, request: Request) -> None:
+        """Forget a request, wherever it is: not yet in the engine, in it, or finished."""
+        with self._wake:
+            self._mailboxes.pop(request, None)
+            self._commands.append(lambda: self.engine.abort(request.request_id))
+            self._wake.notify()
+
+    def _serve(self) -> None:
+        """The thread: do what was asked for, step, and again."""
+        error: BaseException | None = None
+        try:
+            while self._do_commands():
+                self.engine.step()
+        except BaseException as caught:
+            error = caught
+        with self._wake:
+            self._is_closing = True
+            mailboxes, self._mailboxes = self._mailboxes, {}
+        for request, mailbox in mailboxes.items():
+            request.on_output = None
+            self.engine.abort(request.request_id)
+            mailbox.fail(error)
+        self._ended.set_result(error)
+
+    def _do_commands(self) -> bool:
+        """Wait until there is something to do; returns whether to go on."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._is_closing or self.engine.has_work)
+            commands, self._commands = self._commands, []
+            is_closing = self._is_closing
+        for command in commands:
+            command()
+        return not is_closing

@@ -1,0 +1,129 @@
+"""Statistics for people, as rows of a table, and for Prometheus, as text.
+
+Prometheus names follow vLLM's (vllm/v1/metrics/loggers.py), with `mtpc:` for `vllm:`, where they
+mean the same: dashboards made for the one read the other after that replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtpc.engine.stats import Stats
+
+PREFIX = "mtpc:"
+Labels = Mapping[str, object]
+Sample = tuple[Labels, float]
+
+
+def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
+    """Names and values, as a table shows them."""
+    by_position = " ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position) or "-"
+    yield (
+        f"acceptance, spec_tokens {stats.spec_tokens}",
+        f"length {stats.acceptance_length:.2f} (bonus token included), rate "
+        f"{stats.acceptance_rate:.1%}, by position {by_position}",
+    )
+    yield (
+        "steps",
+        f"{stats.emitted_tokens} tokens in {stats.decode_steps} decode and "
+        f"{stats.prefill_steps} prefill steps; {stats.host_writes} host writes",
+    )
+    yield (
+        "prompt tokens",
+        f"{stats.prompt_tokens} prefilled, {stats.reused_tokens} reused "
+        f"({_share(stats.reused_tokens, stats.prompt_tokens + stats.reused_tokens)})",
+    )
+    yield (
+        "requests",
+        f"{stats.num_running} running, {stats.num_waiting} waiting; finished: "
+        f"{_counts(stats.finished)}; {stats.preemptions} preemptions",
+    )
+    yield (
+        "KV pages",
+        f"{stats.pages_used} of {stats.num_pages} used "
+        f"({_share(stats.pages_used, stats.num_pages)}), {stats.pages_idle} idle",
+    )
+    if stats.host_gaps:
+        yield (
+            "host gap",
+            f"{1e3 * stats.host_gap_s / stats.host_gaps:.3f} ms a step "
+            f"({stats.host_gap_share:.1%} of the time)",
+        )
+    yield "replays", ", ".join(f"{k} {n}" for k, n in sorted(stats.replays.items())) or "none"
+    if stats.callback_errors:
+        yield "callback errors", str(stats.callback_errors)
+    yield "fallbacks", _counts(stats.fallbacks)
+
+
+def _counts(counter: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counter.items()) or "none"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0.0:.0%}"
+
+
+def prometheus_text(stats: Stats) -> str:
+    """Prometheus' text format, version 0.0.4: HELP, TYPE and samples of each metric."""
+    lines: list[str] = []
+    for kind, metrics in (("gauge", _gauges(stats)), ("counter", _counters(stats))):
+        for name, description, samples in metrics:
+            lines.append(f"# HELP {PREFIX}{name} {description}")
+            lines.append(f"# TYPE {PREFIX}{name} {kind}")
+            lines += [f"{PREFIX}{name}{_labels(labels)} {value}" for labels, value in samples]
+    return "\n".join(lines) + "\n"
+
+
+Metric = tuple[str, str, Iterable[Sample]]
+
+
+def _gauges(stats: Stats) -> Iterator[Metric]:
+    used = stats.pages_used / stats.num_pages if stats.num_pages else 0.0
+    yield "num_requests_running", "Requests with a slot.", [({}, stats.num_running)]
+    yield "num_requests_waiting", "Requests in the queue.", [({}, stats.num_waiting)]
+    yield "kv_cache_usage_perc", "KV pages in use; 1 is all.", [({}, used)]
+    yield "gpu_cache_usage_perc", "The same, by its older name.", [({}, used)]
+    idle: list[Sample] = [({}, float(stats.pages_idle))]
+    yield "kv_cache_idle_pages", "KV pages nobody uses, kept for reuse.", idle
+
+
+def _counters(stats: Stats) -> Iterator[Metric]:
+    queried = stats.prompt_tokens + stats.reused_tokens
+    positions = [({"position": i}, float(n)) for i, n in enumerate(stats.accepted)]
+    replays = [({"step": str(key)}, float(n)) for key, n in sorted(stats.replays.items())]
+    reasons = [({"reason": why}, float(n)) for why, n in stats.fallbacks.items()]
+    finished = [({"finished_reason": why}, float(n)) for why, n in stats.finished.items()]
+    drafts = stats.request_steps if stats.spec_tokens else 0
+    for name, description, value in (
+        ("prompt_tokens_total", "Tokens prefilled.", stats.prompt_tokens),
+        ("generation_tokens_total", "Tokens emitted.", stats.emitted_tokens),
+        ("num_preemptions_total", "Requests sent back to the queue.", stats.preemptions),
+        ("prefix_cache_queries_total", "Tokens looked up for reuse.", queried),
+        ("prefix_cache_hits_total", "Of these, tokens reused.", stats.reused_tokens),
+        ("spec_decode_num_drafts_total", "Rounds of drafts, one a request and step.", drafts),
+        ("spec_decode_num_draft_tokens_total", "Drafts verified.", sum(stats.drafted)),
+        ("spec_decode_num_accepted_tokens_total", "Drafts accepted.", sum(stats.accepted)),
+        ("replay_seconds_total", "Seconds in replays.", stats.replay_s),
+        ("host_gap_seconds_total", "Seconds between replays with work.", stats.host_gap_s),
+        ("host_gaps_total", "Gaps between replays.", stats.host_gaps),
+        ("callback_errors_total", "Requests ended by their callback.", stats.callback_errors),
+    ):
+        yield name, description, [({}, float(value))]
+    description = "Drafts accepted, by draft position."
+    yield "spec_decode_num_accepted_tokens_per_pos_total", description, positions
+    yield "request_success_total", "Requests that ended, by reason.", finished
+    yield "replays_total", "Replays per captured step.", replays
+    yield "fallbacks_total", "Something other than asked for was used.", reasons
+
+
+def _labels(labels: Labels) -> str:
+    if not labels:
+        return ""
+    pairs = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    return f"{{{pairs}}}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

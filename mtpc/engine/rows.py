@@ -1,0 +1,71 @@
+"""A request's rows of the state buffers: what the host writes when it gets a slot, and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mtpc.capture.program import Program
+from mtpc.engine.request import Request
+from mtpc.layout import NULL_PAGE
+
+REBUILT_ROWS = (
+    "state.block_table",
+    "state.committed_lens",
+    "state.token_ids",
+    "state.remaining_tokens",
+    "state.stop_ids",
+    "state.sampling_floats",
+    "state.sampling_ints",
+    "state.bias_ids",
+    "state.bias_values",
+    "state.allowed_tokens",
+    "state.prompt_tokens",
+    "state.output_counts",
+)
+"""State that the host can write for any point of a request, from its tokens and parameters alone
+(`state.token_ids` is made by the prefill's last chunk)."""
+PAGED_ROLES = ("k", "v", "latent")
+"""Roles of `kv.*` buffers whose rows are found by the block table, and by nothing else."""
+
+
+def write_state(program: Program, request: Request) -> None:
+    """Write all rows of a request that was just placed, with `num_prefilled` tokens reused.
+
+    What is behind `output_ids` has been emitted before a preemption, and is prefilled again.
+    """
+    shared, write, slot = program.shared, program.write, request.slot
+    assert slot is not None
+    table = torch.full_like(shared["state.block_table"][slot], NULL_PAGE)
+    table[: len(request.pages)] = torch.tensor(request.pages, dtype=table.dtype)
+    stops = torch.full_like(shared["state.stop_ids"][slot], -1)
+    stops[: len(request.stop_ids)] = torch.tensor(request.stop_ids, dtype=stops.dtype)
+    write(shared["state.block_table"][slot], table)
+    write(shared["state.stop_ids"][slot], stops)
+    write(shared["state.committed_lens"][slot], request.num_prefilled)
+    write(shared["state.remaining_tokens"][slot], request.remaining_tokens)
+
+
+def write_new_pages(program: Program, request: Request, first: int) -> None:
+    """Append a request's pages from its `first` on to its row of the block table."""
+    table = program.shared["state.block_table"]
+    pages = torch.tensor(request.pages[first:], dtype=table.dtype)
+    program.write(table[request.slot, first : len(request.pages)], pages)
+
+
+def unpaged_state(shared: Mapping[str, Tensor], num_pages: int) -> str | None:
+    """The first buffer that holds part of a request's past elsewhere than in pages, if any.
+
+    Recurrent state and ring caches are rows by request slot: a request that began with another's
+    pages would lack them. What this table does not know counts as such.
+    """
+    for name, tensor in sorted(shared.items()):
+        if name.startswith("kv."):
+            paged = name.rpartition(".")[2] in PAGED_ROLES and tensor.shape[0] == num_pages
+        else:
+            paged = name in REBUILT_ROWS
+        if not paged:
+            return name
+    return None

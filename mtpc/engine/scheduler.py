@@ -1,0 +1,172 @@
+"""Who runs next: admission, turns of prefill and decode, pages on demand, preemption.
+
+The policy, and its bounds:
+
+- Admission is first come, first served; there are no priorities. The request that waits longest is
+  admitted when a slot is free and the pool can give it pages for all it has to prefill and its
+  first decode step, and one page more for each request that runs (so that it is not sent back at
+  once). Nobody overtakes it.
+- A step is one prefill chunk of one request, or one decode step of all requests that decode.
+  Where there is work of both kinds, they take turns. So a request that decodes waits for at most
+  one chunk between two of its steps; and a prompt that has c chunks left, its own and those of
+  prompts admitted before it, has its first token after at most 2c steps.
+- A request that decodes gets pages as it grows: before a step it owns those for the committed
+  tokens, the K + 1 of the step, and K chained drafts. Where the pool has none left, the request
+  that came last is preempted: it gives its pages back and returns to the front of the queue, with
+  its prompt and its output so far to prefill. The request that came first is never preempted and
+  fits alone into the pool (the engine refuses it otherwise), so that there is always progress.
+
+All running requests came before all waiting ones; admission and preemption keep it so.
+
+Nothing here touches a tensor: a `Turn` says what is to be written and run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mtpc.engine.pages import FreeList, PagePool
+from mtpc.engine.prefix import PrefixCache
+from mtpc.engine.request import Request
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step to run.
+
+    Attributes:
+        phase: of the step.
+        requests: one for prefill; all that decode, in order of arrival.
+        placed: requests that got a slot since the last turn: their rows are to be written.
+        grown: requests that got pages, and which of their pages is the first new one.
+    """
+
+    phase: Phase
+    requests: list[Request]
+    placed: list[Request]
+    grown: list[tuple[Request, int]]
+
+
+class Scheduler:
+    """Queues, slots and pages of an engine.
+
+    Args:
+        slots: rows of the state buffers.
+        pages: the KV pool.
+        prefixes: what of the pool's content is known; None reuses nothing.
+        pages_for: pages a request with that many committed tokens needs for its next step.
+    """
+
+    def __init__(
+        self,
+        slots: FreeList,
+        pages: PagePool,
+        prefixes: PrefixCache | None,
+        pages_for: Callable[[int], int],
+    ):
+        self.slots, self.pages, self.prefixes = slots, pages, prefixes
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.reused_tokens = 0
+        self._pages_for = pages_for
+        self._last: Phase = "decode"
+        self._placed: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is; its pages and slot come back."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self._release(request)
+
+    def next_turn(self) -> Turn | None:
+        """The next step, or None where nothing runs."""
+        self._admit()
+        turn = self._decode_turn() if self._last == "prefill" else None
+        turn = turn or self._prefill_turn() or self._decode_turn()
+        if turn is None:
+            return None
+        self._last, self._placed = turn.phase, []
+        return turn
+
+    def preempt_all(self) -> None:
+        """Send all that runs back to the queue, in order: a step failed in an unknown state."""
+        for request in list(reversed(self.running)):
+            self._preempt(request)
+
+    def learn(self, request: Request) -> None:
+        """Keep what a request computed for others; before it is removed."""
+        if self.prefixes is not None:
+            self.prefixes.learn(request)
+
+    def _prefill_turn(self) -> Turn | None:
+        for request in self.running:
+            if not request.is_prefilled:
+                return Turn("prefill", [request], self._still_placed(), [])
+        return None
+
+    def _decode_turn(self) -> Turn | None:
+        """All that decode, each with the pages of its next step; None where nobody does."""
+        grown = []
+        for request in [r for r in self.running if r.is_prefilled]:
+            missing = self._pages_for(request.num_committed) - len(request.pages)
+            while missing > self.pages.num_free and request.slot is not None:
+                self._preempt(self.running[-1])
+            if missing > 0 and request.slot is not None:
+                grown.append((request, len(request.pages)))
+                request.pages += self.pages.take(missing)
+        decoding = [r for r in self.running if r.is_prefilled]
+        if not decoding:
+            return None
+        return Turn("decode", decoding, self._still_placed(), grown)
+
+    def _still_placed(self) -> list[Request]:
+        """Without those that were placed and then preempted, in this very turn or an empty one."""
+        return [r for r in self._placed if r.slot is not None]
+
+    def _admit(self) -> None:
+        while self.waiting and self.slots.num_free and self._place(self.waiting[0]):
+            self.waiting.popleft()
+
+    def _place(self, request: Request) -> bool:
+        """Give a request its slot and pages, unless the pool is too full for it."""
+        shared, number = self.prefixes.match(request) if self.prefixes else ([], 0)
+        idle = sum(not self.pages.users(page) for page in shared)
+        fresh = self._pages_for(request.num_tokens) - len(shared)
+        if fresh + idle + len(self.running) > self.pages.num_free:
+            return False
+        self.pages.share(shared)
+        request.pages = shared + self.pages.take(fresh)
+        request.slot = self.slots.take()
+        request.num_input = request.num_tokens
+        request.num_indexed, request.last_block = len(shared), number
+        request.num_prefilled = 0
+        if self.prefixes:
+            request.num_prefilled = len(shared) * self.prefixes.page_size
+            self.reused_tokens += request.num_prefilled
+        self.running.append(request)
+        self._placed.append(request)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self._release(request)
+        request.num_input, request.num_prefilled = request.num_tokens, 0
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        assert request.slot is not None
+        self.running.remove(request)
+        self.pages.give_back(request.pages)
+        self.slots.give_back(request.slot)
+        request.slot, request.pages = None, []

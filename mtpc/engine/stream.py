@@ -1,0 +1,95 @@
+"""Requests served to their end on an engine that others may use, their outputs as they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mtpc.engine.engine import Engine
+from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
+from mtpc.engine.text import TextAssembler
+from mtpc.errors import NumericsError
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one prompt got since its last output.
+
+    Attributes:
+        index: which prompt, in the order given.
+        token_ids: new tokens; with a stop string, its tokens and those accepted behind it included.
+        text: new text, for text prompts; it may lag behind the tokens (half a character, what may
+            become a stop string) but never ends in something that is taken back.
+        finish_reason: why it ended with this output, or None: "length", "stop" (a stop id or stop
+            string), or "aborted" (by somebody who knew the request's id).
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason | None
+
+
+def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Output:
+    """A prompt's output of an engine's step; ended where a stop string came."""
+    if text is None:
+        return Output(index, output.token_ids, None, output.finish_reason)
+    piece = text.push(output.token_ids, last=output.finish_reason is not None)
+    reason: FinishReason | None = "stop" if text.is_stopped else output.finish_reason
+    return Output(index, output.token_ids, piece, reason)
+
+
+def check_finite(index: int, request: Request) -> None:
+    """Refuse to go on with a model that computes nonsense.
+
+    Raises:
+        NumericsError: the request ended with non-finite logits.
+    """
+    if request.finish_reason == "nonfinite":
+        raise NumericsError(
+            f"prompt {index}: the model's logits became NaN or infinite after "
+            f"{len(request.output_ids)} new tokens; check the weights or use a wider dtype"
+        )
+
+
+def stream(
+    engine: Engine, requests: Sequence[Request], texts: Sequence[TextAssembler | None]
+) -> Iterator[Output]:
+    """Serve requests, stepping the engine whenever nothing is there to hand out.
+
+    Requests that are not finished when the iterator is closed or raises are aborted.
+
+    Args:
+        engine: where to; others may add to it and step it meanwhile.
+        requests: not added yet.
+        texts: per request, what makes its text.
+
+    Raises:
+        NumericsError: the model produced non-finite logits.
+    """
+    ready: deque[tuple[int, StepOutput]] = deque()
+    unfinished = set(range(len(requests)))
+    try:
+        for index, request in enumerate(requests):
+            request.on_output = _sink(ready, index)
+            engine.submit(request)
+        while unfinished:
+            while not ready:
+                engine.step()
+            index, step_output = ready.popleft()
+            if index not in unfinished:  # What a stop string had cut off.
+                continue
+            check_finite(index, requests[index])
+            output = assemble(index, step_output, texts[index])
+            if output.finish_reason is not None:
+                unfinished.remove(index)
+                engine.abort(requests[index].request_id, output.finish_reason)
+            yield output
+    finally:
+        for index in unfinished:
+            engine.abort(requests[index].request_id)
+
+
+def _sink(ready: deque[tuple[int, StepOutput]], index: int) -> OnOutput:
+    return lambda output: ready.append((index, output))

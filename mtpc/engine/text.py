@@ -1,0 +1,116 @@
+"""Text as it comes: incremental detokenisation, and stop strings across any borders.
+
+What is handed out is final: it never ends in half a character, holds no part of a stop string,
+and the pieces joined are the text of all tokens, cut where a stop string began. None of it depends
+on how many tokens a step emits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mtpc.errors import RequestError
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text, special tokens left out."""
+_HALF = "\ufffd"
+"""What bytes decode to that are no character, or not yet."""
+
+
+class Detokeniser:
+    """Turns token ids into text, a few at a time.
+
+    Decoders look at neighbours (a word's leading space, the bytes of a character), so the tokens
+    of the last piece are decoded again with the new ones, and the difference is the new piece.
+
+    Args:
+        decode: decodes any ids.
+    """
+
+    def __init__(self, decode: Decode):
+        self._decode = decode
+        self._ids: list[int] = []
+        self._begin = self._end = 0  # Tokens of the last piece; those behind it are pending.
+
+    def push(self, token_ids: Sequence[int], last: bool = False) -> str:
+        """What these tokens complete; `last` gives out half a character, too."""
+        self._ids += token_ids
+        text = self._decode(self._ids[self._begin :])
+        if text.endswith(_HALF) and not last:
+            return ""
+        piece = text[len(self._decode(self._ids[self._begin : self._end])) :]
+        if piece:
+            self._begin, self._end = self._end, len(self._ids)
+        return piece
+
+
+class StopStrings:
+    """Cuts a text where one of several strings begins.
+
+    The string that is complete first counts; of several that end together, the longest.
+
+    Args:
+        strings: not empty, each.
+    """
+
+    def __init__(self, strings: tuple[str, ...]):
+        self._strings, self._held = strings, ""
+        self.found = False
+
+    def push(self, text: str, last: bool = False) -> str:
+        """What of the text so far can no longer be part of a stop string, once."""
+        if self.found:
+            return ""
+        text = self._held + text
+        starts = ((text.find(s), s) for s in self._strings)
+        ends = [(start + len(s), start) for start, s in starts if start >= 0]
+        if ends:
+            self.found = True
+            return text[: min(ends)[1]]
+        held = 0 if last else max((_overlap(text, s) for s in self._strings), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` that a proper beginning of `string` is."""
+    longest = min(len(text), len(string) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
+
+
+class TextAssembler:
+    """The text of one request.
+
+    Args:
+        decode: decodes any ids.
+        stop: strings that end the text.
+    """
+
+    def __init__(self, decode: Decode, stop: tuple[str, ...] = ()):
+        self._detokeniser, self._stops = Detokeniser(decode), StopStrings(stop)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string came: there is no text after it."""
+        return self._stops.found
+
+    def push(self, token_ids: Sequence[int], last: bool = False) -> str:
+        """The new text, as far as it is final; all of it with the `last` tokens."""
+        return self._stops.push(self._detokeniser.push(token_ids, last), last)
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """Check the argument `stop`: a string, several, or None.
+
+    Raises:
+        RequestError: it is something else, or a string is empty.
+    """
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) for s in strings):
+        raise RequestError(f"stop is {stop!r}; expected a string or several, as ['###']")
+    if not all(strings):
+        raise RequestError(f"stop is {stop!r}; an empty string would end every text at once")
+    return tuple(strings)

@@ -1,0 +1,258 @@
+"""The scheduler without a model: turns, order of admission, pages, and that all of it ends."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtpc.engine.lock import FairLock
+from mtpc.engine.pages import FreeList, PagePool
+from mtpc.engine.prefix import PrefixCache
+from mtpc.engine.request import Request
+from mtpc.engine.scheduler import Scheduler, Turn
+from mtpc.errors import CapacityError
+
+PAGE, CHUNK, SPEC_TOKENS = 4, 8, 2
+
+
+def pages_for(num_committed: int) -> int:
+    return math.ceil((num_committed + 1 + 2 * SPEC_TOKENS) / PAGE)
+
+
+def make(slots: int = 3, pages: int = 12, reuse: bool = True) -> Scheduler:
+    pool = PagePool(1, pages)
+    prefixes = PrefixCache(pool.index, PAGE, SPEC_TOKENS) if reuse else None
+    return Scheduler(FreeList("request slots", 1, slots), pool, prefixes, pages_for)
+
+
+def request(number: int, length: int, new: int, kind: int = 0) -> Request:
+    return Request(number, [kind * 100 + i for i in range(length)], new)
+
+
+def play(scheduler: Scheduler, turn: Turn, emitted: Callable[[], int]) -> list[Request]:
+    """Do what the engine does with a turn; returns who finished."""
+    if turn.phase == "prefill":
+        (only,) = turn.requests
+        only.num_prefilled = min(only.num_prefilled + CHUNK, only.num_input)
+        emits = turn.requests if only.is_prefilled else []
+        scheduler.learn(only)
+        counts = [1] * len(emits)
+    else:
+        emits = turn.requests
+        for one in emits:
+            assert len(one.pages) >= pages_for(one.num_committed), "a step without its pages"
+        counts = [min(emitted(), one.remaining_tokens) for one in emits]
+    finished = []
+    for one, count in zip(emits, counts, strict=True):
+        one.output_ids += [7000 + one.num_tokens + i for i in range(count)]
+        scheduler.learn(one)
+        if not one.remaining_tokens:
+            scheduler.remove(one)
+            finished.append(one)
+    return finished
+
+
+arrivals = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 25)),
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrivals, st.integers(10, 24), st.integers(1, 4), st.booleans(), st.integers(0, 9))
+def test_bounds(
+    drawn: list[tuple[int, int, int, int]], pages: int, slots: int, reuse: bool, seed: int
+) -> None:
+    """Turns alternate, order is kept, the oldest is never sent back, and everything ends."""
+    scheduler, chance = make(slots, pages, reuse), random.Random(seed)
+    coming = sorted(drawn, key=lambda one: one[3])
+    added: list[Request] = []
+    done: set[int] = set()
+    phases: list[str] = []
+    preempted = 0
+    while coming or scheduler.waiting or scheduler.running:
+        while coming and coming[0][3] <= len(phases):
+            length, new, kind, _ = coming.pop(0)
+            added.append(request(len(added), length, new, kind))
+            scheduler.add(added[-1])
+        before = list(scheduler.running)
+        could_decode = any(r.is_prefilled for r in before)
+        could_prefill = any(not r.is_prefilled for r in before)
+        turn = scheduler.next_turn()
+        if turn is None:
+            assert not scheduler.running
+            assert not scheduler.waiting
+            phases.append("idle")
+            continue
+        if could_decode and phases[-1] == "prefill":
+            assert turn.phase == "decode", "a chunk, then a decode step for whoever decodes"
+        still_prefills = any(not r.is_prefilled for r in scheduler.running)
+        if could_prefill and still_prefills and phases[-1] == "decode":
+            assert turn.phase == "prefill", "every other step is a chunk while prompts are left"
+        phases.append(turn.phase)
+        running, waiting = scheduler.running, list(scheduler.waiting)
+        numbers = [r.request_id for r in [*running, *waiting]]
+        assert numbers == sorted(numbers), "nobody overtakes"
+        if before:
+            assert before[0] in running, "the oldest is never sent back"
+        preempted += sum(r not in running for r in before)
+        assert all(r.slot is not None for r in turn.placed)
+        done |= {r.request_id for r in play(scheduler, turn, lambda: chance.randint(1, 3))}
+        assert len(phases) < 3000, "livelock"
+    assert done == set(range(len(added)))
+    assert [len(r.output_ids) for r in added] == [r.max_new_tokens for r in added]
+    assert scheduler.num_preemptions == preempted
+    assert scheduler.pages.num_free == pages
+    assert not any(scheduler.pages.users(page) for page in range(pages + 2))
+    assert scheduler.slots.num_free == slots
+
+
+def test_first_token_bound() -> None:
+    """A prompt with c chunks before its first token has it after at most 2c steps."""
+    scheduler = make(slots=4, pages=60)
+    old, one, two = request(0, 3, 40), request(1, 20, 4), request(2, 24, 4, kind=1)
+    scheduler.add(old)
+    play(scheduler, scheduler.next_turn(), lambda: 1)
+    scheduler.add(one)
+    scheduler.add(two)
+    steps, firsts = 0, {}
+    while len(firsts) < 2:
+        play(scheduler, scheduler.next_turn(), lambda: 1)
+        steps += 1
+        for r in (one, two):
+            if r.output_ids:
+                firsts.setdefault(r.request_id, steps)
+    assert firsts[1] <= 2 * 3
+    assert firsts[2] <= 2 * (3 + 3)
+    assert len(old.output_ids) >= 6, "and nobody's decoding stood still meanwhile"
+
+
+def test_the_youngest_goes_back_to_the_front() -> None:
+    """A pool that runs dry: the last to come gives way, and is the next to be admitted."""
+    scheduler = make(slots=2, pages=8, reuse=False)
+    old, young, later = request(0, 8, 16), request(1, 4, 8, kind=1), request(2, 2, 2, kind=2)
+    for one in (old, young, later):
+        scheduler.add(one)
+    while not scheduler.num_preemptions:
+        play(scheduler, scheduler.next_turn(), lambda: 3)
+    assert scheduler.running == [old]
+    assert list(scheduler.waiting) == [young, later]
+    assert young.num_input == young.num_tokens > 4
+    assert not young.pages
+    while scheduler.running or scheduler.waiting:
+        play(scheduler, scheduler.next_turn(), lambda: 3)
+    assert [len(r.output_ids) for r in (old, young, later)] == [16, 8, 2]
+
+
+def test_pages_are_shared_kept_and_evicted() -> None:
+    """Two users of a page; idle pages stay until others are needed, the longest idle one first."""
+    scheduler = make(slots=3, pages=12)
+    first = request(0, 13, 1)
+    scheduler.add(first)
+    while scheduler.running or scheduler.waiting:
+        play(scheduler, scheduler.next_turn(), lambda: 1)
+    pool = scheduler.pages
+    assert (pool.num_free, pool.num_idle) == (12, 3)
+    one, two = request(1, 13, 4), request(2, 13, 4)
+    scheduler.add(one)
+    scheduler.add(two)
+    scheduler.next_turn()
+    assert one.pages[:2] == two.pages[:2]
+    assert [pool.users(page) for page in one.pages] == [2, 2, 1, 1, 1]
+    assert scheduler.reused_tokens == 16
+    assert one.num_prefilled == two.num_prefilled == 8
+    scheduler.remove(one)
+    assert [pool.users(page) for page in two.pages] == [1, 1, 1, 1, 1]
+    scheduler.remove(two)
+    assert pool.num_idle == 3
+    taken = pool.take(11)
+    assert pool.num_idle == 1
+    again = request(3, 13, 4)
+    assert len(scheduler.prefixes.match(again)[0]) == 1, "a text's end is evicted before its start"
+    pool.give_back(taken)
+    pool.forget_all()
+    assert (pool.num_free, pool.num_idle) == (12, 0)
+
+
+def test_what_identifies_a_page() -> None:
+    """The tokens before it, its own, and the K behind it; one token is always left to compute."""
+    pool = PagePool(1, 9)
+    cache = PrefixCache(pool.index, PAGE, 2)
+    known = Request(0, list(range(10)), 5)
+    known.pages, known.num_prefilled = pool.take(3), 10
+    known.output_ids = [10]
+    cache.learn(known)
+    assert known.num_indexed == 2
+
+    def found(ids: list[int]) -> int:
+        return len(cache.match(Request(1, ids, 5))[0])
+
+    assert found(list(range(10))) == 2
+    assert found(list(range(9))) == 1, "the second page's two following tokens are not all there"
+    assert found([*range(9), 50]) == 1, "or other ones"
+    assert found([50, *range(1, 10)]) == 0
+    assert found([*range(4), 50, *range(5, 10)]) == 0, "the first page's following tokens"
+    assert found([*range(6), 50, *range(7, 12)]) == 1
+    assert PrefixCache(pool.index, PAGE, 0).match(Request(1, list(range(8)), 5))[0] == []
+    plain = PrefixCache(PagePool(1, 9).index, PAGE, 0)
+    other = Request(0, list(range(9)), 5)
+    other.pages, other.num_prefilled = [1, 2, 3], 9
+    other.output_ids = [10]
+    plain.learn(other)
+    assert [len(plain.match(Request(1, list(range(n)), 5))[0]) for n in (4, 5, 8, 9)] == [
+        0,
+        1,
+        1,
+        2,
+    ]
+
+
+def test_nothing_is_given_back_twice() -> None:
+    pool, slots = PagePool(1, 3), FreeList("request slots", 1, 1)
+    pages = pool.take(2)
+    pool.give_back(pages)
+    with pytest.raises(CapacityError, match="returned but is not taken"):
+        pool.give_back(pages)
+    with pytest.raises(CapacityError, match="4 KV pages asked for, 3 of 3 free"):
+        pool.take(4)
+    with pytest.raises(CapacityError, match="content is unknown"):
+        pool.share([1])
+    slot = slots.take()
+    with pytest.raises(CapacityError, match="all 1 request slots are taken"):
+        slots.take()
+    slots.give_back(slot)
+    with pytest.raises(CapacityError, match="was returned but is not taken"):
+        slots.give_back(slot)
+
+
+def test_the_lock_is_fair() -> None:
+    """A thread that takes it again and again lets another one in; a holder may take it twice."""
+    import threading
+
+    lock, entered, stop = FairLock(), threading.Event(), threading.Event()
+    turns = 0
+
+    def hog() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            with lock, lock:
+                turns += 1
+                entered.set()
+
+    thread = threading.Thread(target=hog, daemon=True)
+    thread.start()
+    assert entered.wait(10)
+    got = 0
+    for _ in range(50):
+        with lock:
+            got += 1
+    stop.set()
+    thread.join(10)
+    assert got == 50
+    assert turns

@@ -1,0 +1,156 @@
+"""Text as it comes: stop strings and characters over any borders; pieces make the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import mtpc
+from mtpc.cli.demo import demo_checkpoint
+from mtpc.engine.text import Detokeniser, StopStrings, TextAssembler, stop_strings
+from mtpc.errors import RequestError
+from mtpc.serving import ServedModel
+
+SERVED = ServedModel("demo", 2048, (), demo_checkpoint())
+MANY = "ein Löwe – 狮子 🦁 👩‍🚀!"
+
+
+@st.composite
+def cut(draw: st.DrawFn, items: Any) -> list[Any]:
+    """A list cut into pieces of 1 to 5, as steps emit tokens."""
+    pieces, rest = [], list(items)
+    while rest:
+        count = draw(st.integers(1, 5))
+        pieces.append(rest[:count])
+        rest = rest[count:]
+    return pieces
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.integers(0, 2047), max_size=25))
+@example(None, SERVED.encode(MANY))
+def test_pieces_make_the_whole(data: Any, ids: list[int]) -> None:
+    """Random ids are full of bytes that are no characters; none is given out half."""
+    wanted = SERVED.decode(ids)
+    pieces = data.draw(cut(ids)) if data else [[i] for i in ids]
+    detokeniser, found = Detokeniser(SERVED.decode), []
+    for index, piece in enumerate(pieces):
+        found.append(detokeniser.push(piece, last=index == len(pieces) - 1))
+        assert index == len(pieces) - 1 or not found[-1].endswith("\ufffd")
+        assert wanted.startswith("".join(found))
+    assert "".join(found) == wanted
+
+
+def test_a_character_of_four_bytes_comes_in_one_piece() -> None:
+    ids = SERVED.encode("🦁")
+    detokeniser = Detokeniser(SERVED.decode)
+    assert len(ids) >= 4
+    assert [detokeniser.push([i]) for i in ids][-1].strip() == "🦁"
+
+
+def stopped(text: str, strings: tuple[str, ...]) -> str:
+    """What must remain, told one character at a time: the first string to be complete ends it."""
+    for end in range(1, len(text) + 1):
+        ends = [s for s in strings if text[:end].endswith(s)]
+        if ends:
+            return text[: end - max(map(len, ends))]
+    return text
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.data(),
+    st.text("ab\n", max_size=20),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3).map(tuple),
+)
+def test_stop_strings(data: Any, text: str, strings: tuple[str, ...]) -> None:
+    """The same cut for every way the text can come; what was handed out is never taken back."""
+    wanted, stops, found = stopped(text, strings), StopStrings(strings), ""
+    pieces = ["".join(piece) for piece in data.draw(cut(text))]
+    for index, piece in enumerate(pieces):
+        found += stops.push(piece, last=index == len(pieces) - 1)
+        assert wanted.startswith(found), "handed out what belongs to a stop string"
+        if not stops.found:
+            # And held back no more than what may become one.
+            seen = "".join(pieces[: index + 1])
+            assert len(seen) - len(found) < max((len(s) for s in strings), default=1)
+    assert found == wanted
+    assert stops.found == (wanted != text)
+
+
+def test_a_stop_string_in_half_a_character_at_the_end() -> None:
+    """What is held back until the end is searched, too."""
+    assembler = TextAssembler(lambda ids: "".join("a\ufffd"[i] for i in ids), ("\ufffd",))
+    assert assembler.push([0, 1]) == ""
+    assert assembler.push([1], last=True) == "a"
+    assert assembler.is_stopped
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], 5, [5], {"a"}])
+def test_what_is_no_stop_string(stop: Any) -> None:
+    with pytest.raises(RequestError, match="stop is"):
+        stop_strings(stop)
+
+
+@pytest.fixture(scope="module")
+def text_model() -> Callable[[int], mtpc.SpecModel]:
+    """text_model(K): the demo model, which has a tokenizer."""
+    made: dict[int, mtpc.SpecModel] = {}
+
+    def get(spec_tokens: int) -> mtpc.SpecModel:
+        if spec_tokens not in made:
+            made[spec_tokens] = mtpc.compile(
+                Path(demo_checkpoint()),
+                spec_tokens=spec_tokens,
+                backend="eager",
+                dtype="float64",
+                batch_buckets=(2,),
+                max_len=128,
+            )
+        return made[spec_tokens]
+
+    return get
+
+
+PROMPT = "The with statement is used to"
+
+
+def test_streamed_text_is_generated_text(text_model: Callable[[int], mtpc.SpecModel]) -> None:
+    """Pieces of two prompts at once; all but the last output of each has its tokens at once."""
+    spec = text_model(3)
+    prompts = [PROMPT, "If the class defines"]
+    wanted = spec.generate(prompts, 24)
+    texts, ids = ["", ""], [[], []]
+    for output in spec.stream(prompts, 24):
+        texts[output.index] += output.text or ""
+        ids[output.index] += output.token_ids
+    assert texts == wanted
+    assert [spec.served.decode(one) for one in ids] == wanted
+    assert spec.generate(spec.served.encode(PROMPT), 24) == ids[0]
+
+
+def test_stop_strings_do_not_depend_on_drafts(text_model: Callable[[int], mtpc.SpecModel]) -> None:
+    """Any string of the text, K = 0 and 3, streamed or not: cut at the same place."""
+    whole = text_model(0).generate(PROMPT, 24)
+    assert len(whole) > 30
+    for begin in range(3, 24, 5):
+        for length in (1, 3, 7):
+            stop = whole[begin : begin + length]
+            wanted = whole[: whole.index(stop)]
+            for spec in (text_model(0), text_model(3)):
+                free = spec.engine.pages.num_free
+                assert spec.generate(PROMPT, 24, stop=stop) == wanted
+                outputs = list(spec.stream(PROMPT, 24, stop=["never\0", stop]))
+                assert "".join(output.text or "" for output in outputs) == wanted
+                assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["stop"]
+                assert spec.engine.pages.num_free == free
+                assert not spec.engine.has_work
+    with pytest.raises(RequestError, match="need text prompts"):
+        text_model(3).stream([5, 6], 3, stop="a")
+    with pytest.raises(RequestError, match="empty string would end"):
+        text_model(3).stream(PROMPT, 3, stop="")
