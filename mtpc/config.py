@@ -16,6 +16,8 @@ MAX_SPEC_TOKENS = 16
 """Drafts per step above this are refused: acceptance at such depth is zero in every published
 measurement, and every draft costs a full pass of the draft layer."""
 
+AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
+"""K by load, and what it is chosen among unless `spec_tiers` says otherwise."""
 DEFAULT_MAX_LEN = 4096
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -27,7 +29,10 @@ class CompileOptions:
     """What `mtpc.compile` was asked for.
 
     Attributes:
-        spec_tokens: K, drafts proposed per step; 0 is plain decoding.
+        spec_tokens: K, drafts proposed per step; 0 is plain decoding. "auto" compiles steps for
+            each of `spec_tiers`, among which the engine chooses as it runs, by what steps cost
+            and how many drafts are accepted; the field then holds the largest.
+        spec_tiers: with "auto", numbers of drafts to choose among; empty stands for 0 to 3.
         batch_buckets: request counts to capture, ascending; a batch is padded to the smallest
             bucket that holds it.
         max_len: longest sequence (prompt + new tokens), in tokens; None is 4096, or the model's
@@ -58,6 +63,7 @@ class CompileOptions:
     """
 
     spec_tokens: int = 3
+    spec_tiers: tuple[int, ...] = ()
     batch_buckets: tuple[int, ...] = (1, 2, 4, 8)
     max_len: int | None = None
     page_size: int = 16
@@ -77,7 +83,7 @@ class CompileOptions:
     require_sha256: str | None = None
 
     def __post_init__(self) -> None:
-        _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
+        self._settle_tiers()
         if self.max_len is not None:
             _check_int("max_len", self.max_len, low=2)
         _check_int("page_size", self.page_size, low=1, high=4096)
@@ -95,6 +101,31 @@ class CompileOptions:
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
         object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
         self._check_cache()
+
+    def _settle_tiers(self) -> None:
+        """`spec_tokens` becomes a number, the largest tier where there are several."""
+        tiers: Any = self.spec_tiers
+        if self.spec_tokens == AUTO:
+            tiers = tiers or AUTO_TIERS
+            if isinstance(tiers, (int, str)) or len(set(tiers)) < 2:
+                raise OptionError(
+                    f"spec_tiers is {tiers!r}; expected several numbers, as (0, 1, 3)"
+                )
+            for tier in tiers:
+                _check_int("spec_tiers", tier, low=0, high=MAX_SPEC_TOKENS)
+            object.__setattr__(self, "spec_tokens", max(tiers))
+            object.__setattr__(self, "spec_tiers", tuple(sorted(set(tiers))))
+        _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
+        if tiers and max(tiers) != self.spec_tokens:
+            raise OptionError(
+                f"spec_tiers is {tiers!r} with spec_tokens {self.spec_tokens}; tiers are what "
+                f"spec_tokens={AUTO!r} chooses among"
+            )
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Numbers of drafts that there are decode steps for."""
+        return self.spec_tiers or (self.spec_tokens,)
 
     def _check_cache(self) -> None:
         if self.cache_dir is not None:

@@ -85,10 +85,11 @@ def step_name(key: StepKey, part: Part) -> str:
 
 
 def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
-    """The steps that options ask for: one decode step per bucket and one prefill step."""
-    k = options.spec_tokens
-    decode = tuple(StepKey.decode(num_reqs, k) for num_reqs in options.batch_buckets)
-    return (*decode, StepKey.prefill(1, options.prefill_chunk, k))
+    """The steps that options ask for: a decode step per bucket and tier, and a prefill step."""
+    decode = tuple(
+        StepKey.decode(num_reqs, k) for k in options.tiers for num_reqs in options.batch_buckets
+    )
+    return (*decode, StepKey.prefill(1, options.prefill_chunk, options.spec_tokens))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -50,10 +50,10 @@ class Program:
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
 
-    def decode_key(self, num_reqs: int) -> StepKey:
-        """The smallest decode step that holds `num_reqs` requests."""
-        keys = [k for k in self.steps if k.phase == "decode" and k.bucket.num_reqs >= num_reqs]
-        return min(keys, key=lambda k: k.bucket)
+    def bucket_for(self, num_reqs: int) -> int:
+        """Requests of the smallest decode steps that hold `num_reqs`."""
+        sizes = {k.bucket.num_reqs for k in self.steps if k.phase == "decode"}
+        return min(size for size in sizes if size >= num_reqs)
 
     def prefill_key(self) -> StepKey:
         """The prefill step."""

@@ -27,6 +27,7 @@ from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.rows import unpaged_state, write_new_pages, write_state
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.stats import Stats
+from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, StepKey
 from mtpc.pieces.accept import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
@@ -40,11 +41,21 @@ _REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was launched and not yet read."""
+    """A step that was launched and not yet read.
+
+    Attributes:
+        turn: whose.
+        key: which step.
+        buffers: its buffers, results among them.
+        start_s: when the host began to work on it.
+        replay_s: seconds that the replay took.
+    """
 
     turn: Turn
+    key: StepKey
     buffers: Mapping[str, Tensor]
     start_s: float
+    replay_s: float
 
 
 class Engine:
@@ -64,6 +75,7 @@ class Engine:
         prefixes = self._prefixes()
         self.scheduler = Scheduler(self.slots, self.pages, prefixes, self._pages_for)
         self._ids = itertools.count()
+        self._tiers = TierPolicy(options.tiers)
         self._lock = FairLock()
         self._replay_end_s: float | None = None
 
@@ -238,15 +250,17 @@ class Engine:
         if turn.phase == "prefill":
             key = self._write_chunk(turn.requests[0])
         else:
-            key = self.program.decode_key(len(turn.requests))
+            num_reqs = self.program.bucket_for(len(turn.requests))
+            key = StepKey.decode(num_reqs, self._tiers.choose(num_reqs))
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         begin = time.perf_counter()
         if self._replay_end_s is not None:
             self._stats.count_host_gap(begin - self._replay_end_s)
         buffers = self.program.run(key)
         self._replay_end_s = time.perf_counter()
-        self._stats.replay_s += self._replay_end_s - begin
-        return PendingStep(turn, buffers, start)
+        replay_s = self._replay_end_s - begin
+        self._stats.replay_s += replay_s
+        return PendingStep(turn, key, buffers, start, replay_s)
 
     def _write_chunk(self, request: Request) -> StepKey:
         key = self.program.prefill_key()
@@ -268,19 +282,33 @@ class Engine:
         if turn.phase == "prefill":
             stats.prefill_steps += 1
             if turn.requests[0].is_prefilled:
+                turn.requests[0].num_drafts = pending.key.spec_tokens
                 outputs = self._read(buffers, turn.requests)
             else:
                 self.scheduler.learn(turn.requests[0])
             stats.prefill_s += time.perf_counter() - pending.start_s
         else:
             stats.decode_steps += 1
-            accepted, emitted = buffers["batch.num_accepted"], buffers["batch.num_emitted"]
-            rows = zip(turn.requests, accepted.tolist(), emitted.tolist(), strict=False)
-            for _, num_accepted, num_emitted in rows:
-                stats.count_acceptance(num_accepted, num_emitted)
+            self._count_drafts(pending)
             outputs = self._read(buffers, turn.requests)
             stats.decode_s += time.perf_counter() - pending.start_s
         return outputs
+
+    def _count_drafts(self, pending: PendingStep) -> None:
+        """Tell statistics and policy what became of the drafts of a decode step.
+
+        After a step of fewer drafts a row's further columns hold old tokens: no drafts.
+        """
+        key, buffers = pending.key, pending.buffers
+        accepted, emitted = buffers["batch.num_accepted"], buffers["batch.num_emitted"]
+        rows = zip(pending.turn.requests, accepted.tolist(), emitted.tolist(), strict=False)
+        drafts = []
+        for request, num_accepted, num_emitted in rows:
+            verified = min(request.num_drafts, key.spec_tokens)
+            self._stats.count_acceptance(verified, min(num_accepted, verified), num_emitted)
+            drafts.append((verified, min(num_accepted, verified)))
+            request.num_drafts = key.spec_tokens
+        self._tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.replay_s, drafts)
 
     def _read(self, buffers: Mapping[str, Tensor], requests: list[Request]) -> list[StepOutput]:
         """Take what a step emitted, row by row."""

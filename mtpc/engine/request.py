@@ -50,6 +50,7 @@ class Request:
         num_prefilled: of these, how many have their KV, reused pages included.
         num_indexed: pages that the prefix cache knows.
         last_block: the prefix cache's number for the last of them.
+        num_drafts: drafts that its last step left for the next one to verify.
         output_ids: new tokens so far.
         finish_reason: why it ended, or None.
     """
@@ -65,6 +66,7 @@ class Request:
     num_prefilled: int = 0
     num_indexed: int = 0
     last_block: int = 0
+    num_drafts: int = 0
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 

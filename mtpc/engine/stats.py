@@ -54,7 +54,7 @@ class Stats:
     """Counts since the engine was made; queue and pool as they were when the stats were read.
 
     Attributes:
-        spec_tokens: K.
+        spec_tokens: K, the largest one where it changes.
         drafted: draft tokens verified, per draft position; those behind a stop do not count.
         accepted: of those, accepted.
         decoded_tokens: tokens emitted by decode steps.
@@ -114,15 +114,20 @@ class Stats:
         self.drafted = self.drafted or [0] * self.spec_tokens
         self.accepted = self.accepted or [0] * self.spec_tokens
 
-    def count_acceptance(self, num_accepted: int, num_emitted: int) -> None:
+    def count_acceptance(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """Record one request's decode step.
 
         Where a stop cut the output short, only the drafts that were handed out count.
+
+        Args:
+            num_drafted: drafts verified.
+            num_accepted: of these, accepted.
+            num_emitted: tokens handed out.
         """
         self.request_steps += 1
         self.decoded_tokens += num_emitted
         was_cut = num_emitted <= num_accepted
-        for position in range(num_emitted if was_cut else self.spec_tokens):
+        for position in range(num_emitted if was_cut else num_drafted):
             self.drafted[position] += 1
             self.accepted[position] += position < num_accepted
 
