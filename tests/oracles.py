@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny import family_of, run_mtp_uncached
+from tiny import family_of, rotate, run_mtp_uncached
 
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.mtp_layers import load_mtp_layer
@@ -140,7 +140,7 @@ class QwenDraftOracle(DraftOracle):
             hidden,
             attention_mask=mask[None, None],
             position_ids=positions,
-            position_embeddings=model.get_decoder().rotary_emb(hidden, positions),
+            position_embeddings=rotate(model, hidden, positions),
         )
         return self.norm(hidden, "norm.weight")
 

@@ -167,9 +167,19 @@ def run_mtp_uncached(
         hidden,
         attention_mask=mask[None, None],
         position_ids=positions,
-        position_embeddings=target.get_decoder().rotary_emb(hidden, positions),
+        position_embeddings=rotate(target, hidden, positions),
     )
     return layer.final_norm(hidden)
+
+
+def rotate(target: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+    """Rotary embedding of text at positions [1, L]; Qwen3.5 wants them for three grids."""
+    rotary = target.get_decoder().rotary_emb
+    return rotary(hidden, positions.expand(3, 1, -1) if _has_grids(rotary) else positions)
+
+
+def _has_grids(rotary: Any) -> bool:
+    return hasattr(rotary, "mrope_section")
 
 
 def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes: Any) -> Path:

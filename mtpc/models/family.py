@@ -68,6 +68,8 @@ class ModelFamily:
         cache_specs: (config, layer index, dtype) -> per-layer state buffers, named `kv.<layer>.*`.
         shared_tensors: names in an MTP layer that checkpoints may carry and that repeat a tensor
             of the target: its "embedding" or its "head".
+        position_grids: numbers that a position has for rotary embedding; more than one (time,
+            height, width) where the model knows images; text has the same in all.
         canonical: transformers classes that no seam can express, by name, and what stands in.
         stored_prefixes: name prefix of the target -> prefix that checkpoints may store in its
             place (a text model inside a multimodal one).
@@ -85,6 +87,7 @@ class ModelFamily:
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
     block_prefix: str = ""
+    position_grids: int = 1
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -157,23 +157,34 @@ class MTPLayer(nn.Module):
 
 
 class HFDraft(nn.Module):
-    """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H]."""
+    """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H].
 
-    def __init__(self, embedding: nn.Module, rotary: nn.Module, layer: MTPLayer, pool: CachePool):
+    Args:
+        decoder: the target's, for its embedding and rotary embedding.
+        layer: the MTP layer.
+        pool: caches of all layers.
+        grids: see `ModelFamily.position_grids`.
+    """
+
+    def __init__(self, decoder: Any, layer: MTPLayer, pool: CachePool, grids: int):
         super().__init__()
-        self.embedding, self.rotary, self.layer, self.pool = embedding, rotary, layer, pool
+        self.embedding, self.rotary = decoder.get_input_embeddings(), decoder.rotary_emb
+        self.layer, self.pool, self.grids = layer, pool, grids
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext(self.pool.layers(), *metadata)
         positions = context.positions
         hidden = self.layer.join(self.embedding(ids), features, positions)[None]
+        rotary_positions = positions[None]
+        if self.grids > 1:
+            rotary_positions = rotary_positions.expand(self.grids, 1, -1)
         hidden = self.layer.block(
             hidden,
             attention_mask=None,
             position_ids=positions[None],
             past_key_values=context,
             use_cache=False,
-            position_embeddings=self.rotary(hidden, positions[None]),
+            position_embeddings=self.rotary(hidden, rotary_positions),
             mtpc_context=context,
         )
         return self.layer.final_norm(hidden)[0]

@@ -82,7 +82,8 @@ class SteppedModel:
         self.target: nn.Module = HFTarget(decoder, pool)
         self.target_head: nn.Module = head
         self.drafts = nn.ModuleList(
-            HFDraft(embedding, decoder.rotary_emb, layer, pool) for layer in loaded.mtp_layers
+            HFDraft(decoder, layer, pool, loaded.family.position_grids)
+            for layer in loaded.mtp_layers
         )
         self.draft_heads = nn.ModuleList(head for _ in loaded.mtp_layers)
         self.vocab_size: int = embedding.weight.shape[0]

@@ -81,6 +81,7 @@ QWEN3_5 = replace(
     hf_config_class="Qwen3_5TextConfig",
     canonical={"Qwen3_5GatedDeltaNet": _separate},
     stored_prefixes={"model.": "model.language_model."},
+    position_grids=3,
 )
 """The text model; released checkpoints hold it inside a multimodal one."""
 QWEN3_5_MOE = replace(
