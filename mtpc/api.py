@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from mtpc.engine.stats import Stats
 from mtpc.errors import NumericsError, RequestError
 from mtpc.progress import Listener, Progress
 from mtpc.restore import restore
+from mtpc.sampling_params import SamplingParams
 from mtpc.serving import ServedModel
 
 if TYPE_CHECKING:
@@ -161,8 +164,10 @@ class SpecModel:
         *,
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **params: Any,
     ) -> Any:
-        """Greedy continuations.
+        """Continuations, greedy unless told otherwise.
 
         Args:
             prompts: one prompt or several; a prompt is text (where the checkpoint has a
@@ -170,14 +175,18 @@ class SpecModel:
             max_new_tokens: new tokens per prompt.
             stop_ids: ids that end a continuation; None takes the model's end-of-sequence ids.
             ignore_eos: do not stop at the model's end-of-sequence ids.
+            sampling: how tokens are chosen, for all prompts or one for each; what is not greedy
+                needs `sampling=True` of `compile`. A seed is used as it is for every prompt.
+            **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
 
         Returns:
             Per prompt, the new text for text prompts, else the list of new ids (a stop token
             included); a single prompt gives a single result.
 
         Raises:
-            RequestError: a prompt is empty, out of range or too long, or text without tokenizer,
-                or the engine still has requests added by hand; nothing has run then.
+            RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
+                a sampling parameter is out of range or was not compiled for; or the engine still
+                has requests added by hand. Nothing has run then.
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
         """
@@ -188,14 +197,20 @@ class SpecModel:
         stops = () if ignore_eos else self.served.stop_ids
         if stop_ids is not None:
             stops = tuple(stop_ids)
-        requests = [self._request(prompt, max_new_tokens, stops) for prompt in batch]
+        each = _sampling_each(sampling, params, len(batch))
+        requests = [
+            self._request(prompt, max_new_tokens, stops, chosen)
+            for prompt, chosen in zip(batch, each, strict=True)
+        ]
         finished = self._run(requests)
         results = [self._result(p, r) for p, r in zip(batch, finished, strict=True)]
         return results[0] if single else results
 
-    def _request(self, prompt: Prompt, max_new_tokens: int, stops: tuple[int, ...]) -> Request:
+    def _request(
+        self, prompt: Prompt, max_new_tokens: int, stops: tuple[int, ...], sampling: SamplingParams
+    ) -> Request:
         """Form and check a request before any of its batch runs."""
-        request = Request(-1, self._encode(prompt), max_new_tokens, stops)
+        request = Request(-1, self._encode(prompt), max_new_tokens, stops, sampling)
         self.engine.check(request)
         return request
 
@@ -220,7 +235,10 @@ class SpecModel:
                 "the engine holds requests added by hand, whose outputs generate() would swallow; "
                 "step the engine until it has no work, or abort them"
             )
-        ids = [self.engine.add(r.prompt_ids, r.max_new_tokens, r.stop_ids) for r in requests]
+        ids = [
+            self.engine.add(r.prompt_ids, r.max_new_tokens, r.stop_ids, r.sampling)
+            for r in requests
+        ]
         mine = {r.request_id: r for r in self.engine.waiting if r.request_id in set(ids)}
         try:
             while any(r.finish_reason is None for r in mine.values()):
@@ -251,3 +269,29 @@ def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, torch.Tensor):
         return prompts.dim() == 1
     return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+
+
+def _sampling_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, params: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    """One for each of `count` prompts."""
+    if params:
+        known = [field.name for field in fields(SamplingParams)]
+        for name in params:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise RequestError(f"unknown sampling parameter {name!r}; {hint}")
+        if sampling is not None:
+            raise RequestError(
+                f"sampling was given, and {next(iter(params))} too; give one of them"
+            )
+        sampling = SamplingParams(**params)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    each = list(sampling)
+    if len(each) != count:
+        raise RequestError(
+            f"{len(each)} sampling parameters for {count} prompts; give one for each"
+        )
+    return each

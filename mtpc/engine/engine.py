@@ -21,10 +21,12 @@ from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
 from mtpc.engine.pages import FreeList
 from mtpc.engine.request import FinishReason, Request
+from mtpc.engine.sampling_rows import check_sampling, read_logprobs, write_sampling_rows
 from mtpc.engine.stats import Stats
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT
 from mtpc.pieces.accept import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
+from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
 _REASONS: dict[int, FinishReason] = {
     STOPPED_BY_LENGTH: "length",
@@ -35,11 +37,15 @@ _REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True)
 class StepOutput:
-    """New tokens of one request after one step; `finish_reason` where it ended."""
+    """New tokens of one request after one step; `finish_reason` where it ended.
+
+    `logprobs` has an entry per token where the request asked for them, and is None elsewhere.
+    """
 
     request_id: int
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Engine:
@@ -77,7 +83,11 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def add(
-        self, prompt_ids: list[int], max_new_tokens: int, stop_ids: tuple[int, ...] = ()
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        stop_ids: tuple[int, ...] = (),
+        sampling: SamplingParams | None = None,
     ) -> int:
         """Queue a request.
 
@@ -85,6 +95,8 @@ class Engine:
             prompt_ids: token ids, not empty, each below vocab_size.
             max_new_tokens: at least 1; with the prompt at most `max_len`.
             stop_ids: at most MAX_STOP_IDS ids that end the request.
+            sampling: how tokens are chosen; None is greedy. What is not greedy needs a program
+                compiled with `sampling`.
 
         Returns:
             The request's id.
@@ -93,8 +105,15 @@ class Engine:
             RequestError: one of the above does not hold.
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
-        request = Request(next(self._ids), list(prompt_ids), max_new_tokens, tuple(stop_ids))
+        request = Request(
+            next(self._ids),
+            list(prompt_ids),
+            max_new_tokens,
+            tuple(stop_ids),
+            sampling or SamplingParams(),
+        )
         self.check(request)
+        request.sampling = request.sampling.settled()
         self.waiting.append(request)
         return request.request_id
 
@@ -121,6 +140,7 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"
             )
+        check_sampling(request, self.options, self.vocab_size)
         pages = self._pages_for(request)
         if pages > self.pages.count:
             raise CapacityError(
@@ -168,6 +188,7 @@ class Engine:
         write(shared["state.stop_ids"][slot], stops)
         write(shared["state.committed_lens"][slot], 0)
         write(shared["state.remaining_tokens"][slot], request.max_new_tokens)
+        write_sampling_rows(self.program, request, slot)
 
     def _prefill(self, request: Request) -> list[StepOutput]:
         start = time.perf_counter()
@@ -217,13 +238,15 @@ class Engine:
             strict=False,
         )
         outputs = []
-        for request, token_ids, count, code in rows:
+        for row, (request, token_ids, count, code) in enumerate(rows):
             emitted, reason = token_ids[:count], _REASONS.get(code)
+            logprobs = read_logprobs(buffers, row, emitted, request)
             request.output_ids += emitted
+            request.logprobs += logprobs or []
             self._stats.emitted_tokens += len(emitted)
             if reason is not None:
                 self._finish(request, reason)
-            outputs.append(StepOutput(request.request_id, emitted, reason))
+            outputs.append(StepOutput(request.request_id, emitted, reason, logprobs))
         return outputs
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

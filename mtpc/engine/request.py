@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mtpc.sampling_params import SamplingParams, TokenLogprobs
+
 FinishReason = Literal["length", "stop", "nonfinite", "aborted"]
 
 
@@ -17,10 +19,12 @@ class Request:
         prompt_ids: token ids, not empty.
         max_new_tokens: upper limit of new tokens.
         stop_ids: token ids that end the request; the stop token is part of the output.
+        sampling: how its tokens are chosen; with a seed once the engine has it.
         slot: row of the state buffers while running, else None.
         pages: KV pages held, in sequence order.
         num_prefilled: prompt tokens whose KV is final.
         output_ids: new tokens so far.
+        logprobs: of output_ids, where they were asked for.
         finish_reason: why it ended, or None.
     """
 
@@ -28,10 +32,12 @@ class Request:
     prompt_ids: list[int]
     max_new_tokens: int
     stop_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
