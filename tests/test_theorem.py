@@ -38,7 +38,7 @@ requests = st.lists(
 def poison(spec: mtpc.SpecModel) -> None:
     """Fill everything a padded row or an unwritten page could read with garbage."""
     assert not spec.engine.has_work
-    wild = {torch.int32: 2**30, torch.int64: -(2**40)}
+    wild = {torch.int32: 2**30, torch.int64: -(2**40), torch.float64: math.nan}
     for name, tensor in spec.program.shared.items():
         tensor.fill_(math.nan if name.startswith("kv.") else wild[tensor.dtype])
     spec.program.shared["state.remaining_tokens"].fill_(0)

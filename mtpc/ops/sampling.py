@@ -75,9 +75,10 @@ def sample(
     stops = stop_ids[slots]
     early = (positions[:, None] < flag["first_stop"]) & (stops >= 0) & (stops < x.shape[1])
     allowed &= ~_marked(stops, early, x.shape[1])
-    biased = bias_ids[slots] >= 0
-    x = x.scatter_add(1, torch.where(biased, bias_ids[slots], 0),
-                      torch.where(biased, bias_values[slots], 0))  # fmt: skip
+    # Whatever stands in the scratch slot must not index a vocabulary.
+    biased = (bias_ids[slots] >= 0) & (bias_ids[slots] < x.shape[1])
+    bias = torch.where(biased, bias_values[slots], 0)
+    x = x.scatter_add(1, torch.where(biased, bias_ids[slots], 0), bias)
     counts = output_counts[slots] + _drafts_before(ids.view(-1, rows_each), x.shape[1])
     seen = (counts > 0) | _bits(prompt_tokens[slots], x.shape[1])
     x = torch.where(flag["penalised"] != 0, _penalise(x, counts, seen, number), x)
@@ -169,8 +170,8 @@ def count_tokens(
 
 
 @count_tokens.register_fake
-def _(output_counts: Tensor, ids: Tensor, num_emitted: Tensor, state_slots: Tensor) -> None:
-    return None
+def fake_count_tokens(*_: Tensor) -> None:
+    """It returns nothing."""
 
 
 @torch.library.custom_op(
@@ -218,5 +219,5 @@ def write_logprobs(
 
 
 @write_logprobs.register_fake
-def _(logprobs, top_ids, top_logprobs, logits, ids, num_emitted, state_slots, ints):  # type: ignore[no-untyped-def]
-    return None
+def fake_write_logprobs(*_: Tensor) -> None:
+    """It returns nothing."""
