@@ -3,48 +3,57 @@
 
 #include <cstdint>
 
+#include "simd.h"
+
 namespace mtpc {
 
-/// Random numbers for pairs of tokens at one (seed, position), a block of pairs at a time: the
-/// loops over lanes have nothing to wait for, and compile to vectors.
+/// Random numbers for pairs of tokens at one (seed, position), a block of pairs at a time: four
+/// registers of words, so that none waits for another's multiplication.
 class PairedNoise {
+  using Words = uint64_t __attribute__((vector_size(kVectorBytes)));
+  static constexpr int kWords = kVectorBytes / sizeof(uint64_t);
+  static constexpr int kChains = 4;
+  static constexpr uint64_t kWord = 0xFFFFFFFFu;
+
  public:
-  static constexpr int kPairs = 16;
+  static constexpr int kPairs = kChains * kWords;
 
   PairedNoise(int64_t seed, int64_t position)
-      : low_(static_cast<uint32_t>(seed)),
-        high_(static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)),
-        position_(static_cast<uint32_t>(position)) {}
+      : low_(static_cast<uint64_t>(seed) & kWord),
+        high_(static_cast<uint64_t>(seed) >> 32),
+        position_(static_cast<uint64_t>(position) & kWord) {}
 
   /// steps[2 * i + t]: the 52 random bits of token 2 * (first + i) + t.
   void fill(int64_t first, uint64_t (&steps)[2 * kPairs]) const {
-    uint32_t a[kPairs], b[kPairs], c[kPairs], d[kPairs];
-    for (int i = 0; i < kPairs; ++i) {
-      a[i] = static_cast<uint32_t>(first + i);
-      b[i] = position_;
-      c[i] = d[i] = 0;
+    Words a[kChains], b[kChains], c[kChains] = {}, d[kChains] = {};
+    for (int i = 0; i < kChains; ++i) {
+      for (int w = 0; w < kWords; ++w) a[i][w] = static_cast<uint64_t>(first + i * kWords + w);
+      b[i] = Words{} + position_;
     }
-    uint32_t low = low_, high = high_;
+    uint64_t low = low_, high = high_;
     for (int round = 0; round < 10; ++round) {
-      for (int i = 0; i < kPairs; ++i) {
-        const uint64_t left = static_cast<uint64_t>(a[i]) * 0xD2511F53u;
-        const uint64_t right = static_cast<uint64_t>(c[i]) * 0xCD9E8D57u;
-        a[i] = static_cast<uint32_t>(right >> 32) ^ b[i] ^ low;
-        b[i] = static_cast<uint32_t>(right);
-        c[i] = static_cast<uint32_t>(left >> 32) ^ d[i] ^ high;
-        d[i] = static_cast<uint32_t>(left);
+#pragma GCC unroll 4
+      for (int i = 0; i < kChains; ++i) {
+        const Words left = a[i] * 0xD2511F53u, right = c[i] * 0xCD9E8D57u;
+        a[i] = (right >> 32) ^ b[i] ^ low;
+        b[i] = right & kWord;
+        c[i] = (left >> 32) ^ d[i] ^ high;
+        d[i] = left & kWord;
       }
-      low += 0x9E3779B9u;
-      high += 0xBB67AE85u;
+      low = (low + 0x9E3779B9u) & kWord;
+      high = (high + 0xBB67AE85u) & kWord;
     }
-    for (int i = 0; i < kPairs; ++i) {
-      steps[2 * i] = static_cast<uint64_t>(a[i]) << 20 | b[i] >> 12;
-      steps[2 * i + 1] = static_cast<uint64_t>(c[i]) << 20 | d[i] >> 12;
+    for (int i = 0; i < kChains; ++i) {
+      const Words even = a[i] << 20 | b[i] >> 12, odd = c[i] << 20 | d[i] >> 12;
+      for (int w = 0; w < kWords; ++w) {
+        steps[2 * (i * kWords + w)] = even[w];
+        steps[2 * (i * kWords + w) + 1] = odd[w];
+      }
     }
   }
 
  private:
-  uint32_t low_, high_, position_;
+  uint64_t low_, high_, position_;
 };
 
 }  // namespace mtpc

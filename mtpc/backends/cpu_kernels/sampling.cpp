@@ -30,11 +30,20 @@ int64_t finite_argmax(const T* x, int64_t count) {
   int64_t at = -1;
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, count);
-    A top = -kInfinity<A>;
+    Vec<A> tops = Vec<A>{} - kInfinity<A>;
+    Mask<A> disordered{};
+    int64_t v = begin;
+    for (; v + kLanes<A> <= end; v += kLanes<A>) {
+      const Vec<A> values = load<A>(x + v);
+      tops = values > tops ? values : tops;
+      disordered |= values != values;
+    }
+    A top = max_lanes<A>(tops);
     bool ordered = true;
-    for (int64_t v = begin; v < end; ++v) {
+    for (int lane = 0; lane < kLanes<A>; ++lane) ordered &= disordered[lane] == 0;
+    for (; v < end; ++v) {
       const A value = static_cast<A>(x[v]);
-      top = value > top ? value : top;
+      top = std::max(top, value);
       ordered &= value == value;
     }
     if (!ordered) return -1;
@@ -109,8 +118,8 @@ class Chooser {
     if (row_.mask != nullptr) forbid_unset(row_.mask);
     if (row_.stops_early()) forbid_stops();
     // -inf is no argmax here: nothing may be said.
-    const int64_t top = std::max_element(x_.get(), x_.get() + size_) - x_.get();
-    if (!std::isfinite(x_.get()[top])) return -1;
+    const int64_t top = finite_argmax(x_.get(), size_);
+    if (top < 0) return -1;
     if (p_.greedy()) return top;
     const double temperature = p_.floats[kTemperature];
     for (int64_t v = 0; v < size_; ++v) x_.get()[v] /= temperature;
@@ -137,9 +146,14 @@ class Chooser {
     std::sort(drafts.begin(), drafts.end());
     std::vector<double> before;
     for (const int64_t token : drafts) before.push_back(x[token]);
-    for (int64_t v = 0; v < size_; ++v) {
-      const int32_t count = p_.counts[v];
-      if (count > 0 || bit(p_.prompt, v)) x[v] = penalised(x[v], count, true);
+    for (int64_t begin = 0; begin < size_; begin += 32) {  // Most words have nothing to do.
+      const int64_t end = std::min(begin + 32, size_);
+      int32_t any = p_.prompt[begin / 32];
+      for (int64_t v = begin; v < end; ++v) any |= p_.counts[v];
+      for (int64_t v = begin; any != 0 && v < end; ++v) {
+        const int32_t count = p_.counts[v];
+        if (count > 0 || bit(p_.prompt, v)) x[v] = penalised(x[v], count, true);
+      }
     }
     for (size_t i = 0; i < drafts.size(); ++i) {
       const int64_t token = drafts[i];
@@ -150,7 +164,12 @@ class Chooser {
   }
 
   void forbid_unset(const int32_t* words) {
-    for (int64_t v = 0; v < size_; ++v) x_.get()[v] = bit(words, v) ? x_.get()[v] : kOff;
+    double* x = x_.get();
+    for (int64_t begin = 0; begin < size_; begin += 32) {
+      if (words[begin / 32] == -1) continue;
+      const int64_t end = std::min(begin + 32, size_);
+      for (int64_t v = begin; v < end; ++v) x[v] = bit(words, v) ? x[v] : kOff;
+    }
   }
 
   void forbid_stops() {
@@ -159,51 +178,74 @@ class Chooser {
     }
   }
 
-  /// Logits of at least `least`, as many as there are.
-  std::vector<double> at_least(double least) const {
-    std::vector<double> found;
-    for (int64_t v = 0; v < size_; ++v) {
-      if (x_.get()[v] >= least) found.push_back(x_.get()[v]);
-    }
-    return found;
-  }
-
   /// The least logit that min-p, top-k and top-p all keep.
   double cut(double top) const {
     double least = std::max(top + std::log(p_.floats[kMinP]), kOff);
     const int64_t k = p_.ints[kTopK];
-    if (k > 0 && k < size_) {
-      std::vector<double> left = at_least(least);
-      if (k < static_cast<int64_t>(left.size())) {
-        std::nth_element(left.begin(), left.begin() + (k - 1), left.end(), std::greater<>());
-        least = std::max(least, left[k - 1]);
-      }
-    }
+    if (k > 0 && k < size_) least = kth_greatest(k, least);
     return p_.floats[kTopP] < 1 ? nucleus(top, least) : least;
   }
 
-  /// The least logit of the smallest set of most probable tokens that has the mass asked for.
+  /// The k-th greatest of logits of at least `least`, or that where there are fewer.
+  double kth_greatest(int64_t k, double least) const {
+    const size_t room = 2 * k + 1024;
+    std::vector<double> held;
+    const auto keep_k = [&] {
+      if (static_cast<int64_t>(held.size()) < k) return;
+      std::nth_element(held.begin(), held.begin() + (k - 1), held.end(), std::greater<>());
+      held.resize(k);
+      least = std::max(least, held[k - 1]);
+    };
+    for (int64_t v = 0; v < size_; ++v) {
+      if (!(x_.get()[v] >= least)) continue;
+      held.push_back(x_.get()[v]);
+      if (held.size() >= room) keep_k();  // From here on, few are above the k-th so far.
+    }
+    keep_k();
+    return least;
+  }
+
+  struct Weighed {
+    double x, weight;
+  };
+
+  /// The least logit of the smallest set of most probable tokens that has the mass asked for:
+  /// quickselect by mass, for the set may be most of the vocabulary.
   double nucleus(double top, double least) const {
-    const auto weight = [&](double x) { return std::exp(x - top); };
+    std::vector<Weighed> all;
     double total = 0;
     for (int64_t v = 0; v < size_; ++v) {
-      if (x_.get()[v] >= least) total += weight(x_.get()[v]);
+      const double x = x_.get()[v];
+      if (!(x >= least) || x == kOff) continue;
+      all.push_back({x, std::exp(x - top)});
+      total += all.back().weight;
     }
-    const double wanted = p_.floats[kTopP] * total;
-    // Sort no more than it takes: what is far below the top seldom matters.
-    for (const double depth : {2.0, 6.0, 12.0, -kOff}) {
-      const double floor = std::max(least, top - depth);
-      std::vector<double> falling = at_least(floor);
-      std::sort(falling.begin(), falling.end(), std::greater<>());
-      double mass = 0, edge = top;
-      for (const double x : falling) {
-        if (mass >= wanted) return edge;
-        mass += weight(x);
-        edge = x;
+    double wanted = p_.floats[kTopP] * total, edge = top;
+    auto begin = all.begin(), end = all.end();
+    while (begin != end) {
+      const double pivot = middle(begin->x, begin[(end - begin) / 2].x, end[-1].x);
+      const auto equal = std::partition(begin, end, [&](const Weighed& w) { return w.x > pivot; });
+      const auto below = std::partition(equal, end, [&](const Weighed& w) { return w.x == pivot; });
+      const auto mass = [](auto from, auto to) {
+        double sum = 0;
+        for (; from != to; ++from) sum += from->weight;
+        return sum;
+      };
+      const double above = mass(begin, equal), here = mass(equal, below);
+      if (equal != begin && above >= wanted) {
+        end = equal;
+        continue;
       }
-      if (mass >= wanted || floor == least) return edge;
+      edge = pivot;  // All above it are in, and so are those that equal it.
+      if (above + here >= wanted) return edge;
+      wanted -= above + here;
+      begin = below;
     }
-    return least;
+    return edge;
+  }
+
+  static double middle(double a, double b, double c) {
+    return std::max(std::min(a, b), std::min(std::max(a, b), c));
   }
 
   /// The argmax of logits + Gumbel noise, over tokens of at least `least`.
@@ -225,9 +267,10 @@ class Chooser {
     for (int64_t begin = 0; begin < size_; begin += kTokens) {
       const int64_t count = std::min<int64_t>(kTokens, size_ - begin);
       const double* x = x_.get() + begin;
-      double highest = kOff;
-      for (int64_t i = 0; i < count; ++i) highest = x[i] > highest ? x[i] : highest;
-      if (highest < least || highest + kMostNoise < best) continue;
+      bool any = false;  // may still win
+      const double hopeless = std::max(least, best - kMostNoise);
+      for (int64_t i = 0; i < count; ++i) any |= x[i] >= hopeless;
+      if (!any) continue;
       noise.fill(begin / 2, steps);
       for (int64_t i = 0; i < count; ++i) run(begin + i, steps[i]);
     }
