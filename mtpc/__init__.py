@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from mtpc.api import SpecModel, compile
     from mtpc.config import CompileOptions
     from mtpc.engine.stats import Stats
+    from mtpc.sampling_params import SamplingParams
 
 # Public names are loaded on first use: `import mtpc` must not import torch.
 _HOMES = {
     "compile": "mtpc.api",
     "SpecModel": "mtpc.api",
     "CompileOptions": "mtpc.config",
+    "SamplingParams": "mtpc.sampling_params",
     "Stats": "mtpc.engine.stats",
 }
 
-__all__ = ["CompileOptions", "SpecModel", "Stats", "__version__", "compile"]
+__all__ = ["CompileOptions", "SamplingParams", "SpecModel", "Stats", "__version__", "compile"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import RequestError
 from mtpc.progress import Listener, Progress
 from mtpc.restore import restore
+from mtpc.sampling_params import SamplingParams
 from mtpc.serving import ServedModel
 
 if TYPE_CHECKING:
@@ -166,8 +169,10 @@ class SpecModel:
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **params: Any,
     ) -> Any:
-        """Greedy continuations.
+        """Continuations, greedy unless told otherwise.
 
         Args:
             prompts: one prompt or several; a prompt is text (where the checkpoint has a
@@ -177,15 +182,18 @@ class SpecModel:
             ignore_eos: do not stop at the model's end-of-sequence ids.
             stop: strings that end a text, for text prompts; the text is cut where the one that is
                 complete first begins.
+            sampling: how tokens are chosen, for all prompts or one for each; what is not greedy
+                needs `sampling=True` of `compile`. A seed is used as it is for every prompt.
+            **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
 
         Returns:
             Per prompt, the new text for text prompts, else the list of new ids (a stop token
             included); a single prompt gives a single result.
 
         Raises:
-            RequestError: a prompt is empty, out of range or too long, or text without tokenizer,
-                or `stop` is given for ids, or the engine still has requests added by hand; nothing
-                has run then.
+            RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
+                `stop` is given for ids; a sampling parameter is out of range or was not compiled
+                for; or the engine still has requests added by hand. Nothing has run then.
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
         """
@@ -194,7 +202,8 @@ class SpecModel:
         batch: Sequence[Any] = [prompts] if _is_single(prompts) else list(prompts)
         stops = self._stop_ids(stop_ids, ignore_eos)
         results: list[Any] = ["" if isinstance(prompt, str) else [] for prompt in batch]
-        for output in self._stream(batch, max_new_tokens, stops, stop):
+        each = _sampling_each(sampling, params, len(batch))
+        for output in self._stream(batch, max_new_tokens, stops, stop, each):
             results[output.index] += output.token_ids if output.text is None else output.text
         return results[0] if _is_single(prompts) else results
 
@@ -206,8 +215,10 @@ class SpecModel:
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **params: Any,
     ) -> Iterator[Output]:
-        """Greedy continuations as they come; takes and raises what `generate` does.
+        """Continuations as they come; takes and raises what `generate` does.
 
         What is wrong with the arguments is raised at once; the prompts are queued when the first
         output is asked for. Closing the iterator aborts what is not finished.
@@ -219,7 +230,8 @@ class SpecModel:
             raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
         batch: Sequence[Any] = [prompts] if _is_single(prompts) else list(prompts)
         stops = self._stop_ids(stop_ids, ignore_eos)
-        return self._stream(batch, max_new_tokens, stops, stop)
+        each = _sampling_each(sampling, params, len(batch))
+        return self._stream(batch, max_new_tokens, stops, stop, each)
 
     def _stop_ids(self, stop_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
         if stop_ids is not None:
@@ -227,7 +239,12 @@ class SpecModel:
         return () if ignore_eos else self.served.stop_ids
 
     def _stream(
-        self, batch: Sequence[Prompt], max_new_tokens: int, stops: tuple[int, ...], stop: Any
+        self,
+        batch: Sequence[Prompt],
+        max_new_tokens: int,
+        stops: tuple[int, ...],
+        stop: Any,
+        sampling: Sequence[SamplingParams],
     ) -> Iterator[Output]:
         """Form and check all requests before any of them runs."""
         strings = stop_strings(stop)
@@ -238,7 +255,10 @@ class SpecModel:
                 "the engine holds requests added by hand, whose outputs would be swallowed; step "
                 "the engine until it has no work, abort them, or add them with on_output"
             )
-        requests = [Request(-1, self._encode(p), max_new_tokens, stops) for p in batch]
+        requests = [
+            Request(-1, self._encode(prompt), max_new_tokens, stops, sampling=chosen)
+            for prompt, chosen in zip(batch, sampling, strict=True)
+        ]
         for request in requests:
             self.engine.check(request)
         decode = self.served.decode
@@ -267,3 +287,29 @@ def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, torch.Tensor):
         return prompts.dim() == 1
     return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+
+
+def _sampling_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, params: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    """One for each of `count` prompts."""
+    if params:
+        known = [field.name for field in fields(SamplingParams)]
+        for name in params:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise RequestError(f"unknown sampling parameter {name!r}; {hint}")
+        if sampling is not None:
+            raise RequestError(
+                f"sampling was given, and {next(iter(params))} too; give one of them"
+            )
+        sampling = SamplingParams(**params)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    each = list(sampling)
+    if len(each) != count:
+        raise RequestError(
+            f"{len(each)} sampling parameters for {count} prompts; give one for each"
+        )
+    return each

@@ -6,6 +6,7 @@ import sympy
 import torch
 
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec, Phase
+from mtpc.sampling_params import FLOATS, INTS
 
 R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegative=True)
 """num_reqs, query_len, drafts, blocks a request, page size, pages, request slots, stop ids."""
@@ -16,6 +17,10 @@ C = sympy.Symbol("C", integer=True, nonnegative=True)
 true chaining computes again."""
 T = R * Q
 """Flat tokens of a bucket: num_reqs * query_len."""
+V, B, L = sympy.symbols("V B L", integer=True, nonnegative=True)
+"""Vocabulary, entries of a logit bias, most probable tokens that can be reported."""
+W = (V + 31) // 32
+"""Words of a mask with a bit a token."""
 
 
 def ring_pages(window: int) -> sympy.Expr:
@@ -67,3 +72,28 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
         BufferSpec("batch.num_input", (R,), torch.int32, 0, "host"),
         BufferSpec("batch.next_prompt_id", (R,), torch.int64, -1, "host"),
     )
+
+
+def sampling_specs(phase: Phase, token_mask: bool) -> tuple[BufferSpec, ...]:
+    """What sampling adds; the rows by request slot are described in `ops.sampling`.
+
+    Args:
+        phase: of the step.
+        token_mask: whether the host may mask tokens row by row.
+    """
+    specs = (
+        BufferSpec("state.sampling_floats", (S, len(FLOATS)), torch.float64, 0, "host"),
+        BufferSpec("state.sampling_ints", (S, len(INTS)), torch.int64, 0, "host"),
+        BufferSpec("state.bias_ids", (S, B), torch.int64, -1, "host"),
+        BufferSpec("state.bias_values", (S, B), torch.float64, 0, "host"),
+        BufferSpec("state.allowed_tokens", (S, W), torch.int32, -1, "host"),
+        BufferSpec("state.prompt_tokens", (S, W), torch.int32, 0, "host"),
+        BufferSpec("state.output_counts", (S, V), torch.int32, 0, "both"),
+        BufferSpec("batch.out_logprobs", (R, K + 1), torch.float64, 0),
+        BufferSpec("batch.out_top_ids", (R, K + 1, L), torch.int64, 0),
+        BufferSpec("batch.out_top_logprobs", (R, K + 1, L), torch.float64, 0),
+    )
+    if not token_mask:
+        return specs
+    rows = T if phase == "decode" else R  # A prompt's last row is the only one that chooses.
+    return (*specs, BufferSpec("batch.token_mask", (rows, W), torch.int32, -1, "host"))

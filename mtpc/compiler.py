@@ -12,7 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.backends.base import Backend
-from mtpc.buffers import K_MAX, C, E, K, M, N, P, Q, R, S, batch_specs, state_specs
+from mtpc.buffers import (
+    K_MAX,
+    B,
+    C,
+    E,
+    K,
+    L,
+    M,
+    N,
+    P,
+    Q,
+    R,
+    S,
+    V,
+    batch_specs,
+    sampling_specs,
+    state_specs,
+)
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.split import split_step
@@ -23,6 +40,7 @@ from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, step_keys
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.progress import Listener, Progress
+from mtpc.sampling_params import MAX_LOGIT_BIAS
 
 Seen = Callable[[str, StepGraph], None]
 """Called with a pass's name and the graph after it."""
@@ -85,8 +103,13 @@ class StepCompiler:
             N: pages,
             S: max(options.batch_buckets) + 1,
             E: MAX_STOP_IDS,
+            V: self.loaded.vocab_size,
+            B: MAX_LOGIT_BIAS,
+            L: options.max_logprobs,
         }
         specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.cache_specs())
+        if options.sampling:
+            specs += sampling_specs(key.phase, options.token_mask)
         return Layout(specs, sizes)
 
     def _allocate_shared(self) -> tuple[dict[str, Tensor], nn.Module]:

@@ -46,6 +46,10 @@ class CompileOptions:
             under `strict`) where no C++ compiler works.
         dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
             the checkpoint's. A model object keeps its own.
+        sampling: compile what requests other than plain greedy ones need (temperature, filters,
+            penalties, masks, log-probabilities); without it every request is decoded greedily.
+        max_logprobs: with `sampling`, most probable tokens a request may have reported, 1..64.
+        token_mask: with `sampling`, a mask row per token, `batch.token_mask`, for grammars.
         verify_passes: run the verifier with fake-tensor propagation after every pass, not
             only after the last.
         strict: turn every fallback into an error instead of counting it in the stats.
@@ -72,6 +76,9 @@ class CompileOptions:
     prefix_caching: bool = True
     backend: str = "auto"
     dtype: str | None = None
+    sampling: bool = False
+    max_logprobs: int = 5
+    token_mask: bool = False
     verify_passes: bool = False
     strict: bool = False
     disabled_passes: tuple[str, ...] = ()
@@ -88,6 +95,9 @@ class CompileOptions:
             _check_int("max_len", self.max_len, low=2)
         _check_int("page_size", self.page_size, low=1, high=4096)
         _check_int("prefill_chunk", self.prefill_chunk, low=1)
+        _check_int("max_logprobs", self.max_logprobs, low=1, high=64)
+        if self.token_mask and not self.sampling:
+            raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.num_pages is not None:
             _check_int("num_pages", self.num_pages, low=2)
         if not isinstance(self.prefix_caching, bool):

@@ -1,8 +1,8 @@
 """One MTP iteration as a program over explicit buffers: read this file first.
 
-verify (target forward on R*Q tokens) -> accept -> propose (the draft layer over the verified
-rows, then K-1 chained single-row steps) -> advance. `Step.forward` is traced symbolically; the
-modules it calls are leaves that `capture.trace` exports one by one, so that the target and the
+verify (target forward on R*Q tokens) -> choose -> accept -> propose (the draft layer over the
+verified rows, then K-1 chained single-row steps) -> advance. `Step.forward` is traced symbolically;
+the modules it calls are leaves that `capture.trace` exports one by one, so that the target and the
 draft layer are traced once for all buckets and all K. The leaves that are not the model's are in
 `pieces`, with what they compute in closed form.
 
@@ -65,7 +65,9 @@ class StepPieces(nn.Module):
     begin: nn.Module
     target: nn.Module
     target_head: nn.Module
+    choose: nn.Module
     accept: nn.Module
+    record: nn.Module
     prompt_anchors: nn.Module
     drafts: nn.ModuleList
     draft_heads: nn.ModuleList
@@ -92,6 +94,7 @@ class Step(nn.Module):
         self.pieces = pieces
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch
+        self.samples = hasattr(self.state, "sampling_ints")
 
     def forward(self) -> None:
         ids, context_lens, active, block_table, state_slots, certain_lens, *fresh = self._begin()
@@ -99,7 +102,7 @@ class Step(nn.Module):
         metadata = self._publish(fresh, rows, self.key.bucket.num_tokens)
         features = self.pieces.target(ids, *metadata)
         next_ids, anchors, *report, remaining, lens = self._accept(
-            features, ids, context_lens, active
+            features, ids, context_lens, active, state_slots
         )
         drafts = self._propose(next_ids, features, metadata, anchors, (lens, active, rows))
         self._report(*report)
@@ -140,20 +143,66 @@ class Step(nn.Module):
         block_table, *per_request = rows
         return views[0], views[1], block_table, views[2], views[3], *per_request
 
-    def _accept(self, features, ids, context_lens, active):  # type: ignore[no-untyped-def]
+    def _accept(self, features, ids, context_lens, active, slots):  # type: ignore[no-untyped-def]
         state, batch = self.state, self.batch
         logits = self.pieces.target_head(features)
         tail = (state.remaining_tokens, state.stop_ids, batch.state_indices)
         if self.key.phase == "decode":
-            out = self.pieces.accept(logits, ids, context_lens, active, *tail)
+            chosen = self._choose(logits, None, ids, slots)
+            out = self.pieces.accept(*chosen, ids, context_lens, active, *tail)
         else:
             starts = batch.query_start_loc
             anchors = self.pieces.prompt_anchors(starts)
             logits = aten.index_select.default(logits, 0, anchors)
+            chosen = self._choose(logits, anchors, ids, slots)
             out = self.pieces.accept(
-                logits, ids, anchors, batch.next_prompt_id, context_lens, active, starts, *tail
+                *chosen, ids, anchors, batch.next_prompt_id, context_lens, active, starts, *tail
             )
+        if self.samples:
+            self._record(logits, out[2], out[4], slots)
         return [out[i] for i in range(8)]
+
+    def _choose(self, logits, anchors, ids, slots):  # type: ignore[no-untyped-def]
+        """The target's token for each row of logits; `anchors` are the rows, None is all."""
+        if not self.samples:
+            out = self.pieces.choose(logits)
+            return out[0], out[1]
+        count = self.key.bucket.num_tokens
+        positions = aten.slice.Tensor(self.batch.positions, 0, 0, count)
+        if anchors is not None:
+            ids = aten.index_select.default(ids, 0, anchors)
+            positions = aten.index_select.default(positions, 0, anchors)
+        rows = self._sampling_rows()
+        if hasattr(self.batch, "token_mask"):
+            rows = (*rows, self.batch.token_mask)
+        out = self.pieces.choose(logits, ids, positions, slots, *rows)
+        return out[0], out[1]
+
+    def _sampling_rows(self):  # type: ignore[no-untyped-def]
+        """The per-request rows that `mtpc::sample` takes, in its order."""
+        state = self.state
+        return (
+            state.sampling_floats,
+            state.sampling_ints,
+            state.bias_ids,
+            state.bias_values,
+            state.allowed_tokens,
+            state.prompt_tokens,
+            state.output_counts,
+            state.stop_ids,
+        )
+
+    def _record(self, logits, emitted_ids, num_emitted, slots) -> None:  # type: ignore[no-untyped-def]
+        state, batch = self.state, self.batch
+        reports = (batch.out_logprobs, batch.out_top_ids, batch.out_top_logprobs)
+        rows = (state.sampling_ints, state.output_counts, *reports)
+        self.pieces.record(logits, emitted_ids, num_emitted, slots, *rows)
+
+    def _pick(self, logits, lens, slots):  # type: ignore[no-untyped-def]
+        """The draft that follows `lens` + 1 tokens of each request."""
+        if not self.samples:
+            return self.pieces.pick(logits)
+        return self.pieces.pick(logits, lens, slots, *self._sampling_rows())
 
     def _propose(self, ids, features, metadata, anchors, chain):  # type: ignore[no-untyped-def]
         """K drafts: the draft layer over all verified rows, then K-1 single-row steps."""
@@ -171,7 +220,7 @@ class Step(nn.Module):
             if step == 0:  # Only the row of the last accepted token goes on.
                 logits = aten.index_select.default(logits, 0, anchors)
                 features = aten.index_select.default(features, 0, anchors)
-            ids = self.pieces.pick(logits)
+            ids = self._pick(logits, lens, rows[1])
             drafts.append(ids)
         return drafts
 

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "mtpc"
 ORDER = (
     ("errors",),
-    ("config",),
+    ("config", "sampling_params"),
     ("packing",),
     ("recipes", "tensor_file"),
     ("block_scales",),

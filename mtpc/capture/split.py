@@ -26,7 +26,15 @@ from mtpc.layout import BufferSpec
 aten = torch.ops.aten
 
 RESULT_BUFFERS = frozenset(
-    ("batch.out_token_ids", "batch.num_accepted", "batch.num_emitted", "batch.stop_reason")
+    (
+        "batch.out_token_ids",
+        "batch.num_accepted",
+        "batch.num_emitted",
+        "batch.stop_reason",
+        "batch.out_logprobs",
+        "batch.out_top_ids",
+        "batch.out_top_logprobs",
+    )
 )
 """What a host reads after `verify`."""
 

@@ -19,8 +19,9 @@ from torch.export import Dim
 from mtpc.buffers import P
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
-from mtpc.pieces.accept import Accept, AcceptPrompt, Pick
+from mtpc.pieces.accept import Accept, AcceptPrompt
 from mtpc.pieces.advance import Advance
+from mtpc.pieces.choose import Choose, Pick, Record, SampleChoice, SampleDraft
 from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, PromptAnchors
 from mtpc.step import Step, StepModel, StepPieces
 
@@ -167,5 +168,7 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces.accept = Accept(key) if key.phase == "decode" else AcceptPrompt()
     pieces.prompt_anchors = PromptAnchors()
     pieces.chain_metadata = ChainMetadata(key, page_size)
-    pieces.pick, pieces.advance = Pick(), Advance()
+    samples = "state.sampling_ints" in layout
+    pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
+    pieces.record, pieces.advance = Record(), Advance()
     return pieces

@@ -13,7 +13,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.rows import unpaged_state, write_new_pages, write_state
+from mtpc.engine.sampling_rows import check_sampling, read_logprobs, write_sampling_rows
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, StepKey
 from mtpc.pieces.accept import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
+from mtpc.sampling_params import SamplingParams
 
 _REASONS: dict[int, FinishReason] = {
     STOPPED_BY_LENGTH: "length",
@@ -135,6 +137,7 @@ class Engine:
         max_new_tokens: int,
         stop_ids: tuple[int, ...] = (),
         on_output: OnOutput | None = None,
+        sampling: SamplingParams | None = None,
     ) -> int:
         """Queue a request.
 
@@ -144,6 +147,8 @@ class Engine:
             stop_ids: at most MAX_STOP_IDS ids that end the request.
             on_output: called with each `StepOutput` of the request, in the thread that steps the
                 engine. What it raises ends its own request, with finish_reason `error`.
+            sampling: how tokens are chosen; None is greedy. What is not greedy needs a program
+                compiled with `sampling`.
 
         Returns:
             The request's id.
@@ -153,12 +158,20 @@ class Engine:
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
         return self.submit(
-            Request(-1, list(prompt_ids), max_new_tokens, tuple(stop_ids), on_output)
+            Request(
+                -1,
+                list(prompt_ids),
+                max_new_tokens,
+                tuple(stop_ids),
+                on_output,
+                sampling or SamplingParams(),
+            )
         )
 
     def submit(self, request: Request) -> int:
         """Queue a request that was formed before; see `add`."""
         self.check(request)
+        request.sampling = request.sampling.settled()
         with self._lock:
             request.request_id = next(self._ids)
             self.scheduler.add(request)
@@ -189,6 +202,7 @@ class Engine:
             )
         if request.on_output is not None and not callable(request.on_output):
             raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
+        check_sampling(request, self.options, self.vocab_size)
         pages = self.options.blocks_per_request(len(prompt) + new)
         if pages > self.pages.count:
             raise CapacityError(
@@ -245,6 +259,8 @@ class Engine:
         start = time.perf_counter()
         for request in turn.placed:
             write_state(self.program, request)
+            assert request.slot is not None
+            write_sampling_rows(self.program, request, request.slot)
         for request, first in turn.grown:
             write_new_pages(self.program, request, first)
         if turn.phase == "prefill":
@@ -320,9 +336,11 @@ class Engine:
             strict=False,
         )
         outputs = []
-        for request, token_ids, count, code in rows:
+        for row, (request, token_ids, count, code) in enumerate(rows):
             emitted, reason = token_ids[:count], _REASONS.get(code)
+            logprobs = read_logprobs(buffers, row, emitted, request)
             request.output_ids += emitted
+            request.logprobs += logprobs or []
             self._stats.emitted_tokens += len(emitted)
             if reason == "nonfinite":
                 self.pages.forget(request.pages)
@@ -330,7 +348,7 @@ class Engine:
                 self.scheduler.learn(request)
             if reason is not None:
                 self._finish(request, reason)
-            outputs.append(StepOutput(request.request_id, emitted, reason))
+            outputs.append(StepOutput(request.request_id, emitted, reason, logprobs))
         return outputs
 
     def _hand_out(self, requests: list[Request], outputs: list[StepOutput]) -> list[StepOutput]:
@@ -350,7 +368,7 @@ class Engine:
         self._stats.callback_errors += 1
         if request.finish_reason is None:
             self._finish(request, "error")
-        return StepOutput(output.request_id, output.token_ids, "error", error)
+        return replace(output, finish_reason="error", error=error)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mtpc.sampling_params import SamplingParams, TokenLogprobs
+
 FinishReason = Literal["length", "stop", "nonfinite", "aborted", "error"]
 """`error`: its callback raised."""
 
@@ -22,12 +24,14 @@ class StepOutput:
         request_id: whose.
         token_ids: what the step emitted.
         finish_reason: why it ended with this step, or None.
+        logprobs: an entry per token where the request asked for them, else None.
         error: what its callback raised, where that is why it ended.
     """
 
     request_id: int
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
     error: Exception | None = None
 
 
@@ -44,6 +48,7 @@ class Request:
         max_new_tokens: upper limit of new tokens.
         stop_ids: token ids that end the request; the stop token is part of the output.
         on_output: called with each of its outputs, by whoever steps the engine.
+        sampling: how its tokens are chosen; with a seed once the engine has it.
         slot: row of the state buffers while running, else None.
         pages: KV pages held, in sequence order; the first ones may be shared.
         num_input: tokens to prefill: the prompt, and what was emitted before a preemption.
@@ -52,6 +57,7 @@ class Request:
         last_block: the prefix cache's number for the last of them.
         num_drafts: drafts that its last step left for the next one to verify.
         output_ids: new tokens so far.
+        logprobs: of output_ids, where they were asked for.
         finish_reason: why it ended, or None.
     """
 
@@ -60,6 +66,7 @@ class Request:
     max_new_tokens: int
     stop_ids: tuple[int, ...] = ()
     on_output: OnOutput | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_input: int = 0
@@ -68,6 +75,7 @@ class Request:
     last_block: int = 0
     num_drafts: int = 0
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Which tokens a step emits: acceptance of drafts, stops, and the choice of the next draft.
+"""Which tokens a step emits: acceptance of drafts, and stops.
 
-Greedy acceptance: the longest prefix of drafts that equals the target's argmax, then the argmax
-after it as bonus token. An accepted draft EQUALS the target's argmax, so the emitted tokens are
-the first a + 1 argmaxes, and they are also the draft layer's shifted inputs.
+The longest prefix of drafts that equals the target's own choices, then the choice after it as
+bonus token; `choose` has made them, greedily or at random. An accepted draft EQUALS the target's
+choice, so the emitted tokens are the first a + 1 choices, and they are also the draft layer's
+shifted inputs.
 """
 
 from __future__ import annotations
@@ -52,22 +53,31 @@ def stop(emitted_ids, num_candidates, active, finite, remaining, stop_ids):  # t
 
 
 class Accept(nn.Module):
-    """Greedy acceptance, stops, and the rows that go on.
+    """Acceptance, stops, and the rows that go on.
 
-    Returns next_ids [T] (draft-layer inputs: ids shifted left by one), anchors [R] (flat row of
-    the last accepted token), emitted_ids [R, W], num_accepted, num_emitted, stop_reason,
-    remaining, new_lens (all [R]).
+    `chosen` and `finite` [T] are what `choose` said of the target's logits. Returns next_ids [T]
+    (draft-layer inputs: ids shifted left by one), anchors [R] (flat row of the last accepted
+    token), emitted_ids [R, W], num_accepted, num_emitted, stop_reason, remaining, new_lens (all
+    [R]).
     """
 
     def __init__(self, key: StepKey):
         super().__init__()
         self.key = key
 
-    def forward(self, logits, ids, context_lens, active, remaining_tokens, stop_ids, state_indices):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        self,
+        chosen,
+        finite,
+        ids,
+        context_lens,
+        active,
+        remaining_tokens,
+        stop_ids,
+        state_indices,
+    ):
         num_reqs, query_len = self.key.bucket.num_reqs, self.key.bucket.query_len
-        best, target_ids = logits.max(-1)
-        target_ids = target_ids.view(num_reqs, query_len)
-        finite = torch.isfinite(best).view(num_reqs, query_len)
+        target_ids = chosen.view(num_reqs, query_len)
         drafts = ids.view(num_reqs, query_len)[:, 1:]
         matches = (drafts == target_ids[:, :-1]).long()
         accepted = torch.where(active, matches.cumprod(1).sum(1), 0)
@@ -75,7 +85,7 @@ class Accept(nn.Module):
             target_ids,
             accepted + 1,
             active,
-            finite,
+            finite.view(num_reqs, query_len),
             remaining_tokens[state_indices],
             stop_ids[state_indices],
         )
@@ -97,12 +107,13 @@ class AcceptPrompt(nn.Module):
     """Prefill's acceptance: prompt tokens are certain; a request whose prompt ends here emits one.
 
     `next_prompt_id` [R] is the prompt token after this chunk, or -1 where the chunk is the last.
-    `logits` [R, V] are those of each request's last row. Returns as `Accept`, with W = 1.
+    `chosen` and `finite` [R] are of each request's last row. Returns as `Accept`, with W = 1.
     """
 
     def forward(  # type: ignore[no-untyped-def]
         self,
-        logits,
+        chosen,
+        finite,
         ids,
         anchors,
         next_prompt_id,
@@ -113,17 +124,15 @@ class AcceptPrompt(nn.Module):
         stop_ids,
         state_indices,
     ):
-        best, picked = logits.max(-1)
         last_chunk = next_prompt_id < 0
         emits = active & last_chunk
-        following = torch.where(last_chunk, picked, next_prompt_id)
-        finite = torch.isfinite(best)[:, None]
+        following = torch.where(last_chunk, chosen, next_prompt_id)
         remaining_before = remaining_tokens[state_indices]
         num_emitted, remaining, reason = stop(
-            picked[:, None],
+            chosen[:, None],
             emits.long(),
             emits,
-            finite,
+            finite[:, None],
             remaining_before,
             stop_ids[state_indices],
         )
@@ -145,10 +154,3 @@ class AcceptPrompt(nn.Module):
         is_anchor = (row[:, None] == anchors[None, :]) & active[None, :]
         chosen = (is_anchor * following[None, :]).sum(1)
         return torch.where(is_anchor.any(1), chosen, torch.cat([ids[1:], ids[:1]]))
-
-
-class Pick(nn.Module):
-    """Greedy choice: argmax over the vocabulary, [R, V] -> [R]."""
-
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.argmax(-1)

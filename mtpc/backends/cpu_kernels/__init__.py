@@ -2,9 +2,9 @@
 
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `gated_delta_rule`,
 `experts`, on packed weights `packed_linear`, `packed_experts` and `quantised_linear` (int8), and
-`pack`, which packs them. They take what the reference ops in `mtpc::` take and mean the same; a
-backend's pass exchanges one for the other, so the meaning of a traced graph never depends on what
-has been loaded.
+`pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`. They take what
+the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one for the other,
+so the meaning of a traced graph never depends on what has been loaded.
 
 They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`. What they
 guarantee beyond the references:
@@ -14,6 +14,7 @@ guarantee beyond the references:
 - Attention costs time in proportion to seq_lens, not to the width of the block table, and reads
   no cache position that no row attends to.
 - `experts` and `packed_experts` read each chosen expert's weights once, `packed_linear` its weight.
+- `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
 
 Sums are accumulated in float32, in float64 for float64 queries or rows. Elements of q, x, caches
 and weights are bfloat16, float16, float32 or float64; index tensors int32 or int64. Any strides
@@ -30,15 +31,17 @@ import torch
 from torch import Tensor
 
 import mtpc.ops.attention
-import mtpc.ops.experts  # noqa: F401  (all register references that kernel_table names)
+import mtpc.ops.experts  # noqa: F401  (these register references that kernel_table names)
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.gated_delta import fake_gated_delta_rule
 from mtpc.ops.packed import fake_packed_linear
 from mtpc.ops.quantised import fake_quantised_linear
+from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
-         "packed_experts", "quantised_linear", "gated_delta_rule")  # fmt: skip
+         "packed_experts", "quantised_linear", "gated_delta_rule", "sample", "count_tokens",
+         "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
@@ -118,6 +121,9 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "packed_experts": _fake_experts,
     "quantised_linear": fake_quantised_linear,
     "gated_delta_rule": fake_gated_delta_rule,
+    "sample": fake_sample,
+    "count_tokens": fake_count_tokens,
+    "write_logprobs": fake_write_logprobs,
 }
 
 __all__ = ["NAMES", "build_kernels", "fill_packed", "kernel_table", "load_kernels", "load_library"]

@@ -102,6 +102,17 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "gated_delta_rule(Tensor rows, Tensor conv_weight, Tensor a_log, Tensor dt_bias, "
       "Tensor(a!) recurrent, Tensor(b!) history, Tensor(c!) standing, Tensor state_slots, "
       "Tensor seq_lens, Tensor query_start_loc, Tensor certain_lens) -> Tensor");
+  library.def(
+      "sample(Tensor logits, Tensor ids, Tensor positions, Tensor state_slots, Tensor floats, "
+      "Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor allowed_tokens, "
+      "Tensor prompt_tokens, Tensor output_counts, Tensor stop_ids, Tensor? token_mask=None) "
+      "-> Tensor");
+  library.def(
+      "count_tokens(Tensor(a!) output_counts, Tensor ids, Tensor num_emitted, "
+      "Tensor state_slots) -> ()");
+  library.def(
+      "write_logprobs(Tensor(a!) logprobs, Tensor(b!) top_ids, Tensor(c!) top_logprobs, "
+      "Tensor logits, Tensor ids, Tensor num_emitted, Tensor state_slots, Tensor ints) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
@@ -114,4 +125,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));
   library.impl("gated_delta_rule", TORCH_BOX(&mtpc::gated_delta_rule));
+  library.impl("sample", TORCH_BOX(&mtpc::sample));
+  library.impl("count_tokens", TORCH_BOX(&mtpc::count_tokens));
+  library.impl("write_logprobs", TORCH_BOX(&mtpc::write_logprobs));
 }

@@ -45,4 +45,19 @@ Tensor gated_delta_rule(
     const Tensor& state_slots, const Tensor& seq_lens, const Tensor& query_start_loc,
     const Tensor& certain_lens);
 
+Tensor sample(
+    const Tensor& logits, const Tensor& ids, const Tensor& positions, const Tensor& state_slots,
+    const Tensor& floats, const Tensor& ints, const Tensor& bias_ids, const Tensor& bias_values,
+    const Tensor& allowed_tokens, const Tensor& prompt_tokens, const Tensor& output_counts,
+    const Tensor& stop_ids, const std::optional<Tensor>& token_mask);
+
+void count_tokens(
+    const Tensor& output_counts, const Tensor& ids, const Tensor& num_emitted,
+    const Tensor& state_slots);
+
+void write_logprobs(
+    const Tensor& logprobs, const Tensor& top_ids, const Tensor& top_logprobs,
+    const Tensor& logits, const Tensor& ids, const Tensor& num_emitted,
+    const Tensor& state_slots, const Tensor& ints);
+
 }  // namespace mtpc

@@ -1,0 +1,133 @@
+"""A request's sampling parameters as rows of the shared state, and what comes back for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from mtpc.capture.program import Program
+from mtpc.config import CompileOptions
+from mtpc.engine.request import Request
+from mtpc.errors import RequestError
+from mtpc.sampling_params import FLOATS, SamplingParams, TokenLogprobs
+
+
+def check_sampling(request: Request, options: CompileOptions, vocab_size: int) -> None:
+    """Refuse parameters that this program, or this request, cannot serve.
+
+    Raises:
+        RequestError: the program was compiled without `sampling`, or for fewer log-probabilities;
+            an id is beyond the vocabulary; `min_tokens` cannot be reached.
+    """
+    params = request.sampling
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling is {params!r}; expected mtpc.SamplingParams")
+    if params.is_plain:
+        return
+    if not options.sampling:
+        raise RequestError(
+            "the request asks for sampling (temperature, filters, penalties, masks, logprobs or "
+            "min_tokens), the model was compiled for greedy decoding alone: compile with "
+            "sampling=True"
+        )
+    if params.logprobs is not None and params.logprobs > options.max_logprobs:
+        raise RequestError(
+            f"logprobs is {params.logprobs}; the model was compiled for at most "
+            f"{options.max_logprobs}: compile with a larger max_logprobs"
+        )
+    for name, token_id in params.named_ids():
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"{name} has {token_id}; expected ids in 0..{vocab_size - 1}")
+    if len(params.banned_ids) >= vocab_size:
+        raise RequestError("banned_ids holds the whole vocabulary; allow at least one token")
+    if params.min_tokens > request.max_new_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, above max_new_tokens {request.max_new_tokens}"
+        )
+    _check_min_tokens(request, params, vocab_size)
+
+
+def _check_min_tokens(request: Request, params: SamplingParams, vocab_size: int) -> None:
+    """Until min_tokens are there stop tokens are masked: others must be left."""
+    allowed = range(vocab_size) if params.allowed_ids is None else params.allowed_ids
+    barred = {*params.banned_ids, *request.stop_ids}
+    if params.min_tokens and not any(token_id not in barred for token_id in allowed):
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, but only stop tokens are allowed: allow others"
+        )
+
+
+def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
+    """Write a request's rows when it is placed in a slot; the slot's last holder left its own.
+
+    Rows that no column refers to are left as they are: a vocabulary of bits and counts is
+    written only for requests with masks or penalties. Expects `prompt_ids` to be the prompt as
+    it was given, and `output_ids` what has been emitted: a request that is placed again after
+    preemption gets its counts back, whatever is prefilled.
+    """
+    shared, write = program.shared, program.write
+    if "state.sampling_ints" not in shared:
+        return
+    params = request.sampling
+    first_stop = len(request.prompt_ids) + params.min_tokens if params.min_tokens else 0
+    asked = -1 if params.logprobs is None else params.logprobs
+    ints = (
+        params.seed or 0,
+        params.top_k,
+        first_stop,
+        params.has_mask,
+        params.has_penalties,
+        asked,
+    )
+    floats = [float(getattr(params, name)) for name in FLOATS]
+    write(shared["state.sampling_ints"][slot], torch.tensor([int(value) for value in ints]))
+    write(shared["state.sampling_floats"][slot], torch.tensor(floats, dtype=torch.float64))
+    pairs = tuple(dict(params.logit_bias).items())
+    bias_ids = torch.full_like(shared["state.bias_ids"][slot], -1)
+    bias_ids[: len(pairs)] = torch.tensor([token for token, _ in pairs], dtype=torch.int64)
+    write(shared["state.bias_ids"][slot], bias_ids)
+    if pairs:
+        values = torch.tensor([value for _, value in pairs], dtype=torch.float64)
+        write(shared["state.bias_values"][slot], values)
+    counts = shared["state.output_counts"][slot]
+    if params.has_mask:
+        write(shared["state.allowed_tokens"][slot], _allowed_bits(params, counts.shape[0]))
+    if params.has_penalties:
+        write(shared["state.prompt_tokens"][slot], pack_bits(request.prompt_ids, counts.shape[0]))
+        fresh = torch.zeros_like(counts)
+        for token_id, count in Counter(request.output_ids).items():
+            fresh[token_id] = count
+        write(counts, fresh)
+
+
+def _allowed_bits(params: SamplingParams, vocab_size: int) -> Tensor:
+    allowed = range(vocab_size) if params.allowed_ids is None else params.allowed_ids
+    return pack_bits(set(allowed) - set(params.banned_ids), vocab_size)
+
+
+def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
+    """A mask row: int32 [ceil(V / 32)], token v is bit v mod 32 of word v / 32."""
+    bits = torch.zeros((vocab_size + 31) // 32 * 32, dtype=torch.int64)
+    bits[torch.tensor(list(token_ids), dtype=torch.int64)] = 1
+    words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def read_logprobs(
+    buffers: Mapping[str, Tensor], row: int, emitted: list[int], request: Request
+) -> list[TokenLogprobs] | None:
+    """What a step reports of the tokens it emitted in a row; None where nothing was asked for."""
+    wanted = request.sampling.logprobs
+    if wanted is None:
+        return None
+    count = len(emitted)
+    own = buffers["batch.out_logprobs"][row, :count].tolist()
+    ids = buffers["batch.out_top_ids"][row, :count, :wanted].tolist()
+    top = buffers["batch.out_top_logprobs"][row, :count, :wanted].tolist()
+    return [
+        TokenLogprobs(token_id, own[i], tuple(zip(ids[i], top[i], strict=True)))
+        for i, token_id in enumerate(emitted)
+    ]
