@@ -46,7 +46,7 @@ class StepCompiler:
         listener: Listener = lambda progress: None,
     ):
         positions = getattr(loaded.config, "max_position_embeddings", None)
-        self.loaded, self.backend = loaded, backend
+        self.loaded, self.backend = loaded.with_layers(options.spec_tokens), backend
         self.options = options.for_model(positions)
         self.keys = step_keys(options)
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
@@ -59,7 +59,7 @@ class StepCompiler:
         """Buffers of one step, metadata sized as plain decoding has it."""
         options = self.options
         blocks = options.blocks_per_request(options.sequence_limit)
-        pages = options.pool_pages
+        pages = options.page_count
         if pages - 1 < options.blocks_per_request(2):
             raise CapacityError(
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "

@@ -120,7 +120,7 @@ class CompileOptions:
         return math.ceil((num_tokens + 2 * self.spec_tokens) / self.page_size)
 
     @property
-    def pool_pages(self) -> int:
+    def page_count(self) -> int:
         """Pages of the pools that requests share, the null page included."""
         blocks = self.blocks_per_request(self.sequence_limit)
         return self.num_pages or max(self.batch_buckets) * blocks + 1

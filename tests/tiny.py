@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer
+from mtpc.models.mtp_layers import stored_name
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=96,
@@ -52,12 +54,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 12,
     },
+    "mimo_v2": {
+        **_COMMON,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 6,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
+for _name, _layers in (("mimo_v2", 2), ("mimo_v2", 3)):
+    CONFIGS[f"{_name}@{_layers}"] = {**CONFIGS[_name], "num_nextn_predict_layers": _layers}
 
 
 def family_of(name: str):  # type: ignore[no-untyped-def]
-    """The family table's row of this name."""
-    return next(f for f in FAMILIES if f.name == name)
+    """The family table's row of this name, which may end in "@" and a number of MTP layers."""
+    return next(f for f in FAMILIES if f.name == name.partition("@")[0])
+
+
+def text_config(target: Any) -> Any:
+    """The language model's config."""
+    return target.config.get_text_config(decoder=True)
+
+
+def num_layers(name: str) -> int:
+    """MTP layers of a tiny model."""
+    config = CONFIGS[name]
+    return config.get("text_config", config)["num_nextn_predict_layers"]
 
 
 def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -73,14 +101,14 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def build_mtp_layer(name: str, target: Any, seed: int = 1) -> MTPLayer:
+def build_mtp_layer(name: str, target: Any, seed: int = 1, index: int = 0) -> MTPLayer:
     """A random MTP layer that fits a target."""
     torch.manual_seed(seed)
-    family = family_of(name)
+    family, config = family_of(name), text_config(target)
     sample = target.get_decoder().layers[-1]
-    block = type(sample)(family.block_config(target.config), target.config.num_hidden_layers)
-    layer = MTPLayer(family.wiring, target.config, block, type(sample.input_layernorm))
-    std = target.config.initializer_range
+    block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
+    layer = MTPLayer(family.wiring, config, block, type(sample.input_layernorm))
+    std = config.initializer_range
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
             if "norm" not in parameter_name:
@@ -88,46 +116,42 @@ def build_mtp_layer(name: str, target: Any, seed: int = 1) -> MTPLayer:
     return layer.eval()
 
 
-def save_checkpoint(name: str, target: Any, layer: MTPLayer | None, directory: Path) -> Path:
+def build_mtp_layers(name: str, target: Any, seed: int = 1) -> list[MTPLayer]:
+    """All MTP layers that a tiny model has."""
+    return [build_mtp_layer(name, target, seed + i, i) for i in range(num_layers(name))]
+
+
+def save_checkpoint(name: str, target: Any, layers: Sequence[MTPLayer], directory: Path) -> Path:
     """Write a checkpoint in the family's public format, MTP tensors under their released names."""
     target.save_pretrained(directory)
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    if layer is not None:
-        tensors.update(_mtp_tensors(name, target, layer))
+    for index, layer in enumerate(layers):
+        tensors.update(_mtp_tensors(name, target, layer, index))
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["architectures"] = list(family_of(name).architectures)[:1]
-    config["num_nextn_predict_layers"] = 0 if layer is None else 1
+    config.get("text_config", config)["num_nextn_predict_layers"] = len(layers)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
-def _mtp_tensors(name: str, target: Any, layer: MTPLayer) -> dict[str, torch.Tensor]:
+def _mtp_tensors(name: str, target: Any, layer: MTPLayer, index: int) -> dict[str, torch.Tensor]:
     family = family_of(name)
-    prefix = family.layer_prefix(target.config.num_hidden_layers, 0)
-    joints = {
-        "embedding_norm": family.wiring.embedding_norm,
-        "hidden_norm": family.wiring.hidden_norm,
-        "projection": family.wiring.projection,
-        "final_norm": family.wiring.final_norm,
-    }
+    prefix = family.layer_prefix(text_config(target).num_hidden_layers, index)
     out = {}
     for key, tensor in layer.state_dict().items():
-        stem, _, leaf = key.rpartition(".")
-        if stem in joints:
-            out[f"{prefix}{joints[stem]}.{leaf}"] = tensor
-        elif key.endswith("experts.gate_up_proj"):
+        stored = prefix + stored_name(key, family)
+        if key.endswith("experts.gate_up_proj"):
             for i, rows in enumerate(tensor):
                 gate, up = rows.chunk(2)
-                base = f"{prefix}{key.removeprefix('block.').removesuffix('gate_up_proj')}{i}."
+                base = f"{stored.removesuffix('gate_up_proj')}{i}."
                 out[base + "gate_proj.weight"], out[base + "up_proj.weight"] = gate, up
         elif key.endswith("experts.down_proj"):
             for i, rows in enumerate(tensor):
-                base = f"{prefix}{key.removeprefix('block.').removesuffix('down_proj')}{i}."
-                out[base + "down_proj.weight"] = rows
+                out[f"{stored.removesuffix('down_proj')}{i}.down_proj.weight"] = rows
         else:
-            out[prefix + key.removeprefix("block.")] = tensor
+            out[stored] = tensor
     return {k: v.detach().clone().contiguous() for k, v in out.items()}
 
 
@@ -136,8 +160,8 @@ def make_checkpoint(
 ) -> Path:
     """A random checkpoint of a family, with or without MTP layer."""
     target = build_target(name, seed, **changes)
-    layer = build_mtp_layer(name, target, seed + 1) if mtp else None
-    return save_checkpoint(name, target, layer, directory)
+    layers = build_mtp_layers(name, target, seed + 1) if mtp else []
+    return save_checkpoint(name, target, layers, directory)
 
 
 def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -151,38 +175,47 @@ def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torc
     return torch.stack(rows, 1)
 
 
-def train(name: str, target: Any, layer: MTPLayer, steps: int = 18) -> None:
-    """A few seconds of training of target and MTP layer: drafts are then accepted in part."""
+def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -> None:
+    """A few seconds of training of target and MTP layers: drafts are then accepted in part."""
     generator = torch.Generator().manual_seed(3)
     decoder, head = target.get_decoder(), target.get_output_embeddings()
-    parameters = [*target.parameters(), *layer.parameters()]
+    parameters = [*target.parameters(), *(p for layer in layers for p in layer.parameters())]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     target.set_attn_implementation("eager")
     for _ in range(steps):
         ids = _cyclic_text(8, 24, generator)
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         loss = nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        features = run_mtp_uncached(target, layer, ids[:, 1:], hidden[:, :-1])
-        logits = head(features)[:, :-1].flatten(0, 1)
-        loss = loss + nn.functional.cross_entropy(logits, ids[:, 2:].flatten())
+        features = hidden
+        for index, layer in enumerate(layers):
+            rows = ids[:, 1 + index :]
+            features = run_mtp_uncached(name, target, layer, rows, features[:, :-1])
+            logits = head(features)[:, :-1].flatten(0, 1)
+            loss = loss + nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
 def run_mtp_uncached(
-    target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
+    name: str, target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
 ) -> torch.Tensor:
-    """The MTP layer over whole rows [B, L] with transformers' own causal attention, no cache."""
+    """An MTP layer over whole rows [B, L] with transformers' own causal attention, no cache."""
     positions = torch.arange(ids.shape[1])[None]
     embedding = target.get_input_embeddings()(ids)
     hidden = layer.join(embedding, features, positions.expand_as(ids))
-    mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), dtype=hidden.dtype).triu(1)
+    distance = positions.T - positions
+    attention = layer.block.self_attn
+    window = getattr(attention, "sliding_window", None) or ids.shape[1]
+    mask = torch.where((distance >= 0) & (distance < window), 0.0, float("-inf"))
+    config = text_config(target)
+    kind = family_of(name).rotary_type(config, attention.layer_idx - config.num_hidden_layers)
+    rotary = target.get_decoder().rotary_emb
     hidden = layer.block(
         hidden,
-        attention_mask=mask[None, None],
+        attention_mask=mask.to(hidden.dtype)[None, None],
         position_ids=positions,
-        position_embeddings=target.get_decoder().rotary_emb(hidden, positions),
+        position_embeddings=rotary(hidden, positions, **({"layer_type": kind} if kind else {})),
     )
     return layer.final_norm(hidden)
 
@@ -190,9 +223,9 @@ def run_mtp_uncached(
 def make_trained_checkpoint(name: str, directory: Path, seed: int = 0) -> Path:
     """A checkpoint trained for seconds, so that drafts are accepted in part."""
     target = build_target(name, seed, attn_implementation="eager", experts_implementation="eager")
-    layer = build_mtp_layer(name, target, seed + 1)
-    train(name, target, layer)
-    return save_checkpoint(name, target, layer, directory)
+    layers = build_mtp_layers(name, target, seed + 1)
+    train(name, target, layers)
+    return save_checkpoint(name, target, layers, directory)
 
 
 @torch.no_grad()
@@ -214,4 +247,4 @@ def make_full_acceptance_checkpoint(directory: Path, seed: int = 0) -> Path:
     target.get_decoder().norm.weight.fill_(1)
     hidden = embedding.shape[1]
     layer.projection.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1))
-    return save_checkpoint("mimo", target, layer, directory)
+    return save_checkpoint("mimo", target, [layer], directory)

@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
-        self.pages = FreeList("KV pages", NULL_PAGE + 1, options.pool_pages - 1)
+        self.pages = FreeList("KV pages", NULL_PAGE + 1, options.page_count - 1)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

@@ -8,6 +8,7 @@ user's model is never touched: its module tree is copied, its tensors are shared
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
-from mtpc.models.family import MTPWiring
+from mtpc.models.family import Canonical, MTPWiring
 
 SEAM_NAME = "mtpc"
 
@@ -79,13 +80,28 @@ def register_seams() -> None:
     ExpertsInterface.register(SEAM_NAME, _experts)
 
 
-def share_model(model: nn.Module) -> nn.Module:
-    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode."""
+def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Module:
+    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode.
+
+    Args:
+        model: transformers' model, which stays as it is.
+        canonical: by class name, what makes the module that stands in for one of that class.
+    """
     register_seams()
     tensors = [*model.parameters(), *model.buffers()]
     shared = copy.deepcopy(model, {id(t): t for t in tensors})
     use_seams(shared.config)
+    stand_in(shared, canonical)
     return shared.eval()
+
+
+def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
+    """Replace modules below `root` whose class no seam can express, in place."""
+    for name, module in list(root.named_modules()):
+        make = canonical.get(type(module).__name__)
+        if make is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(root.get_submodule(parent), leaf, make(module))
 
 
 def use_seams(config: Any) -> None:
@@ -145,11 +161,22 @@ class MTPLayer(nn.Module):
 
 
 class HFDraft(nn.Module):
-    """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H]."""
+    """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H].
 
-    def __init__(self, embedding: nn.Module, rotary: nn.Module, layer: MTPLayer, pool: CachePool):
+    `rotary_type` is the layer's attention type where the rotary embedding differs by type.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        rotary: nn.Module,
+        layer: MTPLayer,
+        pool: CachePool,
+        rotary_type: str | None,
+    ):
         super().__init__()
         self.embedding, self.rotary, self.layer, self.pool = embedding, rotary, layer, pool
+        self.rotary_options = {} if rotary_type is None else {"layer_type": rotary_type}
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext(self.pool.layers(), *metadata)
@@ -161,7 +188,7 @@ class HFDraft(nn.Module):
             position_ids=positions[None],
             past_key_values=context,
             use_cache=False,
-            position_embeddings=self.rotary(hidden, positions[None]),
+            position_embeddings=self.rotary(hidden, positions[None], **self.rotary_options),
             mtpc_context=context,
         )
         return self.layer.final_norm(hidden)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class LoadedModel:
 
     @property
     def config(self) -> Any:
-        return self.target.config
+        """The language model's, also where transformers nests it in a multimodal one's."""
+        return self.target.config.get_text_config(decoder=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,6 +48,10 @@ class LoadedModel:
         vocab_size = self.target.get_input_embeddings().weight.shape[0]
         directory = self.checkpoint.directory if self.checkpoint else None
         return ServedModel(self.source, vocab_size, self.stop_ids, directory)
+
+    def with_layers(self, count: int) -> LoadedModel:
+        """This model with its first `count` MTP layers: more are not used, and need no state."""
+        return replace(self, mtp_layers=self.mtp_layers[:count])
 
     def cache_specs(self) -> tuple[BufferSpec, ...]:
         """State buffers of the target's layers and the MTP layers'."""
@@ -77,14 +82,21 @@ class SteppedModel:
         self.target: nn.Module = HFTarget(decoder, pool)
         self.target_head: nn.Module = head
         self.drafts = nn.ModuleList(
-            HFDraft(embedding, decoder.rotary_emb, layer, pool) for layer in loaded.mtp_layers
+            HFDraft(
+                embedding,
+                decoder.rotary_emb,
+                layer,
+                pool,
+                loaded.family.rotary_type(loaded.config, index),
+            )
+            for index, layer in enumerate(loaded.mtp_layers)
         )
         self.draft_heads = nn.ModuleList(head for _ in loaded.mtp_layers)
         self.vocab_size: int = embedding.weight.shape[0]
 
     def draft_index(self, step: int) -> int:
-        """MTP layer that draft step `step` uses: the one there is, recycled."""
-        return 0
+        """MTP layer that draft step `step` uses; beyond their number, the last is recycled."""
+        return min(step, len(self.drafts) - 1)
 
 
 def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
@@ -145,7 +157,7 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
         raise CheckpointError(
             f"{directory} lacks {len(names)} tensor(s) of the target: {names[:6]}"
         )
-    target = _share(model, str(directory))
+    target = _share(model, family, str(directory))
     layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
     return LoadedModel(family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint)
 
@@ -176,30 +188,26 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
             "the model from a directory, or use spec_tokens=0"
         )
     source = model.name_or_path or "model object"
-    target = _share(model, source)
+    target = _share(model, family, source)
     layers = _load_mtp_layers(checkpoint, family, target) if checkpoint and needs_mtp else ()
     return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
 
 
-def _share(model: Any, source: str) -> Any:
+def _share(model: Any, family: ModelFamily, source: str) -> Any:
     """The user's model on mtpc's seams, once its weights are known to be sound."""
     check_finite(model.named_parameters(), source)
-    return share_model(model)
+    return share_model(model, family.canonical)
 
 
 def _load_mtp_layers(
     checkpoint: Checkpoint, family: ModelFamily, target: Any
 ) -> tuple[MTPLayer, ...]:
-    count = family.num_mtp_layers(target.config)
+    config = target.config.get_text_config(decoder=True)
+    count = _count_mtp_layers(checkpoint, family, config)
     if count == 0:
         raise CheckpointError(
             f"{checkpoint.directory} announces no MTP layers (num_nextn_predict_layers is 0 or "
             "absent); spec_tokens=0 decodes without them"
-        )
-    if count > 1:
-        raise UnsupportedModelError(
-            f"{checkpoint.directory} has {count} MTP layers; only one, applied recursively, is "
-            "supported so far (layer 2 would need its own KV of every context token)"
         )
     decoder = target.get_decoder()
     sample = decoder.layers[-1]
@@ -207,9 +215,7 @@ def _load_mtp_layers(
     for name, weight in repeated_tensors(checkpoint, family, target, count).items():
         check_repeated(checkpoint, name, weight)
     layers = tuple(
-        load_mtp_layer(
-            checkpoint, family, target.config, i, type(sample), find_norm_class(sample), dtype
-        )
+        load_mtp_layer(checkpoint, family, config, i, type(sample), find_norm_class(sample), dtype)
         for i in range(count)
     )
     for index, layer in enumerate(layers):
@@ -217,12 +223,24 @@ def _load_mtp_layers(
     return layers
 
 
+def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) -> int:
+    """MTP layers that the config announces or, where it is silent, that are stored."""
+    count = family.num_mtp_layers(config)
+    if count is None:
+        count = 0
+        while checkpoint.names(family.layer_prefix(config.num_hidden_layers, count)):
+            count += 1
+        config.num_nextn_predict_layers = count  # A private copy's: blocks are built by it.
+    return count
+
+
 def repeated_tensors(
     checkpoint: Checkpoint, family: ModelFamily, target: Any, count: int
 ) -> dict[str, Tensor]:
     """Stored tensors of `count` MTP layers that repeat the target's embedding or head."""
     modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
-    prefixes = [family.layer_prefix(target.config.num_hidden_layers, i) for i in range(count)]
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    prefixes = [family.layer_prefix(layers, i) for i in range(count)]
     return {
         prefix + name: modules[role].weight
         for prefix in prefixes

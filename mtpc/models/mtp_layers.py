@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mtpc.checkpoint import Checkpoint, listing
 from mtpc.errors import CheckpointError
 from mtpc.models.family import ModelFamily
-from mtpc.models.hf import MTPLayer
+from mtpc.models.hf import MTPLayer, stand_in
 
 _EXPERT = re.compile(
     r"^(?P<stem>.*mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight$"
@@ -53,6 +53,7 @@ def load_mtp_layer(
     with torch.device("meta"):
         block = block_class(family.block_config(config), config.num_hidden_layers + index)
         layer = MTPLayer(family.wiring, config, block, norm_class)
+        stand_in(layer, family.canonical)
     for name in family.shared_tensors:
         stored.pop(name, None)
     tensors = {_module_name(name, family): checkpoint.tensor(full) for name, full in stored.items()}
@@ -70,15 +71,29 @@ def _module_name(name: str, family: ModelFamily) -> str:
         wiring.final_norm: "final_norm",
     }
     stem, _, leaf = name.rpartition(".")
-    return f"{joints[stem]}.{leaf}" if stem in joints else f"block.{name}"
+    return f"{joints[stem]}.{leaf}" if stem in joints else f"block.{module_name(name, family)}"
+
+
+def module_name(name: str, family: ModelFamily) -> str:
+    """Checkpoint name within a decoder layer -> transformers' name."""
+    for stored, module in family.stored_names:
+        name = name.replace(stored, module)
+    return name
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
     """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
     joint, _, leaf = name.partition(".")
     if joint == "block":
-        return leaf
+        return layer_name(leaf, family)
     return f"{getattr(family.wiring, joint)}.{leaf}"
+
+
+def layer_name(name: str, family: ModelFamily) -> str:
+    """transformers' name within a decoder layer -> checkpoint name: `module_name` reversed."""
+    for stored, module in family.stored_names:
+        name = name.replace(module, stored)
+    return name
 
 
 def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mtpc.checkpoint import Checkpoint
+from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, repeated_tensors
-from mtpc.models.mtp_layers import stored_name
+from mtpc.models.mtp_layers import layer_name, stored_name
 from mtpc.recipes import Join, Recipe, make, names
 
 _EXPERTS = re.compile(r"(?P<stem>.*mlp\.experts)\.(?P<part>gate_up|down)_proj")
@@ -59,13 +60,24 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         layers = loaded.config.num_hidden_layers
         prefix = loaded.family.layer_prefix(layers, int(index))
         name = prefix + stored_name(inner, loaded.family)
-    if name in checkpoint.tensors:
-        yield name
-    match = _EXPERTS.fullmatch(name)
-    if match:
-        recipe = _stacked(match["stem"], match["part"], checkpoint)
-        if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
-            yield recipe
+    for stored in (name, *_elsewhere(name, loaded.family)):
+        if stored in checkpoint.tensors:
+            yield stored
+        match = _EXPERTS.fullmatch(stored)
+        if match:
+            recipe = _stacked(match["stem"], match["part"], checkpoint)
+            if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
+                yield recipe
+
+
+def _elsewhere(name: str, family: ModelFamily) -> Iterator[str]:
+    """Other names that checkpoints of the family may have a tensor under."""
+    yield layer_name(name, family)
+    for own, stored in family.stored_prefixes.items():
+        if name.startswith(own):
+            moved = stored + name.removeprefix(own)
+            yield moved
+            yield layer_name(moved, family)
 
 
 def _stacked(stem: str, part: str, checkpoint: Checkpoint) -> Join:
