@@ -70,14 +70,14 @@ class StepCompiler:
             Q: key.bucket.query_len,
             K: key.spec_tokens,
             K_MAX: options.spec_tokens,
-            C: max(k.bucket.query_len for k in self.keys),
+            C: max(k.bucket.query_len for k in self.keys) + self.loaded.chain_window,
             M: blocks,
             P: options.page_size,
             N: pages,
             S: max(options.batch_buckets) + 1,
             E: MAX_STOP_IDS,
         }
-        specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.cache_specs())
+        specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.state_specs())
         return Layout(specs, sizes)
 
     def _allocate_shared(self) -> tuple[dict[str, Tensor], nn.Module]:

@@ -103,7 +103,11 @@ class TransformersDraftOracle(DraftOracle):
         super().__init__(oracle)
         from transformers.modeling_layers import MtpModel
 
-        count = len(self.layers)
+        count, config = len(self.layers), text_config(oracle.model)
+        if getattr(config, "num_sliding_attention_heads", None):  # What get_mtp_config forgets.
+            heads = {"num_attention_heads": config.num_sliding_attention_heads}
+            kinds = enumerate(config.mtp_layer_types)
+            config.mtp_per_layer_config = {i: heads for i, k in kinds if k == "sliding_attention"}
         self.mtp = MtpModel(oracle.model, count).to(oracle.model.dtype).eval()
         names = {
             "embedding_norm": "enorm",

@@ -40,7 +40,8 @@ def poison(spec: mtpc.SpecModel) -> None:
     assert not spec.engine.has_work
     wild = {torch.int32: 2**30, torch.int64: -(2**40)}
     for name, tensor in spec.program.shared.items():
-        tensor.fill_(math.nan if name.startswith("kv.") else wild[tensor.dtype])
+        floats = name.startswith("kv.") or tensor.is_floating_point()
+        tensor.fill_(math.nan if floats else wild[tensor.dtype])
     spec.program.shared["state.remaining_tokens"].fill_(0)
     spec.program.shared["state.remaining_tokens"][SCRATCH_SLOT] = 99
     for step in spec.program.steps.values():

@@ -39,6 +39,36 @@ _MOE: dict[str, Any] = dict(
     topk_group=1,
     first_k_dense_replace=1,
 )
+
+
+def _step3p7(layers: int) -> dict[str, Any]:
+    """A multimodal config as released ones are: lists go on for the MTP layers."""
+    full, sliding, dense, sparse = "full_attention", "sliding_attention", "dense", "sparse"
+    text = {
+        **_COMMON,
+        "pad_token_id": 0,
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": layers,
+        "layer_types": [full, sliding, sliding, sliding, full, sliding][: 3 + layers],
+        "mlp_layer_types": [dense, dense, sparse, dense, sparse, dense][: 3 + layers],
+        "rope_theta": [1e5, 1e4, 1e4, 1e4, 1e5, 1e4][: 3 + layers],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5, 1.0][: 3 + layers],
+        "swiglu_limits": [0.0, 0.0, 0.2] + [0.0] * layers,
+        "swiglu_limits_shared": [0.0, 0.0, 0.3] + [0.0] * layers,
+        "num_sliding_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_router_scaling_factor": 1.5,
+    }
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {"text_config": text, "vision_config": {**vision, "image_size": 28, "patch_size": 14}}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": {**_COMMON, "num_key_value_heads": 2},
     "glm4_moe": {**_COMMON, **_MOE, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True},
@@ -57,6 +87,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mimo_v2": {
         **_COMMON,
         "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse", "dense"],
         "num_key_value_heads": 1,
@@ -67,9 +98,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "step3p7": _step3p7(2),
+    "step3p7@3": _step3p7(3),
 }
-for _name, _layers in (("mimo_v2", 2), ("mimo_v2", 3)):
-    CONFIGS[f"{_name}@{_layers}"] = {**CONFIGS[_name], "num_nextn_predict_layers": _layers}
 
 
 def family_of(name: str):  # type: ignore[no-untyped-def]
@@ -138,11 +169,17 @@ def save_checkpoint(name: str, target: Any, layers: Sequence[MTPLayer], director
 
 def _mtp_tensors(name: str, target: Any, layer: MTPLayer, index: int) -> dict[str, torch.Tensor]:
     family = family_of(name)
-    prefix = family.layer_prefix(text_config(target).num_hidden_layers, index)
+    config = text_config(target).to_dict()
+    prefix = family.layer_prefix(config["num_hidden_layers"], index)
     out = {}
     for key, tensor in layer.state_dict().items():
         stored = prefix + stored_name(key, family)
-        if key.endswith("experts.gate_up_proj"):
+        if "moe_router_scaling_factor" in config and key.endswith("mlp.experts.gate_up_proj"):
+            moe = prefix + "moe."
+            out[moe + "gate_proj.weight"], out[moe + "up_proj.weight"] = tensor.chunk(2, 1)
+        elif "moe." in stored:
+            out[stored] = tensor
+        elif key.endswith("experts.gate_up_proj"):
             for i, rows in enumerate(tensor):
                 gate, up = rows.chunk(2)
                 base = f"{stored.removesuffix('gate_up_proj')}{i}."
@@ -224,7 +261,7 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0) -> Path:
     """A checkpoint trained for seconds, so that drafts are accepted in part."""
     target = build_target(name, seed, attn_implementation="eager", experts_implementation="eager")
     layers = build_mtp_layers(name, target, seed + 1)
-    train(name, target, layers)
+    train(name, target, layers, steps=18 if len(layers) == 1 else 12)
     return save_checkpoint(name, target, layers, directory)
 
 

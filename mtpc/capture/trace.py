@@ -21,6 +21,7 @@ from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
 from mtpc.pieces.accept import Accept, AcceptPrompt, Pick
 from mtpc.pieces.advance import Advance
+from mtpc.pieces.chain import KeepLast, MoveUp, Widen
 from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, PromptAnchors
 from mtpc.step import Step, StepModel, StepPieces
 
@@ -167,4 +168,8 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces.prompt_anchors = PromptAnchors()
     pieces.chain_metadata = ChainMetadata(key, page_size)
     pieces.pick, pieces.advance = Pick(), Advance()
+    window = len(traces.drafts) - 1
+    if window > 0:
+        pieces.widen, pieces.move_up = Widen(key, window, page_size), MoveUp()
+        pieces.keep_last = KeepLast(window)
     return pieces

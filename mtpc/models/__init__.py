@@ -5,8 +5,9 @@ from mtpc.models.family import ModelFamily
 from mtpc.models.glm4_moe import GLM4_MOE
 from mtpc.models.mimo import MIMO
 from mtpc.models.mimo_v2 import MIMO_V2
+from mtpc.models.step3p7 import STEP3P7
 
-FAMILIES: tuple[ModelFamily, ...] = (MIMO, GLM4_MOE, DEEPSEEK_V3, MIMO_V2)
+FAMILIES: tuple[ModelFamily, ...] = (MIMO, GLM4_MOE, DEEPSEEK_V3, MIMO_V2, STEP3P7)
 """The family table: a new model is one file and one row here."""
 
 __all__ = ["FAMILIES", "ModelFamily"]

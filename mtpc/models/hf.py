@@ -106,8 +106,9 @@ def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
 
 def use_seams(config: Any) -> None:
     """Select mtpc's attention and experts in a config (a private copy's, never the user's)."""
-    config._attn_implementation = SEAM_NAME
-    config._experts_implementation = SEAM_NAME
+    for part in (config, config.get_text_config(decoder=True)):
+        part._attn_implementation = SEAM_NAME
+        part._experts_implementation = SEAM_NAME
 
 
 class HFTarget(nn.Module):

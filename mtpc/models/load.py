@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from mtpc.buffers import chain_specs
 from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
@@ -53,14 +54,21 @@ class LoadedModel:
         """This model with its first `count` MTP layers: more are not used, and need no state."""
         return replace(self, mtp_layers=self.mtp_layers[:count])
 
-    def cache_specs(self) -> tuple[BufferSpec, ...]:
-        """State buffers of the target's layers and the MTP layers'."""
+    @property
+    def chain_window(self) -> int:
+        """Rows before a step's own that the MTP layers compute again; see `pieces.chain`."""
+        return max(len(self.mtp_layers) - 1, 0)
+
+    def state_specs(self) -> tuple[BufferSpec, ...]:
+        """Buffers of the target's layers, of the MTP layers', and of their chain."""
         count = self.config.num_hidden_layers + len(self.mtp_layers)
-        return tuple(
+        caches = (
             spec
             for layer in range(count)
             for spec in self.family.cache_specs(self.config, layer, self.dtype)
         )
+        chain = chain_specs(self.chain_window, (self.config.hidden_size,), self.dtype)
+        return (*caches, *chain)
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters and constant buffers by name; tensors tied together appear once."""

@@ -18,6 +18,9 @@ _EXPERT = re.compile(
     r"^(?P<stem>.*mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight$"
 )
 
+STACKED_GATE = re.compile(r".*\bmoe\.gate_proj\.weight")
+"""Gate projections of all experts as one tensor, as Step-3.5 and 3.7 are stored."""
+
 
 def load_mtp_layer(
     checkpoint: Checkpoint,
@@ -99,6 +102,7 @@ def layer_name(name: str, family: ModelFamily) -> str:
 def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`."""
     out: dict[str, Tensor] = {}
+    tensors = _join_stacked(tensors)
     parts: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors.items():
         match = _EXPERT.match(name)
@@ -120,6 +124,17 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rows = [torch.cat([by_part["gate", i], by_part["up", i]]) for i in range(count)]
         out[f"{stem}.gate_up_proj"] = torch.stack(rows)
         out[f"{stem}.down_proj"] = torch.stack([by_part["down", i] for i in range(count)])
+    return out
+
+
+def _join_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stored stacked, gate [E, I, H] and up apart -> transformers' `gate_up_proj`."""
+    out = dict(tensors)
+    for name in tensors:
+        up = name.replace("gate_proj", "up_proj")
+        if STACKED_GATE.fullmatch(name) and up in out:
+            gate_up = torch.cat([out.pop(name), out.pop(up)], 1)
+            out[name.replace("moe.gate_proj.weight", "mlp.experts.gate_up_proj")] = gate_up
     return out
 
 

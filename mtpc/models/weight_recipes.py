@@ -64,8 +64,9 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         if stored in checkpoint.tensors:
             yield stored
         match = _EXPERTS.fullmatch(stored)
-        if match:
-            recipe = _stacked(match["stem"], match["part"], checkpoint)
+        if match is None:
+            continue
+        for recipe in (_stacked(match["stem"], match["part"], checkpoint), _joined(match["stem"])):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
@@ -88,6 +89,12 @@ def _stacked(stem: str, part: str, checkpoint: Checkpoint) -> Join:
         return Join("stack", tuple(f"{expert}down_proj.weight" for expert in of))
     pairs = [(f"{expert}gate_proj.weight", f"{expert}up_proj.weight") for expert in of]
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
+
+
+def _joined(stem: str) -> Join:
+    """The same of experts stored stacked, gate and up apart (Step-3.5, Step-3.7)."""
+    moe = stem.removesuffix("mlp.experts") + "moe."
+    return Join("cat_rows", (f"{moe}gate_proj.weight", f"{moe}up_proj.weight"))
 
 
 def _gives(recipe: Recipe, checkpoint: Checkpoint, tensor: Tensor) -> bool:

@@ -26,6 +26,7 @@ _ELEMENTWISE = {
     aten.sigmoid.default,
     aten.to.dtype,
     aten.neg.default,
+    aten.clamp.default,
 }
 _FIRST_ARGUMENT_ONLY = {aten.linear.default}
 """Row-wise in the first argument; the others are weights."""
