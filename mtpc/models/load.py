@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from mtpc.buffers import chain_specs
-from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of
+from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of, listing
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models import FAMILIES, ModelFamily
@@ -216,6 +216,13 @@ def _load_mtp_layers(
         raise CheckpointError(
             f"{checkpoint.directory} announces no MTP layers (num_nextn_predict_layers is 0 or "
             "absent); spec_tokens=0 decodes without them"
+        )
+    prefixes = [family.layer_prefix(config.num_hidden_layers, i) for i in (0, count)]
+    more = checkpoint.names(prefixes[1])
+    if more and prefixes[0] != prefixes[1]:
+        raise CheckpointError(
+            f"{checkpoint.directory} announces {count} MTP layer(s), but stores more: "
+            f"{listing(more)}; mend num_nextn_predict_layers in its config.json"
         )
     decoder = target.get_decoder()
     sample = decoder.layers[-1]

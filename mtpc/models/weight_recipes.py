@@ -66,7 +66,9 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         match = _EXPERTS.fullmatch(stored)
         if match is None:
             continue
-        for recipe in (_stacked(match["stem"], match["part"], checkpoint), _joined(match["stem"])):
+        stem, part = match["stem"], match["part"]
+        joined = (_joined(stem),) if part == "gate_up" else ()
+        for recipe in (_stacked(stem, part, checkpoint), *joined):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
