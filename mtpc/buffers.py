@@ -48,6 +48,24 @@ def state_specs() -> tuple[BufferSpec, ...]:
     )
 
 
+def chain_specs(
+    window: int, features: tuple[int, ...], dtype: torch.dtype
+) -> tuple[BufferSpec, ...]:
+    """What true chaining keeps by request slot: the last rows that the next round starts from.
+
+    Args:
+        window: rows, one less than MTP layers are used.
+        features: shape of a row of the target's features.
+        dtype: of the features.
+    """
+    if window < 1:
+        return ()
+    return (
+        BufferSpec("state.chain_ids", (S, window), torch.int64),
+        BufferSpec("state.chain_features", (S, window, *features), dtype),
+    )
+
+
 def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
     """Per-bucket buffers, with metadata sized as PLAIN DECODING has it: one token a request.
 

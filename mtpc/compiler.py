@@ -64,7 +64,7 @@ class StepCompiler:
         listener: Listener = lambda progress: None,
     ):
         positions = getattr(loaded.config, "max_position_embeddings", None)
-        self.loaded, self.backend = loaded, backend
+        self.loaded, self.backend = loaded.with_layers(options.spec_tokens), backend
         self.options = options.for_model(positions)
         self._check_draft_vocab()
         self.keys = step_keys(options)
@@ -97,7 +97,7 @@ class StepCompiler:
             Q: key.bucket.query_len,
             K: key.spec_tokens,
             K_MAX: options.spec_tokens,
-            C: max(k.bucket.query_len for k in self.keys),
+            C: max(k.bucket.query_len for k in self.keys) + self.loaded.chain_window,
             M: blocks,
             P: options.page_size,
             N: pages,
@@ -107,7 +107,7 @@ class StepCompiler:
             B: MAX_LOGIT_BIAS,
             L: options.max_logprobs,
         }
-        specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.cache_specs())
+        specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.state_specs())
         if options.sampling:
             specs += sampling_specs(key.phase, options.token_mask)
         return Layout(specs, sizes)

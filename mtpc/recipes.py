@@ -24,9 +24,10 @@ Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
 
 @dataclass(frozen=True)
 class Join:
-    """Several tensors as one: along their first dimension (cat), or along a new one (stack)."""
+    """Several tensors as one: along their first dimension (cat), along their second (cat_rows: a
+    stack of matrices, each continued by another's rows), or along a new one (stack)."""
 
-    op: Literal["cat", "stack"]
+    op: Literal["cat", "cat_rows", "stack"]
     parts: tuple[Recipe, ...]
 
 
@@ -69,7 +70,9 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
         whole = make(recipe.part, tensor_of, fill)
         return torch.cat([whole[start:stop] for start, stop in recipe.runs])
     parts = [make(part, tensor_of, fill) for part in recipe.parts]
-    return torch.cat(parts) if recipe.op == "cat" else torch.stack(parts)
+    if recipe.op == "stack":
+        return torch.stack(parts)
+    return torch.cat(parts, 0 if recipe.op == "cat" else 1)
 
 
 def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
@@ -106,6 +109,8 @@ def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype
     (first, *inner), dtype = parts[0]
     if recipe.op == "stack":
         return [len(parts), first, *inner], dtype
+    if recipe.op == "cat_rows":
+        return [first, sum(shape[1] for shape, _ in parts), *inner[1:]], dtype
     return [sum(shape[0] for shape, _ in parts), *inner], dtype
 
 
@@ -123,7 +128,7 @@ def _place(recipe: Recipe, out: Tensor, rows: int, tensor_of: TensorOf, fill: Fi
         for part, to in zip(recipe.parts, out, strict=True):
             _place(part, to, rows, tensor_of, fill)
         return
-    if isinstance(recipe, Join):
+    if isinstance(recipe, Join) and recipe.op == "cat":
         shapes = [_extent(part, tensor_of)[0] for part in recipe.parts]
         is_matrix = all(len(shape) == 2 for shape in shapes)
         if is_matrix and not any(shape[0] % rows for shape in shapes[:-1]):

@@ -73,6 +73,9 @@ class StepPieces(nn.Module):
     draft_heads: nn.ModuleList
     chain_metadata: nn.Module
     pick: nn.Module
+    widen: nn.Module  # Where there are several MTP layers; so are the next two.
+    move_up: nn.Module
+    keep_last: nn.Module
     advance: nn.Module
 
 
@@ -95,6 +98,7 @@ class Step(nn.Module):
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch
         self.samples = hasattr(self.state, "sampling_ints")
+        self.window = len(pieces.drafts) - 1
 
     def forward(self) -> None:
         ids, context_lens, active, block_table, state_slots, certain_lens, *fresh = self._begin()
@@ -104,7 +108,10 @@ class Step(nn.Module):
         next_ids, anchors, *report, remaining, lens = self._accept(
             features, ids, context_lens, active, state_slots
         )
-        drafts = self._propose(next_ids, features, metadata, anchors, (lens, active, rows))
+        rounds = (next_ids, features, metadata, anchors)
+        if self.window > 0 and self.key.spec_tokens > 0:
+            rounds = self._widen(rounds, context_lens, active)
+        drafts = self._propose(*rounds, (lens, active, rows))
         self._report(*report)
         last_token = aten.index_select.default(next_ids, 0, anchors)
         next_token_ids = aten.stack.default([last_token, *drafts], 1)
@@ -198,30 +205,50 @@ class Step(nn.Module):
         rows = (state.sampling_ints, state.output_counts, *reports)
         self.pieces.record(logits, emitted_ids, num_emitted, slots, *rows)
 
-    def _pick(self, logits, lens, slots):  # type: ignore[no-untyped-def]
-        """The draft that follows `lens` + 1 tokens of each request."""
+    def _pick(self, logits, lens, step, slots):  # type: ignore[no-untyped-def]
+        """The draft that follows `lens` + `step` + 1 tokens of each request."""
         if not self.samples:
             return self.pieces.pick(logits)
-        return self.pieces.pick(logits, lens, slots, *self._sampling_rows())
+        before = aten.add.Tensor(lens, step) if step else lens
+        return self.pieces.pick(logits, before, slots, *self._sampling_rows())
+
+    def _widen(self, rounds, context_lens, active):  # type: ignore[no-untyped-def]
+        """Rows that several MTP layers work on: some earlier ones too, which rested on drafts."""
+        ids, features, metadata, anchors = rounds
+        rows, starts, slots = (metadata[2], metadata[5]), metadata[4], metadata[5]
+        kept = (self.state.chain_ids, self.state.chain_features)
+        lens = (context_lens, active)
+        out = self.pieces.widen(ids, features, anchors, *lens, *rows, starts, *kept)
+        ids, features, anchors, *fresh = [out[i] for i in range(7)]
+        num_reqs, num_tokens = self.key.bucket.num_reqs, self.key.bucket.num_tokens
+        metadata = self._publish(fresh, rows, num_tokens + num_reqs * self.window)
+        self.pieces.keep_last(ids, features, anchors, metadata[4], slots, *kept)
+        return ids, features, metadata, anchors
 
     def _propose(self, ids, features, metadata, anchors, chain):  # type: ignore[no-untyped-def]
-        """K drafts: the draft layer over all verified rows, then K-1 single-row steps."""
+        """K drafts: the first MTP layers over all rows, then single-row steps of the last one."""
         lens, active, rows = chain
+        row_lens = lens
+        last = min(self.window, self.key.spec_tokens - 1)
         drafts = []
         for step in range(self.key.spec_tokens):
             layer = self.draft_index[step]
-            if step > 0:
-                out = self.pieces.chain_metadata(lens, active, rows[0])
-                lens = out[4]
+            if step > last:
+                out = self.pieces.chain_metadata(row_lens, active, rows[0])
+                row_lens = out[4]
                 fresh = [out[i] for i in range(4)]
                 metadata = self._publish(fresh, rows, self.key.bucket.num_reqs)
             features = self.pieces.drafts[layer](ids, features, *metadata)
             logits = self.pieces.draft_heads[layer](features)
-            if step == 0:  # Only the row of the last accepted token goes on.
+            if step <= last:  # Only the row of the last accepted token goes to the head.
                 logits = aten.index_select.default(logits, 0, anchors)
+            drafts.append(self._pick(logits, lens, step, rows[1]))
+            if step < last:
+                ids = self.pieces.move_up(ids, anchors, active, drafts[-1])
+                continue
+            ids = drafts[-1]
+            if step == last:
                 features = aten.index_select.default(features, 0, anchors)
-            ids = self._pick(logits, lens, rows[1])
-            drafts.append(ids)
         return drafts
 
     def _report(self, emitted_ids, num_accepted, num_emitted, reason) -> None:  # type: ignore[no-untyped-def]

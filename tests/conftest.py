@@ -32,7 +32,7 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
 
-FAMILY_NAMES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
+FAMILY_NAMES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "mimo_v2", "step3p7")
 """Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny import family_of, rotate, run_mtp_uncached
+from tiny import family_of, num_layers, rotate, run_mtp_uncached, text_config
 
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.mtp_layers import load_mtp_layer
@@ -29,13 +29,13 @@ class Oracle:
     """Plain greedy decoding of one checkpoint with transformers' eager code, uncached, memoised."""
 
     def __init__(self, family: str, directory: Path, dtype: torch.dtype = torch.float64):
-        self.family, self.directory = family_of(family), directory
+        self.name, self.family, self.directory = family, family_of(family), directory
         self.model: Any = getattr(transformers, self.family.hf_class).from_pretrained(
             directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         )
         inexact = self.family.name in FLOAT32_INSIDE
         self.min_margin = MIN_MARGIN_FLOAT32 if inexact else MIN_MARGIN
-        self.stop_ids = {self.model.config.eos_token_id}
+        self.stop_ids = {text_config(self.model).eos_token_id}
         self._continuations: dict[tuple[int, ...], list[int]] = {}
 
     @torch.no_grad()
@@ -63,38 +63,46 @@ class Oracle:
 
 
 class DraftOracle:
-    """What the MTP layer drafts after a committed sequence, from the wiring alone, uncached."""
+    """What the MTP layers draft after a committed sequence, from the wiring alone, uncached."""
 
     def __init__(self, oracle: Oracle):
         self.oracle, model = oracle, oracle.model
         sample = model.get_decoder().layers[-1]
-        self.layer = load_mtp_layer(
-            Checkpoint(oracle.directory),
-            oracle.family,
-            model.config,
-            0,
-            type(sample),
-            type(sample.input_layernorm),
-            model.get_input_embeddings().weight.dtype,
-        )
+        self.layers = [
+            load_mtp_layer(
+                Checkpoint(oracle.directory),
+                oracle.family,
+                text_config(model),
+                index,
+                type(sample),
+                type(sample.input_layernorm),
+                model.get_input_embeddings().weight.dtype,
+            )
+            for index in range(num_layers(oracle.name))
+        ]
 
-    def run(self, ids: list[int], features: torch.Tensor) -> torch.Tensor:
-        """Draft features over all rows, [1, L, H]."""
-        return run_mtp_uncached(self.oracle.model, self.layer, torch.tensor([ids]), features)
+    def run(self, index: int, ids: list[int], features: torch.Tensor) -> torch.Tensor:
+        """Features of MTP layer `index` over all rows, [1, L, H]."""
+        layer, rows = self.layers[index], torch.tensor([ids])
+        return run_mtp_uncached(self.oracle.name, self.oracle.model, layer, rows, features)
 
     @torch.no_grad()
     def drafts(self, committed: list[int], count: int) -> list[int]:
         """`count` drafts after `committed`, whose last token is the bonus token.
 
-        Row t pairs hidden t with token t + 1; each further step appends a row made of the last
-        draft and the draft layer's own last output, and recomputes everything.
+        Row t of MTP layer i pairs what layer i - 1 gave there (the first: the target's hidden)
+        with token t + i + 1, the last ones drafts; everything is computed anew. Beyond the last
+        layer each step appends a row to it, of the last draft and its own last output.
         """
         ids, features = committed[1:], self.oracle.hidden(committed[:-1])
         drafts: list[int] = []
-        for _ in range(count):
-            out = self.run(ids, features)
+        for step in range(count):
+            out = self.run(min(step, len(self.layers) - 1), ids, features)
             drafts.append(self.oracle.next_token(out))
-            ids, features = [*ids, drafts[-1]], torch.cat([features, out[:, -1:]], 1)
+            if step + 1 < len(self.layers):
+                ids, features = [*ids[1:], drafts[-1]], out
+            else:
+                ids, features = [*ids, drafts[-1]], torch.cat([features, out[:, -1:]], 1)
         return drafts
 
 
@@ -146,13 +154,18 @@ class QwenDraftOracle(DraftOracle):
 
 
 class TransformersDraftOracle(DraftOracle):
-    """The same, computed by transformers' own `MtpModel` (glm4_moe and deepseek_v3)."""
+    """The same, computed by transformers' own `MtpModel`."""
 
     def __init__(self, oracle: Oracle):
         super().__init__(oracle)
         from transformers.modeling_layers import MtpModel
 
-        self.mtp = MtpModel(oracle.model, 1).to(oracle.model.dtype).eval()
+        count, config = len(self.layers), text_config(oracle.model)
+        if getattr(config, "num_sliding_attention_heads", None):  # What get_mtp_config forgets.
+            heads = {"num_attention_heads": config.num_sliding_attention_heads}
+            kinds = enumerate(config.mtp_layer_types)
+            config.mtp_per_layer_config = {i: heads for i, k in kinds if k == "sliding_attention"}
+        self.mtp = MtpModel(oracle.model, count).to(oracle.model.dtype).eval()
         names = {
             "embedding_norm": "enorm",
             "hidden_norm": "hnorm",
@@ -160,15 +173,18 @@ class TransformersDraftOracle(DraftOracle):
             "block": "mtp_block",
             "final_norm": "post_norm",
         }
-        state = {}
-        for name, tensor in self.layer.state_dict().items():
-            stem, rest = name.split(".", 1)
-            state[f"{names[stem]}.{rest}"] = tensor
-        self.mtp.layers[0].load_state_dict(state)
+        for mtp_layer, layer in zip(self.mtp.layers, self.layers, strict=True):
+            state = {}
+            for name, tensor in layer.state_dict().items():
+                stem, rest = name.split(".", 1)
+                state[f"{names[stem]}.{rest}"] = tensor
+            mtp_layer.load_state_dict(state)
         self.mtp.config._attn_implementation = "eager"
         self.mtp.config._experts_implementation = "eager"
 
-    def run(self, ids: list[int], features: torch.Tensor) -> torch.Tensor:
+    def run(self, index: int, ids: list[int], features: torch.Tensor) -> torch.Tensor:
         """transformers numbers draft positions one higher than we do; rotary cannot tell."""
         positions = torch.arange(1, len(ids) + 1)[None]
-        return self.mtp.forward_layer(0, features, positions, None, input_ids=torch.tensor([ids]))
+        return self.mtp.forward_layer(
+            index, features, positions, None, input_ids=torch.tensor([ids])
+        )

@@ -268,12 +268,21 @@ def test_an_mtp_layer_with_its_own_head(damaged: Callable[..., Path]) -> None:
         mtpc.compile(directory, spec_tokens=1, **EAGER)
 
 
-def test_more_than_one_mtp_layer(damaged: Callable[..., Path]) -> None:
-    directory = damaged()
+@pytest.mark.parametrize(
+    ("family", "announced", "message"),
+    [
+        ("mimo", 2, r"MTP layer 1 of .*: missing block\.input_layernorm\.weight"),
+        ("mimo_v2", 2, r"announces 2 MTP layer\(s\), but stores more: model\.mtp\.layers\.2\."),
+    ],
+)
+def test_more_or_fewer_mtp_layers(
+    family: str, announced: int, message: str, damaged: Callable[..., Path]
+) -> None:
+    directory = damaged(family)
     config = json.loads((directory / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 2
+    config["num_nextn_predict_layers"] = announced
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="has 2 MTP layers; only one"):
+    with pytest.raises(CheckpointError, match=message):
         mtpc.compile(directory, spec_tokens=1, **EAGER)
 
 

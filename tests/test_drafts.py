@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from conftest import FAMILY_NAMES
 from oracles import DraftOracle, QwenDraftOracle, TransformersDraftOracle
 from test_theorem import PROMPTS, poison
@@ -41,8 +42,57 @@ def test_drafts_equal_the_wiring(
     assert check_drafts(spec, DraftOracle(oracle(family, kind)), prompts, 12) >= 6
 
 
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"),
+    [("mimo_v2", 1), ("step3p7", 2), ("step3p7@3", 2), ("step3p7@3", 4)],
+)
+def test_several_layers_chain_truly(
+    family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """2 and 3 layers, K below, at and above their number; prompts of 1 token and many chunks."""
+    spec = compiled(family, spec_tokens, batch_buckets=(4,))
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[7], PROMPTS[12]]
+    assert check_drafts(spec, DraftOracle(oracle(family)), prompts, 12) >= 16
+    assert 0 < spec.stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize(("family", "spec_tokens"), [("mimo_v2", 3), ("step3p7@3", 4)])
+def test_drafts_after_rejections_at_every_position(
+    family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """Planted drafts: 0..K are accepted in turn, and what is drafted next stays right."""
+    spec, plain = (
+        compiled(family, spec_tokens, "random", batch_buckets=(2,)),
+        oracle(family, "random"),
+    )
+    poison(spec)
+    prompts, new = [PROMPTS[4], PROMPTS[10]], 24
+    truths = [plain.generate(prompt, new, stop=False) for prompt in prompts]
+    texts = {spec.engine.add(prompt, new): list(prompt) for prompt in prompts}
+    tokens, drafts, turn = spec.program.shared["state.token_ids"], DraftOracle(plain), 0
+    while spec.engine.has_work:
+        before = spec.stats.decode_steps
+        for output in spec.engine.step():
+            texts[output.request_id] += output.token_ids
+        for request, prompt, truth in zip(spec.engine.running, prompts, truths, strict=False):
+            text = texts[request.request_id]
+            if spec.stats.decode_steps > before and len(spec.engine.running) == 2:
+                assert tokens[request.slot].tolist()[1:] == drafts.drafts(text, spec_tokens)
+            known = len(text) - len(prompt)
+            right = (turn + request.request_id) % (spec_tokens + 1)
+            planted = truth[known : known + spec_tokens]
+            if len(planted) == spec_tokens:
+                wrong = [(token + 1) % 96 for token in planted[right:]]
+                tokens[request.slot, 1:] = torch.tensor([*planted[:right], *wrong])
+        turn += 1
+    assert [
+        text[len(prompt) :] for text, prompt in zip(texts.values(), prompts, strict=True)
+    ] == truths
+    assert all(count > 0 for count in spec.stats.accepted)
+
+
 @pytest.mark.parametrize("kind", ["trained", "random"])
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "step3p7"])
 def test_drafts_equal_transformers_mtp(
     family: str, kind: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,36 @@ _QWEN_MOE: dict[str, Any] = dict(
     num_experts=4,
     num_experts_per_tok=2,
 )
+
+
+def _step3p7(layers: int) -> dict[str, Any]:
+    """A multimodal config as released ones are: lists go on for the MTP layers."""
+    full, sliding, dense, sparse = "full_attention", "sliding_attention", "dense", "sparse"
+    text = {
+        **_COMMON,
+        "pad_token_id": 0,
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": layers,
+        "layer_types": [full, sliding, sliding, sliding, full, sliding][: 3 + layers],
+        "mlp_layer_types": [dense, dense, sparse, dense, sparse, dense][: 3 + layers],
+        "rope_theta": [1e5, 1e4, 1e4, 1e4, 1e5, 1e4][: 3 + layers],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5, 1.0][: 3 + layers],
+        "swiglu_limits": [0.0, 0.0, 0.2] + [0.0] * layers,
+        "swiglu_limits_shared": [0.0, 0.0, 0.3] + [0.0] * layers,
+        "num_sliding_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_router_scaling_factor": 1.5,
+    }
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {"text_config": text, "vision_config": {**vision, "image_size": 28, "patch_size": 14}}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": {**_COMMON, "num_key_value_heads": 2},
     "glm4_moe": {**_COMMON, **_MOE, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True},
@@ -75,12 +106,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {**_COMMON, **_GATED_DELTA, "mtp_num_hidden_layers": 1},
     "qwen3_5_moe": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE, "mtp_num_hidden_layers": 1},
+    "mimo_v2": {
+        **_COMMON,
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 6,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "step3p7": _step3p7(2),
+    "step3p7@3": _step3p7(3),
 }
 
 
 def family_of(name: str):  # type: ignore[no-untyped-def]
-    """The family table's row of this name."""
-    return next(f for f in FAMILIES if f.name == name)
+    """The family table's row of this name, which may end in "@" and a number of MTP layers."""
+    return next(f for f in FAMILIES if f.name == name.partition("@")[0])
+
+
+def text_config(target: Any) -> Any:
+    """The language model's config."""
+    return target.config.get_text_config(decoder=True)
+
+
+def num_layers(name: str) -> int:
+    """MTP layers of a tiny model."""
+    config = CONFIGS[name]
+    return config.get("text_config", config)["num_nextn_predict_layers"]
 
 
 def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -96,14 +154,14 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def build_mtp_layer(name: str, target: Any, seed: int = 1) -> MTPLayer:
+def build_mtp_layer(name: str, target: Any, seed: int = 1, index: int = 0) -> MTPLayer:
     """A random MTP layer that fits a target."""
     torch.manual_seed(seed)
-    family = family_of(name)
+    family, config = family_of(name), text_config(target)
     sample = target.get_decoder().layers[-1]
-    block = type(sample)(family.block_config(target.config), target.config.num_hidden_layers)
-    layer = MTPLayer(family.wiring, target.config, block, type(sample.input_layernorm))
-    std = target.config.initializer_range
+    block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
+    layer = MTPLayer(family.wiring, config, block, type(sample.input_layernorm))
+    std = config.initializer_range
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
             if "norm" not in parameter_name:
@@ -111,9 +169,14 @@ def build_mtp_layer(name: str, target: Any, seed: int = 1) -> MTPLayer:
     return layer.eval()
 
 
-def save_checkpoint(name: str, target: Any, layer: MTPLayer | None, directory: Path) -> Path:
+def build_mtp_layers(name: str, target: Any, seed: int = 1) -> list[MTPLayer]:
+    """All MTP layers that a tiny model has."""
+    return [build_mtp_layer(name, target, seed + i, i) for i in range(num_layers(name))]
+
+
+def save_checkpoint(name: str, target: Any, layers: Sequence[MTPLayer], directory: Path) -> Path:
     """Write a checkpoint in the family's public format, MTP tensors under their released names."""
-    return write(target, () if layer is None else (layer,), directory, family_of(name))
+    return write(target, layers, directory, family_of(name))
 
 
 def make_checkpoint(
@@ -121,8 +184,8 @@ def make_checkpoint(
 ) -> Path:
     """A random checkpoint of a family, with or without MTP layer."""
     target = build_target(name, seed, **changes)
-    layer = build_mtp_layer(name, target, seed + 1) if mtp else None
-    return save_checkpoint(name, target, layer, directory)
+    layers = build_mtp_layers(name, target, seed + 1) if mtp else []
+    return save_checkpoint(name, target, layers, directory)
 
 
 def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -136,46 +199,58 @@ def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torc
     return torch.stack(rows, 1)
 
 
-def train(name: str, target: Any, layer: MTPLayer, steps: int = 18) -> None:
-    """A few seconds of training of target and MTP layer: drafts are then accepted in part."""
+def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -> None:
+    """A few seconds of training of target and MTP layers: drafts are then accepted in part."""
     generator = torch.Generator().manual_seed(3)
     decoder, head = target.get_decoder(), target.get_output_embeddings()
-    parameters = [*target.parameters(), *layer.parameters()]
+    parameters = [*target.parameters(), *(p for layer in layers for p in layer.parameters())]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     target.set_attn_implementation("eager")
     for _ in range(steps):
         ids = _cyclic_text(8, 24, generator)
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         loss = nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        features = run_mtp_uncached(target, layer, ids[:, 1:], hidden[:, :-1])
-        logits = head(features)[:, :-1].flatten(0, 1)
-        loss = loss + nn.functional.cross_entropy(logits, ids[:, 2:].flatten())
+        features = hidden
+        for index, layer in enumerate(layers):
+            rows = ids[:, 1 + index :]
+            features = run_mtp_uncached(name, target, layer, rows, features[:, :-1])
+            logits = head(features)[:, :-1].flatten(0, 1)
+            loss = loss + nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
 def run_mtp_uncached(
-    target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
+    name: str, target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
 ) -> torch.Tensor:
-    """The MTP layer over whole rows [B, L] with transformers' own causal attention, no cache."""
+    """An MTP layer over whole rows [B, L] with transformers' own causal attention, no cache."""
     positions = torch.arange(ids.shape[1])[None]
     embedding = target.get_input_embeddings()(ids)
     hidden = layer.join(embedding, features, positions.expand_as(ids))
-    mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), dtype=hidden.dtype).triu(1)
+    distance = positions.T - positions
+    attention = layer.block.self_attn
+    window = getattr(attention, "sliding_window", None) or ids.shape[1]
+    mask = torch.where((distance >= 0) & (distance < window), 0.0, float("-inf"))
+    config = text_config(target)
+    kind = family_of(name).rotary_type(config, attention.layer_idx - config.num_hidden_layers)
     hidden = layer.block(
         hidden,
-        attention_mask=mask[None, None],
+        attention_mask=mask.to(hidden.dtype)[None, None],
         position_ids=positions,
-        position_embeddings=rotate(target, hidden, positions),
+        position_embeddings=rotate(target, hidden, positions, kind),
     )
     return layer.final_norm(hidden)
 
 
-def rotate(target: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Rotary embedding of text at positions [1, L]; Qwen3.5 wants them for three grids."""
+def rotate(
+    target: Any, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None
+) -> Any:
+    """Rotary embedding of text at positions [1, L], of an attention type where types differ;
+    Qwen3.5 wants them for three grids."""
     rotary = target.get_decoder().rotary_emb
-    return rotary(hidden, positions.expand(3, 1, -1) if _has_grids(rotary) else positions)
+    grids = positions.expand(3, 1, -1) if _has_grids(rotary) else positions
+    return rotary(hidden, grids, **({"layer_type": kind} if kind else {}))
 
 
 def _has_grids(rotary: Any) -> bool:
@@ -186,9 +261,9 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
     """A checkpoint trained for seconds, so that drafts are accepted in part."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = build_target(name, seed, **eager, **changes)
-    layer = build_mtp_layer(name, target, seed + 1)
-    train(name, target, layer)
-    return save_checkpoint(name, target, layer, directory)
+    layers = build_mtp_layers(name, target, seed + 1)
+    train(name, target, layers, steps=18 if len(layers) == 1 else 12)
+    return save_checkpoint(name, target, layers, directory)
 
 
 @torch.no_grad()
@@ -210,4 +285,4 @@ def make_full_acceptance_checkpoint(directory: Path, seed: int = 0) -> Path:
     target.get_decoder().norm.weight.fill_(1)
     hidden = embedding.shape[1]
     layer.projection.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1))
-    return save_checkpoint("mimo", target, layer, directory)
+    return save_checkpoint("mimo", target, [layer], directory)

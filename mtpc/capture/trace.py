@@ -21,6 +21,7 @@ from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
 from mtpc.pieces.accept import Accept, AcceptPrompt
 from mtpc.pieces.advance import Advance
+from mtpc.pieces.chain import KeepLast, MoveUp, Widen
 from mtpc.pieces.choose import Choose, Pick, Record, SampleChoice, SampleDraft
 from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, PromptAnchors
 from mtpc.step import Step, StepModel, StepPieces
@@ -171,4 +172,8 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     samples = "state.sampling_ints" in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
     pieces.record, pieces.advance = Record(), Advance()
+    window = len(traces.drafts) - 1
+    if window > 0:
+        pieces.widen, pieces.move_up = Widen(key, window, page_size), MoveUp()
+        pieces.keep_last = KeepLast(window)
     return pieces

@@ -19,8 +19,17 @@ from mtpc.step import Metadata
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Page pools of a grouped-query attention layer: K and V, each [N, P, H_kv, D]."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dims = (N, P, config.num_key_value_heads, head_dim)
-    return tuple(BufferSpec(f"kv.{layer}.{role}", dims, dtype) for role in ("k", "v"))
+    return paged_pool_specs(layer, dtype, config.num_key_value_heads, (head_dim, head_dim))
+
+
+def paged_pool_specs(
+    layer: int, dtype: torch.dtype, heads: int, dims: tuple[int, int]
+) -> tuple[BufferSpec, ...]:
+    """Page pools of K and V whose heads may differ in width, `dims`."""
+    return tuple(
+        BufferSpec(f"kv.{layer}.{role}", (N, P, heads, width), dtype)
+        for role, width in zip(("k", "v"), dims, strict=True)
+    )
 
 
 def paged_latent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

@@ -37,7 +37,9 @@ class MTPWiring:
         hidden_first: concat order; False is [embedding, hidden].
         zero_first_embedding: the embedding at sequence position 0 is zeroed.
         target_features: which hidden state of the target feeds the draft.
-        chain: "recycle" applies one layer again and again on its own output.
+        chain: drafts beyond the number of MTP layers. "recycle" applies the last layer again and
+            again on its own output; with one layer these are all drafts but the first. Up to that
+            number, draft i is MTP layer i's, run over all rows (see `mtpc.pieces.chain`).
     """
 
     embedding_norm: str
@@ -60,7 +62,8 @@ class ModelFamily:
         hf_class: transformers class name to build the target with.
         hf_config_class: transformers config class name.
         wiring: the MTP layer's joints.
-        num_mtp_layers: config -> number of MTP layers it announces.
+        num_mtp_layers: config -> number of MTP layers it announces; None where it does not say:
+            then they are counted in the checkpoint.
         layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
         block_prefix: what stands between that prefix and the names of the decoder block.
         block_config: config -> config to build the MTP block with; the block's layer index is
@@ -71,8 +74,12 @@ class ModelFamily:
         position_grids: numbers that a position has for rotary embedding; more than one (time,
             height, width) where the model knows images; text has the same in all.
         canonical: transformers classes that no seam can express, by name, and what stands in.
+        rotary_type: (config, i) -> attention type of MTP layer i, for models whose rotary
+            embedding differs by type; None for others.
+        stored_names: pairs (in checkpoints, in transformers' modules) of parts of names, for
+            decoder layers and MTP blocks.
         stored_prefixes: name prefix of the target -> prefix that checkpoints may store in its
-            place (a text model inside a multimodal one).
+            place (a text model inside a multimodal one, or the reverse).
     """
 
     name: str
@@ -80,7 +87,7 @@ class ModelFamily:
     hf_class: str
     hf_config_class: str
     wiring: MTPWiring
-    num_mtp_layers: Callable[[Any], int]
+    num_mtp_layers: Callable[[Any], int | None]
     layer_prefix: Callable[[int, int], str]
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
     block_config: Callable[[Any], Any]
@@ -88,6 +95,8 @@ class ModelFamily:
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
     block_prefix: str = ""
     position_grids: int = 1
+    rotary_type: Callable[[Any, int], str | None] = lambda config, index: None
+    stored_names: tuple[tuple[str, str], ...] = ()
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
 
 

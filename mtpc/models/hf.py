@@ -92,18 +92,24 @@ def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Modu
     tensors = [*model.parameters(), *model.buffers()]
     shared = copy.deepcopy(model, {id(t): t for t in tensors})
     use_seams(shared.config)
-    for name, module in list(shared.named_modules()):
+    stand_in(shared, canonical)
+    return shared.eval()
+
+
+def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
+    """Replace modules below `root` whose class no seam can express, in place."""
+    for name, module in list(root.named_modules()):
         make = canonical.get(type(module).__name__)
         if make is not None:
             parent, _, leaf = name.rpartition(".")
-            setattr(shared.get_submodule(parent), leaf, make(module))
-    return shared.eval()
+            setattr(root.get_submodule(parent), leaf, make(module))
 
 
 def use_seams(config: Any) -> None:
     """Select mtpc's attention and experts in a config (a private copy's, never the user's)."""
-    config._attn_implementation = SEAM_NAME
-    config._experts_implementation = SEAM_NAME
+    for part in (config, config.get_text_config(decoder=True)):
+        part._attn_implementation = SEAM_NAME
+        part._experts_implementation = SEAM_NAME
 
 
 class HFTarget(nn.Module):
@@ -164,12 +170,16 @@ class HFDraft(nn.Module):
         layer: the MTP layer.
         pool: caches of all layers.
         grids: see `ModelFamily.position_grids`.
+        rotary_type: the layer's attention type where the rotary embedding differs by type.
     """
 
-    def __init__(self, decoder: Any, layer: MTPLayer, pool: CachePool, grids: int):
+    def __init__(
+        self, decoder: Any, layer: MTPLayer, pool: CachePool, grids: int, rotary_type: str | None
+    ):
         super().__init__()
         self.embedding, self.rotary = decoder.get_input_embeddings(), decoder.rotary_emb
         self.layer, self.pool, self.grids = layer, pool, grids
+        self.rotary_options = {} if rotary_type is None else {"layer_type": rotary_type}
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext(self.pool.layers(), *metadata)
@@ -184,7 +194,7 @@ class HFDraft(nn.Module):
             position_ids=positions[None],
             past_key_values=context,
             use_cache=False,
-            position_embeddings=self.rotary(hidden, rotary_positions),
+            position_embeddings=self.rotary(hidden, rotary_positions, **self.rotary_options),
             mtpc_context=context,
         )
         return self.layer.final_norm(hidden)[0]

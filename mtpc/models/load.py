@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from mtpc.buffers import chain_specs
 from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of, listing
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
@@ -37,7 +38,8 @@ class LoadedModel:
 
     @property
     def config(self) -> Any:
-        return self.target.config
+        """The language model's, also where transformers nests it in a multimodal one's."""
+        return self.target.config.get_text_config(decoder=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,14 +55,25 @@ class LoadedModel:
         directory = self.checkpoint.directory if self.checkpoint else None
         return ServedModel(self.source, self.vocab_size, self.stop_ids, directory)
 
-    def cache_specs(self) -> tuple[BufferSpec, ...]:
-        """State buffers of the target's layers and the MTP layers'."""
+    def with_layers(self, count: int) -> LoadedModel:
+        """This model with its first `count` MTP layers: more are not used, and need no state."""
+        return replace(self, mtp_layers=self.mtp_layers[:count])
+
+    @property
+    def chain_window(self) -> int:
+        """Rows before a step's own that the MTP layers compute again; see `pieces.chain`."""
+        return max(len(self.mtp_layers) - 1, 0)
+
+    def state_specs(self) -> tuple[BufferSpec, ...]:
+        """Buffers of the target's layers, of the MTP layers', and of their chain."""
         count = self.config.num_hidden_layers + len(self.mtp_layers)
-        return tuple(
+        caches = (
             spec
             for layer in range(count)
             for spec in self.family.cache_specs(self.config, layer, self.dtype)
         )
+        chain = chain_specs(self.chain_window, (self.config.hidden_size,), self.dtype)
+        return (*caches, *chain)
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters and constant buffers by name; tensors tied together appear once."""
@@ -82,15 +95,21 @@ class SteppedModel:
         self.target: nn.Module = HFTarget(decoder, pool)
         self.target_head: nn.Module = head
         self.drafts = nn.ModuleList(
-            HFDraft(decoder, layer, pool, loaded.family.position_grids)
-            for layer in loaded.mtp_layers
+            HFDraft(
+                decoder,
+                layer,
+                pool,
+                loaded.family.position_grids,
+                loaded.family.rotary_type(loaded.config, index),
+            )
+            for index, layer in enumerate(loaded.mtp_layers)
         )
         self.draft_heads = nn.ModuleList(head for _ in loaded.mtp_layers)
         self.vocab_size: int = embedding.weight.shape[0]
 
     def draft_index(self, step: int) -> int:
-        """MTP layer that draft step `step` uses: the one there is, recycled."""
-        return 0
+        """MTP layer that draft step `step` uses; beyond their number, the last is recycled."""
+        return min(step, len(self.drafts) - 1)
 
 
 def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
@@ -138,7 +157,9 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     family = find_family(checkpoint.config.get("architectures") or [])
     config_class = getattr(transformers, family.hf_config_class)
     own = ("model_type", "quantization_config")
-    config = config_class(**{k: v for k, v in checkpoint.text_config.items() if k not in own})
+    is_nested = "text_config" in getattr(config_class, "sub_configs", {})
+    fields = checkpoint.config if is_nested else checkpoint.text_config
+    config = config_class(**{k: v for k, v in fields.items() if k not in own})
     try:
         with _quiet_transformers():
             model, info = getattr(transformers, family.hf_class).from_pretrained(
@@ -206,7 +227,8 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
     checkpoint = checkpoint_of(model)
     names = checkpoint.config.get("architectures") if checkpoint else None
     family = find_family(names or [type(model).__name__])
-    if getattr(model.config, "text_config", None) is not None:
+    is_nested = getattr(model.config, "text_config", None) is not None
+    if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(
             f"{type(model).__name__} is a multimodal model; expected its text model: load it with "
             f"transformers.{family.hf_class}, or pass the checkpoint's directory"
@@ -238,22 +260,28 @@ def _share(model: Any, family: ModelFamily, source: str) -> Any:
 def _load_mtp_layers(
     checkpoint: Checkpoint, family: ModelFamily, target: Any
 ) -> tuple[MTPLayer, ...]:
-    count = family.num_mtp_layers(target.config)
-    prefix = family.layer_prefix(target.config.num_hidden_layers, 0)
+    config = target.config.get_text_config(decoder=True)
+    count = _count_mtp_layers(checkpoint, family, config)
     if count == 0:
         raise CheckpointError(
             f"{checkpoint.directory} announces no MTP layers (num_nextn_predict_layers is 0 or "
             "absent); spec_tokens=0 decodes without them"
         )
-    if not checkpoint.names(prefix):
+    prefixes = [family.layer_prefix(config.num_hidden_layers, i) for i in (0, count)]
+    if not checkpoint.names(prefixes[0]):
         raise CheckpointError(
-            f"{checkpoint.directory} holds no MTP layer: no tensor is named {prefix}*; expected "
-            f"{count}; spec_tokens=0 decodes without them"
+            f"{checkpoint.directory} holds no MTP layer: no tensor is named {prefixes[0]}*; "
+            f"expected {count}; spec_tokens=0 decodes without them"
         )
-    if count > 1:
+    if prefixes[0] == prefixes[1] and count > 1:
         raise UnsupportedModelError(
-            f"{checkpoint.directory} has {count} MTP layers; only one, applied recursively, is "
-            "supported so far (layer 2 would need its own KV of every context token)"
+            f"{checkpoint.directory} has {count} MTP layers; {family.name} is known with one only"
+        )
+    more = checkpoint.names(prefixes[1])
+    if more and prefixes[0] != prefixes[1]:
+        raise CheckpointError(
+            f"{checkpoint.directory} announces {count} MTP layer(s), but stores more: "
+            f"{listing(more)}; mend num_nextn_predict_layers in its config.json"
         )
     decoder = target.get_decoder()
     sample = decoder.layers[-1]
@@ -261,9 +289,7 @@ def _load_mtp_layers(
     for name, weight in repeated_tensors(checkpoint, family, target, count).items():
         check_repeated(checkpoint, name, weight)
     layers = tuple(
-        load_mtp_layer(
-            checkpoint, family, target.config, i, type(sample), find_norm_class(sample), dtype
-        )
+        load_mtp_layer(checkpoint, family, config, i, type(sample), find_norm_class(sample), dtype)
         for i in range(count)
     )
     for index, layer in enumerate(layers):
@@ -271,12 +297,24 @@ def _load_mtp_layers(
     return layers
 
 
+def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) -> int:
+    """MTP layers that the config announces or, where it is silent, that are stored."""
+    count = family.num_mtp_layers(config)
+    if count is None:
+        count = 0
+        while checkpoint.names(family.layer_prefix(config.num_hidden_layers, count)):
+            count += 1
+        config.num_nextn_predict_layers = count  # A private copy's: blocks are built by it.
+    return count
+
+
 def repeated_tensors(
     checkpoint: Checkpoint, family: ModelFamily, target: Any, count: int
 ) -> dict[str, Tensor]:
     """Stored tensors of `count` MTP layers that repeat the target's embedding or head."""
     modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
-    prefixes = [family.layer_prefix(target.config.num_hidden_layers, i) for i in range(count)]
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    prefixes = [family.layer_prefix(layers, i) for i in range(count)]
     return {
         prefix + name: modules[role].weight
         for prefix in prefixes

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from mtpc.checkpoint import Checkpoint, listing
 from mtpc.errors import CheckpointError
 from mtpc.models.family import ModelFamily
-from mtpc.models.hf import MTPLayer
+from mtpc.models.hf import MTPLayer, stand_in
 
 _EXPERT = re.compile(
     r"^(?P<stem>.*mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight$"
 )
+
+STACKED_GATE = re.compile(r".*\bmoe\.gate_proj\.weight")
+"""Gate projections of all experts as one tensor, as Step-3.5 and 3.7 are stored."""
 
 
 def load_mtp_layer(
@@ -47,6 +50,7 @@ def load_mtp_layer(
     with torch.device("meta"):
         block = block_class(family.block_config(config), config.num_hidden_layers + index)
         layer = MTPLayer(family.wiring, config, block, norm_class)
+        stand_in(layer, family.canonical)
     for name in family.shared_tensors:
         stored.pop(name, None)
     tensors = {_module_name(name, family): checkpoint.tensor(full) for name, full in stored.items()}
@@ -67,28 +71,40 @@ def _module_name(name: str, family: ModelFamily) -> str:
     if stem in joints:
         return f"{joints[stem]}.{leaf}"
     if name.startswith(family.block_prefix):
-        return f"block.{name.removeprefix(family.block_prefix)}"
+        return f"block.{module_name(name.removeprefix(family.block_prefix), family)}"
     return name  # Neither a joint's nor the block's: reported as unexpected.
+
+
+def module_name(name: str, family: ModelFamily) -> str:
+    """Checkpoint name within a decoder layer -> transformers' name."""
+    for stored, module in family.stored_names:
+        name = name.replace(stored, module)
+    return name
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
     """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
     joint, _, leaf = name.partition(".")
     if joint == "block":
-        return family.block_prefix + leaf
+        return family.block_prefix + layer_name(leaf, family)
     return f"{getattr(family.wiring, joint)}.{leaf}"
 
 
+def layer_name(name: str, family: ModelFamily) -> str:
+    """transformers' name within a decoder layer -> checkpoint name: `module_name` reversed."""
+    for stored, module in family.stored_names:
+        name = name.replace(module, stored)
+    return name
+
+
 def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
-    """A layer's tensors by checkpoint name within it, experts one by one: what loading reads."""
+    """A layer's tensors by checkpoint name within it, experts as the family stores them: what
+    loading reads."""
     for name, tensor in layer.state_dict().items():
         public = stored_name(name, family)
         stem, _, part = public.rpartition(".")
         if part == "gate_up_proj":
-            for index, rows in enumerate(tensor):
-                gate, up = rows.chunk(2)
-                yield f"{stem}.{index}.gate_proj.weight", gate
-                yield f"{stem}.{index}.up_proj.weight", up
+            yield from _stored_gate_up(stored_name(name.replace(part, "down_proj"), family), tensor)
         elif part == "down_proj":
             for index, rows in enumerate(tensor):
                 yield f"{stem}.{index}.down_proj.weight", rows
@@ -96,9 +112,22 @@ def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, 
             yield public, tensor
 
 
+def _stored_gate_up(down: str, gate_up: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Gate and up of all experts, stacked where `down`, which stands beside them, is."""
+    parts = zip(("gate_proj", "up_proj"), gate_up.chunk(2, 1), strict=True)
+    stem = down.removesuffix(".down_proj")
+    for name, tensor in parts:
+        if stem == down:
+            yield down.replace("down_proj", name), tensor
+        else:
+            for index, rows in enumerate(tensor):
+                yield f"{stem}.{index}.{name}.weight", rows
+
+
 def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`."""
     out: dict[str, Tensor] = {}
+    tensors = _join_stacked(tensors)
     parts: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors.items():
         match = _EXPERT.match(name)
@@ -120,6 +149,17 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rows = [torch.cat([by_part["gate", i], by_part["up", i]]) for i in range(count)]
         out[f"{stem}.gate_up_proj"] = torch.stack(rows)
         out[f"{stem}.down_proj"] = torch.stack([by_part["down", i] for i in range(count)])
+    return out
+
+
+def _join_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stored stacked, gate [E, I, H] and up apart -> transformers' `gate_up_proj`."""
+    out = dict(tensors)
+    for name in tensors:
+        up = name.replace("gate_proj", "up_proj")
+        if STACKED_GATE.fullmatch(name) and up in out:
+            gate_up = torch.cat([out.pop(name), out.pop(up)], 1)
+            out[name.replace("moe.gate_proj.weight", "mlp.experts.gate_up_proj")] = gate_up
     return out
 
 

@@ -42,8 +42,9 @@ def save_checkpoint(
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["architectures"] = [family.architectures[0]]
-    announced = [name for name in MTP_COUNT_NAMES if name in config] or MTP_COUNT_NAMES[-1:]
-    config.update(dict.fromkeys(announced, len(mtp_layers)))
+    text = config.get("text_config", config)
+    announced = [name for name in MTP_COUNT_NAMES if name in text] or MTP_COUNT_NAMES[-1:]
+    text.update(dict.fromkeys(announced, len(mtp_layers)))
     path.write_text(json.dumps(config, indent=2) + "\n")
     return directory
 
@@ -51,8 +52,9 @@ def save_checkpoint(
 def _named(
     model: Any, layers: Sequence[MTPLayer], family: ModelFamily
 ) -> Iterator[tuple[str, Tensor]]:
+    layers_before = model.config.get_text_config(decoder=True).num_hidden_layers
     for index, layer in enumerate(layers):
-        prefix = family.layer_prefix(model.config.num_hidden_layers, index)
+        prefix = family.layer_prefix(layers_before, index)
         for name, tensor in stored_tensors(layer, family):
             # A file holds each tensor in full: views of stacked experts are copied out.
             yield prefix + name, tensor.detach().clone().contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, repeated_tensors
-from mtpc.models.mtp_layers import stored_name
+from mtpc.models.mtp_layers import layer_name, stored_name
 from mtpc.recipes import Join, Recipe, make, names
 
 _EXPERTS = re.compile(r"(?P<stem>.*mlp\.experts)\.(?P<part>gate_up|down)_proj")
@@ -64,17 +64,23 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         if stored in checkpoint.tensors:
             yield stored
         match = _EXPERTS.fullmatch(stored)
-        if match:
-            recipe = _stacked(match["stem"], match["part"], checkpoint)
+        if match is None:
+            continue
+        stem, part = match["stem"], match["part"]
+        joined = (_joined(stem),) if part == "gate_up" else ()
+        for recipe in (_stacked(stem, part, checkpoint), *joined):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
 
 def _elsewhere(name: str, family: ModelFamily) -> Iterator[str]:
     """Other names that checkpoints of the family may have a tensor under."""
+    yield layer_name(name, family)
     for own, stored in family.stored_prefixes.items():
         if name.startswith(own):
-            yield stored + name.removeprefix(own)
+            moved = stored + name.removeprefix(own)
+            yield moved
+            yield layer_name(moved, family)
 
 
 def _stacked(stem: str, part: str, checkpoint: Checkpoint) -> Join:
@@ -85,6 +91,12 @@ def _stacked(stem: str, part: str, checkpoint: Checkpoint) -> Join:
         return Join("stack", tuple(f"{expert}down_proj.weight" for expert in of))
     pairs = [(f"{expert}gate_proj.weight", f"{expert}up_proj.weight") for expert in of]
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
+
+
+def _joined(stem: str) -> Join:
+    """The same of experts stored stacked, gate and up apart (Step-3.5, Step-3.7)."""
+    moe = stem.removesuffix("mlp.experts") + "moe."
+    return Join("cat_rows", (f"{moe}gate_proj.weight", f"{moe}up_proj.weight"))
 
 
 def _gives(recipe: Recipe, checkpoint: Checkpoint, tensor: Tensor) -> bool:

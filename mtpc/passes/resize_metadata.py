@@ -25,7 +25,8 @@ class ResizeMetadata:
     A verify step touches R*Q rows of them. A buffer captured too short is a public classic
     (`slot_mapping[:bs]` where bs*max_qlen is needed: KV silently dropped), because a slice past
     the end is silently clamped. This pass reads every row demand off the graph, replaces the
-    symbol R by R*Q where the demand needs it, and reallocates; the verifier checks all demands.
+    symbol R by R*Q (or more, a multiple of R) where the demand needs it, and reallocates; the
+    verifier checks all demands.
     """
 
     name: ClassVar[str] = "resize-metadata"
@@ -35,7 +36,10 @@ class ResizeMetadata:
         for name, demand in row_demands(graph).items():
             spec, rows = graph.layout[name], graph.layout.shape(name)[0]
             if demand > rows and spec.dims[0] == R:
-                graph.resize(name, graph.layout.resized(name, (T, *spec.dims[1:])))
+                # Beyond R*Q there are the earlier rows of true chaining, as many per request.
+                excess = max(demand - graph.layout.value(T), 0)
+                size = T + R * -(-excess // graph.layout.value(R))
+                graph.resize(name, graph.layout.resized(name, (size, *spec.dims[1:])))
                 rewrites += 1
         return rewrites
 

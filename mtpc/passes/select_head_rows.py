@@ -27,6 +27,7 @@ _ELEMENTWISE = {
     aten.to.dtype,
     aten.type_as.default,
     aten.neg.default,
+    aten.clamp.default,
 }
 _FIRST_ARGUMENT_ONLY = {aten.linear.default}
 """Row-wise in the first argument; the others are weights."""

@@ -1,12 +1,24 @@
 // Which rows chose which experts.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
 #include "tensors.h"
 
 namespace mtpc {
+
+/// silu(gate) * up; with a limit above 0, silu(gate) at most that and up within it on both sides.
+template <class A>
+A swiglu(A gate, A up, A limit) {
+  const A active = gate / (1 + std::exp(-gate));
+  if (!(limit > 0)) return active * up;
+  // As torch clamps: NaN stays NaN.
+  const A bounded = active > limit ? limit : active;
+  return bounded * (up > limit ? limit : up < -limit ? -limit : up);
+}
 
 /// The rows that chose one expert, in order, and its weight in each.
 template <class A>

@@ -99,11 +99,12 @@ template <class T>
 class Experts {
  public:
   Experts(const Shape& shape, const Tensor& x, const Tensor& gate_up, const Tensor& down,
-          const Tensor& ids, const Tensor& weights)
+          const Tensor& ids, const Tensor& weights, double limit)
       : s_(shape),
         x_(x),
         gate_up_(gate_up),
         down_(down),
+        limit_(limit),
         choices_(group_rows<T>(ids, weights, shape.experts)),
         active_(choices_.slots * shape.intermediate) {}
 
@@ -158,7 +159,7 @@ class Experts {
         for (int i = 0; i < kInputs; ++i) {
           T* active = slot(choice, first + i) + feature;
           for (int64_t w = 0; w < count; ++w) {
-            active[w] = static_cast<T>(g[w][i] / (1 + std::exp(-g[w][i])) * u[w][i]);
+            active[w] = static_cast<T>(swiglu(g[w][i], u[w][i], limit_));
           }
         }
       });
@@ -200,6 +201,7 @@ class Experts {
   const Tensor& x_;
   const Tensor& gate_up_;
   const Tensor& down_;
+  const A limit_;
   const Choices<A> choices_;
   Buffer<T> active_;  // [slots, intermediate]
 };
@@ -229,14 +231,14 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights) {
+    const Tensor& expert_weights, double limit) {
   const Shape shape = check(x, gate_up, down, expert_ids, expert_weights);
   const Tensor out = torch::stable::new_empty(x, {shape.tokens, shape.hidden});
   const Tensor inputs = adjacent_last(x), first = adjacent_last(gate_up);
   const Tensor second = adjacent_last(down), weights = adjacent_last(expert_weights);
   with_type(x.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
-    Experts<T>(shape, inputs, first, second, expert_ids, weights).run(out);
+    Experts<T>(shape, inputs, first, second, expert_ids, weights, limit).run(out);
   });
   return out;
 }

@@ -19,8 +19,9 @@ struct Shape {
 class PackedExperts {
  public:
   PackedExperts(const Shape& shape, const Tensor& x, const Tensor& gate_up, const Tensor& down,
-                const Tensor& ids, const Tensor& weights)
+                const Tensor& ids, const Tensor& weights, double limit)
       : s_(shape),
+        limit_(static_cast<float>(limit)),
         gate_up_(static_cast<const BFloat16*>(gate_up.const_data_ptr())),
         down_(static_cast<const BFloat16*>(down.const_data_ptr())),
         choices_(group_rows<BFloat16>(ids, weights, shape.experts)),
@@ -65,7 +66,7 @@ class PackedExperts {
       BFloat16* active =
           active_.get() + (choice.first_slot + row) * s_.intermediate + tile * kFeatures;
       for (int f = 0; f < kFeatures; ++f) {
-        active[f] = static_cast<BFloat16>(g[f] / (1 + std::exp(-g[f])) * sums[f]);
+        active[f] = static_cast<BFloat16>(swiglu(g[f], sums[f], limit_));
       }
     });
   }
@@ -93,6 +94,7 @@ class PackedExperts {
   }
 
   const Shape s_;
+  const float limit_;
   const BFloat16* gate_up_;
   const BFloat16* down_;
   const Choices<float> choices_;
@@ -130,12 +132,12 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights) {
+    const Tensor& expert_weights, double limit) {
   const Shape shape = check(x, gate_up, down, expert_ids, expert_weights);
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor weights = adjacent_last(expert_weights);
   const Tensor out = torch::stable::new_empty(dense, {shape.tokens, shape.hidden});
-  PackedExperts(shape, dense, gate_up, down, expert_ids, weights)
+  PackedExperts(shape, dense, gate_up, down, expert_ids, weights, limit)
       .run(static_cast<BFloat16*>(out.mutable_data_ptr()));
   return out;
 }
