@@ -40,14 +40,18 @@ def poison(spec: mtpc.SpecModel) -> None:
     assert not spec.engine.has_work
     spec.engine.reset_prefix_cache()
     wild = {torch.int32: 2**30, torch.int64: -(2**40)}
-    for tensor in spec.program.shared.values():
+
+    def fill(tensor: torch.Tensor) -> None:
         tensor.fill_(math.nan if tensor.is_floating_point() else wild[tensor.dtype])
+
+    for tensor in spec.program.shared.values():
+        fill(tensor)
     spec.program.shared["state.remaining_tokens"].fill_(0)
     spec.program.shared["state.remaining_tokens"][SCRATCH_SLOT] = 99
     for step in spec.program.steps.values():
         for name, tensor in step.buffers.items():
             if name.startswith("batch.") and name != "batch.state_indices":
-                tensor.fill_(wild[tensor.dtype])
+                fill(tensor)
         step.buffers["batch.state_indices"].fill_(SCRATCH_SLOT)
 
 
