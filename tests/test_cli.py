@@ -52,6 +52,17 @@ def run_python(code: str) -> str:
 # ------------------------------------------------------------------------------------ run
 
 
+def test_run_samples(word_model, capsys):
+    texts = []
+    for seed in ("3", "3", "4"):
+        command = ["run", str(word_model), *SMALL, "--ids", "8 9", "-n", "9", "--seed", seed]
+        assert main([*command, "--temperature", "2", "--top-k", "50", "--ignore-eos"]) == 0
+        texts.append(capsys.readouterr().out.splitlines()[1])
+    assert texts[0] == texts[1] != texts[2]
+    assert main(["run", str(word_model), "--top-p", "2"]) != 0
+    assert "top_p is 2.0; expected a number in (0, 1]" in capsys.readouterr().err
+
+
 def test_run_prints_results_and_what_happened(word_model, capsys):
     prompts = ["-p", "w5 w6 w7", "--ids", "8, 9"]
     assert main(["run", str(word_model), *SMALL, *prompts, "-n", "6", "--ignore-eos"]) == 0

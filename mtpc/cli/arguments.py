@@ -35,6 +35,21 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the user gave."""
+    given = {name: getattr(args, name, None) for name, *_ in _SAMPLING}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+_SAMPLING = (
+    ("temperature", float, "T", "divides the logits; 0 is greedy"),
+    ("top_k", int, "N", "sample from the N most probable tokens"),
+    ("top_p", float, "P", "sample from the most probable tokens that reach this mass"),
+    ("min_p", float, "P", "no token less probable than P times the most probable one"),
+    ("seed", int, "N", "of the random numbers (default: drawn)"),
+)
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse's parser, whose complaints end with the nearest name that exists."""
 
@@ -88,6 +103,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence ids"
     )
+    group = parser.add_argument_group("sampling (default: greedy decoding)")
+    for name, kind, metavar, text in _SAMPLING:
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     _add_threads(parser)
     _add_compile_options(parser, batch_buckets="as many as there are prompts")
     _add_cache_options(parser)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mtpc
-from mtpc.cli.arguments import compile_options
+from mtpc.cli.arguments import compile_options, sampling_fields
 from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.errors import RequestError
@@ -29,6 +29,8 @@ def command(args: argparse.Namespace) -> int:
     checkpoint = args.checkpoint or demo_checkpoint()
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
     options = {"batch_buckets": (len(prompts),), **compile_options(args)}
+    sampling = mtpc.SamplingParams(**sampling_fields(args))
+    options["sampling"] = not sampling.is_plain
     mtpc.CompileOptions.parse(options)
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr) as tell:
@@ -38,7 +40,9 @@ def command(args: argparse.Namespace) -> int:
         tell(f"load {checkpoint}")
         model = compile_model(checkpoint, progress=stage_listener(tell), **options)
         tell(f"generate up to {args.max_new_tokens} tokens for {len(prompts)} prompt(s)")
-        results = model.generate(prompts, args.max_new_tokens, ignore_eos=args.ignore_eos)
+        results = model.generate(
+            prompts, args.max_new_tokens, ignore_eos=args.ignore_eos, sampling=sampling
+        )
     _print_results(prompts, results, model)
     return 0
 
