@@ -109,7 +109,7 @@ class Step(nn.Module):
             features, ids, context_lens, active, state_slots
         )
         rounds = (next_ids, features, metadata, anchors)
-        if self.window > 0 and self.key.spec_tokens > 0:
+        if self.window > 0:
             rounds = self._widen(rounds, context_lens, active)
         drafts = self._propose(*rounds, (lens, active, rows))
         self._report(*report)
@@ -226,12 +226,17 @@ class Step(nn.Module):
         return ids, features, metadata, anchors
 
     def _propose(self, ids, features, metadata, anchors, chain):  # type: ignore[no-untyped-def]
-        """K drafts: the first MTP layers over all rows, then single-row steps of the last one."""
+        """K drafts: the first MTP layers over all rows, then single-row steps of the last one.
+
+        Where K changes between steps it may be less than the number of layers. All of them run
+        nevertheless, for a step of more drafts needs their KV of every row; what only a draft
+        would need is dead code.
+        """
         lens, active, rows = chain
         row_lens = lens
-        last = min(self.window, self.key.spec_tokens - 1)
+        last, count = self.window, self.key.spec_tokens
         drafts = []
-        for step in range(self.key.spec_tokens):
+        for step in range(max(count, self.window + 1)):
             layer = self.draft_index[step]
             if step > last:
                 out = self.pieces.chain_metadata(row_lens, active, rows[0])
@@ -239,14 +244,17 @@ class Step(nn.Module):
                 fresh = [out[i] for i in range(4)]
                 metadata = self._publish(fresh, rows, self.key.bucket.num_reqs)
             features = self.pieces.drafts[layer](ids, features, *metadata)
-            logits = self.pieces.draft_heads[layer](features)
-            if step <= last:  # Only the row of the last accepted token goes to the head.
-                logits = aten.index_select.default(logits, 0, anchors)
-            drafts.append(self._pick(logits, lens, step, rows[1]))
+            following = aten.index_select.default(ids, 0, anchors) if step <= last else ids
+            if step < count:
+                logits = self.pieces.draft_heads[layer](features)
+                if step <= last:  # Only the row of the last accepted token goes to the head.
+                    logits = aten.index_select.default(logits, 0, anchors)
+                following = self._pick(logits, lens, step, rows[1])
+                drafts.append(following)
             if step < last:
-                ids = self.pieces.move_up(ids, anchors, active, drafts[-1])
+                ids = self.pieces.move_up(ids, anchors, active, following)
                 continue
-            ids = drafts[-1]
+            ids = following
             if step == last:
                 features = aten.index_select.default(features, 0, anchors)
         return drafts

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from oracles import DraftOracle
+from test_theorem import PROMPTS, poison
 
+from mtpc.config import CompileOptions
 from mtpc.engine.tiers import DWELL, PROBE, TierPolicy
+from mtpc.errors import OptionError
 
 TIERS = (0, 1, 2, 3)
 Cost = Callable[[int, int], float]
@@ -93,3 +99,70 @@ def test_what_was_not_drafted_does_not_count() -> None:
     policy.observe(1, 3, 1.0, [(3, 1)])
     assert policy.acceptance(1) == 0.0
     assert policy.length(3) == pytest.approx(2.0)
+
+
+class Scripted(TierPolicy):
+    """Changes K at every step, in an order of its own."""
+
+    def choose(self, num_reqs: int) -> int:
+        self.switches += 1
+        return (0, 2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3)[self.switches % 12]
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next", "step3p7"])
+def test_k_may_change_at_every_step(
+    family: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """Text equals plain decoding's, and drafts those of the uncached oracle, also after steps
+    that drafted nothing: MTP layers keep the KV of every row."""
+    spec = compiled(family, "auto", batch_buckets=(2,))
+    drafts = DraftOracle(oracle(family))
+    spec.engine.tiers = Scripted(spec.options.tiers)
+    poison(spec)
+    prompts = [PROMPTS[7], PROMPTS[10]]
+    texts = {spec.engine.add(prompt, 24): list(prompt) for prompt in prompts}
+    compared = 0
+    while spec.engine.has_work:
+        for output in spec.engine.step():
+            texts[output.request_id] += output.token_ids
+        for request in [r for r in spec.engine.running if r.is_prefilled]:
+            found = spec.program.shared["state.token_ids"][request.slot].tolist()
+            text = texts[request.request_id]
+            assert found[0] == text[-1]
+            assert found[1 : 1 + request.num_drafts] == drafts.drafts(text, request.num_drafts)
+            compared += request.num_drafts > 0
+    assert compared >= 10
+    for text, prompt in zip(texts.values(), prompts, strict=True):
+        assert text == prompt + oracle(family).generate(prompt, 24, stop=False)
+    used = {key.spec_tokens for key in spec.stats.replays if key.phase == "decode"}
+    assert used == {0, 1, 2, 3}
+    assert sum(spec.stats.drafted) < 3 * spec.stats.request_steps
+
+
+def test_the_engine_chooses(compiled: Callable[..., Any], oracle: Callable[..., Any]) -> None:
+    """With the policy as it is: the same text, whatever it chooses."""
+    spec = compiled("mimo", "auto", batch_buckets=(2,))
+    poison(spec)
+    found = spec.generate(PROMPTS[:5], 20, ignore_eos=True)
+    assert found == [oracle("mimo").generate(prompt, 20, stop=False) for prompt in PROMPTS[:5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec_tokens": "many"}, "spec_tokens is 'many'"),
+        ({"spec_tokens": "auto", "spec_tiers": (2,)}, "spec_tiers is"),
+        ({"spec_tokens": "auto", "spec_tiers": (0, -1)}, "spec_tiers is -1"),
+        ({"spec_tokens": 2, "spec_tiers": (0, 1, 3)}, "spec_tiers is"),
+    ],
+)
+def test_bad_tiers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CompileOptions(**options)
+
+
+def test_tiers_are_settled() -> None:
+    options = CompileOptions(spec_tokens="auto", spec_tiers=(4, 1))  # type: ignore[arg-type]
+    assert (options.spec_tokens, options.tiers) == (4, (1, 4))
+    assert replace(options, max_len=64).tiers == (1, 4)
+    assert CompileOptions(spec_tokens=2).tiers == (2,)

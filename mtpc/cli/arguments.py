@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mtpc
-from mtpc.config import CompileOptions
+from mtpc.config import AUTO, CompileOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
@@ -313,9 +313,13 @@ def _add_compile_options(
         **defaults: what help says of options for which the command has another default.
     """
     group = parser.add_argument_group("compile options")
-    drafts = ("K,K", "drafts per step, one or several") if several_k else ("K", "drafts per step")
+    drafts = (
+        "K,K" if several_k else "K",
+        f"drafts per step{', one or several' * several_k}; 0 is plain decoding, auto by load",
+    )
     for name, kind, metavar, text in (
-        ("spec_tokens", _ids if several_k else int, drafts[0], f"{drafts[1]}; 0 is plain decoding"),
+        ("spec_tokens", _numbers if several_k else _number, *drafts),
+        ("spec_tiers", _ids, "K,K", "what 'auto' chooses among (default: 0,1,2,3)"),
         ("batch_buckets", _ids, "R,R", "request counts to capture"),
         ("max_len", int, "N", "longest sequence, prompt and new tokens"),
         ("page_size", int, "N", "tokens per KV page"),
@@ -338,6 +342,21 @@ def _add_compile_options(
         default=None,
         help="propagate fake tensors through the graph after every pass",
     )
+
+
+def _number(text: str) -> int | str:
+    """A number of drafts, or "auto"."""
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
+
+
+def _numbers(text: str) -> list[int | str]:
+    """Several of them."""
+    return [AUTO] if text.strip() == AUTO else [*_ids(text)]
 
 
 def _draft_vocab(text: str) -> int | list[int]:

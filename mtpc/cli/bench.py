@@ -26,7 +26,7 @@ COLUMNS = ("K", "passes", "ms/step", "tokens/s", "tokens/step", "accepted", "vs 
 class Variant:
     """One way to compile: drafts per step, passes enabled beside the user's, and left out."""
 
-    spec_tokens: int
+    spec_tokens: int | str
     passes: tuple[str, ...]
     without: tuple[str, ...] = ()
 
@@ -73,12 +73,12 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _variants(numbers: Sequence[int], compare: Sequence[str]) -> Iterator[Variant]:
+def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[Variant]:
     if not numbers:
         raise OptionError("--spec-tokens is empty; expected numbers as 0,1,3")
     for k in numbers:
         yield Variant(k, (), tuple(compare))
-        if k > 0:
+        if k != 0:
             for name in compare:
                 yield Variant(k, (name,), tuple(other for other in compare if other != name))
 

@@ -24,6 +24,8 @@ def command(args: argparse.Namespace) -> int:
     tiers = given.pop("spec_tokens", (CompileOptions.spec_tokens,))
     for k in tiers:
         options = CompileOptions.parse({**given, "spec_tokens": k})
+    if options.spec_tiers:  # One program, whose steps are for several K.
+        tiers = (options.spec_tokens,)
     if options.backend not in ("auto", "cpu"):
         raise OptionError(
             f"backend {options.backend!r} compiles nothing ahead of time; expected cpu"

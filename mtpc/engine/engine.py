@@ -67,6 +67,9 @@ class Engine:
         program: captured steps.
         options: what it was compiled with.
         vocab_size: ids must be below it.
+
+    Attributes:
+        tiers: chooses K for each decode step, where there are several.
     """
 
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
@@ -77,7 +80,7 @@ class Engine:
         prefixes = self._prefixes()
         self.scheduler = Scheduler(self.slots, self.pages, prefixes, self._pages_for)
         self._ids = itertools.count()
-        self._tiers = TierPolicy(options.tiers)
+        self.tiers = TierPolicy(options.tiers)
         self._lock = FairLock()
         self._replay_end_s: float | None = None
 
@@ -267,7 +270,7 @@ class Engine:
             key = self._write_chunk(turn.requests[0])
         else:
             num_reqs = self.program.bucket_for(len(turn.requests))
-            key = StepKey.decode(num_reqs, self._tiers.choose(num_reqs))
+            key = StepKey.decode(num_reqs, self.tiers.choose(num_reqs))
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         begin = time.perf_counter()
         if self._replay_end_s is not None:
@@ -324,7 +327,7 @@ class Engine:
             self._stats.count_acceptance(verified, min(num_accepted, verified), num_emitted)
             drafts.append((verified, min(num_accepted, verified)))
             request.num_drafts = key.spec_tokens
-        self._tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.replay_s, drafts)
+        self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.replay_s, drafts)
 
     def _read(self, buffers: Mapping[str, Tensor], requests: list[Request]) -> list[StepOutput]:
         """Take what a step emitted, row by row."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import Inliner
+from mtpc.passes.base import sweep
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,9 @@ class FuseDraftChain:
 
     The draft layer was traced once with symbolic sizes; it is instantiated here for the R*Q
     verified rows and again for each single-row step, metadata updates in between included, so
-    that no host work is left between drafts. Rewrites are the pieces inlined.
+    that no host work is left between drafts. Rewrites are the pieces inlined. What a piece
+    computes and nobody asks for goes at once: of MTP layers that only keep their KV, attention
+    and all behind it.
 
     Attributes:
         buffer_names: layout name by tensor id, for state that pieces hold (`kv.*`).
@@ -30,4 +33,5 @@ class FuseDraftChain:
             return 0
         inliner = Inliner(graph, self.buffer_names)
         graph.module = inliner.run()
+        sweep(graph)
         return inliner.num_inlined
