@@ -114,8 +114,8 @@ def load_model(directory: Path, args: argparse.Namespace) -> Model:
     torch.manual_seed(args.seed)
     for pool in pools.values():
         pool.normal_(std=CACHE_SCALE)
-    traces = ModelTraces(SteppedModel(loaded, pools), layout)
-    blocks = layout.shape("state.block_table")[1]
+    num_slots, blocks = layout.shape("state.block_table")
+    traces = ModelTraces(SteppedModel(loaded, pools, num_slots), layout)
     return Model(Verify(traces), traces.vocab_size, options.page_size, blocks)
 
 

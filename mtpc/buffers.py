@@ -11,8 +11,25 @@ R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegat
 """num_reqs, query_len, drafts, blocks a request, page size, pages, request slots, stop ids."""
 K_MAX = sympy.Symbol("K_max", integer=True, nonnegative=True)
 """The largest K of a program: state rows are wide enough for it."""
+C = sympy.Symbol("C", integer=True, nonnegative=True)
+"""Most rows of one request that a step may write to a layer: a prefill chunk or K_max + 1, and what
+true chaining computes again."""
 T = R * Q
 """Flat tokens of a bucket: num_reqs * query_len."""
+
+
+def ring_pages(window: int) -> sympy.Expr:
+    """Pages of one request's ring in a layer that attends to its last `window` positions.
+
+    A position lives at its remainder by the ring's length, so what must not share a place is what
+    is alive at once: the up to C rows of a step, and the window - 1 rows that the first of them
+    attends to. Drafts of the round before reach no further than the step does (docs/design.md).
+    No more pages are needed than a request has.
+
+    Args:
+        window: positions attended to, own included.
+    """
+    return sympy.Min(M, sympy.ceiling((window - 1 + C) / P))
 
 
 def state_specs() -> tuple[BufferSpec, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.backends.base import Backend
-from mtpc.buffers import K_MAX, E, K, M, N, P, Q, R, S, batch_specs, state_specs
+from mtpc.buffers import K_MAX, C, E, K, M, N, P, Q, R, S, batch_specs, state_specs
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.split import split_step
@@ -59,8 +59,7 @@ class StepCompiler:
         """Buffers of one step, metadata sized as plain decoding has it."""
         options = self.options
         blocks = options.blocks_per_request(options.sequence_limit)
-        largest = max(options.batch_buckets)
-        pages = options.num_pages or largest * blocks + 1
+        pages = options.pool_pages
         if pages - 1 < options.blocks_per_request(2):
             raise CapacityError(
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "
@@ -71,10 +70,11 @@ class StepCompiler:
             Q: key.bucket.query_len,
             K: key.spec_tokens,
             K_MAX: options.spec_tokens,
+            C: max(k.bucket.query_len for k in self.keys),
             M: blocks,
             P: options.page_size,
             N: pages,
-            S: largest + 1,
+            S: max(options.batch_buckets) + 1,
             E: MAX_STOP_IDS,
         }
         specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.cache_specs())
@@ -101,7 +101,8 @@ class StepCompiler:
         if self._traces is None:
             self.tell("trace model", None)
             pools = {n: t for n, t in self.shared.items() if n.startswith("kv.")}
-            self._traces = ModelTraces(SteppedModel(self.loaded, pools), layout)
+            stepped = SteppedModel(self.loaded, pools, layout.value(S))
+            self._traces = ModelTraces(stepped, layout)
         return trace_step(key, self._traces, layout, self.shared_module, self.weights)
 
     def rewrite(

@@ -120,6 +120,12 @@ class CompileOptions:
         return math.ceil((num_tokens + 2 * self.spec_tokens) / self.page_size)
 
     @property
+    def pool_pages(self) -> int:
+        """Pages of the pools that requests share, the null page included."""
+        blocks = self.blocks_per_request(self.sequence_limit)
+        return self.num_pages or max(self.batch_buckets) * blocks + 1
+
+    @property
     def sequence_limit(self) -> int:
         """`max_len` as a number, for options settled by `for_model`."""
         assert self.max_len is not None

@@ -101,8 +101,8 @@ class BufferSpec:
     """One named buffer.
 
     Attributes:
-        name: dotted name: `state.*` (rows by request slot, shared by all buckets), `kv.*` (page
-            pools, shared), `batch.*` (one set per bucket).
+        name: dotted name: `state.*` (rows by request slot, shared by all buckets), `kv.*` (layers'
+            page pools and rings, shared), `batch.*` (one set per bucket).
         dims: sizes as integers or expressions over the symbols of `buffers`.
         dtype: element type.
         pad: value that makes a padded row harmless; also the initial value.

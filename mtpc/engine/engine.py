@@ -53,17 +53,12 @@ class Engine:
 
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
-        num_pages = self._num_pages(program)
-        self.pages = FreeList("KV pages", NULL_PAGE + 1, num_pages - 1)
+        self.pages = FreeList("KV pages", NULL_PAGE + 1, options.pool_pages - 1)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._stats = Stats(options.spec_tokens)
         self._ids = itertools.count()
-
-    @staticmethod
-    def _num_pages(program: Program) -> int:
-        return next(t.shape[0] for name, t in program.shared.items() if name.startswith("kv."))
 
     @property
     def stats(self) -> Stats:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpc import ops
-from mtpc.buffers import N, P
+from mtpc.buffers import N, P, S, ring_pages
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import BufferSpec
+from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec
 from mtpc.step import Metadata
 
 
@@ -27,6 +27,25 @@ def paged_latent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buf
     """Page pool of a multi-head latent attention layer: [N, P, kv_lora_rank + rope]."""
     width = config.kv_lora_rank + config.qk_rope_head_dim
     return (BufferSpec(f"kv.{layer}.latent", (N, P, width), dtype),)
+
+
+def ring_kv_specs(
+    layer: int, dtype: torch.dtype, window: int, heads: int, dims: tuple[int, int]
+) -> tuple[BufferSpec, ...]:
+    """Rings of a sliding-window layer: K and V, as many pages a request slot as the window takes.
+
+    Args:
+        layer: layer index.
+        dtype: of the cache.
+        window: positions attended to, own included.
+        heads: key/value heads.
+        dims: width of a key head and of a value head.
+    """
+    pages = (S - 1) * ring_pages(window) + 1
+    return tuple(
+        BufferSpec(f"kv.{layer}.{role}", (pages, P, heads, width), dtype)
+        for role, width in zip(("ring_k", "ring_v"), dims, strict=True)
+    )
 
 
 class LayerCache(Protocol):
@@ -70,6 +89,73 @@ class PagedKV:
         return out[None]
 
 
+@dataclass
+class RingMetadata:
+    """A forward's metadata as rings see it: pages by arithmetic instead of by the block table.
+
+    Block j of request slot s is page 1 + (s - 1) * n + j % n of a pool with rings of n pages. So
+    the pages a window needs are found, and written, by what works on paged caches; older blocks
+    name pages that hold newer tokens, and the window masks them. A rejected row costs nothing to
+    take back: its place is written again before anything attends to it.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    state_slots: Tensor
+
+
+def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadata:
+    """Metadata for rings of `pages` pages, from that for paged caches.
+
+    Rows without a slot, requests that are off and blocks without a page have none here either.
+    """
+    slots = metadata.state_slots
+    first = torch.where(slots == SCRATCH_SLOT, 0, (slots - 1) * pages + 1)
+    block = torch.arange(metadata.block_table.shape[1], device=slots.device)
+    absent = (slots == SCRATCH_SLOT)[:, None] | (metadata.block_table == NULL_PAGE)
+    table = torch.where(absent, NULL_PAGE, first[:, None] + block[None] % pages).int()
+    token = torch.arange(metadata.positions.shape[0], device=slots.device)
+    request = (token[:, None] >= metadata.query_start_loc[None, 1:]).sum(1)
+    request = request.clamp(max=slots.shape[0] - 1)
+    page = first[request] + metadata.positions // page_size % pages
+    slot = page * page_size + metadata.positions % page_size
+    slot = torch.where(metadata.slot_mapping == NO_SLOT, NO_SLOT, slot)
+    return RingMetadata(
+        metadata.positions, slot, table, metadata.seq_lens, metadata.query_start_loc, slots
+    )
+
+
+@dataclass(frozen=True)
+class RingKV:
+    """K and V rings, [(S - 1) * pages + 1, P, H_kv, D], of a sliding-window layer."""
+
+    k: Tensor
+    v: Tensor
+    pages: int
+
+    def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
+        """As `PagedKV.write`."""
+        PagedKV(self.k, self.v).write(first, second, self._metadata(metadata))
+
+    def attend(
+        self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
+    ) -> Tensor:
+        """As `PagedKV.attend`, for a layer that has a window."""
+        if not options.get("sliding_window"):
+            raise UnsupportedModelError(
+                f"layer {module.layer_idx} has a ring for a sliding window, but attends to all "
+                "positions; its family declares the wrong cache"
+            )
+        rings = self._metadata(metadata)
+        return PagedKV(self.k, self.v).attend(module, query, scale, rings, **options)
+
+    def _metadata(self, metadata: Metadata) -> Metadata:
+        return ring_metadata(metadata, self.pages, self.k.shape[1])
+
+
 @dataclass(frozen=True)
 class PagedLatent:
     """The latent pool, [N, P, rank + rope]."""
@@ -109,10 +195,12 @@ class CachePool(nn.Module):
 
     Args:
         tensors: pools by buffer name, `kv.<layer>.<role>`.
+        num_slots: request slots that rings belong to, the scratch slot included.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]):
+    def __init__(self, tensors: Mapping[str, Tensor], num_slots: int):
         super().__init__()
+        self.num_slots = num_slots
         self.roles: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             _, layer, role = name.split(".")
@@ -129,4 +217,7 @@ class CachePool(nn.Module):
             return PagedKV(**tensors)
         if tensors.keys() == {"latent"}:
             return PagedLatent(**tensors)
+        if tensors.keys() == {"ring_k", "ring_v"}:
+            pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
+            return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
         raise UnsupportedModelError(f"layer {layer}: no cache kind has the buffers {sorted(roles)}")

@@ -71,8 +71,8 @@ class LoadedModel:
 class SteppedModel:
     """A `LoadedModel` on given page pools, in the form that `mtpc.step` wants (a `StepModel`)."""
 
-    def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor]):
-        pool = CachePool(pools)
+    def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
+        pool = CachePool(pools, num_slots)
         decoder, head = loaded.target.get_decoder(), loaded.target.get_output_embeddings()
         embedding = loaded.target.get_input_embeddings()
         self.target: nn.Module = HFTarget(decoder, pool)
