@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import family_of, run_mtp_uncached
+from tiny import family_of, logits_of, run_mtp_uncached, target_features
 
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.mtp_layers import load_mtp_layer
@@ -30,14 +30,13 @@ class Oracle:
 
     @torch.no_grad()
     def hidden(self, ids: list[int]) -> torch.Tensor:
-        """Hidden states after the final norm, [1, L, H]."""
-        out = self.model.get_decoder()(input_ids=torch.tensor([ids]), use_cache=False)
-        return out.last_hidden_state
+        """What the target feeds to the draft, [1, L, ...]."""
+        return target_features(self.model, torch.tensor([ids]))
 
     @torch.no_grad()
-    def next_token(self, features: torch.Tensor) -> int:
-        """Argmax of the last row's logits, its margin asserted."""
-        top = self.model.get_output_embeddings()(features[0, -1]).topk(2)
+    def next_token(self, features: torch.Tensor, layer: Any = None) -> int:
+        """Argmax of the last row's logits, its margin asserted; of an MTP layer's, if given."""
+        top = logits_of(self.model, features[:, -1:], layer)[0, 0].topk(2)
         margin = float(top.values[0] - top.values[1])
         assert margin > MIN_MARGIN, f"top-1 margin {margin} is too small to prove anything"
         return int(top.indices[0])
@@ -56,17 +55,8 @@ class DraftOracle:
     """What the MTP layer drafts after a committed sequence, from the wiring alone, uncached."""
 
     def __init__(self, oracle: Oracle):
-        self.oracle, model = oracle, oracle.model
-        sample = model.get_decoder().layers[-1]
-        self.layer = load_mtp_layer(
-            Checkpoint(oracle.directory),
-            oracle.family,
-            model.config,
-            0,
-            type(sample),
-            type(sample.input_layernorm),
-            model.get_input_embeddings().weight.dtype,
-        )
+        self.oracle = oracle
+        self.layer = load_mtp_layer(Checkpoint(oracle.directory), oracle.family, oracle.model, 0)
 
     def run(self, ids: list[int], features: torch.Tensor) -> torch.Tensor:
         """Draft features over all rows, [1, L, H]."""
@@ -83,7 +73,7 @@ class DraftOracle:
         drafts: list[int] = []
         for _ in range(count):
             out = self.run(ids, features)
-            drafts.append(self.oracle.next_token(out))
+            drafts.append(self.oracle.next_token(out, self.layer))
             ids, features = [*ids, drafts[-1]], torch.cat([features, out[:, -1:]], 1)
         return drafts
 

@@ -190,6 +190,25 @@ class PagedLatent:
         return out[None]
 
 
+@dataclass(frozen=True)
+class CompressedState:
+    """State of an attention layer by request slot; `mtpc.models.deepseek_v4_attention` uses it.
+
+    Attributes:
+        window: ring of the last keys, which are values too, [S, places, D].
+        raw: ring of the compressor's inputs, [S, places, 2C].
+        entries: compressed entries, [S, E, D].
+        index_raw: as `raw`, of the indexer.
+        index_entries: as `entries`, of the indexer.
+    """
+
+    window: Tensor
+    raw: Tensor | None = None
+    entries: Tensor | None = None
+    index_raw: Tensor | None = None
+    index_entries: Tensor | None = None
+
+
 class CachePool(nn.Module):
     """The state tensors of all layers, as buffers, so that tracing sees them by name.
 
@@ -207,11 +226,11 @@ class CachePool(nn.Module):
             self.register_buffer(f"{layer}_{role}", tensor, persistent=False)
             self.roles.setdefault(int(layer), []).append(role)
 
-    def layers(self) -> dict[int, LayerCache]:
-        """Cache objects by layer index, over whatever tensors the buffers hold now."""
+    def layers(self) -> dict[int, Any]:
+        """A `LayerCache`, or state of its own kind, for each layer, over what the buffers hold."""
         return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
 
-    def _bind(self, layer: int, roles: list[str]) -> LayerCache:
+    def _bind(self, layer: int, roles: list[str]) -> LayerCache | CompressedState:
         tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
         if tensors.keys() == {"k", "v"}:
             return PagedKV(**tensors)
@@ -220,4 +239,6 @@ class CachePool(nn.Module):
         if tensors.keys() == {"ring_k", "ring_v"}:
             pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
+        if "window" in tensors:
+            return CompressedState(**tensors)
         raise UnsupportedModelError(f"layer {layer}: no cache kind has the buffers {sorted(roles)}")

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from mtpc.layout import BufferSpec
+
+if TYPE_CHECKING:
+    from mtpc.models.hf import StepParts
+
+Canonical: TypeAlias = "Callable[[nn.Module], nn.Module]"
+"""Makes a module of ours from transformers', with its parameters under their names."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +31,12 @@ class MTPWiring:
     Attributes:
         embedding_norm: checkpoint name of the norm on the embedding (enorm).
         hidden_norm: checkpoint name of the norm on the incoming features (hnorm).
-        projection: checkpoint name of the 2H -> H projection.
+        projection: checkpoint name of the 2H -> H projection; "" where the two are projected apart.
         final_norm: checkpoint name of the norm after the block; its output is what the head
             sees and what the next draft step is fed.
+        embedding_projection: without concatenation: the projection of the embedding, H -> H.
+        hidden_projection: the same of the incoming features; the two are added.
+        stream_head: checkpoint name of what joins residual streams for the head, or "".
         hidden_first: concat order; False is [embedding, hidden].
         zero_first_embedding: the embedding at sequence position 0 is zeroed.
         target_features: which hidden state of the target feeds the draft.
@@ -38,10 +47,26 @@ class MTPWiring:
     hidden_norm: str
     projection: str
     final_norm: str
+    embedding_projection: str = ""
+    hidden_projection: str = ""
+    stream_head: str = ""
     hidden_first: bool = False
     zero_first_embedding: bool = False
-    target_features: Literal["after_final_norm"] = "after_final_norm"
+    target_features: Literal["after_final_norm", "before_stream_head"] = "after_final_norm"
     chain: Literal["recycle"] = "recycle"
+
+    def joints(self) -> dict[str, str]:
+        """Checkpoint name of each joint that an `MTPLayer` has, by its name there."""
+        names = {
+            "embedding_norm": self.embedding_norm,
+            "hidden_norm": self.hidden_norm,
+            "projection": self.projection,
+            "embedding_projection": self.embedding_projection,
+            "hidden_projection": self.hidden_projection,
+            "final_norm": self.final_norm,
+            "stream_head": self.stream_head,
+        }
+        return {joint: name for joint, name in names.items() if name}
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,12 @@ class ModelFamily:
         cache_specs: (config, layer index, dtype) -> per-layer state buffers, named `kv.<layer>.*`.
         shared_tensors: names in an MTP layer that checkpoints may carry and that repeat a tensor
             of the target: its "embedding" or its "head".
+        canonical: transformers classes that no seam can express, by name, and what stands in.
+        parts: how target, head and draft are stepped; None is as transformers runs them.
+        block_names: names in a decoder block as checkpoints store them -> transformers' names;
+            what is not listed has one name only.
+        expert_names: gate, up and down projection of an expert stored by itself.
+        target_names: name of a target's weight -> names that checkpoints may store it under.
     """
 
     name: str
@@ -73,6 +104,11 @@ class ModelFamily:
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
     block_config: Callable[[Any], Any]
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
+    canonical: Mapping[str, Canonical] = field(default_factory=dict)
+    parts: StepParts | None = None
+    block_names: Mapping[str, str] = field(default_factory=dict)
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    target_names: Callable[[str], tuple[str, ...]] = lambda name: (name,)
 
 
 def find_norm_class(layer: Any) -> type[nn.Module]:

@@ -8,6 +8,7 @@ user's model is never touched: its module tree is copied, its tensors are shared
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ from transformers.integrations.moe import ExpertsInterface
 
 from mtpc import ops
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.caches import CachePool, LayerCache
-from mtpc.models.family import MTPWiring
+from mtpc.models.caches import CachePool
+from mtpc.models.family import Canonical, MTPWiring
 
 SEAM_NAME = "mtpc"
 
@@ -28,7 +29,7 @@ SEAM_NAME = "mtpc"
 class StepContext:
     """Metadata of one forward and the caches of its layers; stands in for `past_key_values`."""
 
-    layers: dict[int, LayerCache]
+    layers: dict[int, Any]
     positions: Tensor
     slot_mapping: Tensor
     block_table: Tensor
@@ -70,7 +71,9 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
         raise UnsupportedModelError(
             f"experts with activation {module.config.hidden_act!r}; mtpc::experts computes SwiGLU"
         )
-    return ops.experts(x, module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
+    weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
+    limit = getattr(module, "limit", None)
+    return ops.experts(x, *weights) if limit is None else ops.experts(x, *weights, float(limit))
 
 
 def register_seams() -> None:
@@ -79,13 +82,28 @@ def register_seams() -> None:
     ExpertsInterface.register(SEAM_NAME, _experts)
 
 
-def share_model(model: nn.Module) -> nn.Module:
-    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode."""
+def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Module:
+    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode.
+
+    Args:
+        model: transformers' model, which stays as it is.
+        canonical: by class name, what makes the module that stands in for one of that class.
+    """
     register_seams()
     tensors = [*model.parameters(), *model.buffers()]
     shared = copy.deepcopy(model, {id(t): t for t in tensors})
     use_seams(shared.config)
+    stand_in(shared, canonical)
     return shared.eval()
+
+
+def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
+    """Replace modules below `root` by canonical ones, in place."""
+    for name, module in list(root.named_modules()):
+        make = canonical.get(type(module).__name__)
+        if make is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(root.get_submodule(parent), leaf, make(module))
 
 
 def use_seams(config: Any) -> None:
@@ -123,22 +141,39 @@ class MTPLayer(nn.Module):
     """
 
     def __init__(
-        self, wiring: MTPWiring, config: Any, block: nn.Module, norm_class: type[nn.Module]
+        self,
+        wiring: MTPWiring,
+        config: Any,
+        block: nn.Module,
+        norm_class: type[nn.Module],
+        stream_head: nn.Module | None = None,
     ):
         super().__init__()
         self.wiring = wiring
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.embedding_norm = norm_class(hidden, eps=eps)
         self.hidden_norm = norm_class(hidden, eps=eps)
-        self.projection = nn.Linear(2 * hidden, hidden, bias=False)
+        if wiring.projection:
+            self.projection = nn.Linear(2 * hidden, hidden, bias=False)
+        else:
+            self.embedding_projection = nn.Linear(hidden, hidden, bias=False)
+            self.hidden_projection = nn.Linear(hidden, hidden, bias=False)
         self.block = block
         self.final_norm = norm_class(hidden, eps=eps)
+        if stream_head is not None:
+            self.stream_head = stream_head
 
     def join(self, embedding: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Block input from embeddings and incoming features, both [..., T, H]."""
+        """Block input from embeddings [..., T, H] and incoming features.
+
+        Features are [..., T, H], or [..., T, streams, H] where the two are projected apart.
+        """
         if self.wiring.zero_first_embedding:
             embedding = torch.where(positions[..., None] == 0, 0, embedding)
         parts = [self.embedding_norm(embedding), self.hidden_norm(features)]
+        if not self.wiring.projection:
+            embedded = self.embedding_projection(parts[0])
+            return embedded.unsqueeze(-2) + self.hidden_projection(parts[1])
         if self.wiring.hidden_first:
             parts.reverse()
         return self.projection(torch.cat(parts, -1))
@@ -165,3 +200,20 @@ class HFDraft(nn.Module):
             mtpc_context=context,
         )
         return self.layer.final_norm(hidden)[0]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """How a family's target, head and drafts are stepped.
+
+    Attributes:
+        target: (decoder, pool) -> module (ids [T], *metadata) -> features [T, ...].
+        target_head: model -> module features -> logits.
+        draft: (embedding, rotary, layer, pool) -> module (ids, features, *metadata) -> features.
+        draft_head: (model, layer, target head) -> module features -> logits.
+    """
+
+    target: Callable[[Any, CachePool], nn.Module] = HFTarget
+    target_head: Callable[[Any], nn.Module] = lambda model: model.get_output_embeddings()
+    draft: Callable[[nn.Module, nn.Module, MTPLayer, CachePool], nn.Module] = HFDraft
+    draft_head: Callable[[Any, MTPLayer, nn.Module], nn.Module] = lambda model, layer, head: head

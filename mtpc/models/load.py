@@ -18,8 +18,7 @@ from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.caches import CachePool
-from mtpc.models.family import find_norm_class
-from mtpc.models.hf import HFDraft, HFTarget, MTPLayer, share_model
+from mtpc.models.hf import MTPLayer, StepParts, share_model, stand_in
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.serving import ServedModel
 
@@ -73,14 +72,16 @@ class SteppedModel:
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         pool = CachePool(pools, num_slots)
-        decoder, head = loaded.target.get_decoder(), loaded.target.get_output_embeddings()
-        embedding = loaded.target.get_input_embeddings()
-        self.target: nn.Module = HFTarget(decoder, pool)
-        self.target_head: nn.Module = head
+        parts, target = loaded.family.parts or StepParts(), loaded.target
+        decoder, embedding = target.get_decoder(), target.get_input_embeddings()
+        self.target: nn.Module = parts.target(decoder, pool)
+        self.target_head: nn.Module = parts.target_head(target)
         self.drafts = nn.ModuleList(
-            HFDraft(embedding, decoder.rotary_emb, layer, pool) for layer in loaded.mtp_layers
+            parts.draft(embedding, decoder.rotary_emb, layer, pool) for layer in loaded.mtp_layers
         )
-        self.draft_heads = nn.ModuleList(head for _ in loaded.mtp_layers)
+        self.draft_heads = nn.ModuleList(
+            parts.draft_head(target, layer, self.target_head) for layer in loaded.mtp_layers
+        )
         self.vocab_size: int = embedding.weight.shape[0]
 
     def draft_index(self, step: int) -> int:
@@ -150,7 +151,7 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
         raise CheckpointError(
             f"{directory} lacks {len(names)} tensor(s) of the target: {names[:6]}"
         )
-    target = _share(model, str(directory))
+    target = _share(model, family, str(directory))
     layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
     return LoadedModel(family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint)
 
@@ -208,12 +209,12 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
             "the model from a directory, or use spec_tokens=0"
         )
     source = model.name_or_path or "model object"
-    target = _share(model, source)
+    target = _share(model, family, source)
     layers = _load_mtp_layers(checkpoint, family, target) if checkpoint and needs_mtp else ()
     return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
 
 
-def _share(model: Any, source: str) -> Any:
+def _share(model: Any, family: ModelFamily, source: str) -> Any:
     """The user's model on mtpc's seams, once its weights are known to be sound."""
     quantised = [n for n, p in model.named_parameters() if p.dtype.itemsize == 1]
     if quantised:
@@ -222,7 +223,7 @@ def _share(model: Any, source: str) -> Any:
             "compile the checkpoint's directory instead, which is read as bfloat16"
         )
     check_finite(model.named_parameters(), source)
-    return share_model(model)
+    return share_model(model, family.canonical)
 
 
 def _load_mtp_layers(
@@ -239,17 +240,11 @@ def _load_mtp_layers(
             f"{checkpoint.directory} has {count} MTP layers; only one, applied recursively, is "
             "supported so far (layer 2 would need its own KV of every context token)"
         )
-    decoder = target.get_decoder()
-    sample = decoder.layers[-1]
-    dtype = target.get_input_embeddings().weight.dtype
     for name, weight in repeated_tensors(checkpoint, family, target, count).items():
         check_repeated(checkpoint, name, weight)
-    layers = tuple(
-        load_mtp_layer(
-            checkpoint, family, target.config, i, type(sample), find_norm_class(sample), dtype
-        )
-        for i in range(count)
-    )
+    layers = tuple(load_mtp_layer(checkpoint, family, target, i) for i in range(count))
+    for layer in layers:
+        stand_in(layer, family.canonical)
     for index, layer in enumerate(layers):
         check_finite(layer.named_parameters(), f"MTP layer {index} of {checkpoint.directory}")
     return layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,93 +11,102 @@ from torch import Tensor, nn
 
 from mtpc.checkpoint import Checkpoint, listing
 from mtpc.errors import CheckpointError
-from mtpc.models.family import ModelFamily
+from mtpc.models.family import ModelFamily, find_norm_class
 from mtpc.models.hf import MTPLayer
-
-_EXPERT = re.compile(
-    r"^(?P<stem>.*mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight$"
-)
 
 
 def load_mtp_layer(
-    checkpoint: Checkpoint,
-    family: ModelFamily,
-    config: Any,
-    index: int,
-    block_class: type[nn.Module],
-    norm_class: type[nn.Module],
-    dtype: torch.dtype,
+    checkpoint: Checkpoint, family: ModelFamily, target: Any, index: int
 ) -> MTPLayer:
     """Build MTP layer `index` and fill it from the checkpoint.
 
     Args:
         checkpoint: where its tensors are.
         family: names and wiring.
-        config: the target's config (a private copy, set to mtpc's seams).
+        target: the transformers model it belongs to, whose classes and dtype it takes.
         index: MTP layer, from 0.
-        block_class: the decoder layer class of the target.
-        norm_class: the target's norm class.
-        dtype: dtype of the parameters; buffers keep float32 or the wider dtype asked for.
 
     Raises:
         CheckpointError: tensors missing, unconsumed or of another shape; the message lists them.
     """
-    prefix = family.layer_prefix(config.num_hidden_layers, index)
+    prefix = family.layer_prefix(target.config.num_hidden_layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
     with torch.device("meta"):
-        block = block_class(family.block_config(config), config.num_hidden_layers + index)
-        layer = MTPLayer(family.wiring, config, block, norm_class)
+        layer = build_mtp_layer(family, target, index)
     for name in family.shared_tensors:
         stored.pop(name, None)
     tensors = {_module_name(name, family): checkpoint.tensor(full) for name, full in stored.items()}
-    _fill(layer, _stack_experts(tensors), dtype, f"MTP layer {index} of {checkpoint.directory}")
+    what = f"MTP layer {index} of {checkpoint.directory}"
+    _fill(layer, _stack_experts(tensors, family), _dtypes_of(target), what)
     return layer.eval()
+
+
+def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLayer:
+    """An MTP layer that fits a transformers model of the family, its weights not yet set."""
+    config, decoder = target.config, target.get_decoder()
+    sample = decoder.layers[-1]
+    block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
+    stream_head = type(decoder.hc_head)(config) if family.wiring.stream_head else None
+    return MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
 
 
 def _module_name(name: str, family: ModelFamily) -> str:
     """Checkpoint name within an MTP layer -> name within `MTPLayer`."""
-    wiring = family.wiring
-    joints = {
-        wiring.embedding_norm: "embedding_norm",
-        wiring.hidden_norm: "hidden_norm",
-        wiring.projection: "projection",
-        wiring.final_norm: "final_norm",
-    }
+    joints = {stored: joint for joint, stored in family.wiring.joints().items()}
     stem, _, leaf = name.rpartition(".")
-    return f"{joints[stem]}.{leaf}" if stem in joints else f"block.{name}"
+    if stem in joints:
+        return f"{joints[stem]}.{leaf}"
+    head = family.wiring.stream_head
+    if head and name.startswith(head):
+        return f"stream_head.{name.removeprefix(head)}"
+    if name in family.block_names:
+        return f"block.{family.block_names[name]}"
+    return f"block.{name}"
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
     """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
     joint, _, leaf = name.partition(".")
     if joint == "block":
-        return leaf
-    return f"{getattr(family.wiring, joint)}.{leaf}"
+        return stored_block_name(leaf, family)
+    if joint == "stream_head":
+        return f"{family.wiring.stream_head}{leaf}"
+    return f"{family.wiring.joints()[joint]}.{leaf}"
+
+
+def stored_block_name(name: str, family: ModelFamily) -> str:
+    """transformers' name in a decoder block -> the name in checkpoints."""
+    return {ours: stored for stored, ours in family.block_names.items()}.get(name, name)
 
 
 def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
     """A layer's tensors by checkpoint name within it, experts one by one: what loading reads."""
+    gate_name, up_name, down_name = family.expert_names
     for name, tensor in layer.state_dict().items():
         public = stored_name(name, family)
         stem, _, part = public.rpartition(".")
         if part == "gate_up_proj":
             for index, rows in enumerate(tensor):
                 gate, up = rows.chunk(2)
-                yield f"{stem}.{index}.gate_proj.weight", gate
-                yield f"{stem}.{index}.up_proj.weight", up
+                yield f"{stem}.{index}.{gate_name}.weight", gate
+                yield f"{stem}.{index}.{up_name}.weight", up
         elif part == "down_proj":
             for index, rows in enumerate(tensor):
-                yield f"{stem}.{index}.down_proj.weight", rows
+                yield f"{stem}.{index}.{down_name}.weight", rows
         else:
             yield public, tensor
 
 
-def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
     """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`."""
+    gate, up, down = family.expert_names
+    pattern = re.compile(
+        rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{gate}|{up}|{down})\.weight"
+    )
     out: dict[str, Tensor] = {}
     parts: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        match = _EXPERT.match(name)
+        match = pattern.fullmatch(name)
         if match is None:
             out[name] = tensor
         else:
@@ -106,20 +115,43 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for stem, by_part in parts.items():
         count = 1 + max(index for _, index in by_part)
         absent = [
-            f"{i}.{p}_proj"
-            for i in range(count)
-            for p in ("gate", "up", "down")
-            if (p, i) not in by_part
+            f"{i}.{p}" for i in range(count) for p in (gate, up, down) if (p, i) not in by_part
         ]
         if absent:
             raise CheckpointError(f"{stem}: experts lack {', '.join(absent[:8])}")
-        rows = [torch.cat([by_part["gate", i], by_part["up", i]]) for i in range(count)]
-        out[f"{stem}.gate_up_proj"] = torch.stack(rows)
-        out[f"{stem}.down_proj"] = torch.stack([by_part["down", i] for i in range(count)])
+        whole = _module_experts(stem, family)
+        rows = [torch.cat([by_part[gate, i], by_part[up, i]]) for i in range(count)]
+        out[f"{whole}.gate_up_proj"] = torch.stack(rows)
+        out[f"{whole}.down_proj"] = torch.stack([by_part[down, i] for i in range(count)])
     return out
 
 
-def _fill(layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, what: str) -> None:
+def _module_experts(stem: str, family: ModelFamily) -> str:
+    """Where transformers has the experts that a checkpoint has below `stem` ("block. ...")."""
+    part = stem.removeprefix("block.")
+    stacked = family.block_names.get(f"{part}.down_proj")
+    return f"block.{stacked.removesuffix('.down_proj')}" if stacked else stem
+
+
+def _dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
+    """The dtype of each parameter or buffer, as transformers chooses it for the target's own."""
+    dtype = target.get_input_embeddings().weight.dtype
+    # Buffers (the router's selection bias) and what the class says stay in float32 at least.
+    wide = torch.promote_types(dtype, torch.float32)
+    kept = set(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
+
+    def choose(name: str, is_parameter: bool) -> torch.dtype:
+        return dtype if is_parameter and not kept & set(name.split(".")) else wide
+
+    return choose
+
+
+def _fill(
+    layer: nn.Module,
+    tensors: Mapping[str, Tensor],
+    dtype_of: Callable[[str, bool], torch.dtype],
+    what: str,
+) -> None:
     """Assign tensors to a module built on the meta device; every name must match."""
     expected = layer.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
@@ -134,8 +166,9 @@ def _fill(layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, w
     if shapes:
         raise CheckpointError(f"{what}: {'; '.join(shapes[:4])}")
     parameters = {name for name, _ in layer.named_parameters()}
-    # Buffers (the router's selection bias) stay in float32 at least, as transformers keeps them.
-    wide = torch.promote_types(dtype, torch.float32)
-    cast = {n: t.to(dtype if n in parameters else wide) for n, t in tensors.items()}
+    cast = {
+        n: t.to(dtype_of(n, n in parameters)) if t.is_floating_point() else t
+        for n, t in tensors.items()
+    }
     layer.load_state_dict(cast, assign=True)
     layer.requires_grad_(False)

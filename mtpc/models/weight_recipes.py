@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from mtpc.checkpoint import Checkpoint
+from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, repeated_tensors
 from mtpc.models.mtp_layers import stored_name
 from mtpc.recipes import Join, Recipe, make, names
-
-_EXPERTS = re.compile(r"(?P<stem>.*mlp\.experts)\.(?P<part>gate_up|down)_proj")
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
@@ -53,28 +51,34 @@ def repeats(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:
-    """Recipes whose tensors all exist: the stored name itself, else experts stored one by one."""
-    if name.startswith("mtp."):
-        _, index, inner = name.split(".", 2)
-        layers = loaded.config.num_hidden_layers
-        prefix = loaded.family.layer_prefix(layers, int(index))
-        name = prefix + stored_name(inner, loaded.family)
-    if name in checkpoint.tensors:
-        yield name
-    match = _EXPERTS.fullmatch(name)
-    if match:
-        recipe = _stacked(match["stem"], match["part"], checkpoint)
-        if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
-            yield recipe
+    """Recipes whose tensors all exist: a stored name itself, else experts stored one by one."""
+    for stored in _stored_names(name, loaded):
+        if stored in checkpoint.tensors:
+            yield stored
+        stem, _, part = stored.rpartition(".")
+        if stem.endswith(".experts") and part in ("gate_up_proj", "down_proj"):
+            recipe = _stacked(stem, part, loaded.family, checkpoint)
+            if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
+                yield recipe
 
 
-def _stacked(stem: str, part: str, checkpoint: Checkpoint) -> Join:
+def _stored_names(name: str, loaded: LoadedModel) -> tuple[str, ...]:
+    """Names that a weight may have in a checkpoint."""
+    if not name.startswith("mtp."):
+        return loaded.family.target_names(name)
+    _, index, inner = name.split(".", 2)
+    prefix = loaded.family.layer_prefix(loaded.config.num_hidden_layers, int(index))
+    return (prefix + stored_name(inner, loaded.family),)
+
+
+def _stacked(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) -> Join:
     """transformers' stacked experts, gate and up rows of each joined."""
-    count = sum(name.endswith(".down_proj.weight") for name in checkpoint.names(f"{stem}."))
+    gate, up, down = family.expert_names
+    count = sum(name.endswith(f".{down}.weight") for name in checkpoint.names(f"{stem}."))
     of = [f"{stem}.{index}." for index in range(count)]
-    if part == "down":
-        return Join("stack", tuple(f"{expert}down_proj.weight" for expert in of))
-    pairs = [(f"{expert}gate_proj.weight", f"{expert}up_proj.weight") for expert in of]
+    if part == "down_proj":
+        return Join("stack", tuple(f"{expert}{down}.weight" for expert in of))
+    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in of]
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 

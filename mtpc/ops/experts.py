@@ -9,7 +9,12 @@ from torch.nn import functional as F
 
 @torch.library.custom_op("mtpc::experts", mutates_args=())
 def experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float = 0.0,
 ) -> Tensor:
     """Weighted sum of the chosen experts' SwiGLU feed-forwards, per row.
 
@@ -22,6 +27,7 @@ def experts(
         down: [E, H, I].
         expert_ids: int64 [T, k], distinct per row.
         expert_weights: [T, k].
+        limit: gate is cut off above it and up to both sides before they are multiplied; 0 is off.
 
     Returns:
         [T, H], dtype of x.
@@ -31,11 +37,13 @@ def experts(
         chosen = expert_ids == expert
         weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
         gate, up = F.linear(x, gate_up[expert]).chunk(2, -1)
+        if limit > 0:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         rows = F.linear(F.silu(gate) * up, down[expert]) * weight
         out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
     return out
 
 
 @experts.register_fake
-def _(x, gate_up, down, expert_ids, expert_weights):  # type: ignore[no-untyped-def]
+def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

@@ -1,0 +1,213 @@
+"""DeepSeek-V4: residual streams, sliding-window attention, compressed entries; one MTP layer.
+
+Source: transformers' DeepseekV4 (5.17 to 5.23) for the target; for the MTP layer, which
+transformers does not build, the released tensors' names (`mtp.0.*`) and vLLM's predictor. The
+draft is fed all streams, [T, streams, H], from before the target's stream head; so is the next
+draft. Embedding and output head are the target's, norm and stream head the layer's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from mtpc.buffers import K_MAX, M, P, S
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import CachePool
+from mtpc.models.deepseek_v4_attention import WindowedAttention
+from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.glm4_moe import nextn_layers
+from mtpc.models.hf import MTPLayer, StepContext, StepParts
+
+_LINEARS = {
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.q_norm": "self_attn.q_a_norm",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj",
+    "attn.kv_norm": "self_attn.kv_norm",
+    "attn.wo_a": "self_attn.o_a_proj",
+    "attn.wo_b": "self_attn.o_b_proj",
+    "attn.compressor.wkv": "self_attn.compressor.kv_proj",
+    "attn.compressor.wgate": "self_attn.compressor.gate_proj",
+    "attn.compressor.norm": "self_attn.compressor.kv_norm",
+    "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
+    "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
+    "attn.indexer.compressor.norm": "self_attn.compressor.indexer.kv_norm",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate",
+    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+BLOCK_NAMES = {
+    **{f"{stored}.weight": f"{ours}.weight" for stored, ours in _LINEARS.items()},
+    "attn.attn_sink": "self_attn.sinks",
+    "attn.compressor.ape": "self_attn.compressor.position_bias",
+    "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.gate.tid2eid": "mlp.gate.tid2eid",
+    "ffn.experts.gate_up_proj": "mlp.experts.gate_up_proj",
+    "ffn.experts.down_proj": "mlp.experts.down_proj",
+    **{
+        f"hc_{site}_{part}": f"{site}_hc.{part}"
+        for site in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    },
+}
+"""Names in a decoder block: released, and transformers'."""
+_TOP_NAMES = {
+    "model.embed_tokens.weight": "embed.weight",
+    "lm_head.weight": "head.weight",
+    "model.norm.weight": "norm.weight",
+    "model.hc_head.hc_fn": "hc_head_fn",
+    "model.hc_head.hc_base": "hc_head_base",
+    "model.hc_head.hc_scale": "hc_head_scale",
+}
+
+
+def target_names(name: str) -> tuple[str, ...]:
+    """transformers' name of a target's weight -> as released, and as `save_pretrained` has it."""
+    if not name.startswith("model.layers."):
+        return (_TOP_NAMES.get(name, name), name)
+    index, inner = name.removeprefix("model.layers.").split(".", 1)
+    stored = {ours: stored for stored, ours in BLOCK_NAMES.items()}.get(inner, inner)
+    # transformers' way back to released names calls this norm so (5.23).
+    saved = stored.replace("attn.kv_norm.", "attn.norm.")
+    return (f"layers.{index}.{stored}", f"model.layers.{index}.{saved}")
+
+
+def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """State of one layer by request slot: the window, and what compressed layers have beyond it.
+
+    With K the largest number of drafts, r the ratio, D and I the head sizes of attention and
+    indexer, a request has (window - 1 + K) D values in a sliding layer; with HCA (r - 1 + K) 2D
+    more, and D per r tokens; with CSA (2r - 1 + K) 4(D + I) more, and D + I per r tokens.
+    """
+    kinds = [*config.layer_types, "sliding_attention"]
+    kind, width = kinds[min(layer, len(kinds) - 1)], config.head_dim
+
+    def spec(role: str, rows: Any, features: int) -> BufferSpec:
+        return BufferSpec(f"kv.{layer}.{role}", (S, sympy.Max(1, rows), features), dtype)
+
+    specs = [spec("window", config.sliding_window - 1 + K_MAX, width)]
+    if kind == "sliding_attention":
+        return tuple(specs)
+    ratio = config.compress_rates[kind]
+    entries = sympy.floor(M * P / ratio)
+    parts = [("raw", "entries", width)]
+    if kind == "compressed_sparse_attention":
+        parts.append(("index_raw", "index_entries", config.index_head_dim))
+    halves = len(parts)  # CSA's windows overlap: two of them, and two halves of each token.
+    for raw, made, size in parts:
+        specs.append(spec(raw, halves * ratio - 1 + K_MAX, 2 * halves * size))
+        specs.append(spec(made, entries, size))
+    return tuple(specs)
+
+
+def block_config(config: Any) -> Any:
+    """The MTP layer is a sliding-window layer whose experts are chosen by score."""
+    extended, extra = copy.deepcopy(config), nextn_layers(config)
+    extended.layer_types = [*config.layer_types, *(["sliding_attention"] * extra)]
+    extended.mlp_layer_types = [*config.mlp_layer_types, *(["moe"] * extra)]
+    return extended
+
+
+class StreamTarget(nn.Module):
+    """The decoder over flat tokens, up to its stream head: (ids [T], ...) -> [T, streams, H]."""
+
+    def __init__(self, decoder: Any, pool: CachePool):
+        super().__init__()
+        self.embedding, self.rotary, self.layers = (
+            decoder.embed_tokens,
+            decoder.rotary_emb,
+            decoder.layers,
+        )
+        self.streams, self.pool = decoder.config.hc_mult, pool
+
+    def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
+        context = StepContext(self.pool.layers(), *metadata)
+        embedding = self.embedding(ids)
+        hidden = embedding[:, None].expand(-1, self.streams, -1).contiguous()[None]
+        angles = _angles(self.rotary, embedding, context.positions)
+        for layer in self.layers:
+            hidden = layer(
+                hidden, input_ids=ids[None], position_embeddings=angles, mtpc_context=context
+            )
+        return hidden[0]
+
+
+class StreamDraft(nn.Module):
+    """The MTP layer over flat tokens: (ids [T], features [T, streams, H], ...) -> the same."""
+
+    def __init__(self, embedding: nn.Module, rotary: nn.Module, layer: MTPLayer, pool: CachePool):
+        super().__init__()
+        self.embedding, self.rotary, self.layer, self.pool = embedding, rotary, layer, pool
+
+    def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
+        context = StepContext(self.pool.layers(), *metadata)
+        embedding = self.embedding(ids)
+        hidden = self.layer.join(embedding, features, context.positions)[None]
+        angles = _angles(self.rotary, embedding, context.positions)
+        return self.layer.block(
+            hidden, input_ids=ids[None], position_embeddings=angles, mtpc_context=context
+        )[0]
+
+
+def _angles(rotary: Any, like: Tensor, positions: Tensor) -> dict[str, Any]:
+    """cos and sin of both kinds of layer, [1, T, rotary / 2]."""
+    return {kind: rotary(like, positions[None], layer_type=kind) for kind in ("main", "compress")}
+
+
+class StreamHead(nn.Module):
+    """Streams [T, streams, H] joined, normalised, and turned into logits [T, V]."""
+
+    def __init__(self, stream_head: nn.Module, norm: nn.Module, head: nn.Module):
+        super().__init__()
+        self.stream_head, self.norm, self.head = stream_head, norm, head
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.norm(self.stream_head(features[None])))[0]
+
+
+def _target_head(model: Any) -> nn.Module:
+    decoder = model.get_decoder()
+    return StreamHead(decoder.hc_head, decoder.norm, model.get_output_embeddings())
+
+
+def _draft_head(model: Any, layer: MTPLayer, target_head: nn.Module) -> nn.Module:
+    return StreamHead(layer.stream_head, layer.final_norm, model.get_output_embeddings())
+
+
+DEEPSEEK_V4 = ModelFamily(
+    name="deepseek_v4",
+    architectures=("DeepseekV4ForCausalLM",),
+    hf_class="DeepseekV4ForCausalLM",
+    hf_config_class="DeepseekV4Config",
+    wiring=MTPWiring(
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        projection="",
+        embedding_projection="e_proj",
+        hidden_projection="h_proj",
+        final_norm="norm",
+        stream_head="hc_head_",
+        target_features="before_stream_head",
+    ),
+    num_mtp_layers=nextn_layers,
+    layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",
+    cache_specs=cache_specs,
+    block_config=block_config,
+    shared_tensors={"emb.tok_emb.weight": "embedding", "head.weight": "head"},
+    canonical={"DeepseekV4Attention": WindowedAttention},
+    parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head),
+    block_names=BLOCK_NAMES,
+    expert_names=("w1", "w3", "w2"),
+    target_names=target_names,
+)
