@@ -32,7 +32,7 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
 
-FAMILY_NAMES = ("mimo", "glm4_moe", "deepseek_v3")
+FAMILY_NAMES = ("mimo", "glm4_moe", "deepseek_v3", "deepseek_v4")
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
 NUM_PAGES = 89

@@ -22,6 +22,7 @@ from mtpc.models.deepseek_v4_attention import WindowedAttention
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.glm4_moe import nextn_layers
 from mtpc.models.hf import MTPLayer, StepContext, StepParts
+from mtpc.models.slot_rings import SlotRing, WindowMasks
 
 _LINEARS = {
     "attn.wq_a": "self_attn.q_a_proj",
@@ -124,22 +125,16 @@ class StreamTarget(nn.Module):
 
     def __init__(self, decoder: Any, pool: CachePool):
         super().__init__()
-        self.embedding, self.rotary, self.layers = (
-            decoder.embed_tokens,
-            decoder.rotary_emb,
-            decoder.layers,
-        )
-        self.streams, self.pool = decoder.config.hc_mult, pool
+        self.embedding, self.rotary = decoder.embed_tokens, decoder.rotary_emb
+        self.layers, self.config, self.pool = decoder.layers, decoder.config, pool
 
     def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
-        context = StepContext(self.pool.layers(), *metadata)
         embedding = self.embedding(ids)
-        hidden = embedding[:, None].expand(-1, self.streams, -1).contiguous()[None]
-        angles = _angles(self.rotary, embedding, context.positions)
+        hidden = embedding[:, None].expand(-1, self.config.hc_mult, -1).contiguous()[None]
+        given = _layer_inputs(self.pool, 0, self.config.sliding_window, metadata)
+        angles = _angles(self.rotary, embedding, metadata[0])
         for layer in self.layers:
-            hidden = layer(
-                hidden, input_ids=ids[None], position_embeddings=angles, mtpc_context=context
-            )
+            hidden = layer(hidden, input_ids=ids[None], position_embeddings=angles, **given)
         return hidden[0]
 
 
@@ -151,13 +146,21 @@ class StreamDraft(nn.Module):
         self.embedding, self.rotary, self.layer, self.pool = embedding, rotary, layer, pool
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
-        context = StepContext(self.pool.layers(), *metadata)
-        embedding = self.embedding(ids)
-        hidden = self.layer.join(embedding, features, context.positions)[None]
-        angles = _angles(self.rotary, embedding, context.positions)
-        return self.layer.block(
-            hidden, input_ids=ids[None], position_embeddings=angles, mtpc_context=context
-        )[0]
+        embedding, block = self.embedding(ids), self.layer.block
+        hidden = self.layer.join(embedding, features, metadata[0])[None]
+        attention: Any = block.self_attn
+        given = _layer_inputs(self.pool, attention.layer_idx, attention.window, metadata)
+        angles = _angles(self.rotary, embedding, metadata[0])
+        return block(hidden, input_ids=ids[None], position_embeddings=angles, **given)[0]
+
+
+def _layer_inputs(
+    pool: CachePool, layer: int, window: int, metadata: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    """What attention takes beside the hidden states; masks as `layer` and its like have them."""
+    context = StepContext(pool.layers(), *metadata)
+    masks = WindowMasks.of(context, SlotRing(context.layers[layer].window), window)
+    return {"mtpc_context": context, "masks": masks}
 
 
 def _angles(rotary: Any, like: Tensor, positions: Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mtpc import ops
 from mtpc.layout import NO_SLOT
-from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing
+from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class WindowedAttention(nn.Module):
     def __init__(self, source: Any):
         super().__init__()
         self.layer_idx, self.head_dim = source.layer_idx, source.head_dim
-        self.window, self.scaling = source.sliding_window, source.scaling
+        self.scaling, self.window = source.scaling, source.sliding_window
         self.groups, self.rope_layer_type = source.config.o_groups, source.rope_layer_type
         self.q_a_proj, self.q_a_norm = source.q_a_proj, source.q_a_norm
         self.q_b_proj, self.q_b_norm = source.q_b_proj, source.q_b_norm
@@ -138,29 +138,33 @@ class WindowedAttention(nn.Module):
         self.sinks, self.compressor = source.sinks, source.compressor
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: Any, mtpc_context: Any, **_: Any
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        mtpc_context: Any,
+        masks: WindowMasks,
     ) -> tuple[Tensor, None]:
         """hidden_states [1, T, H] -> [1, T, H], as transformers' module; its cache is ours."""
-        hidden, rows = hidden_states[0], Rows.of(mtpc_context)
+        hidden = hidden_states[0]
         cos, sin = (angle[0] for angle in position_embeddings[self.rope_layer_type])
         low = self.q_a_norm(self.q_a_proj(hidden))
         query = self.q_b_norm(self.q_b_proj(low).unflatten(-1, (-1, self.head_dim)))
         query = rotate(query, cos[:, None], sin[:, None])
         fresh = rotate(self.kv_norm(self.kv_proj(hidden)), cos, sin)
         state = mtpc_context.layers[self.layer_idx]
-        keys, seen = self._old_keys(hidden, low, rows, state)
-        out = self._attend(query, keys, seen, fresh, rows)
-        SlotRing(state.window).write(fresh, rows)
+        keys, seen = self._old_keys(hidden, low, masks, state)
+        out = self._attend(query, keys, seen, fresh, masks)
+        SlotRing(state.window).write(fresh, masks.rows)
         out = rotate(out.to(hidden.dtype), cos[:, None], -sin[:, None])
         grouped = self.o_a_proj(out.reshape(out.shape[0], self.groups, -1))
         return self.o_b_proj(grouped.flatten(1))[None], None
 
     def _old_keys(
-        self, hidden: Tensor, low: Tensor, rows: Rows, state: Any
+        self, hidden: Tensor, low: Tensor, masks: WindowMasks, state: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys [T, n, D] of the ring, as it was before this forward, and entries; who is seen."""
-        ring = SlotRing(state.window)
-        keys, seen = [ring.tensor[rows.slot]], [rows.sees(ring.positions(rows), self.window)]
+        rows = masks.rows
+        keys, seen = [state.window[rows.slot]], [masks.ring]
         if self.compressor is not None:
             compress(self.compressor, hidden, rows, SlotRing(state.raw), state.entries)
             count = state.entries.shape[1]
@@ -177,19 +181,17 @@ class WindowedAttention(nn.Module):
         return torch.cat(keys, 1), torch.cat(seen, 1)
 
     def _attend(
-        self, query: Tensor, keys: Tensor, seen: Tensor, fresh: Tensor, rows: Rows
+        self, query: Tensor, keys: Tensor, seen: Tensor, fresh: Tensor, masks: WindowMasks
     ) -> Tensor:
         """[T, N, D] from old keys [T, n, D] and this forward's [T, D], in float32 at least."""
         wide = torch.promote_types(query.dtype, torch.float32)
         old = torch.where(seen[..., None], keys, 0).to(wide)
-        new = torch.where(rows.live[:, None], fresh, 0).to(wide)
-        mine = rows.request[:, None] == rows.request[None]
-        mine = mine & rows.live[None] & rows.sees(rows.position[None].expand_as(mine), self.window)
+        new = torch.where(masks.rows.live[:, None], fresh, 0).to(wide)
         query = query.to(wide) * self.scaling
         scores = torch.cat(
             [torch.einsum("tnd,tcd->tnc", query, old), torch.einsum("tnd,ud->tnu", query, new)], -1
         )
-        scores = torch.where(torch.cat([seen, mine], 1)[:, None], scores, float("-inf"))
+        scores = torch.where(torch.cat([seen, masks.fresh], 1)[:, None], scores, float("-inf"))
         sinks = self.sinks.to(wide)[None, :, None].expand(scores.shape[0], -1, 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)
         before, own, _ = weights.split([old.shape[1], new.shape[0], 1], -1)

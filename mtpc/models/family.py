@@ -36,7 +36,8 @@ class MTPWiring:
             sees and what the next draft step is fed.
         embedding_projection: without concatenation: the projection of the embedding, H -> H.
         hidden_projection: the same of the incoming features; the two are added.
-        stream_head: checkpoint name of what joins residual streams for the head, or "".
+        stream_head: how the checkpoint's names of what joins residual streams for the head begin
+            (transformers' begin with "hc_" there), or "".
         hidden_first: concat order; False is [embedding, hidden].
         zero_first_embedding: the embedding at sequence position 0 is zeroed.
         target_features: which hidden state of the target feeds the draft.

@@ -58,7 +58,7 @@ def _module_name(name: str, family: ModelFamily) -> str:
         return f"{joints[stem]}.{leaf}"
     head = family.wiring.stream_head
     if head and name.startswith(head):
-        return f"stream_head.{name.removeprefix(head)}"
+        return f"stream_head.hc_{name.removeprefix(head)}"
     if name in family.block_names:
         return f"block.{family.block_names[name]}"
     return f"block.{name}"
@@ -70,7 +70,7 @@ def stored_name(name: str, family: ModelFamily) -> str:
     if joint == "block":
         return stored_block_name(leaf, family)
     if joint == "stream_head":
-        return f"{family.wiring.stream_head}{leaf}"
+        return f"{family.wiring.stream_head}{leaf.removeprefix('hc_')}"
     return f"{family.wiring.joints()[joint]}.{leaf}"
 
 

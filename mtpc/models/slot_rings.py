@@ -67,12 +67,6 @@ class Rows:
             request_slot=metadata.state_slots,
         )
 
-    def sees(self, position: Tensor, window: int) -> Tensor:
-        """bool [T, ...]: whether [T, ...] positions are in each row's window, own included."""
-        own = self.position.view(-1, *([1] * (position.dim() - 1)))
-        near = (position <= own) & (position > own - window) & (position >= 0)
-        return near & self.live.view_as(own)
-
 
 @dataclass(frozen=True)
 class SlotRing:
@@ -111,6 +105,37 @@ class SlotRing:
         place = place + torch.remainder(position, self.places)
         is_new = (position >= context)[..., None]
         return torch.where(is_new, fresh[index], self.tensor.flatten(0, 1)[place])
+
+
+@dataclass(frozen=True)
+class WindowMasks:
+    """Which keys each row of a forward sees of those within a window, own position included.
+
+    Attributes:
+        rows: of the forward.
+        ring: bool [T, places], of the ring as it was before the forward.
+        fresh: bool [T, T], of the forward's own rows.
+    """
+
+    rows: Rows
+    ring: Tensor
+    fresh: Tensor
+
+    @classmethod
+    def of(cls, metadata: Metadata, ring: SlotRing, window: int) -> WindowMasks:
+        """The same for all layers that have such a ring.
+
+        Args:
+            metadata: of the forward.
+            ring: any of those layers'.
+            window: positions a row sees.
+        """
+        rows = Rows.of(metadata)
+        own, held = rows.position[:, None], ring.positions(rows)
+        old = (held >= 0) & (held > own - window) & rows.live[:, None]
+        mine = (rows.request[:, None] == rows.request[None]) & rows.live[None] & rows.live[:, None]
+        at = rows.position[None]
+        return cls(rows, old, mine & (at <= own) & (at > own - window))
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,12 @@ def fake_packed_linear(
 
 @torch.library.custom_op("mtpc::packed_experts", mutates_args=())
 def packed_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float = 0.0,
 ) -> Tensor:
     """`mtpc::experts` on packed weights.
 
@@ -46,14 +51,15 @@ def packed_experts(
         down: bfloat16 [E, ceil(H / 32), I / 2, 32, 2], packed.
         expert_ids: int64 [T, k], distinct per row.
         expert_weights: [T, k].
+        limit: as in `mtpc::experts`.
 
     Returns:
         bfloat16 [T, H].
     """
     wide = unpack(gate_up, gate_up.shape[1] * gate_up.shape[3])
-    return experts(x, wide, unpack(down, x.shape[1]), expert_ids, expert_weights)
+    return experts(x, wide, unpack(down, x.shape[1]), expert_ids, expert_weights, limit)
 
 
 @packed_experts.register_fake
-def _(x, gate_up, down, expert_ids, expert_weights):  # type: ignore[no-untyped-def]
+def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

@@ -1,6 +1,8 @@
 // Which rows chose which experts.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -51,6 +53,17 @@ Choices<Accumulator<T>> group_rows(
     result.chosen.push_back(std::move(all[expert]));
   }
   return result;
+}
+
+/// silu(gate) * up; with a limit, gate is cut off above it and up to both sides, first.
+template <class A>
+A swiglu(A gate, A up, double limit) {
+  if (limit > 0) {
+    const A most = static_cast<A>(limit);
+    gate = std::min(gate, most);
+    up = std::clamp(up, -most, most);
+  }
+  return gate / (1 + std::exp(-gate)) * up;
 }
 
 }  // namespace mtpc

@@ -93,6 +93,7 @@ void for_input_tiles(int64_t count, const Body& body) {
 
 struct Shape {
   int64_t tokens, hidden, experts, intermediate;
+  double limit;
 };
 
 template <class T>
@@ -158,7 +159,7 @@ class Experts {
         for (int i = 0; i < kInputs; ++i) {
           T* active = slot(choice, first + i) + feature;
           for (int64_t w = 0; w < count; ++w) {
-            active[w] = static_cast<T>(g[w][i] / (1 + std::exp(-g[w][i])) * u[w][i]);
+            active[w] = static_cast<T>(swiglu<A>(g[w][i], u[w][i], s_.limit));
           }
         }
       });
@@ -205,13 +206,13 @@ class Experts {
 };
 
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-            const Tensor& weights) {
+            const Tensor& weights, double limit) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 3 && down.dim() == 3 && ids.dim() == 2 &&
           weights.dim() == 2,
       "mtpc_cpu::experts: expected x [T, H], gate_up [E, 2I, H], down [E, H, I], "
       "expert_ids [T, k], expert_weights [T, k]");
-  const Shape s{x.size(0), x.size(1), down.size(0), down.size(2)};
+  const Shape s{x.size(0), x.size(1), down.size(0), down.size(2), limit};
   STD_TORCH_CHECK(
       gate_up.size(0) == s.experts && gate_up.size(1) == 2 * s.intermediate &&
           gate_up.size(2) == s.hidden && down.size(1) == s.hidden,
@@ -229,8 +230,8 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights) {
-  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights);
+    const Tensor& expert_weights, double limit) {
+  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, limit);
   const Tensor out = torch::stable::new_empty(x, {shape.tokens, shape.hidden});
   const Tensor inputs = adjacent_last(x), first = adjacent_last(gate_up);
   const Tensor second = adjacent_last(down), weights = adjacent_last(expert_weights);
