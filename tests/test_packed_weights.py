@@ -237,12 +237,12 @@ def test_experts_against_float64(tokens: int, sizes: tuple[int, int, int], limit
     """As close to exact as the kernel on plain weights, whose meaning it has."""
     mix = mixture(tokens, *sizes)
     wide = [t.double() for t in (mix.x, mix.gate_up, mix.down)]
-    exact = torch.ops.mtpc.experts(*wide, mix.ids, mix.weights.bfloat16().double(), limit)
-    found = torch.ops.mtpc_cpu.packed_experts(*packed(mix), limit)
+    exact = torch.ops.mtpc.experts(*wide, mix.ids, mix.weights.bfloat16().double(), limit, True)
+    found = torch.ops.mtpc_cpu.packed_experts(*packed(mix), limit, True)
     # Activations and results are rounded to bfloat16.
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
-    reference = torch.ops.mtpc.packed_experts(*packed(mix), limit)
-    plain = torch.ops.mtpc.experts(mix.x, mix.gate_up, mix.down, mix.ids, mix.weights, limit)
+    reference = torch.ops.mtpc.packed_experts(*packed(mix), limit, True)
+    plain = torch.ops.mtpc.experts(mix.x, mix.gate_up, mix.down, mix.ids, mix.weights, limit, True)
     assert torch.equal(reference, plain)
 
 

@@ -19,6 +19,7 @@ SOME_NAMES = {
     "mimo": ("model.mtp_layers.0.", ("input_proj", "token_layernorm", "self_attn.q_proj")),
     "glm4_moe": ("model.layers.2.", ("eh_proj", "shared_head.norm", "mlp.experts.3.down_proj")),
     "deepseek_v3": ("model.layers.2.", ("enorm", "hnorm", "mlp.experts.0.gate_proj")),
+    "deepseek_v4": ("mtp.0.", ("e_proj", "attn.kv_norm", "ffn.experts.3.w2")),
 }
 """Of the released checkpoints: the MTP layer's prefix (of two-layer models) and a few names."""
 

@@ -73,7 +73,9 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
         )
     weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
     limit = getattr(module, "limit", None)
-    return ops.experts(x, *weights) if limit is None else ops.experts(x, *weights, float(limit))
+    if limit is None:
+        return ops.experts(x, *weights)
+    return ops.experts(x, *weights, float(limit), True)  # As `_apply_gate` of such modules.
 
 
 def register_seams() -> None:

@@ -55,15 +55,19 @@ Choices<Accumulator<T>> group_rows(
   return result;
 }
 
-/// silu(gate) * up; with a limit, gate is cut off above it and up to both sides, first.
+/// What bounds gate (silu(gate), or gate itself) from above and up on both sides; 0 is off.
+struct Limit {
+  double value;
+  bool of_input;
+};
+
 template <class A>
-A swiglu(A gate, A up, double limit) {
-  if (limit > 0) {
-    const A most = static_cast<A>(limit);
-    gate = std::min(gate, most);
-    up = std::clamp(up, -most, most);
-  }
-  return gate / (1 + std::exp(-gate)) * up;
+A swiglu(A gate, A up, Limit limit) {
+  const A most = static_cast<A>(limit.value);
+  if (limit.value > 0) up = std::clamp(up, -most, most);
+  if (limit.value > 0 && limit.of_input) gate = std::min(gate, most);
+  gate = gate / (1 + std::exp(-gate));
+  return (limit.value > 0 && !limit.of_input ? std::min(gate, most) : gate) * up;
 }
 
 }  // namespace mtpc

@@ -93,7 +93,7 @@ void for_input_tiles(int64_t count, const Body& body) {
 
 struct Shape {
   int64_t tokens, hidden, experts, intermediate;
-  double limit;
+  Limit limit;
 };
 
 template <class T>
@@ -206,7 +206,7 @@ class Experts {
 };
 
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-            const Tensor& weights, double limit) {
+            const Tensor& weights, Limit limit) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 3 && down.dim() == 3 && ids.dim() == 2 &&
           weights.dim() == 2,
@@ -230,8 +230,8 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit) {
-  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, limit);
+    const Tensor& expert_weights, double limit, bool limit_input) {
+  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
   const Tensor out = torch::stable::new_empty(x, {shape.tokens, shape.hidden});
   const Tensor inputs = adjacent_last(x), first = adjacent_last(gate_up);
   const Tensor second = adjacent_last(down), weights = adjacent_last(expert_weights);

@@ -14,7 +14,7 @@ namespace {
 
 struct Shape {
   int64_t tokens, hidden, experts, intermediate;
-  double limit;
+  Limit limit;
 };
 
 class PackedExperts {
@@ -108,7 +108,7 @@ bool is_packed(const Tensor& weight, int64_t tiles, int64_t inputs) {
 }
 
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-            const Tensor& weights, double limit) {
+            const Tensor& weights, Limit limit) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 && ids.dim() == 2 &&
           weights.dim() == 2 && x.scalar_type() == ScalarType::BFloat16,
@@ -131,8 +131,8 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit) {
-  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, limit);
+    const Tensor& expert_weights, double limit, bool limit_input) {
+  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor weights = adjacent_last(expert_weights);
   const Tensor out = torch::stable::new_empty(dense, {shape.tokens, shape.hidden});
