@@ -32,10 +32,20 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
 
-FAMILY_NAMES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "mimo_v2", "step3p7")
+FAMILY_NAMES = (
+    "mimo",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "mimo_v2",
+    "step3p7",
+    "deepseek_v4",
+)
 """Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
+FEWER_BUCKETS: dict[str, dict[str, Any]] = {"deepseek_v4": {"batch_buckets": (1, 4)}}
+"""Of families whose graphs are large: a bucket costs five seconds."""
 NUM_PAGES = 89
 """A prime that is no other size of these models: found in generated code, it is the pool's."""
 CPU_OPTIONS: dict[str, Any] = {
@@ -101,7 +111,13 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
     made: dict[Any, mtpc.SpecModel] = {}
 
     def get(family: str, spec_tokens: int, kind: str = "trained", **options: Any) -> mtpc.SpecModel:
-        options = {"backend": "eager", "dtype": "float64", **TINY, **options}
+        options = {
+            "backend": "eager",
+            "dtype": "float64",
+            **TINY,
+            **FEWER_BUCKETS.get(family, {}),
+            **options,
+        }
         key = (family, spec_tokens, kind, *sorted(options.items()))
         if key not in made:
             made[key] = mtpc.compile(checkpoint(family, kind), spec_tokens=spec_tokens, **options)

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny import family_of, num_layers, rotate, run_mtp_uncached, text_config
+from tiny import (
+    family_of,
+    logits_of,
+    num_layers,
+    rotate,
+    run_mtp_uncached,
+    target_features,
+    text_config,
+)
 
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.mtp_layers import load_mtp_layer
@@ -40,14 +48,13 @@ class Oracle:
 
     @torch.no_grad()
     def hidden(self, ids: list[int]) -> torch.Tensor:
-        """Hidden states after the final norm, [1, L, H]."""
-        out = self.model.get_decoder()(input_ids=torch.tensor([ids]), use_cache=False)
-        return out.last_hidden_state
+        """What the target feeds to the draft, [1, L, ...]."""
+        return target_features(self.model, torch.tensor([ids]))
 
     @torch.no_grad()
-    def next_token(self, features: torch.Tensor) -> int:
-        """Argmax of the last row's logits, its margin asserted."""
-        top = self.model.get_output_embeddings()(features[0, -1]).topk(2)
+    def next_token(self, features: torch.Tensor, layer: Any = None) -> int:
+        """Argmax of the last row's logits, its margin asserted; of an MTP layer's, if given."""
+        top = logits_of(self.model, features[:, -1:], layer)[0, 0].topk(2)
         margin = float(top.values[0] - top.values[1])
         assert margin > self.min_margin, f"top-1 margin {margin} is too small to prove anything"
         return int(top.indices[0])
@@ -66,18 +73,10 @@ class DraftOracle:
     """What the MTP layers draft after a committed sequence, from the wiring alone, uncached."""
 
     def __init__(self, oracle: Oracle):
-        self.oracle, model = oracle, oracle.model
-        sample = model.get_decoder().layers[-1]
-        self.layers = [
-            load_mtp_layer(
-                Checkpoint(oracle.directory),
-                oracle.family,
-                text_config(model),
-                index,
-                type(sample),
-                type(sample.input_layernorm),
-                model.get_input_embeddings().weight.dtype,
-            )
+        self.oracle = oracle
+        stored = Checkpoint(oracle.directory)
+        self.layers: list[Any] = [
+            load_mtp_layer(stored, oracle.family, oracle.model, index)
             for index in range(num_layers(oracle.name))
         ]
 
@@ -97,8 +96,9 @@ class DraftOracle:
         ids, features = committed[1:], self.oracle.hidden(committed[:-1])
         drafts: list[int] = []
         for step in range(count):
-            out = self.run(min(step, len(self.layers) - 1), ids, features)
-            drafts.append(self.oracle.next_token(out))
+            index = min(step, len(self.layers) - 1)
+            out = self.run(index, ids, features)
+            drafts.append(self.oracle.next_token(out, self.layers[index]))
             if step + 1 < len(self.layers):
                 ids, features = [*ids[1:], drafts[-1]], out
             else:
@@ -129,13 +129,14 @@ class QwenDraftOracle(DraftOracle):
                 [self.mtp[expert(i, "down")] for i in each]
             )
         self.block.load_state_dict(state)
+        self.layers = [self.block]
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """RMS norm times 1 + weight."""
         eps = self.oracle.model.config.rms_norm_eps
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + self.mtp[name])
 
-    def run(self, ids: list[int], features: torch.Tensor) -> torch.Tensor:
+    def run(self, index: int, ids: list[int], features: torch.Tensor) -> torch.Tensor:
         model, positions = self.oracle.model, torch.arange(len(ids))[None]
         embedding = model.get_input_embeddings()(torch.tensor([ids]))
         parts = [

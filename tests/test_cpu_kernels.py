@@ -310,6 +310,17 @@ def test_experts_equals_the_reference(
     close(mix.run(OURS), mix.run(REFERENCE), scale=2)
 
 
+@pytest.mark.parametrize("of_input", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_cut_off_at_a_limit(dtype: torch.dtype, of_input: bool) -> None:
+    """Gate above, up on both sides; and the limit is felt."""
+    mix = make_mixture(5, dtype=dtype)
+    args = (mix.x, mix.gate_up, mix.down, mix.ids, mix.weights)
+    expected = REFERENCE.experts(*args, 0.4, of_input)
+    close(OURS.experts(*args, 0.4, of_input), expected, scale=2)
+    assert (expected - mix.run(REFERENCE)).abs().max() > 0.1
+
+
 def test_experts_beyond_the_table_and_unused_ones_count_for_nothing() -> None:
     mix = make_mixture(5)
     mix.ids[:, 0] = 2

@@ -19,21 +19,28 @@ SOME_NAMES = {
     "mimo": ("model.mtp_layers.0.", ("input_proj", "token_layernorm", "self_attn.q_proj")),
     "glm4_moe": ("model.layers.2.", ("eh_proj", "shared_head.norm", "mlp.experts.3.down_proj")),
     "deepseek_v3": ("model.layers.2.", ("enorm", "hnorm", "mlp.experts.0.gate_proj")),
+    "qwen3_next": ("mtp.", ("fc", "norm", "layers.0.mlp.experts.3.down_proj")),
+    "mimo_v2": ("model.mtp.layers.2.", ("eh_proj", "final_layernorm", "pre_mlp_layernorm")),
+    "step3p7": ("model.layers.4.", ("eh_proj", "shared_head.norm", "moe.gate_proj")),
+    "deepseek_v4": ("mtp.0.", ("e_proj", "attn.kv_norm", "ffn.experts.3.w2")),
 }
-"""Of the released checkpoints: the MTP layer's prefix (of two-layer models) and a few names."""
+"""Of the released checkpoints: the prefix of the last MTP layer, and a few names."""
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_public_names_and_the_way_back(family: str, tmp_path: Path) -> None:
     target = tiny.build_target(family)
-    layer = tiny.build_mtp_layer(family, target)
-    tiny.save_checkpoint(family, target, layer, tmp_path)
+    layers = tiny.build_mtp_layers(family, target)
+    tiny.save_checkpoint(family, target, layers, tmp_path)
     prefix, names = SOME_NAMES[family]
     stored = load_file(tmp_path / "model.safetensors")
     assert {f"{prefix}{name}.weight" for name in names} <= stored.keys()
     loaded = load(tmp_path, "float32", needs_mtp=True)
-    for name, tensor in layer.state_dict().items():
-        assert torch.equal(loaded.mtp_layers[0].state_dict()[name], tensor), name
+    for found, layer in zip(loaded.mtp_layers, layers, strict=True):
+        state = found.state_dict()
+        assert state.keys() == layer.state_dict().keys()
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(state[name], tensor), name
     for name, tensor in target.state_dict().items():
         assert torch.equal(loaded.target.state_dict()[name], tensor), name
 

@@ -68,8 +68,9 @@ def test_the_cut_is_where_drafting_begins(
     assert not {piece for piece in verify if str(piece).startswith("drafts.")}
     assert "drafts.0" in propose
     assert "target" not in propose
-    # Hidden states of R*Q = 8 rows of 64 floats; everything else is metadata.
-    assert 8 * 64 * 4 <= split.crossing_bytes < 8 * 64 * 4 + 2048
+    # Hidden states of R*Q = 8 rows of 64 floats, one stream or two; everything else is metadata.
+    features = 8 * 64 * 4 * getattr(built.loaded.config, "hc_mult", 1)
+    assert features <= split.crossing_bytes < features + 2048
 
 
 def test_results_are_ready_after_verify(compiler: Callable[..., StepCompiler]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer
+from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
 from mtpc.models.save import save_checkpoint as write
 
 _COMMON: dict[str, Any] = dict(
@@ -120,6 +121,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "deepseek_v4": {
+        **{k: v for k, v in _COMMON.items() if k != "intermediate_size"},
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {
+            "compressed_sparse_attention": 2,
+            "heavily_compressed_attention": 5,
+        },
+        "sliding_window": 6,
+        "index_topk": 3,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "swiglu_limit": 0.5,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "step3p7": _step3p7(2),
     "step3p7@3": _step3p7(3),
 }
@@ -149,23 +175,26 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, family.hf_class)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if parameter.dim() == 1 or "position_bias" in parameter_name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("tid2eid"):  # Experts by token id; a token's are distinct.
+                choice = torch.rand(len(buffer), model.config.n_routed_experts).argsort(1)
+                buffer.copy_(choice[:, : buffer.shape[1]])
     return model
 
 
 def build_mtp_layer(name: str, target: Any, seed: int = 1, index: int = 0) -> MTPLayer:
     """A random MTP layer that fits a target."""
     torch.manual_seed(seed)
-    family, config = family_of(name), text_config(target)
-    sample = target.get_decoder().layers[-1]
-    block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
-    layer = MTPLayer(family.wiring, config, block, type(sample.input_layernorm))
-    std = config.initializer_range
+    layer = new_mtp_layer(family_of(name), target, index)
+    std = text_config(target).initializer_range
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
             if "norm" not in parameter_name:
                 nn.init.normal_(parameter, std=std)
+            if "scale" in parameter_name:
+                parameter.add_(1)
     return layer.eval()
 
 
@@ -202,23 +231,43 @@ def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torc
 def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -> None:
     """A few seconds of training of target and MTP layers: drafts are then accepted in part."""
     generator = torch.Generator().manual_seed(3)
-    decoder, head = target.get_decoder(), target.get_output_embeddings()
     parameters = [*target.parameters(), *(p for layer in layers for p in layer.parameters())]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     target.set_attn_implementation("eager")
     for _ in range(steps):
         ids = _cyclic_text(8, 24, generator)
-        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        loss = nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        features = hidden
+        features = target_features(target, ids)
+        logits = logits_of(target, features)[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
         for index, layer in enumerate(layers):
             rows = ids[:, 1 + index :]
             features = run_mtp_uncached(name, target, layer, rows, features[:, :-1])
-            logits = head(features)[:, :-1].flatten(0, 1)
+            logits = logits_of(target, features, layer)[:, :-1].flatten(0, 1)
             loss = loss + nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def target_features(target: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What rows [B, L] feed to the draft: after the final norm, or before a stream head."""
+    decoder, seen = target.get_decoder(), []
+    if not hasattr(decoder, "hc_head"):
+        return decoder(input_ids=ids, use_cache=False).last_hidden_state
+    hook = decoder.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    decoder(input_ids=ids, use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+def logits_of(target: Any, features: torch.Tensor, layer: MTPLayer | None = None) -> torch.Tensor:
+    """Logits of the target's features, or of a layer's own."""
+    decoder, head = target.get_decoder(), target.get_output_embeddings()
+    if not hasattr(decoder, "hc_head"):
+        return head(features)
+    if layer is None:
+        return head(decoder.norm(decoder.hc_head(features)))
+    return head(layer.final_norm(layer.stream_head(features)))
 
 
 def run_mtp_uncached(
@@ -227,6 +276,18 @@ def run_mtp_uncached(
     """An MTP layer over whole rows [B, L] with transformers' own causal attention, no cache."""
     positions = torch.arange(ids.shape[1])[None]
     embedding = target.get_input_embeddings()(ids)
+    if layer.wiring.stream_head:
+        hidden = layer.embedding_projection(layer.embedding_norm(embedding))[:, :, None]
+        hidden = hidden + layer.hidden_projection(layer.hidden_norm(features))
+        mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), dtype=hidden.dtype)
+        window = target.config.sliding_window
+        return layer.block(
+            hidden,
+            input_ids=ids,
+            attention_mask=(mask.triu(1) + mask.tril(-window))[None, None],
+            position_ids=positions,
+            position_embeddings={"main": rotate(target, embedding, positions, "main")},
+        )
     hidden = layer.join(embedding, features, positions.expand_as(ids))
     distance = positions.T - positions
     attention = layer.block.self_attn
@@ -262,7 +323,8 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = build_target(name, seed, **eager, **changes)
     layers = build_mtp_layers(name, target, seed + 1)
-    train(name, target, layers, steps=18 if len(layers) == 1 else 12)
+    steps = 10 if name == "deepseek_v4" else 18 if len(layers) == 1 else 12
+    train(name, target, layers, steps)
     return save_checkpoint(name, target, layers, directory)
 
 

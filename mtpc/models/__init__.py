@@ -1,6 +1,7 @@
 """Model families, and how a checkpoint or an HF model becomes something to step."""
 
 from mtpc.models.deepseek_v3 import DEEPSEEK_V3
+from mtpc.models.deepseek_v4 import DEEPSEEK_V4
 from mtpc.models.family import ModelFamily
 from mtpc.models.glm4_moe import GLM4_MOE
 from mtpc.models.mimo import MIMO
@@ -12,6 +13,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MIMO,
     GLM4_MOE,
     DEEPSEEK_V3,
+    DEEPSEEK_V4,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,

@@ -231,11 +231,30 @@ class RecurrentState:
         )
 
 
+@dataclass(frozen=True)
+class CompressedState:
+    """State of an attention layer by request slot; `mtpc.models.deepseek_v4_attention` uses it.
+
+    Attributes:
+        window: ring of the last keys, which are values too, [S, places, D].
+        raw: ring of the compressor's inputs, [S, places, 2C].
+        entries: compressed entries, [S, E, D].
+        index_raw: as `raw`, of the indexer.
+        index_entries: as `entries`, of the indexer.
+    """
+
+    window: Tensor
+    raw: Tensor | None = None
+    entries: Tensor | None = None
+    index_raw: Tensor | None = None
+    index_entries: Tensor | None = None
+
+
 class CachePool(nn.Module):
     """The state tensors of all layers, as buffers, so that tracing sees them by name.
 
     Args:
-        tensors: page pools, rings and recurrent state by buffer name, `kv.<layer>.<role>`.
+        tensors: page pools, rings and other state by buffer name, `kv.<layer>.<role>`.
         num_slots: request slots that rings belong to, the scratch slot included.
     """
 
@@ -249,10 +268,10 @@ class CachePool(nn.Module):
             self.roles.setdefault(int(layer), []).append(role)
 
     def layers(self) -> dict[int, Any]:
-        """A `LayerCache` or `RecurrentState` for each layer, over what the buffers hold now."""
+        """A `LayerCache`, or state of its own kind, for each layer, over what the buffers hold."""
         return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
 
-    def _bind(self, layer: int, roles: list[str]) -> LayerCache | RecurrentState:
+    def _bind(self, layer: int, roles: list[str]) -> LayerCache | RecurrentState | CompressedState:
         tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
         if tensors.keys() == {"k", "v"}:
             return PagedKV(**tensors)
@@ -263,4 +282,6 @@ class CachePool(nn.Module):
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
         if tensors.keys() == {"recurrent", "history", "standing"}:
             return RecurrentState(**tensors)
+        if "window" in tensors:
+            return CompressedState(**tensors)
         raise UnsupportedModelError(f"layer {layer}: no cache kind has the buffers {sorted(roles)}")

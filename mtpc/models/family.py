@@ -11,12 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from mtpc.layout import BufferSpec
+
+if TYPE_CHECKING:
+    from mtpc.models.hf import StepParts
 
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Config entries that announce MTP layers, in the order in which they are believed."""
@@ -31,9 +34,13 @@ class MTPWiring:
     Attributes:
         embedding_norm: checkpoint name of the norm on the embedding (enorm).
         hidden_norm: checkpoint name of the norm on the incoming features (hnorm).
-        projection: checkpoint name of the 2H -> H projection.
+        projection: checkpoint name of the 2H -> H projection; "" where the two are projected apart.
         final_norm: checkpoint name of the norm after the block; its output is what the head
             sees and what the next draft step is fed.
+        embedding_projection: without concatenation: the projection of the embedding, H -> H.
+        hidden_projection: the same of the incoming features; the two are added.
+        stream_head: how the checkpoint's names of what joins residual streams for the head begin
+            (transformers' begin with "hc_" there), or "".
         hidden_first: concat order; False is [embedding, hidden].
         zero_first_embedding: the embedding at sequence position 0 is zeroed.
         target_features: which hidden state of the target feeds the draft.
@@ -46,10 +53,26 @@ class MTPWiring:
     hidden_norm: str
     projection: str
     final_norm: str
+    embedding_projection: str = ""
+    hidden_projection: str = ""
+    stream_head: str = ""
     hidden_first: bool = False
     zero_first_embedding: bool = False
-    target_features: Literal["after_final_norm"] = "after_final_norm"
+    target_features: Literal["after_final_norm", "before_stream_head"] = "after_final_norm"
     chain: Literal["recycle"] = "recycle"
+
+    def joints(self) -> dict[str, str]:
+        """Checkpoint name of each joint that an `MTPLayer` has, by its name there."""
+        names = {
+            "embedding_norm": self.embedding_norm,
+            "hidden_norm": self.hidden_norm,
+            "projection": self.projection,
+            "embedding_projection": self.embedding_projection,
+            "hidden_projection": self.hidden_projection,
+            "final_norm": self.final_norm,
+            "stream_head": self.stream_head,
+        }
+        return {joint: name for joint, name in names.items() if name}
 
 
 @dataclass(frozen=True)
@@ -74,12 +97,17 @@ class ModelFamily:
         position_grids: numbers that a position has for rotary embedding; more than one (time,
             height, width) where the model knows images; text has the same in all.
         canonical: transformers classes that no seam can express, by name, and what stands in.
-        rotary_type: (config, i) -> attention type of MTP layer i, for models whose rotary
-            embedding differs by type; None for others.
+        parts: how target, heads and drafts are stepped; None is as transformers runs them.
+        position_grids: numbers that a position has for rotary embedding; more than one (time,
+            height, width) where the model knows images; text has the same in all.
+        rotary_type: (config, i) -> which of the model's rotary embeddings MTP layer i has, where
+            there are several (transformers' `layer_type`); None for others.
         stored_names: pairs (in checkpoints, in transformers' modules) of parts of names, for
-            decoder layers and MTP blocks.
+            decoder layers and MTP blocks, each replaced in turn. Of several pairs for one module
+            part the first is written, and all are read.
         stored_prefixes: name prefix of the target -> prefix that checkpoints may store in its
             place (a text model inside a multimodal one, or the reverse).
+        expert_names: gate, up and down projection of an expert stored by itself.
     """
 
     name: str
@@ -93,11 +121,13 @@ class ModelFamily:
     block_config: Callable[[Any], Any]
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
+    parts: StepParts | None = None
     block_prefix: str = ""
     position_grids: int = 1
     rotary_type: Callable[[Any, int], str | None] = lambda config, index: None
     stored_names: tuple[tuple[str, str], ...] = ()
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 def full_attention_after(config: Any, count: int) -> Any:

@@ -8,7 +8,7 @@ user's model is never touched: its module tree is copied, its tensors are shared
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,11 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
         raise UnsupportedModelError(
             f"experts with activation {module.config.hidden_act!r}; mtpc::experts computes SwiGLU"
         )
-    return ops.experts(x, module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
+    weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
+    limit = getattr(module, "limit", None)
+    if limit is None:
+        return ops.experts(x, *weights)
+    return ops.experts(x, *weights, float(limit), True)  # As `_apply_gate` of such modules.
 
 
 def register_seams() -> None:
@@ -97,7 +101,7 @@ def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Modu
 
 
 def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
-    """Replace modules below `root` whose class no seam can express, in place."""
+    """Replace modules below `root` by canonical ones, in place."""
     for name, module in list(root.named_modules()):
         make = canonical.get(type(module).__name__)
         if make is not None:
@@ -141,60 +145,108 @@ class MTPLayer(nn.Module):
     """
 
     def __init__(
-        self, wiring: MTPWiring, config: Any, block: nn.Module, norm_class: type[nn.Module]
+        self,
+        wiring: MTPWiring,
+        config: Any,
+        block: nn.Module,
+        norm_class: type[nn.Module],
+        stream_head: nn.Module | None = None,
     ):
         super().__init__()
         self.wiring = wiring
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.embedding_norm = norm_class(hidden, eps=eps)
         self.hidden_norm = norm_class(hidden, eps=eps)
-        self.projection = nn.Linear(2 * hidden, hidden, bias=False)
+        if wiring.projection:
+            self.projection = nn.Linear(2 * hidden, hidden, bias=False)
+        else:
+            self.embedding_projection = nn.Linear(hidden, hidden, bias=False)
+            self.hidden_projection = nn.Linear(hidden, hidden, bias=False)
         self.block = block
         self.final_norm = norm_class(hidden, eps=eps)
+        if stream_head is not None:
+            self.stream_head = stream_head
 
     def join(self, embedding: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Block input from embeddings and incoming features, both [..., T, H]."""
+        """Block input from embeddings [..., T, H] and incoming features.
+
+        Features are [..., T, H], or [..., T, streams, H] where the two are projected apart.
+        """
         if self.wiring.zero_first_embedding:
             embedding = torch.where(positions[..., None] == 0, 0, embedding)
         parts = [self.embedding_norm(embedding), self.hidden_norm(features)]
+        if not self.wiring.projection:
+            embedded = self.embedding_projection(parts[0])
+            return embedded.unsqueeze(-2) + self.hidden_projection(parts[1])
         if self.wiring.hidden_first:
             parts.reverse()
         return self.projection(torch.cat(parts, -1))
+
+
+class TextRotary(nn.Module):
+    """A decoder's rotary embedding for one layer: (like, positions [T]) -> cos, sin [1, T, D].
+
+    Args:
+        rotary: transformers' module.
+        grids: see `ModelFamily.position_grids`.
+        kind: the layer's attention type where the rotary embedding differs by type.
+    """
+
+    def __init__(self, rotary: nn.Module, grids: int, kind: str | None):
+        super().__init__()
+        self.rotary, self.grids = rotary, grids
+        self.options = {} if kind is None else {"layer_type": kind}
+
+    def forward(self, like: Tensor, positions: Tensor) -> Any:
+        rows = positions[None]
+        if self.grids > 1:
+            rows = rows.expand(self.grids, 1, -1)
+        return self.rotary(like, rows, **self.options)
 
 
 class HFDraft(nn.Module):
     """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H].
 
     Args:
-        decoder: the target's, for its embedding and rotary embedding.
+        decoder: the target's, for its embedding.
+        rotary: its rotary embedding, as the layer has it.
         layer: the MTP layer.
         pool: caches of all layers.
-        grids: see `ModelFamily.position_grids`.
-        rotary_type: the layer's attention type where the rotary embedding differs by type.
     """
 
-    def __init__(
-        self, decoder: Any, layer: MTPLayer, pool: CachePool, grids: int, rotary_type: str | None
-    ):
+    def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
         super().__init__()
-        self.embedding, self.rotary = decoder.get_input_embeddings(), decoder.rotary_emb
-        self.layer, self.pool, self.grids = layer, pool, grids
-        self.rotary_options = {} if rotary_type is None else {"layer_type": rotary_type}
+        self.embedding, self.rotary = decoder.get_input_embeddings(), rotary
+        self.layer, self.pool = layer, pool
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext(self.pool.layers(), *metadata)
         positions = context.positions
         hidden = self.layer.join(self.embedding(ids), features, positions)[None]
-        rotary_positions = positions[None]
-        if self.grids > 1:
-            rotary_positions = rotary_positions.expand(self.grids, 1, -1)
         hidden = self.layer.block(
             hidden,
             attention_mask=None,
             position_ids=positions[None],
             past_key_values=context,
             use_cache=False,
-            position_embeddings=self.rotary(hidden, rotary_positions, **self.rotary_options),
+            position_embeddings=self.rotary(hidden, positions),
             mtpc_context=context,
         )
         return self.layer.final_norm(hidden)[0]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """How a family's target, head and drafts are stepped.
+
+    Attributes:
+        target: (decoder, pool) -> module (ids [T], *metadata) -> features [T, ...].
+        target_head: model -> module features -> logits.
+        draft: (decoder, rotary, layer, pool) -> module (ids, features, *metadata) -> features.
+        draft_head: (model, layer, target head) -> module features -> logits.
+    """
+
+    target: Callable[[Any, CachePool], nn.Module] = HFTarget
+    target_head: Callable[[Any], nn.Module] = lambda model: model.get_output_embeddings()
+    draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] = HFDraft
+    draft_head: Callable[[Any, MTPLayer, nn.Module], nn.Module] = lambda model, layer, head: head

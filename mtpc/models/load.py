@@ -19,8 +19,7 @@ from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.caches import CachePool
-from mtpc.models.family import find_norm_class
-from mtpc.models.hf import HFDraft, HFTarget, MTPLayer, share_model
+from mtpc.models.hf import MTPLayer, StepParts, TextRotary, share_model, stand_in
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.serving import ServedModel
 
@@ -90,22 +89,21 @@ class SteppedModel:
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         pool = CachePool(pools, num_slots)
-        decoder, head = loaded.target.get_decoder(), loaded.target.get_output_embeddings()
-        embedding = loaded.target.get_input_embeddings()
-        self.target: nn.Module = HFTarget(decoder, pool)
-        self.target_head: nn.Module = head
+        family, target = loaded.family, loaded.target
+        parts, decoder = family.parts or StepParts(), target.get_decoder()
+        self.target: nn.Module = parts.target(decoder, pool)
+        self.target_head: nn.Module = parts.target_head(target)
+        kinds = [family.rotary_type(loaded.config, i) for i in range(len(loaded.mtp_layers))]
         self.drafts = nn.ModuleList(
-            HFDraft(
-                decoder,
-                layer,
-                pool,
-                loaded.family.position_grids,
-                loaded.family.rotary_type(loaded.config, index),
+            parts.draft(
+                decoder, TextRotary(decoder.rotary_emb, family.position_grids, kind), layer, pool
             )
-            for index, layer in enumerate(loaded.mtp_layers)
+            for kind, layer in zip(kinds, loaded.mtp_layers, strict=True)
         )
-        self.draft_heads = nn.ModuleList(head for _ in loaded.mtp_layers)
-        self.vocab_size: int = embedding.weight.shape[0]
+        self.draft_heads = nn.ModuleList(
+            parts.draft_head(target, layer, self.target_head) for layer in loaded.mtp_layers
+        )
+        self.vocab_size = loaded.vocab_size
 
     def draft_index(self, step: int) -> int:
         """MTP layer that draft step `step` uses; beyond their number, the last is recycled."""
@@ -277,21 +275,22 @@ def _load_mtp_layers(
         raise UnsupportedModelError(
             f"{checkpoint.directory} has {count} MTP layers; {family.name} is known with one only"
         )
+    if count > 1 and family.wiring.stream_head:
+        raise UnsupportedModelError(
+            f"{checkpoint.directory} has {count} MTP layers that are fed residual streams; "
+            "expected one: chains of several are known for features [T, H] only"
+        )
     more = checkpoint.names(prefixes[1])
     if more and prefixes[0] != prefixes[1]:
         raise CheckpointError(
             f"{checkpoint.directory} announces {count} MTP layer(s), but stores more: "
             f"{listing(more)}; mend num_nextn_predict_layers in its config.json"
         )
-    decoder = target.get_decoder()
-    sample = decoder.layers[-1]
-    dtype = target.get_input_embeddings().weight.dtype
     for name, weight in repeated_tensors(checkpoint, family, target, count).items():
         check_repeated(checkpoint, name, weight)
-    layers = tuple(
-        load_mtp_layer(checkpoint, family, config, i, type(sample), find_norm_class(sample), dtype)
-        for i in range(count)
-    )
+    layers = tuple(load_mtp_layer(checkpoint, family, target, i) for i in range(count))
+    for layer in layers:
+        stand_in(layer, family.canonical)
     for index, layer in enumerate(layers):
         check_finite(layer.named_parameters(), f"MTP layer {index} of {checkpoint.directory}")
     return layers

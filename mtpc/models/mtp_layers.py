@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,126 +11,124 @@ from torch import Tensor, nn
 
 from mtpc.checkpoint import Checkpoint, listing
 from mtpc.errors import CheckpointError
-from mtpc.models.family import ModelFamily
-from mtpc.models.hf import MTPLayer, stand_in
-
-_EXPERT = re.compile(
-    r"^(?P<stem>.*mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight$"
-)
+from mtpc.models.family import ModelFamily, find_norm_class
+from mtpc.models.hf import MTPLayer
 
 STACKED_GATE = re.compile(r".*\bmoe\.gate_proj\.weight")
 """Gate projections of all experts as one tensor, as Step-3.5 and 3.7 are stored."""
 
 
 def load_mtp_layer(
-    checkpoint: Checkpoint,
-    family: ModelFamily,
-    config: Any,
-    index: int,
-    block_class: type[nn.Module],
-    norm_class: type[nn.Module],
-    dtype: torch.dtype,
+    checkpoint: Checkpoint, family: ModelFamily, target: Any, index: int
 ) -> MTPLayer:
     """Build MTP layer `index` and fill it from the checkpoint.
 
     Args:
         checkpoint: where its tensors are.
         family: names and wiring.
-        config: the target's config (a private copy, set to mtpc's seams).
+        target: the transformers model it belongs to, whose classes and dtype it takes.
         index: MTP layer, from 0.
-        block_class: the decoder layer class of the target.
-        norm_class: the target's norm class.
-        dtype: dtype of the parameters; buffers keep float32 or the wider dtype asked for.
 
     Raises:
         CheckpointError: tensors missing, unconsumed or of another shape; the message lists them.
     """
-    prefix = family.layer_prefix(config.num_hidden_layers, index)
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    prefix = family.layer_prefix(layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
     with torch.device("meta"):
-        block = block_class(family.block_config(config), config.num_hidden_layers + index)
-        layer = MTPLayer(family.wiring, config, block, norm_class)
-        stand_in(layer, family.canonical)
+        layer = build_mtp_layer(family, target, index)
     for name in family.shared_tensors:
         stored.pop(name, None)
     tensors = {_module_name(name, family): checkpoint.tensor(full) for name, full in stored.items()}
-    _fill(layer, _stack_experts(tensors), dtype, f"MTP layer {index} of {checkpoint.directory}")
+    what = f"MTP layer {index} of {checkpoint.directory}"
+    _fill(layer, _stack_experts(tensors, family), _dtypes_of(target), what)
     return layer.eval()
+
+
+def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLayer:
+    """An MTP layer that fits a transformers model of the family, its weights not yet set."""
+    config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
+    sample = decoder.layers[-1]
+    block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
+    stream_head = type(decoder.hc_head)(config) if family.wiring.stream_head else None
+    return MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
 
 
 def _module_name(name: str, family: ModelFamily) -> str:
     """Checkpoint name within an MTP layer -> name within `MTPLayer`."""
-    wiring = family.wiring
-    joints = {
-        wiring.embedding_norm: "embedding_norm",
-        wiring.hidden_norm: "hidden_norm",
-        wiring.projection: "projection",
-        wiring.final_norm: "final_norm",
-    }
+    joints = {stored: joint for joint, stored in family.wiring.joints().items()}
     stem, _, leaf = name.rpartition(".")
     if stem in joints:
         return f"{joints[stem]}.{leaf}"
-    if name.startswith(family.block_prefix):
-        return f"block.{module_name(name.removeprefix(family.block_prefix), family)}"
-    return name  # Neither a joint's nor the block's: reported as unexpected.
-
-
-def module_name(name: str, family: ModelFamily) -> str:
-    """Checkpoint name within a decoder layer -> transformers' name."""
-    for stored, module in family.stored_names:
-        name = name.replace(stored, module)
-    return name
+    head = family.wiring.stream_head
+    if head and name.startswith(head):
+        return f"stream_head.hc_{name.removeprefix(head)}"
+    if not name.startswith(family.block_prefix):
+        return name  # Neither a joint's nor the block's: reported as unexpected.
+    name = name.removeprefix(family.block_prefix)
+    for part, module in family.stored_names:
+        name = name.replace(part, module)
+    return f"block.{name}"
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
     """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
     joint, _, leaf = name.partition(".")
     if joint == "block":
-        return family.block_prefix + layer_name(leaf, family)
-    return f"{getattr(family.wiring, joint)}.{leaf}"
+        return family.block_prefix + layer_names(leaf, family)[0]
+    if joint == "stream_head":
+        return f"{family.wiring.stream_head}{leaf.removeprefix('hc_')}"
+    return f"{family.wiring.joints()[joint]}.{leaf}"
 
 
-def layer_name(name: str, family: ModelFamily) -> str:
-    """transformers' name within a decoder layer -> checkpoint name: `module_name` reversed."""
+def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:
+    """transformers' name within a decoder layer -> names in checkpoints; the first is written."""
+    written, others = name, []
     for stored, module in family.stored_names:
-        name = name.replace(module, stored)
-    return name
+        others += [other.replace(module, stored) for other in (name, *others) if module in other]
+        written = written.replace(module, stored)
+    return (written, *(other for other in (*others, name) if other != written))
 
 
 def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
     """A layer's tensors by checkpoint name within it, experts as the family stores them: what
     loading reads."""
+    gate, up, down = family.expert_names
     for name, tensor in layer.state_dict().items():
         public = stored_name(name, family)
-        stem, _, part = public.rpartition(".")
+        part = public.rpartition(".")[2]
         if part == "gate_up_proj":
-            yield from _stored_gate_up(stored_name(name.replace(part, "down_proj"), family), tensor)
+            beside = stored_name(name.replace(part, "down_proj"), family)
+            parts = zip((gate, up), tensor.chunk(2, 1), strict=True)
+            for part_name, stacked in parts:
+                yield from _stored_experts(beside, part_name, stacked)
         elif part == "down_proj":
-            for index, rows in enumerate(tensor):
-                yield f"{stem}.{index}.down_proj.weight", rows
+            yield from _stored_experts(public, down, tensor)
         else:
             yield public, tensor
 
 
-def _stored_gate_up(down: str, gate_up: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Gate and up of all experts, stacked where `down`, which stands beside them, is."""
-    parts = zip(("gate_proj", "up_proj"), gate_up.chunk(2, 1), strict=True)
+def _stored_experts(down: str, part: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A projection of all experts, stacked where `down`, which stands beside it, is."""
     stem = down.removesuffix(".down_proj")
-    for name, tensor in parts:
-        if stem == down:
-            yield down.replace("down_proj", name), tensor
-        else:
-            for index, rows in enumerate(tensor):
-                yield f"{stem}.{index}.{name}.weight", rows
+    if stem == down:
+        yield down.replace("down_proj", part), stacked
+    else:
+        for index, rows in enumerate(stacked):
+            yield f"{stem}.{index}.{part}.weight", rows
 
 
-def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
     """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`."""
+    gate, up, down = family.expert_names
+    pattern = re.compile(
+        rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{gate}|{up}|{down})\.weight"
+    )
     out: dict[str, Tensor] = {}
     tensors = _join_stacked(tensors)
     parts: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        match = _EXPERT.match(name)
+        match = pattern.fullmatch(name)
         if match is None:
             out[name] = tensor
         else:
@@ -139,16 +137,13 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for stem, by_part in parts.items():
         count = 1 + max(index for _, index in by_part)
         absent = [
-            f"{i}.{p}_proj"
-            for i in range(count)
-            for p in ("gate", "up", "down")
-            if (p, i) not in by_part
+            f"{i}.{p}" for i in range(count) for p in (gate, up, down) if (p, i) not in by_part
         ]
         if absent:
             raise CheckpointError(f"{stem}: experts lack {', '.join(absent[:8])}")
-        rows = [torch.cat([by_part["gate", i], by_part["up", i]]) for i in range(count)]
+        rows = [torch.cat([by_part[gate, i], by_part[up, i]]) for i in range(count)]
         out[f"{stem}.gate_up_proj"] = torch.stack(rows)
-        out[f"{stem}.down_proj"] = torch.stack([by_part["down", i] for i in range(count)])
+        out[f"{stem}.down_proj"] = torch.stack([by_part[down, i] for i in range(count)])
     return out
 
 
@@ -163,7 +158,25 @@ def _join_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _fill(layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, what: str) -> None:
+def _dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
+    """The dtype of each parameter or buffer, as transformers chooses it for the target's own."""
+    dtype = target.get_input_embeddings().weight.dtype
+    # Buffers (the router's selection bias) and what the class says stay in float32 at least.
+    wide = torch.promote_types(dtype, torch.float32)
+    kept = set(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
+
+    def choose(name: str, is_parameter: bool) -> torch.dtype:
+        return dtype if is_parameter and not kept & set(name.split(".")) else wide
+
+    return choose
+
+
+def _fill(
+    layer: nn.Module,
+    tensors: Mapping[str, Tensor],
+    dtype_of: Callable[[str, bool], torch.dtype],
+    what: str,
+) -> None:
     """Assign tensors to a module built on the meta device; every name must match."""
     expected = layer.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
@@ -178,8 +191,9 @@ def _fill(layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, w
     if shapes:
         raise CheckpointError(f"{what}: {'; '.join(shapes[:4])}")
     parameters = {name for name, _ in layer.named_parameters()}
-    # Buffers (the router's selection bias) stay in float32 at least, as transformers keeps them.
-    wide = torch.promote_types(dtype, torch.float32)
-    cast = {n: t.to(dtype if n in parameters else wide) for n, t in tensors.items()}
+    cast = {
+        n: t.to(dtype_of(n, n in parameters)) if t.is_floating_point() else t
+        for n, t in tensors.items()
+    }
     layer.load_state_dict(cast, assign=True)
     layer.requires_grad_(False)

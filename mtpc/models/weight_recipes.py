@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, repeated_tensors
-from mtpc.models.mtp_layers import layer_name, stored_name
+from mtpc.models.mtp_layers import layer_names, stored_name
 from mtpc.recipes import Join, Recipe, make, names
-
-_EXPERTS = re.compile(r"(?P<stem>.*mlp\.experts)\.(?P<part>gate_up|down)_proj")
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
@@ -54,42 +51,45 @@ def repeats(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:
-    """Recipes whose tensors all exist: the stored name itself, else experts stored one by one."""
-    if name.startswith("mtp."):
-        _, index, inner = name.split(".", 2)
-        layers = loaded.config.num_hidden_layers
-        prefix = loaded.family.layer_prefix(layers, int(index))
-        name = prefix + stored_name(inner, loaded.family)
-    for stored in (name, *_elsewhere(name, loaded.family)):
+    """Recipes whose tensors all exist: a stored name itself, else experts stored one by one, or
+    gate and up apart."""
+    for stored in _stored_names(name, loaded):
         if stored in checkpoint.tensors:
             yield stored
-        match = _EXPERTS.fullmatch(stored)
-        if match is None:
+        stem, _, part = stored.rpartition(".")
+        if not stem.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
             continue
-        stem, part = match["stem"], match["part"]
-        joined = (_joined(stem),) if part == "gate_up" else ()
-        for recipe in (_stacked(stem, part, checkpoint), *joined):
+        joined = (_joined(stem),) if part == "gate_up_proj" else ()
+        for recipe in (_stacked(stem, part, loaded.family, checkpoint), *joined):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
 
-def _elsewhere(name: str, family: ModelFamily) -> Iterator[str]:
-    """Other names that checkpoints of the family may have a tensor under."""
-    yield layer_name(name, family)
-    for own, stored in family.stored_prefixes.items():
-        if name.startswith(own):
-            moved = stored + name.removeprefix(own)
-            yield moved
-            yield layer_name(moved, family)
+def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
+    """Names that a weight may have in a checkpoint."""
+    family = loaded.family
+    if name.startswith("mtp."):
+        _, index, inner = name.split(".", 2)
+        prefix = family.layer_prefix(loaded.config.num_hidden_layers, int(index))
+        yield prefix + stored_name(inner, family)
+        return
+    moved = [
+        stored + name.removeprefix(own)
+        for own, stored in family.stored_prefixes.items()
+        if name.startswith(own)
+    ]
+    for place in (name, *moved):
+        yield from layer_names(place, family)
 
 
-def _stacked(stem: str, part: str, checkpoint: Checkpoint) -> Join:
+def _stacked(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) -> Join:
     """transformers' stacked experts, gate and up rows of each joined."""
-    count = sum(name.endswith(".down_proj.weight") for name in checkpoint.names(f"{stem}."))
+    gate, up, down = family.expert_names
+    count = sum(name.endswith(f".{down}.weight") for name in checkpoint.names(f"{stem}."))
     of = [f"{stem}.{index}." for index in range(count)]
-    if part == "down":
-        return Join("stack", tuple(f"{expert}down_proj.weight" for expert in of))
-    pairs = [(f"{expert}gate_proj.weight", f"{expert}up_proj.weight") for expert in of]
+    if part == "down_proj":
+        return Join("stack", tuple(f"{expert}{down}.weight" for expert in of))
+    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in of]
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 

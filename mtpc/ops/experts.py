@@ -15,6 +15,7 @@ def experts(
     expert_ids: Tensor,
     expert_weights: Tensor,
     limit: float = 0.0,
+    limit_input: bool = False,
 ) -> Tensor:
     """Weighted sum of the chosen experts' SwiGLU feed-forwards, per row.
 
@@ -28,6 +29,7 @@ def experts(
         expert_ids: int64 [T, k], distinct per row.
         expert_weights: [T, k].
         limit: bounds silu(gate) from above and up on both sides (Step-3.7); 0 is off.
+        limit_input: the limit bounds gate itself instead, before silu (DeepSeek-V4).
 
     Returns:
         [T, H], dtype of x.
@@ -37,14 +39,16 @@ def experts(
         chosen = expert_ids == expert
         weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
         gate, up = F.linear(x, gate_up[expert]).chunk(2, -1)
-        gate = F.silu(gate)
         if limit > 0:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gate, up = (gate.clamp(max=limit) if limit_input else gate), up.clamp(-limit, limit)
+        gate = F.silu(gate)
+        if limit > 0 and not limit_input:
+            gate = gate.clamp(max=limit)
         rows = F.linear(gate * up, down[expert]) * weight
         out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
     return out
 
 
 @experts.register_fake
-def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0):  # type: ignore[no-untyped-def]
+def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0, limit_input=False):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

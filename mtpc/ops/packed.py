@@ -42,6 +42,7 @@ def packed_experts(
     expert_ids: Tensor,
     expert_weights: Tensor,
     limit: float = 0.0,
+    limit_input: bool = False,
 ) -> Tensor:
     """`mtpc::experts` on packed weights.
 
@@ -51,15 +52,17 @@ def packed_experts(
         down: bfloat16 [E, ceil(H / 32), I / 2, 32, 2], packed.
         expert_ids: int64 [T, k], distinct per row.
         expert_weights: [T, k].
-        limit: as `mtpc::experts`.
+        limit: as in `mtpc::experts`.
+        limit_input: as there.
 
     Returns:
         bfloat16 [T, H].
     """
     wide = unpack(gate_up, gate_up.shape[1] * gate_up.shape[3])
-    return experts(x, wide, unpack(down, x.shape[1]), expert_ids, expert_weights, limit)
+    narrow = unpack(down, x.shape[1])
+    return experts(x, wide, narrow, expert_ids, expert_weights, limit, limit_input)
 
 
 @packed_experts.register_fake
-def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0):  # type: ignore[no-untyped-def]
+def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0, limit_input=False):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

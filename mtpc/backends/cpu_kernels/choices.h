@@ -10,16 +10,6 @@
 
 namespace mtpc {
 
-/// silu(gate) * up; with a limit above 0, silu(gate) at most that and up within it on both sides.
-template <class A>
-A swiglu(A gate, A up, A limit) {
-  const A active = gate / (1 + std::exp(-gate));
-  if (!(limit > 0)) return active * up;
-  // As torch clamps: NaN stays NaN.
-  const A bounded = active > limit ? limit : active;
-  return bounded * (up > limit ? limit : up < -limit ? -limit : up);
-}
-
 /// The rows that chose one expert, in order, and its weight in each.
 template <class A>
 struct Choice {
@@ -63,6 +53,21 @@ Choices<Accumulator<T>> group_rows(
     result.chosen.push_back(std::move(all[expert]));
   }
   return result;
+}
+
+/// What bounds gate (silu(gate), or gate itself) from above and up on both sides; 0 is off.
+struct Limit {
+  double value;
+  bool of_input;
+};
+
+template <class A>
+A swiglu(A gate, A up, Limit limit) {
+  const A most = static_cast<A>(limit.value);
+  if (limit.value > 0) up = std::clamp(up, -most, most);
+  if (limit.value > 0 && limit.of_input) gate = std::min(gate, most);
+  gate = gate / (1 + std::exp(-gate));
+  return (limit.value > 0 && !limit.of_input ? std::min(gate, most) : gate) * up;
 }
 
 }  // namespace mtpc

@@ -93,18 +93,18 @@ void for_input_tiles(int64_t count, const Body& body) {
 
 struct Shape {
   int64_t tokens, hidden, experts, intermediate;
+  Limit limit;
 };
 
 template <class T>
 class Experts {
  public:
   Experts(const Shape& shape, const Tensor& x, const Tensor& gate_up, const Tensor& down,
-          const Tensor& ids, const Tensor& weights, double limit)
+          const Tensor& ids, const Tensor& weights)
       : s_(shape),
         x_(x),
         gate_up_(gate_up),
         down_(down),
-        limit_(limit),
         choices_(group_rows<T>(ids, weights, shape.experts)),
         active_(choices_.slots * shape.intermediate) {}
 
@@ -159,7 +159,7 @@ class Experts {
         for (int i = 0; i < kInputs; ++i) {
           T* active = slot(choice, first + i) + feature;
           for (int64_t w = 0; w < count; ++w) {
-            active[w] = static_cast<T>(swiglu(g[w][i], u[w][i], limit_));
+            active[w] = static_cast<T>(swiglu<A>(g[w][i], u[w][i], s_.limit));
           }
         }
       });
@@ -201,19 +201,18 @@ class Experts {
   const Tensor& x_;
   const Tensor& gate_up_;
   const Tensor& down_;
-  const A limit_;
   const Choices<A> choices_;
   Buffer<T> active_;  // [slots, intermediate]
 };
 
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-            const Tensor& weights) {
+            const Tensor& weights, Limit limit) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 3 && down.dim() == 3 && ids.dim() == 2 &&
           weights.dim() == 2,
       "mtpc_cpu::experts: expected x [T, H], gate_up [E, 2I, H], down [E, H, I], "
       "expert_ids [T, k], expert_weights [T, k]");
-  const Shape s{x.size(0), x.size(1), down.size(0), down.size(2)};
+  const Shape s{x.size(0), x.size(1), down.size(0), down.size(2), limit};
   STD_TORCH_CHECK(
       gate_up.size(0) == s.experts && gate_up.size(1) == 2 * s.intermediate &&
           gate_up.size(2) == s.hidden && down.size(1) == s.hidden,
@@ -231,14 +230,14 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit) {
-  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights);
+    const Tensor& expert_weights, double limit, bool limit_input) {
+  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
   const Tensor out = torch::stable::new_empty(x, {shape.tokens, shape.hidden});
   const Tensor inputs = adjacent_last(x), first = adjacent_last(gate_up);
   const Tensor second = adjacent_last(down), weights = adjacent_last(expert_weights);
   with_type(x.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
-    Experts<T>(shape, inputs, first, second, expert_ids, weights, limit).run(out);
+    Experts<T>(shape, inputs, first, second, expert_ids, weights).run(out);
   });
   return out;
 }

@@ -89,10 +89,10 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "Tensor query_start_loc, float scale, int latent_rank) -> Tensor");
   library.def(
       "experts(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, "
-      "Tensor expert_weights, float limit=0.0) -> Tensor");
+      "Tensor expert_weights, float limit=0.0, bool limit_input=False) -> Tensor");
   library.def(
       "packed_experts(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, "
-      "Tensor expert_weights, float limit=0.0) -> Tensor");
+      "Tensor expert_weights, float limit=0.0, bool limit_input=False) -> Tensor");
   library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
   library.def(
       "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None) -> Tensor");

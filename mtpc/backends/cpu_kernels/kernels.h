@@ -24,11 +24,11 @@ Tensor latent_attention(
 
 Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit);
+    const Tensor& expert_weights, double limit, bool limit_input);
 
 Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit);
+    const Tensor& expert_weights, double limit, bool limit_input);
 
 void pack(const Tensor& weight, const Tensor& packed);
 

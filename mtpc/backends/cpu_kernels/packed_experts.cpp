@@ -14,14 +14,14 @@ namespace {
 
 struct Shape {
   int64_t tokens, hidden, experts, intermediate;
+  Limit limit;
 };
 
 class PackedExperts {
  public:
   PackedExperts(const Shape& shape, const Tensor& x, const Tensor& gate_up, const Tensor& down,
-                const Tensor& ids, const Tensor& weights, double limit)
+                const Tensor& ids, const Tensor& weights)
       : s_(shape),
-        limit_(static_cast<float>(limit)),
         gate_up_(static_cast<const BFloat16*>(gate_up.const_data_ptr())),
         down_(static_cast<const BFloat16*>(down.const_data_ptr())),
         choices_(group_rows<BFloat16>(ids, weights, shape.experts)),
@@ -66,7 +66,7 @@ class PackedExperts {
       BFloat16* active =
           active_.get() + (choice.first_slot + row) * s_.intermediate + tile * kFeatures;
       for (int f = 0; f < kFeatures; ++f) {
-        active[f] = static_cast<BFloat16>(swiglu(g[f], sums[f], limit_));
+        active[f] = static_cast<BFloat16>(swiglu<float>(g[f], sums[f], s_.limit));
       }
     });
   }
@@ -94,7 +94,6 @@ class PackedExperts {
   }
 
   const Shape s_;
-  const float limit_;
   const BFloat16* gate_up_;
   const BFloat16* down_;
   const Choices<float> choices_;
@@ -109,13 +108,13 @@ bool is_packed(const Tensor& weight, int64_t tiles, int64_t inputs) {
 }
 
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-            const Tensor& weights) {
+            const Tensor& weights, Limit limit) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 && ids.dim() == 2 &&
           weights.dim() == 2 && x.scalar_type() == ScalarType::BFloat16,
       "mtpc_cpu::packed_experts: expected bfloat16 x [T, H], packed gate_up and down of 5 "
       "dimensions, expert_ids [T, k], expert_weights [T, k]");
-  const Shape s{x.size(0), x.size(1), down.size(0), 2 * down.size(2)};
+  const Shape s{x.size(0), x.size(1), down.size(0), 2 * down.size(2), limit};
   STD_TORCH_CHECK(
       s.intermediate % kFeatures == 0 && gate_up.size(0) == s.experts &&
           is_packed(gate_up, 2 * s.intermediate / kFeatures, s.hidden) &&
@@ -132,12 +131,12 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit) {
-  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights);
+    const Tensor& expert_weights, double limit, bool limit_input) {
+  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor weights = adjacent_last(expert_weights);
   const Tensor out = torch::stable::new_empty(dense, {shape.tokens, shape.hidden});
-  PackedExperts(shape, dense, gate_up, down, expert_ids, weights, limit)
+  PackedExperts(shape, dense, gate_up, down, expert_ids, weights)
       .run(static_cast<BFloat16*>(out.mutable_data_ptr()));
   return out;
 }

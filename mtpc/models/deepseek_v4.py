@@ -1,0 +1,205 @@
+"""DeepSeek-V4: residual streams, sliding-window attention, compressed entries; one MTP layer.
+
+Source: transformers' DeepseekV4 (5.17 to 5.23) for the target; for the MTP layer, which
+transformers does not build, the released tensors' names (`mtp.0.*`) and vLLM's predictor. The
+draft is fed all streams, [T, streams, H], from before the target's stream head; so is the next
+draft. Embedding and output head are the target's, norm and stream head the layer's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from mtpc.buffers import K_MAX, M, P, S
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import CachePool
+from mtpc.models.deepseek_v4_attention import WindowedAttention
+from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.glm4_moe import nextn_layers
+from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary
+from mtpc.models.slot_rings import SlotRing, WindowMasks
+
+_LINEARS = {
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.q_norm": "self_attn.q_a_norm",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj",
+    "attn.kv_norm": "self_attn.kv_norm",
+    "attn.wo_a": "self_attn.o_a_proj",
+    "attn.wo_b": "self_attn.o_b_proj",
+    "attn.compressor.wkv": "self_attn.compressor.kv_proj",
+    "attn.compressor.wgate": "self_attn.compressor.gate_proj",
+    "attn.compressor.norm": "self_attn.compressor.kv_norm",
+    "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
+    "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
+    "attn.indexer.compressor.norm": "self_attn.compressor.indexer.kv_norm",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+STORED_NAMES = (
+    *((f"{stored}.", f"{ours}.") for stored, ours in _LINEARS.items()),
+    # What transformers' way back to released names makes of this norm (5.23).
+    ("attn.norm.", "self_attn.kv_norm."),
+    ("attn.attn_sink", "self_attn.sinks"),
+    ("attn.compressor.ape", "self_attn.compressor.position_bias"),
+    ("attn.indexer.compressor.ape", "self_attn.compressor.indexer.position_bias"),
+    ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
+    ("ffn.", "mlp."),
+    ("hc_attn_", "attn_hc."),
+    ("hc_ffn_", "ffn_hc."),
+)
+"""Parts of names in a decoder block: released, and transformers'."""
+STORED_PREFIXES = {
+    "model.layers.": "layers.",
+    "model.embed_tokens.": "embed.",
+    "lm_head.": "head.",
+    "model.norm.": "norm.",
+    "model.hc_head.hc_": "hc_head_",
+}
+"""Of the target: transformers' names, and released ones."""
+_MAIN = "main"
+"""transformers' name for the rotary embedding of layers without compressed entries."""
+
+
+def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """State of one layer by request slot: the window, and what compressed layers have beyond it.
+
+    With K the largest number of drafts, r the ratio, D and I the head sizes of attention and
+    indexer, a request has (window - 1 + K) D values in a sliding layer; with HCA (r - 1 + K) 2D
+    more, and D per r tokens; with CSA (2r - 1 + K) 4(D + I) more, and D + I per r tokens.
+    """
+    kinds = [*config.layer_types, "sliding_attention"]
+    kind, width = kinds[min(layer, len(kinds) - 1)], config.head_dim
+
+    def spec(role: str, rows: Any, features: int) -> BufferSpec:
+        return BufferSpec(f"kv.{layer}.{role}", (S, sympy.Max(1, rows), features), dtype)
+
+    specs = [spec("window", config.sliding_window - 1 + K_MAX, width)]
+    if kind == "sliding_attention":
+        return tuple(specs)
+    ratio = config.compress_rates[kind]
+    entries = sympy.floor(M * P / ratio)
+    parts = [("raw", "entries", width)]
+    if kind == "compressed_sparse_attention":
+        parts.append(("index_raw", "index_entries", config.index_head_dim))
+    halves = len(parts)  # CSA's windows overlap: two of them, and two halves of each token.
+    for raw, made, size in parts:
+        specs.append(spec(raw, halves * ratio - 1 + K_MAX, 2 * halves * size))
+        specs.append(spec(made, entries, size))
+    return tuple(specs)
+
+
+def block_config(config: Any) -> Any:
+    """The MTP layer is a sliding-window layer whose experts are chosen by score."""
+    extended, extra = copy.deepcopy(config), nextn_layers(config)
+    extended.layer_types = [*config.layer_types, *(["sliding_attention"] * extra)]
+    extended.mlp_layer_types = [*config.mlp_layer_types, *(["moe"] * extra)]
+    return extended
+
+
+class StreamTarget(nn.Module):
+    """The decoder over flat tokens, up to its stream head: (ids [T], ...) -> [T, streams, H]."""
+
+    def __init__(self, decoder: Any, pool: CachePool):
+        super().__init__()
+        self.embedding, self.rotary = decoder.embed_tokens, decoder.rotary_emb
+        self.layers, self.config, self.pool = decoder.layers, decoder.config, pool
+
+    def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
+        embedding = self.embedding(ids)
+        hidden = embedding[:, None].expand(-1, self.config.hc_mult, -1).contiguous()[None]
+        given = _layer_inputs(self.pool, 0, self.config.sliding_window, metadata)
+        angles = _angles(self.rotary, embedding, metadata[0])
+        for layer in self.layers:
+            hidden = layer(hidden, input_ids=ids[None], position_embeddings=angles, **given)
+        return hidden[0]
+
+
+class StreamDraft(nn.Module):
+    """The MTP layer over flat tokens: (ids [T], features [T, streams, H], ...) -> the same."""
+
+    def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
+        super().__init__()
+        self.embedding, self.rotary = decoder.get_input_embeddings(), rotary
+        self.layer, self.pool = layer, pool
+
+    def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
+        embedding, block = self.embedding(ids), self.layer.block
+        hidden = self.layer.join(embedding, features, metadata[0])[None]
+        attention: Any = block.self_attn
+        given = _layer_inputs(self.pool, attention.layer_idx, attention.window, metadata)
+        angles = {_MAIN: self.rotary(embedding, metadata[0])}
+        return block(hidden, input_ids=ids[None], position_embeddings=angles, **given)[0]
+
+
+def _layer_inputs(
+    pool: CachePool, layer: int, window: int, metadata: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    """What attention takes beside the hidden states; masks as `layer` and its like have them."""
+    context = StepContext(pool.layers(), *metadata)
+    masks = WindowMasks.of(context, SlotRing(context.layers[layer].window), window)
+    return {"mtpc_context": context, "masks": masks}
+
+
+def _angles(rotary: Any, like: Tensor, positions: Tensor) -> dict[str, Any]:
+    """cos and sin of both kinds of layer, [1, T, rotary / 2]."""
+    return {kind: rotary(like, positions[None], layer_type=kind) for kind in (_MAIN, "compress")}
+
+
+class StreamHead(nn.Module):
+    """Streams [T, streams, H] joined, normalised, and turned into logits [T, V]."""
+
+    def __init__(self, stream_head: nn.Module, norm: nn.Module, head: nn.Module):
+        super().__init__()
+        self.stream_head, self.norm, self.head = stream_head, norm, head
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.norm(self.stream_head(features[None])))[0]
+
+
+def _target_head(model: Any) -> nn.Module:
+    decoder = model.get_decoder()
+    return StreamHead(decoder.hc_head, decoder.norm, model.get_output_embeddings())
+
+
+def _draft_head(model: Any, layer: MTPLayer, target_head: nn.Module) -> nn.Module:
+    return StreamHead(layer.stream_head, layer.final_norm, model.get_output_embeddings())
+
+
+DEEPSEEK_V4 = ModelFamily(
+    name="deepseek_v4",
+    architectures=("DeepseekV4ForCausalLM",),
+    hf_class="DeepseekV4ForCausalLM",
+    hf_config_class="DeepseekV4Config",
+    wiring=MTPWiring(
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        projection="",
+        embedding_projection="e_proj",
+        hidden_projection="h_proj",
+        final_norm="norm",
+        stream_head="hc_head_",
+        target_features="before_stream_head",
+    ),
+    num_mtp_layers=nextn_layers,
+    layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",
+    cache_specs=cache_specs,
+    block_config=block_config,
+    shared_tensors={"emb.tok_emb.weight": "embedding", "head.weight": "head"},
+    canonical={"DeepseekV4Attention": WindowedAttention},
+    parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head),
+    rotary_type=lambda config, i: _MAIN,
+    stored_names=STORED_NAMES,
+    stored_prefixes=STORED_PREFIXES,
+    expert_names=("w1", "w3", "w2"),
+)
