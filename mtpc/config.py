@@ -125,6 +125,15 @@ class CompileOptions:
         return math.ceil((num_tokens + 2 * self.spec_tokens) / self.page_size)
 
     @property
+    def page_count(self) -> int:
+        """Pages of the pool, the null page included, for options settled by `for_model`.
+
+        Without `num_pages`: what the largest bucket needs, all its sequences at full length.
+        """
+        blocks = self.blocks_per_request(self.sequence_limit)
+        return self.num_pages or max(self.batch_buckets) * blocks + 1
+
+    @property
     def sequence_limit(self) -> int:
         """`max_len` as a number, for options settled by `for_model`."""
         assert self.max_len is not None

@@ -59,24 +59,18 @@ class Engine:
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
         self._stats = Stats(options.spec_tokens)
-        num_pages = self._num_pages(program)
-        self.pages = PagePool(NULL_PAGE + 1, num_pages - 1)
+        self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
-        prefixes = self._prefixes(num_pages)
-        self.scheduler = Scheduler(self.slots, self.pages, prefixes, self._pages_for)
+        self.scheduler = Scheduler(self.slots, self.pages, self._prefixes(), self._pages_for)
         self._ids = itertools.count()
         self._lock = FairLock()
         self._replay_end_s: float | None = None
 
-    @staticmethod
-    def _num_pages(program: Program) -> int:
-        return next(t.shape[0] for name, t in program.shared.items() if name.startswith("kv."))
-
-    def _prefixes(self, num_pages: int) -> PrefixCache | None:
+    def _prefixes(self) -> PrefixCache | None:
         """The prefix cache, where it was asked for and all of a request's past is in pages."""
         if not self.options.prefix_caching:
             return None
-        unpaged = unpaged_state(self.program.shared, num_pages)
+        unpaged = unpaged_state(self.program.shared, self.options.page_count)
         if unpaged is not None:
             reason = f"no prefix reuse: {unpaged} holds state that is not in pages"
             self._stats.fallbacks[reason] += 1
@@ -145,9 +139,8 @@ class Engine:
             RequestError: one of the above does not hold.
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
-        return self.submit(
-            Request(-1, list(prompt_ids), max_new_tokens, tuple(stop_ids), on_output)
-        )
+        prompt, stops = list(prompt_ids), tuple(stop_ids)
+        return self.submit(Request(-1, prompt, max_new_tokens, stops, on_output=on_output))
 
     def submit(self, request: Request) -> int:
         """Queue a request that was formed before; see `add`."""
