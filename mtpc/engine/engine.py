@@ -220,6 +220,7 @@ class Engine:
                 outputs = self._collect(self._launch(turn))
             except BaseException:  # An interrupt, too: what the device got to is unknown.
                 self.scheduler.preempt_all()
+                self._replay_end_s = None
                 raise
             outputs = self._hand_out(turn.requests, outputs)
             if not self.has_work:
