@@ -185,8 +185,10 @@ def test_what_identifies_a_page() -> None:
     pool = PagePool(1, 9)
     cache = PrefixCache(pool.index, PAGE, 2)
     known = Request(0, list(range(10)), 5)
-    known.pages, known.num_prefilled = pool.take(3), 10
-    known.output_ids = [10]
+    known.pages, known.num_prefilled = pool.take(3), 8
+    cache.learn(known)
+    assert known.num_indexed == 1, "a draft layer's last row waits for one token more"
+    known.num_prefilled, known.output_ids = 10, [10]
     cache.learn(known)
     assert known.num_indexed == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
+from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.text import Detokeniser, StopStrings, TextAssembler, stop_strings
 from mtpc.errors import RequestError
 from mtpc.serving import ServedModel
@@ -154,3 +156,22 @@ def test_stop_strings_do_not_depend_on_drafts(text_model: Callable[[int], mtpc.S
         text_model(3).stream([5, 6], 3, stop="a")
     with pytest.raises(RequestError, match="empty string would end"):
         text_model(3).stream(PROMPT, 3, stop="")
+
+
+def test_stop_strings_under_asyncio(text_model: Callable[[int], mtpc.SpecModel]) -> None:
+    """The same text, the same cut; the request ends, and its pages come back."""
+    spec = text_model(3)
+    whole = spec.generate(PROMPT, 24)
+    stop = whole[12:15]
+
+    async def text_of(engine: AsyncEngine, **options: Any) -> str:
+        outputs = [o async for o in engine.generate(PROMPT, 24, **options)]
+        return "".join(output.text or "" for output in outputs)
+
+    async def main() -> list[str]:
+        async with AsyncEngine(spec.engine, spec.served) as engine:
+            return await asyncio.gather(text_of(engine), text_of(engine, stop=[stop, "never\0"]))
+
+    assert asyncio.run(main()) == [whole, whole[: whole.index(stop)]]
+    assert not spec.engine.has_work
+    assert spec.engine.pages.num_free == spec.engine.pages.count

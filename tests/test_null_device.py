@@ -76,7 +76,7 @@ def test_one_replay_a_step_and_a_host_write_a_page(
 
 def test_host_writes_are_seen(null_model: Callable[..., Any]) -> None:
     """The counter that the test above rests on does count a write behind the program's back."""
-    spec, device = null_model("mimo")
+    spec, device = null_model("mimo", page_size=64)  # No page is crossed.
     spec.engine.add(PROMPTS[3], 24)
     for _ in range(3):
         spec.engine.step()

@@ -204,6 +204,9 @@ class AsyncEngine:
         with self._wake:
             self._is_closing = True
             mailboxes, self._mailboxes = self._mailboxes, {}
+            commands, self._commands = self._commands, []
+        for command in commands:  # Among them what was withdrawn meanwhile.
+            command()
         for request, mailbox in mailboxes.items():
             request.on_output = None
             self.engine.abort(request.request_id)

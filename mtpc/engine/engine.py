@@ -77,8 +77,7 @@ class Engine:
         self._stats = Stats(options.spec_tokens)
         self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
-        prefixes = self._prefixes()
-        self.scheduler = Scheduler(self.slots, self.pages, prefixes, self._pages_for)
+        self.scheduler = Scheduler(self.slots, self.pages, self._prefixes(), self._pages_for)
         self._ids = itertools.count()
         self.tiers = TierPolicy(options.tiers)
         self._lock = FairLock()
@@ -160,15 +159,9 @@ class Engine:
             RequestError: one of the above does not hold.
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
+        prompt, stops, params = list(prompt_ids), tuple(stop_ids), sampling or SamplingParams()
         return self.submit(
-            Request(
-                -1,
-                list(prompt_ids),
-                max_new_tokens,
-                tuple(stop_ids),
-                on_output,
-                sampling or SamplingParams(),
-            )
+            Request(-1, prompt, max_new_tokens, stops, on_output=on_output, sampling=params)
         )
 
     def submit(self, request: Request) -> int:
@@ -251,6 +244,7 @@ class Engine:
                 outputs = self._collect(self._launch(turn))
             except BaseException:  # An interrupt, too: what the device got to is unknown.
                 self.scheduler.preempt_all()
+                self._replay_end_s = None
                 raise
             outputs = self._hand_out(turn.requests, outputs)
             if not self.has_work:
