@@ -52,7 +52,7 @@ from mtpc.layout import Layout, StepKey
 from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.pieces.accept import Accept
 
-TOKENS, REQUESTS, ROUNDS, START = 6, 2048, 24, 2
+TOKENS, REQUESTS, ROUNDS, START = 6, 256, 192, 2
 LEVEL = 1e-4
 CASES = {
     "temperature": SamplingParams(temperature=1.0),
