@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, fx, nn
 from mtpc import ops
 from mtpc.backends import make_backend
 from mtpc.buffers import Q, R
-from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.capture.graph import StepGraph, WeightTable, operators, set_tensor
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError, OptionError
@@ -292,7 +293,7 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
 
 PIECES_OF_A_STEP = """
     module pieces.begin
-    module pieces.target module pieces.target_head module pieces.accept
+    module pieces.target module pieces.target_head module pieces.choose module pieces.accept
     module pieces.drafts.0 module pieces.target_head module pieces.pick
     module pieces.chain_metadata
     module pieces.drafts.0 module pieces.target_head module pieces.pick
@@ -305,6 +306,23 @@ def test_the_traced_step(compiler: Callable[..., StepCompiler]) -> None:
     graph = compiler("mimo", 2).trace(StepKey.decode(2, 2))
     modules = [f"module {n.target}" for n in graph.graph.nodes if n.op == "call_module"]
     assert " ".join(modules) == " ".join(PIECES_OF_A_STEP.split())
+
+
+def test_sampling_adds_what_it_needs_where_it_is_asked_for(
+    compiler: Callable[..., StepCompiler],
+) -> None:
+    """One more piece, and the ops of sampling: target and each draft choose, the step records."""
+    for sampling in (False, True):
+        graph = compiler("mimo", 2, sampling=sampling).trace(StepKey.decode(2, 2))
+        modules = " ".join(str(n.target) for n in graph.graph.nodes if n.op == "call_module")
+        assert ("pieces.accept pieces.record pieces.drafts.0" in modules) == sampling
+        compiler("mimo", 2, sampling=sampling).rewrite(graph)
+        names = Counter(str(op) for _, op in operators(graph.graph))
+        wanted = {"sample": 3, "count_tokens": 1, "write_logprobs": 1} if sampling else {}
+        found = {
+            n: names[f"mtpc.{n}.default"] for n in ("sample", "count_tokens", "write_logprobs")
+        }
+        assert {n: count for n, count in found.items() if count} == wanted
 
 
 def test_resize_metadata(compiler: Callable[..., StepCompiler]) -> None:

@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import TINY, in_turn
 from oracles import MIN_MARGIN, Oracle
 from test_philox import scalar_uniform
 from test_theorem import PROMPTS, poison
 
 from mtpc import SamplingParams
+from mtpc.api import SpecModel
+from mtpc.backends import make_backend
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import pack_bits, write_sampling_rows
+from mtpc.layout import StepKey
+from mtpc.models.load import load
 from mtpc.sampling_params import INTS, MAX_LOGIT_BIAS
 
 V = 96
@@ -285,3 +292,23 @@ def test_counts_are_those_of_the_output(compiled: Callable[..., Any]) -> None:
         if slot is not None:
             counts = spec.program.shared["state.output_counts"][slot]
             assert Counter(dict(enumerate(counts.tolist()))) == Counter(request.output_ids)
+
+
+@pytest.mark.parametrize("how", ["split", "null"])
+def test_split_steps_and_a_recorded_tape(
+    how: str, checkpoint: Callable[..., Any], sampling_oracle: Callable[..., Any]
+) -> None:
+    """Verify and propose as graphs of their own; and a device that can only repeat a capture."""
+    options = CompileOptions(**TINY, spec_tokens=2, batch_buckets=(3,), sampling=True)
+    loaded = load(checkpoint("mimo"), "float64", True)
+    compiler = StepCompiler(loaded, options, make_backend("eager" if how == "split" else "null"))
+    program = compiler.compile()
+    if how == "split":
+        key = StepKey.decode(3, 2)
+        whole = in_turn(*compiler.capture_split(key))
+        program = dataclasses.replace(program, steps={**program.steps, key: whole})
+    spec, plain = SpecModel(loaded.served(), compiler.options, program), sampling_oracle("mimo")
+    chosen = [FILTERS[name] for name in ("everything", "greedy", "temperature")]
+    poison(spec)
+    found = spec.generate(PROMPTS[4:7], NEW, sampling=chosen)
+    assert found == [plain.generate(p, NEW, c) for p, c in zip(PROMPTS[4:7], chosen, strict=True)]
