@@ -54,6 +54,7 @@ _IDENTITIES: dict[Any, Callable[[Tensor, Tensor], bool]] = {
     aten.to.dtype: _same_layout,
     aten.to.dtype_layout: _same_layout,
     aten.to.device: _same_layout,
+    aten.type_as.default: _same_layout,
     aten.contiguous.default: _same_layout,
     aten.slice.Tensor: _same_layout,
     aten.view.default: _same_layout,

@@ -25,6 +25,7 @@ _ELEMENTWISE = {
     aten.silu.default,
     aten.sigmoid.default,
     aten.to.dtype,
+    aten.type_as.default,
     aten.neg.default,
     aten.clamp.default,
 }
