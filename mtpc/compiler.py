@@ -97,7 +97,7 @@ class StepCompiler:
             Q: key.bucket.query_len,
             K: key.spec_tokens,
             K_MAX: options.spec_tokens,
-            C: max(k.bucket.query_len for k in self.keys) + self.loaded.chain_window,
+            C: max(map(_rows_of_one_request, self.keys)) + self.loaded.chain_window,
             M: blocks,
             P: options.page_size,
             N: pages,
@@ -203,6 +203,11 @@ class StepCompiler:
             self._done += 1
         self.tell("done", None)
         return Program(steps, self.shared)
+
+
+def _rows_of_one_request(key: StepKey) -> int:
+    """The most: a prefill step may give all its rows to one request."""
+    return key.bucket.num_tokens if key.phase == "prefill" else key.bucket.query_len
 
 
 def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:
