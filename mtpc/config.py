@@ -35,8 +35,8 @@ class CompileOptions:
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
         prefill_chunk: tokens of one prompt that one prefill step processes.
-        backend: "cpu", "eager", "null", or "auto": cpu, falling back to eager (visibly, and not
-            under `strict`) where no C++ compiler works.
+        backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null", or "auto": cpu, falling
+            back to eager (visibly, and not under `strict`) where no C++ compiler works.
         dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
             the checkpoint's. A model object keeps its own.
         verify_passes: run the verifier with fake-tensor propagation after every pass, not
