@@ -27,8 +27,9 @@ from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
 
 BF16 = torch.bfloat16
-SPILLS = {"hip": 0, "cuda": 0}
-"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA."""
+SPILLS = {"hip": 0, "cuda": 64}
+"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (40 on sm_80, where
+prompts and drafts of GLM-4.5 fill a tile; none elsewhere)."""
 
 
 def _fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

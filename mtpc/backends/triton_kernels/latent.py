@@ -16,9 +16,10 @@ from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
 from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
-_TILE, _TILE_HEADS = 32, 16
-"""Rows times heads that a program holds where there are so many, and heads among them at least.
-Twice as many spill 230 registers on gfx942: 32 rows of a rank of 512 are what fits."""
+_TILE = 16
+"""Rows times heads that a program holds: with a rank of 512, twice as many spill on NVIDIA (each
+warp holds all queries), four times as many on gfx942. Every tile reads the latents again, from L2
+where all is well: what to look at first on a device."""
 
 
 @triton.jit
@@ -91,8 +92,10 @@ def latent_attention_launches(
     table, seq_lens, starts = (t.contiguous() for t in indices)
     (num_tokens, heads, width), (num_reqs, blocks) = q.shape, table.shape
     rank, page_size = out.shape[2], cache.shape[1]
-    tile_rows = min(power_of_two(-(-num_tokens // num_reqs)), _TILE // _TILE_HEADS)
-    tile_heads = max(_TILE_HEADS, min(power_of_two(heads), _TILE // tile_rows))
+    tile_rows = min(
+        power_of_two(-(-num_tokens // num_reqs)), _TILE // min(power_of_two(heads), _TILE)
+    )
+    tile_heads = _TILE // tile_rows
     block_n = 32 if q.dtype.itemsize == 2 else 16
     tiles, head_blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-heads // tile_heads)
     splits = splits_for(tiles * head_blocks, -(-blocks * page_size // block_n))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
@@ -53,6 +54,8 @@ def warp_size() -> int:
 def run(launches: Iterable[Launch]) -> None:
     """Launch in order on the current stream; under tracing, leave the kernels in the graph."""
     for launch in launches:
+        if _is_interpreted(launch.kernel) and any(map(_is_fake, launch.arguments.values())):
+            continue  # The interpreter would read them; compiled kernels know what fake is.
         wrap_triton(launch.kernel)[launch.grid](
             **launch.arguments,
             **launch.constants,
@@ -64,8 +67,15 @@ def run(launches: Iterable[Launch]) -> None:
 def widen(kernel: Any, *tensors: Tensor) -> bool:
     """Whether dot products must take float32 operands: Triton's interpreter multiplies bfloat16
     by its bit patterns (triton-lang/triton#11584). Never where a kernel is compiled."""
-    interpreted = not isinstance(kernel, JITFunction)
-    return interpreted and any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    return _is_interpreted(kernel) and any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+
+
+def _is_interpreted(kernel: Any) -> bool:
+    return not isinstance(kernel, JITFunction)
+
+
+def _is_fake(argument: Any) -> bool:
+    return isinstance(argument, FakeTensor)
 
 
 def adjacent(tensor: Tensor, what: str) -> Tensor:
