@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
@@ -172,3 +174,19 @@ def test_build_for_a_target_prints_a_table(
     assert "compiled by Inductor on the device itself" in out
     assert main(["cache", "ls", "--cache-dir", str(tmp_path / "cache")]) == 0
     assert "gpu-kernel" in capsys.readouterr().out
+
+
+def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
+    """Else it would copy a whole cache, or all experts, before every launch."""
+    script = Path(__file__).parent / "mutation_analysis.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        ["cache_ptr"],
+        ["acc_ptr", "stats_ptr"],
+        ["out_ptr"],
+        ["acc_ptr", "stats_ptr"],
+        ["out_ptr"],
+        ["hidden_ptr"],
+        ["part_ptr"],
+        ["out_ptr"],
+    ]

@@ -18,8 +18,9 @@ from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
 from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
-_MAX_TILE = 64
-"""Query rows times heads that a program holds, where the group is not larger by itself."""
+_MAX_TILE = {128: 64, 1024: 32}
+"""Query rows times heads that a program holds, by the largest head dim that this is for, where the
+group is not larger by itself: more of wide heads spill on sm_80."""
 
 
 @triton.jit
@@ -33,7 +34,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    request, start, rows, first = locate(starts_ptr, num_reqs, TILE_ROWS, R_PAD)
+    reqs = tl.arange(0, R_PAD)
+    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
     length = tl.load(lens_ptr + request).to(tl.int32)
     if (first >= rows) | (length <= 0):
         return
@@ -100,8 +104,10 @@ def paged_attention_launches(
     kv_heads, page_size, value_dim = k.shape[2], k.shape[1], v.shape[3]
     group = heads // kv_heads
     rows_hint = -(-num_tokens // num_reqs)
-    block_m = power_of_two(max(group, min(rows_hint * group, _MAX_TILE)), 16)
-    block_n = 64 if max(dim, value_dim) <= 128 and q.dtype.itemsize == 2 else 32
+    widest = max(dim, value_dim)
+    limit = next(rows for wide, rows in _MAX_TILE.items() if widest <= wide)
+    block_m = power_of_two(max(group, min(rows_hint * group, limit)), 16)
+    block_n = 64 if widest <= 128 and q.dtype.itemsize == 2 else 32
     tile_rows = block_m // group
     tiles = num_tiles(num_tokens, num_reqs, tile_rows)
     splits = splits_for(tiles * kv_heads, -(-width * page_size // block_n))

@@ -22,11 +22,8 @@ _TILE, _FEATURES, _DEPTH, _SUM_BLOCK = 64, 32, 128, 1024
 
 
 @triton.jit
-def _chosen(ids_ptr, tokens, num_tokens, expert, CHOICES: tl.constexpr, C_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which rows chose an expert, and as their how-manieth choice."""
-    choice = tl.arange(0, C_PAD)
-    mask = (tokens < num_tokens)[:, None] & (choice < CHOICES)[None]
-    ids = tl.load(ids_ptr + tokens[:, None] * CHOICES + choice[None], mask=mask, other=-1)
+def _chosen(ids, choice, expert):  # type: ignore[no-untyped-def]
+    """Which rows of ids [rows, choices] chose an expert, and as their how-manieth choice."""
     match = ids == expert
     return tl.max(match.to(tl.int32), 1) > 0, tl.max(tl.where(match, choice[None], 0), 1)
 
@@ -40,7 +37,10 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     """hidden[t, j] = silu(gate x) * (up x) of row t's expert j; weight [E, 2I, H]."""
     expert = tl.program_id(0)
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    hit, choice = _chosen(ids_ptr, tokens, num_tokens, expert, CHOICES, C_PAD)
+    j = tl.arange(0, C_PAD)
+    ids_mask = (tokens < num_tokens)[:, None] & (j < CHOICES)[None]
+    ids = tl.load(ids_ptr + tokens[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
+    hit, choice = _chosen(ids, j, expert)
     if tl.max(hit.to(tl.int32), 0) == 0:
         return
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -70,7 +70,10 @@ def expert_down_kernel(  # type: ignore[no-untyped-def]
     """part[t, j] = (down hidden[t, j]) * scale[t, j], float32; weight [E, H, I]."""
     expert = tl.program_id(0)
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    hit, choice = _chosen(ids_ptr, tokens, num_tokens, expert, CHOICES, C_PAD)
+    j = tl.arange(0, C_PAD)
+    ids_mask = (tokens < num_tokens)[:, None] & (j < CHOICES)[None]
+    ids = tl.load(ids_ptr + tokens[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
+    hit, choice = _chosen(ids, j, expert)
     if tl.max(hit.to(tl.int32), 0) == 0:
         return
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)

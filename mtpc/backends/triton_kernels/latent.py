@@ -32,7 +32,10 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     R_PAD: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(2)
-    request, start, rows, first = locate(starts_ptr, num_reqs, TILE_ROWS, R_PAD)
+    reqs = tl.arange(0, R_PAD)
+    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
     length = tl.load(lens_ptr + request).to(tl.int32)
     if (first >= rows) | (length <= 0):
         return

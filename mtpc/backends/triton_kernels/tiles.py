@@ -19,16 +19,18 @@ def num_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
 
 
 @triton.jit
-def locate(starts_ptr, num_reqs, TILE_ROWS: tl.constexpr, R_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+def locate(reqs, begins, ends, num_reqs, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's request, the request's first flat row and number of rows, and the first of
-    its rows in this tile (past them: nothing to do)."""
+    its rows in this tile (past them: nothing to do).
+
+    Takes loaded values, not the pointer: Inductor's analysis takes a pointer that goes into a
+    function for one that is written, and would copy the tensor before each launch.
+    """
     tile = tl.program_id(0)
-    reqs = tl.arange(0, R_PAD)
-    there = reqs < num_reqs
-    tiles = tl.load(starts_ptr + reqs, mask=there, other=0).to(tl.int32) // TILE_ROWS + reqs
-    request = tl.sum((there & (tiles <= tile)).to(tl.int32)) - 1
-    start = tl.load(starts_ptr + request).to(tl.int32)
-    rows = tl.load(starts_ptr + request + 1).to(tl.int32) - start
+    tiles = begins // TILE_ROWS + reqs
+    request = tl.sum(((reqs < num_reqs) & (tiles <= tile)).to(tl.int32)) - 1
+    start = tl.sum(tl.where(reqs == request, begins, 0)).to(tl.int32)
+    rows = tl.sum(tl.where(reqs == request, ends, 0)).to(tl.int32) - start
     return request, start, rows, (tile - start // TILE_ROWS - request) * TILE_ROWS
 
 
