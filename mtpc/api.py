@@ -111,11 +111,12 @@ def _compile(
     from mtpc.ahead import CachingCompiler
     from mtpc.backends.cpu import CpuBackend
     from mtpc.compiler import StepCompiler
-    from mtpc.models.load import load
+    from mtpc.models.load import load, place
 
     loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
     store = cache.store if cache else None
     backend, fallback = choose_backend(options.backend, options.strict, report, store)
+    loaded = place(loaded, backend.device)
     compiler = StepCompiler(loaded, options, backend, progress)
     if cache is not None and isinstance(backend, CpuBackend):
         caching = CachingCompiler(compiler, backend, cache)
@@ -129,6 +130,7 @@ def _compile(
     else:
         program = compiler.compile()
     spec = SpecModel(loaded.served(), compiler.options, program, loaded)
+    spec.stats.fallbacks.update(backend.notes)
     if fallback is not None:
         spec.stats.fallbacks[fallback] += 1
     return spec

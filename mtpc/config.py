@@ -42,8 +42,8 @@ class CompileOptions:
         prefill_chunk: tokens of one prompt that one prefill step processes.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
             model keeps all of its past in pages; see docs/serving.md.
-        backend: "cpu", "eager", "null", or "auto": cpu, falling back to eager (visibly, and not
-            under `strict`) where no C++ compiler works.
+        backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null", or "auto": cpu, falling
+            back to eager (visibly, and not under `strict`) where no C++ compiler works.
         dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
             the checkpoint's. A model object keeps its own.
         sampling: compile what requests other than plain greedy ones need (temperature, filters,

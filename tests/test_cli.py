@@ -156,7 +156,16 @@ def test_doctor_finds_this_machine_fit(capsys):
     out = capsys.readouterr().out
     assert re.search(rf"^ok +torch +{re.escape(metadata.version('torch'))}$", out, re.M)
     assert out.endswith("can run here\n")
-    for row in ("python", "transformers", "C++ compiler", "C++ kernels", "CPU", "GPU", "triton"):
+    for row in (
+        "python",
+        "transformers",
+        "C++ compiler",
+        "C++ kernels",
+        "CPU",
+        "GPU",
+        "triton",
+        "GPU kernels",
+    ):
         assert re.search(rf"^(ok|optional) +{re.escape(row)} ", out, re.M)
 
 

@@ -29,7 +29,7 @@ ORDER = (
     ("cache.record", "cache.steps", "cache.model", "cache.binding", "cache.opening"),
     ("compiler", "restore"),
     ("ahead",),
-    ("build",),
+    ("build", "cross"),
     ("engine",),
     ("api",),
     ("cli", "__main__"),

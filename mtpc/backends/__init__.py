@@ -16,6 +16,12 @@ def _cpu(report: Report, store: EntryStore | None) -> Backend:
     return CpuBackend(report, store)
 
 
+def _cuda(report: Report, store: EntryStore | None) -> Backend:
+    from mtpc.backends.cuda import open_cuda
+
+    return open_cuda(report)
+
+
 def _eager(report: Report, store: EntryStore | None) -> Backend:
     from mtpc.backends.eager import EagerBackend
 
@@ -29,7 +35,7 @@ def _null(report: Report, store: EntryStore | None) -> Backend:
 
 
 Maker = Callable[[Report, EntryStore | None], Backend]
-BACKENDS: dict[str, Maker] = {"cpu": _cpu, "eager": _eager, "null": _null}
+BACKENDS: dict[str, Maker] = {"cpu": _cpu, "cuda": _cuda, "eager": _eager, "null": _null}
 
 
 def choose_backend(

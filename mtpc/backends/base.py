@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,10 +23,14 @@ class Backend(Protocol):
     Attributes:
         name: as in the option `backend`.
         enables: passes, off by default, that pay on this backend.
+        device: where the model and its buffers must be, as torch names it.
+        notes: what runs otherwise than one would expect, counted; `Stats.fallbacks` in the end.
     """
 
     name: str
     enables: tuple[str, ...]
+    device: str
+    notes: Counter[str]
 
     def legalise(self) -> tuple[Pass, ...]:
         """Passes that rewrite to this backend's op table; they end the pipeline."""

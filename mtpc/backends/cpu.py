@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -73,9 +74,11 @@ class CpuBackend:
 
     name = "cpu"
     enables: tuple[str, ...] = ("pack-weights",)
+    device = "cpu"
 
     def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:
         load_kernels(store, report)
+        self.notes: Counter[str] = Counter()
         self._scratch = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
 
     def legalise(self) -> tuple[Pass, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from mtpc.backends.base import Run
@@ -14,6 +16,10 @@ class EagerBackend:
 
     name = "eager"
     enables: tuple[str, ...] = ()
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.notes: Counter[str] = Counter()
 
     def legalise(self) -> tuple[Pass, ...]:
         """The reference ops are this backend's ops."""

@@ -9,6 +9,7 @@ results whose shape depends on data, values made from Python objects.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,9 +98,11 @@ class NullDevice:
 
     name = "null"
     enables: tuple[str, ...] = ()
+    device = "cpu"
 
     def __init__(self) -> None:
         self._eager = EagerBackend()
+        self.notes: Counter[str] = Counter()
         self.tapes: dict[str, Tape] = {}
 
     def legalise(self) -> tuple[Pass, ...]:
@@ -124,6 +127,49 @@ class NullDevice:
             tensor.copy_(saved[name])
         self.tapes[graph.name] = tape
         return _Replay(tape, graph, static)
+
+
+class NullGraphs:
+    """`graphs.Graphs` on a recorder: a device backend's capture, without its device.
+
+    Attributes:
+        tapes: what was recorded, in order.
+        warm_ups: runs outside any graph.
+    """
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+        self.warm_ups = 0
+
+    def warm_up(self, run: Run) -> None:
+        """Run."""
+        self.warm_ups += 1
+        run()
+
+    def record(self, run: Run) -> Run:
+        """Run once with every operator written down; the replay repeats them on that memory."""
+        tape = Tape()
+        with torch.inference_mode(), _Recorder(tape):
+            run()
+        self.tapes.append(tape)
+
+        def replay() -> None:
+            with torch.inference_mode():
+                for entry in tape.entries:
+                    _repeat(entry)
+            tape.replays += 1
+
+        return replay
+
+    def pool_bytes(self) -> int:
+        """Memory of all temporaries: nothing is reused here, unlike in a device's pool."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tape in self.tapes
+            for entry in tape.entries
+            for tensor in entry.outputs
+        }
+        return sum(storages.values())
 
 
 class _Replay:

@@ -175,6 +175,13 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes (default: one a core, as far as memory holds the weights for each)",
     )
+    parser.add_argument(
+        "--target",
+        action="append",
+        metavar="NAME",
+        help="compile the Triton kernels of the steps for this GPU, which need not be here "
+        "(hip:gfx942, hip:gfx950, cuda:80, cuda:90, cuda:100), instead; repeatable",
+    )
     _add_threads(parser)
     _add_compile_options(parser, several_k=True, backend="cpu")
 
@@ -325,7 +332,7 @@ def _add_compile_options(
         ("page_size", int, "N", "tokens per KV page"),
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
         ("prefill_chunk", int, "N", "prompt tokens per prefill step"),
-        ("backend", str, "NAME", "auto, cpu, eager or null"),
+        ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", _draft_vocab, "N|FILE", "drafts are among the N lowest ids, or FILE's"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
     ):

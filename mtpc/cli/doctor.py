@@ -78,7 +78,10 @@ def examine(version_of: VersionOf) -> Iterator[Finding]:
         yield _check_kernels()
         yield _check_cpu()
         yield _check_gpu()
-    yield check_triton(version_of)
+    triton = check_triton(version_of)
+    yield triton
+    if all(finding.status == "ok" for finding in needed):
+        yield _check_gpu_kernels(triton)
     yield check_aiter(version_of)
 
 
@@ -201,6 +204,21 @@ def check_triton(version_of: VersionOf) -> Finding:
         return Finding("triton", "ok", f"{name} {version}")
     advice = "comes with torch's builds for GPUs; not needed on the CPU"
     return Finding("triton", "optional", "not installed", advice)
+
+
+def _check_gpu_kernels(triton: Finding) -> Finding:
+    """What `mtpc build --target` can compile here, and how many of aiter's kernels are bound."""
+    from mtpc.backends.targets import TARGETS
+
+    if triton.status != "ok":
+        return Finding("GPU kernels", "optional", "they need Triton", "pip install triton")
+    from mtpc.backends.aiter import aiter_bindings
+    from mtpc.backends.triton_kernels import kernel_table, load_kernels
+
+    load_kernels()
+    found = aiter_bindings()
+    own = f"{len(kernel_table())} of ours, compiled for {', '.join(TARGETS)}"
+    return Finding("GPU kernels", "ok", f"{own}; {len(found.bindings)} of aiter's: {found.message}")
 
 
 def check_aiter(version_of: VersionOf) -> Finding:

@@ -26,7 +26,10 @@ from mtpc.serving import ServedModel
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A target that shares the user's tensors, its MTP layers, and what goes with them."""
+    """A target that shares the user's tensors, its MTP layers, and what goes with them.
+
+    `owned`: it was read from a directory, so that nobody else holds its tensors.
+    """
 
     family: ModelFamily
     target: Any
@@ -34,6 +37,7 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     source: str
     checkpoint: Checkpoint | None
+    owned: bool = False
 
     @property
     def config(self) -> Any:
@@ -137,6 +141,25 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
     )
 
 
+def place(loaded: LoadedModel, device: str) -> LoadedModel:
+    """The model on a device.
+
+    Raises:
+        OptionError: it is a model object of the user's, on another device; it is not moved.
+    """
+    here = loaded.target.get_input_embeddings().weight.device.type
+    if here == torch.device(device).type:
+        return loaded
+    if not loaded.owned:
+        raise OptionError(
+            f"the model object is on {here}; this backend runs on {device}: move it there first, "
+            f"model.to({device!r}), or pass the checkpoint's directory"
+        )
+    for module in (loaded.target, *loaded.mtp_layers):
+        module.to(device)
+    return loaded
+
+
 def find_family(architectures: list[str]) -> ModelFamily:
     """The family that serves one of `architectures`."""
     for family in FAMILIES:
@@ -176,7 +199,9 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
         )
     target = _share(model, family, str(directory))
     layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
-    return LoadedModel(family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint)
+    return LoadedModel(
+        family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint, True
+    )
 
 
 def _weights_for_transformers(checkpoint: Checkpoint) -> dict[str, Any]:

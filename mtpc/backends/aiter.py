@@ -1,0 +1,210 @@
+"""aiter, AMD's kernels for ROCm, as candidates for binding: which, within what limits, and how.
+
+Bound are the two that read the caches as we lay them out: `unified_attention` (Triton, any number
+of query rows) and `mla_decode_fwd` (assembly, at most 4). Not bound, and why: `pa_fwd_asm` and
+`pa_persistent_fwd` want another order of the cache; `fused_moe` wants shuffled weights, which is
+a pass of its own; norms and rotary embeddings are fused by Inductor.
+
+aiter changes quickly: signatures are compared at bind time, and a deviation is a note, not a
+crash in the middle of a capture.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+import torch
+from torch import fx
+
+import mtpc.ops  # noqa: F401  (registers the references)
+from mtpc.backends import aiter_ops
+from mtpc.backends.bindings import Binding, Limits
+from mtpc.capture.graph import StepGraph
+from mtpc.layout import dtype_name
+
+DISTRIBUTION, MODULE = "amd-aiter", "aiter"
+MAX_MLA_ROWS = 4
+"""Query rows per request of aiter's assembly MLA kernels; K = 3 drafts and the last token."""
+_HALF = (torch.bfloat16, torch.float16)
+_MLA_WIDTHS, _MLA_HEADS = (576, 512), (16, 128)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of aiter and how we call it.
+
+    Attributes:
+        reference: name of the `mtpc::` op.
+        modules: where it may be; it has moved between releases.
+        function: its name.
+        parameters: what we pass, by name.
+        limits: what it cannot take.
+    """
+
+    reference: str
+    modules: tuple[str, ...]
+    function: str
+    parameters: tuple[str, ...]
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is of aiter.
+
+    Attributes:
+        bindings: candidates, best first; none where aiter cannot be used.
+        message: what was found, in a line.
+    """
+
+    bindings: tuple[Binding, ...]
+    message: str
+
+
+def aiter_version() -> tuple[str | None, str]:
+    """AMD's aiter's version, or None, and what was found in words.
+
+    The `aiter` of the public package index has the same import name and nothing to do with it.
+    """
+    try:
+        version = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        pass
+    else:
+        return version, f"{DISTRIBUTION} {version}"
+    try:
+        other = metadata.version(MODULE)
+    except metadata.PackageNotFoundError:
+        return None, f"{DISTRIBUTION} is not installed: Triton kernels only"
+    return None, (
+        f"aiter {other} is the async-iterator helpers of that name on the public index, not AMD's "
+        f"kernels ({DISTRIBUTION}): pip uninstall aiter. Triton kernels only"
+    )
+
+
+def aiter_bindings() -> Found:
+    """Candidates for every kernel of the table whose signature is as expected."""
+    version, message = aiter_version()
+    if version is None:
+        return Found((), message)
+    bindings, faults = [], []
+    for kernel in KERNELS:
+        try:
+            target = _bind(kernel)
+        except (ImportError, OSError, AttributeError, TypeError) as error:
+            faults.append(f"{kernel.function}: {error}")
+            continue
+        reference = getattr(torch.ops.mtpc, kernel.reference).default
+        bindings.append(Binding("aiter", reference, target, kernel.limits))
+    if faults:
+        message += f", of which Triton stands in for {'; '.join(faults)}"
+    return Found(tuple(bindings), message)
+
+
+def _bind(kernel: Kernel) -> Any:
+    """Our operator around a function of aiter.
+
+    Raises:
+        ImportError: none of its modules is there.
+        AttributeError: the module lacks it.
+        TypeError: its parameters are not those we pass.
+    """
+    function = _find(kernel)
+    check_signature(function, kernel.parameters)
+    return aiter_ops.OPERATORS[kernel.reference](function)
+
+
+def _find(kernel: Kernel) -> Callable[..., Any]:
+    error: ImportError | None = None
+    for name in kernel.modules:
+        try:
+            return getattr(import_module(name), kernel.function)
+        except ModuleNotFoundError as missing:
+            if not (missing.name or "").startswith(MODULE):
+                raise  # aiter is there, and cannot be imported.
+            error = missing
+    raise ImportError(f"none of {', '.join(kernel.modules)} is there") from error
+
+
+def check_signature(function: Callable[..., Any], expected: tuple[str, ...]) -> None:
+    """Compare a function's parameters with those that we pass, all of them by name.
+
+    Raises:
+        TypeError: it lacks one of them, or requires others.
+    """
+    found = inspect.signature(function).parameters
+    missing = [name for name in expected if name not in found]
+    required = [
+        name
+        for name, parameter in found.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in expected
+    ]
+    if missing or required:
+        raise TypeError(
+            f"its signature has changed (lacks {missing}, newly requires {required}); expected "
+            f"{', '.join(expected)}"
+        )
+
+
+def _value(node: fx.Node, index: int, name: str, default: Any) -> Any:
+    """An argument of a call, by position or name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _gqa_limits(node: fx.Node, graph: StepGraph) -> str | None:
+    q, k, v = (node.args[i].meta["val"] for i in range(3))  # type: ignore[union-attr]
+    if q.dtype not in _HALF or k.dtype != q.dtype:
+        return f"{dtype_name(q.dtype)} queries on a {dtype_name(k.dtype)} cache"
+    if k.shape[3] != v.shape[3]:
+        return f"heads of {k.shape[3]} and {v.shape[3]}; it takes equal ones"
+    if graph.key.phase == "prefill" and node.args[3].meta["val"].shape[0] > 1:  # type: ignore[union-attr]
+        return "a ragged batch; it must be told its longest request"
+    if k.shape[1] < 16:
+        return f"pages of {k.shape[1]} tokens; it takes at least 16"
+    return None
+
+
+def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
+    q, table = node.args[0].meta["val"], node.args[2].meta["val"]  # type: ignore[union-attr]
+    rank = _value(node, 6, "latent_rank", None)
+    tokens, heads, width = q.shape
+    if q.dtype != torch.bfloat16:
+        return f"{dtype_name(q.dtype)}; it takes bfloat16"
+    if (width, rank) != _MLA_WIDTHS:
+        return f"rows of {width} with rank {rank}; it takes {_MLA_WIDTHS[0]} and {_MLA_WIDTHS[1]}"
+    if heads not in _MLA_HEADS:
+        return f"{heads} heads; it takes {' or '.join(map(str, _MLA_HEADS))}"
+    if graph.key.phase != "decode" or tokens % table.shape[0]:
+        return "a ragged batch; it takes as many rows of each request"
+    rows = tokens // table.shape[0]
+    if rows > MAX_MLA_ROWS:
+        return f"{rows} query rows a request; it takes up to {MAX_MLA_ROWS}"
+    return None
+
+
+KERNELS = (
+    Kernel(
+        "paged_attention",
+        ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention"),
+        "unified_attention",
+        ("q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k",
+         "softmax_scale", "causal", "window_size", "block_table", "softcap",
+         "q_descale", "k_descale", "v_descale", "sinks"),
+        _gqa_limits,
+    ),
+    Kernel(
+        "latent_attention",
+        ("aiter.mla",),
+        "mla_decode_fwd",
+        ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens",
+         "max_seqlen_q", "page_size", "nhead_kv", "sm_scale"),
+        _mla_limits,
+    ),
+)  # fmt: skip
+"""aiter's table. Signatures as published in August 2026; never run by us."""

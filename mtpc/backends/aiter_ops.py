@@ -1,0 +1,140 @@
+"""Our ops on aiter's functions: arguments translated on the device, with sizes of the bucket only.
+
+Each operator is opaque to Inductor and declares by itself what it mutates: nothing. (aiter's own
+registration can declare every tensor mutated.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+
+def paged_attention(function: Function) -> Any:
+    """`mtpc_aiter::paged_attention` on `unified_attention`."""
+
+    @torch.library.custom_op("mtpc_aiter::paged_attention", mutates_args=())
+    def attend(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        scale: float,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out = q.new_zeros(q.shape)
+        function(
+            q=q.contiguous(),
+            k=k_cache,
+            v=v_cache,
+            out=out,
+            cu_seqlens_q=query_start_loc,
+            max_seqlen_q=-(-q.shape[0] // block_table.shape[0]),
+            seqused_k=seq_lens,
+            max_seqlen_k=block_table.shape[1] * k_cache.shape[1],
+            softmax_scale=scale,
+            causal=True,
+            # Keys to the left of a row's own; -1 is all.
+            window_size=(sliding_window - 1, 0) if sliding_window > 0 else (-1, -1),
+            block_table=block_table,
+            softcap=softcap,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            sinks=sinks,
+        )
+        return off_rows_to_zero(out, seq_lens, query_start_loc)
+
+    @attend.register_fake
+    def _(q, k_cache, v_cache, *_: Any, **options: Any):  # type: ignore[no-untyped-def]
+        return q.new_empty(q.shape)
+
+    return torch.ops.mtpc_aiter.paged_attention.default
+
+
+def latent_attention(function: Function) -> Any:
+    """`mtpc_aiter::latent_attention` on `mla_decode_fwd`."""
+
+    @torch.library.custom_op("mtpc_aiter::latent_attention", mutates_args=())
+    def attend(
+        q: Tensor,
+        latent_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        scale: float,
+        latent_rank: int,
+    ) -> Tensor:
+        out = q.new_zeros((*q.shape[:2], latent_rank))
+        page_size = latent_cache.shape[1]
+        indptr, indices, last = page_lists(block_table, seq_lens, page_size)
+        function(
+            q=q.contiguous(),
+            kv_buffer=latent_cache[:, :, None, :],
+            o=out,
+            qo_indptr=query_start_loc,
+            kv_indptr=indptr,
+            kv_indices=indices,
+            kv_last_page_lens=last,
+            max_seqlen_q=q.shape[0] // block_table.shape[0],
+            page_size=page_size,
+            nhead_kv=1,
+            sm_scale=scale,
+        )
+        return off_rows_to_zero(out, seq_lens, query_start_loc)
+
+    @attend.register_fake
+    def _(q, latent_cache, table, lens, starts, scale, latent_rank):  # type: ignore[no-untyped-def]
+        return q.new_empty((*q.shape[:2], latent_rank))
+
+    return torch.ops.mtpc_aiter.latent_attention.default
+
+
+def page_lists(
+    block_table: Tensor, seq_lens: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block tables as flat lists of pages, all requests' one behind the other.
+
+    Args:
+        block_table: int32 [R, M].
+        seq_lens: int32 [R]; a request that is off (0) is given its null page, so that no list is
+            empty.
+        page_size: tokens per page.
+
+    Returns:
+        indptr int32 [R+1], indices int32 [R * M] (0 behind the last), and tokens in each
+        request's last page int32 [R].
+    """
+    num_reqs, blocks = block_table.shape
+    lens = seq_lens.clamp(1, blocks * page_size)
+    pages = (lens + page_size - 1) // page_size
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    place = torch.arange(num_reqs * blocks, device=block_table.device)
+    request = (place[:, None] >= indptr[None, 1:]).sum(1).clamp(max=num_reqs - 1)
+    block = (place - indptr[request]).clamp(0, blocks - 1)
+    listed = (place < indptr[-1]) & (seq_lens[request] > 0)
+    indices = torch.where(listed, block_table[request, block], 0).int()
+    return indptr, indices, ((lens - 1) % page_size + 1).int()
+
+
+def off_rows_to_zero(out: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
+    """Zeros where a row belongs to no request, or to one that is off: aiter leaves that open."""
+    token = torch.arange(out.shape[0], device=out.device)
+    request = (token[:, None] >= query_start_loc[None, 1:]).sum(1)
+    on = (request < seq_lens.shape[0]) & (seq_lens[request.clamp(max=seq_lens.shape[0] - 1)] > 0)
+    return torch.where(on[:, None, None], out, 0)
+
+
+OPERATORS: dict[str, Callable[[Function], Any]] = {
+    "paged_attention": paged_attention,
+    "latent_attention": latent_attention,
+}

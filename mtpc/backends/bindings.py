@@ -1,0 +1,72 @@
+"""Binding `mtpc::` ops to kernels: per op the candidates in order, each with its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mtpc.backends.base import Report
+from mtpc.capture.graph import StepGraph
+
+Limits = Callable[[fx.Node, StepGraph], str | None]
+"""Why a kernel cannot take a call, or None where it can; decided from shapes and dtypes."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A kernel that may stand in for a reference op.
+
+    Attributes:
+        library: whose it is, for notes: "triton", "aiter".
+        reference: `mtpc::` overload.
+        target: overload of the same arguments and meaning.
+        refuses: its limits.
+        expected: leave a note where it is refused: somebody would want to know.
+    """
+
+    library: str
+    reference: Any
+    target: Any
+    refuses: Limits
+    expected: bool = True
+
+
+@dataclass(frozen=True)
+class BindKernels:
+    """legalise-gpu: each reference op becomes the first kernel whose limits hold the call.
+
+    Where none does, the reference stays: it runs anywhere, slowly. Every refusal is noted.
+    """
+
+    bindings: Sequence[Binding]
+    note: Report = field(default=lambda line: None)
+    name: ClassVar[str] = "legalise-gpu"
+
+    def apply(self, graph: StepGraph) -> int:
+        rewrites = 0
+        for node in graph.graph.nodes:
+            if node.op != "call_function" or not str(node.target).startswith("mtpc."):
+                continue
+            chosen = self._choose(node, graph)
+            if chosen is not None:
+                node.target = chosen.target
+                rewrites += 1
+        return rewrites
+
+    def _choose(self, node: fx.Node, graph: StepGraph) -> Binding | None:
+        name = str(node.target).removesuffix(".default").replace(".", "::")
+        candidates = [b for b in self.bindings if b.reference is node.target]
+        for index, binding in enumerate(candidates):
+            reason = binding.refuses(node, graph)
+            if reason is None:
+                return binding
+            if binding.expected:
+                rest = [b.library for b in candidates[index + 1 :]]
+                instead = rest[0] if rest else "the PyTorch reference, which is slow"
+                self.note(f"{name} does not run on {binding.library} ({reason}): {instead}")
+        if not candidates:
+            self.note(f"{name} has no GPU kernel: the PyTorch reference, which is slow")
+        return None

@@ -1,0 +1,132 @@
+"""Paged attention for few query rows per request: each page is read once per key/value head.
+
+A program handles one tile of query rows (all heads of a group), one key/value head and one split
+of the context; `combine` joins the splits. Split s takes the blocks of positions b with
+b % splits == s, whatever the length: a row's bits depend neither on seq_lens nor on which other
+rows its request has, and short contexts still spread over the splits. (Online softmax: Milakov and
+Gimelshein, arXiv:1805.02867; splits: Dao et al., "Flash-Decoding", 2023.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
+from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
+
+_MAX_TILE = {128: 64, 1024: 32}
+"""Query rows times heads that a program holds, by the largest head dim that this is for, where the
+group is not larger by itself: more of wide heads spill on sm_80."""
+
+
+@triton.jit
+def paged_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, acc_ptr, stats_ptr,
+    num_reqs, num_tokens, table_width, q_token, q_head,
+    k_page, k_row, k_head, v_page, v_row, v_head,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    reqs = tl.arange(0, R_PAD)
+    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    if (first >= rows) | (length <= 0):
+        return
+    lane = tl.arange(0, BLOCK_M)
+    row, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
+    live = (row < rows) & (lane < TILE_ROWS * GROUP)
+    position = length - rows + row
+    lo, hi, n = tile_range(length, rows, first, table_width * PAGE, split,
+                           TILE_ROWS, WINDOW, SPLITS, BLOCK_N)  # fmt: skip
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    q_at = (start + row) * q_token + head * q_head
+    q_mask = live[:, None] & (d < D)[None]
+    q = tl.load(q_ptr + q_at[:, None] + d[None], mask=q_mask, other=0.0)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    while n < hi:
+        key = n + tl.arange(0, BLOCK_N)
+        inside = (key >= lo) & (key < hi)
+        page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
+        page, offset = page.to(tl.int64), (key % PAGE).to(tl.int64)
+        k_at = page * k_page + offset * k_row + kv_head * k_head
+        k_mask = inside[None] & (d < D)[:, None]
+        k = tl.load(k_ptr + k_at[None] + d[:, None], mask=k_mask, other=0.0)
+        visible = live[:, None] & inside[None] & (key[None] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (key[None] > position[:, None] - WINDOW)
+        scores = dot(q, k.to(q.dtype), WIDEN) * SCALE
+        weights, fade, peak, total = fade_in(scores, visible, peak, total, SOFTCAP)
+        v_at = page * v_page + offset * v_row + kv_head * v_head
+        v_mask = inside[:, None] & (dv < DV)[None]
+        v = tl.load(v_ptr + v_at[:, None] + dv[None], mask=v_mask, other=0.0)
+        acc = acc * fade[:, None] + dot(weights.to(v.dtype), v, WIDEN)
+        n += SPLITS * BLOCK_N
+    at = (split * num_tokens + start + row) * (tl.num_programs(1) * GROUP) + head
+    tl.store(stats_ptr + 2 * at, peak, mask=live)
+    tl.store(stats_ptr + 2 * at + 1, total, mask=live)
+    seen = live & (total != 0)  # NaN too: it must reach the logits
+    out_at = at.to(tl.int64)[:, None] * DV + dv[None]
+    tl.store(acc_ptr + out_at, acc, mask=seen[:, None] & (dv < DV)[None])
+
+
+def paged_attention_launches(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    indices: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    options: tuple[float, int, float],
+    sinks: Tensor | None,
+) -> list[Launch]:
+    """Launches of `mtpc::paged_attention`.
+
+    Args:
+        tensors: q [T, N, D], k_cache [pages, P, H_kv, D], v_cache [pages, P, H_kv, D_v].
+        indices: block_table [R, M], seq_lens [R], query_start_loc [R+1].
+        out: [T, N, D_v], contiguous; all of it is written.
+        options: scale, sliding_window, softcap.
+        sinks: [N] or None.
+    """
+    q, k, v = tensors
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k, v = adjacent(k, "k_cache"), adjacent(v, "v_cache")
+    table, seq_lens, starts = (t.contiguous() for t in indices)
+    (num_tokens, heads, dim), (num_reqs, width) = q.shape, table.shape
+    kv_heads, page_size, value_dim = k.shape[2], k.shape[1], v.shape[3]
+    group = heads // kv_heads
+    rows_hint = -(-num_tokens // num_reqs)
+    widest = max(dim, value_dim)
+    limit = next(rows for wide, rows in _MAX_TILE.items() if widest <= wide)
+    block_m = power_of_two(max(group, min(rows_hint * group, limit)), 16)
+    block_n = 64 if widest <= 128 and q.dtype.itemsize == 2 else 32
+    tile_rows = block_m // group
+    tiles = num_tiles(num_tokens, num_reqs, tile_rows)
+    splits = splits_for(tiles * kv_heads, -(-width * page_size // block_n))
+    acc = q.new_empty((splits, num_tokens, heads, value_dim), dtype=torch.float32)
+    stats = q.new_empty((splits, num_tokens, heads, 2), dtype=torch.float32)
+    arguments = dict(
+        q_ptr=q, k_ptr=k, v_ptr=v, table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts,
+        acc_ptr=acc, stats_ptr=stats, num_reqs=num_reqs, num_tokens=num_tokens, table_width=width,
+        q_token=q.stride(0), q_head=q.stride(1),
+        k_page=k.stride(0), k_row=k.stride(1), k_head=k.stride(2),
+        v_page=v.stride(0), v_row=v.stride(1), v_head=v.stride(2),
+    )  # fmt: skip
+    scale, window, softcap = options
+    constants = dict(
+        GROUP=group, D=dim, DV=value_dim, PAGE=page_size,
+        SCALE=scale, WINDOW=window, SOFTCAP=softcap,
+        SPLITS=splits, TILE_ROWS=tile_rows, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_D=power_of_two(dim, 16), BLOCK_DV=power_of_two(value_dim, 16),
+        R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(paged_attention_kernel, q, v),
+    )  # fmt: skip
+    attend = Launch(paged_attention_kernel, (tiles, kv_heads, splits), arguments, constants)
+    return [attend, combine_launch(acc, stats, (seq_lens, starts), out, sinks)]

@@ -1,0 +1,86 @@
+"""Joining the splits of an attention, in the order of the splits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.tiles import LOG2E
+
+_PROGRAMS, _MAX_SPLITS = 512, 64
+"""Programs to have at least (about two for each compute unit of the largest devices), and splits
+to have at most. Chosen on paper, not measured."""
+
+
+def splits_for(programs: int, blocks: int) -> int:
+    """Into how many splits to cut contexts of up to `blocks` blocks, for a grid of `programs`."""
+    return max(1, min(-(-_PROGRAMS // programs), blocks, _MAX_SPLITS))
+
+
+@triton.jit
+def combine_kernel(  # type: ignore[no-untyped-def]
+    acc_ptr, stats_ptr, sinks_ptr, lens_ptr, starts_ptr, out_ptr, num_reqs, num_tokens,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, S_PAD: tl.constexpr,
+    R_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """acc [S, T, N, DV] and stats [S, T, N, 2] (peak, total) -> out [T, N, DV]."""
+    token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    reqs = tl.arange(0, R_PAD)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    request = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
+    on = tl.load(lens_ptr + request, mask=request < num_reqs, other=0) > 0
+    s = tl.arange(0, S_PAD)
+    at = (s * num_tokens + token) * heads + head
+    there = s < tl.where(on, SPLITS, 0)
+    peaks = tl.load(stats_ptr + 2 * at, mask=there, other=float("-inf"))
+    totals = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0)
+    peak = tl.max(peaks, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        peak = tl.maximum(peak, sink)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(totals * tl.exp2(peaks - peak), 0)
+    seen = total != 0  # A row that attends to nothing is zeros, whatever its sink.
+    if HAS_SINKS:
+        total += tl.exp2(sink - peak)
+    dv = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for split in range(SPLITS):
+        row = (split * num_tokens + token) * heads + head
+        has = tl.load(stats_ptr + 2 * row + 1, mask=on, other=0.0) != 0
+        fade = tl.exp2(tl.load(stats_ptr + 2 * row, mask=has, other=0.0) - peak)
+        part = acc_ptr + row.to(tl.int64) * DV + dv
+        width = tl.where(has, DV, 0)  # Where nothing was seen, nothing was written.
+        acc += tl.where(has, fade, 0.0) * tl.load(part, mask=dv < width, other=0.0)
+    out = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
+    out_at = (token * heads + head).to(tl.int64) * DV + dv
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
+
+
+def combine_launch(
+    acc: Tensor, stats: Tensor, lengths: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None
+) -> Launch:
+    """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D].
+
+    Args:
+        acc: weighted sums of each split; unwritten where the split's total is 0.
+        stats: each split's peak score (times log2 e) and total weight.
+        lengths: seq_lens [R] and query_start_loc [R+1]; rows of no request, or one that is off,
+            are zeros.
+        out: written whole.
+        sinks: [N] or None.
+    """
+    splits, num_tokens, heads, dim = acc.shape
+    seq_lens, starts = lengths
+    arguments = dict(
+        acc_ptr=acc, stats_ptr=stats, sinks_ptr=acc if sinks is None else sinks,
+        lens_ptr=seq_lens, starts_ptr=starts, out_ptr=out,
+        num_reqs=seq_lens.shape[0], num_tokens=num_tokens,
+    )  # fmt: skip
+    constants = dict(
+        DV=dim, BLOCK_DV=power_of_two(dim), SPLITS=splits, S_PAD=power_of_two(splits),
+        R_PAD=power_of_two(seq_lens.shape[0], 16), HAS_SINKS=sinks is not None,
+    )  # fmt: skip
+    return Launch(combine_kernel, (num_tokens, heads, 1), arguments, constants, threads=64)

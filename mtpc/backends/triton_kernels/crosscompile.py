@@ -1,0 +1,250 @@
+"""Kernels compiled for a device that need not be here, into the graph cache.
+
+Triton brings its own code generators and assembler, so neither ROCm nor CUDA has to be installed.
+Each distinct kernel is an entry of its own, with a key that the device's side can compute from a
+launch: what several buckets or checkpoints have in common is compiled once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mtpc.backends.targets import Target
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.cache.key import digest
+from mtpc.cache.lookup import KEY, key_bytes, key_of
+from mtpc.cache.store import Entry, EntryStore
+from mtpc.errors import BackendError, DamagedEntryError
+
+KIND = "gpu-kernel"
+RESOURCES = "kernel.json"
+ALIGNMENT = 16
+"""Bytes, and for integers divisors, that compiled code takes for granted where its key says so."""
+_ELEMENTS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i1",
+}  # fmt: skip
+_AMD_FIELDS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program of a compiled kernel takes.
+
+    Attributes:
+        nbytes: of the code object.
+        shared_bytes: shared memory (LDS).
+        registers: per thread; on AMD vector registers, accumulation registers included.
+        spills: what did not fit: on AMD vector registers, on NVIDIA bytes of stack a thread.
+        scalar_spills: AMD's scalar registers kept in lanes of vector registers, which is cheap.
+    """
+
+    nbytes: int
+    shared_bytes: int
+    registers: int
+    spills: int
+    scalar_spills: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel in the cache, and whether it had been there."""
+
+    kernel: str
+    target: Target
+    entry: Entry
+    resources: Resources
+    was_there: bool
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """A kernel with all that its code depends on but the target.
+
+    Attributes:
+        kernel: the `triton.jit` function.
+        signature: Triton's type of each parameter, by name.
+        constants: values of `constexpr` parameters.
+        aligned: parameters that are multiples of ALIGNMENT.
+        threads: in a program.
+        num_stages: of software pipelining.
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...]
+    threads: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, launch: Launch) -> Specialisation:
+        """The code that a launch needs. Tensors are taken to start at a multiple of 16 bytes."""
+        signature, aligned = {}, []
+        for name in launch.kernel.arg_names:
+            if name in launch.constants:
+                signature[name] = "constexpr"
+                continue
+            value = launch.arguments[name]
+            is_tensor = isinstance(value, Tensor)
+            signature[name] = f"*{_ELEMENTS[value.dtype]}" if is_tensor else "i32"
+            if is_tensor or value % ALIGNMENT == 0:
+                aligned.append(name)
+        constants = dict(launch.constants)
+        tail = (tuple(aligned), launch.threads, launch.num_stages)
+        return cls(launch.kernel, signature, constants, *tail)
+
+    def fields(self, target: Target) -> dict[str, str]:
+        """The key of its code object."""
+        return {
+            "kind": KIND,
+            "target": target.name,
+            "kernel": self.kernel.__name__,
+            # Triton's digest of its source and of all device functions that it calls.
+            "source": self.kernel.cache_key,
+            "signature": json.dumps(self.signature),
+            "constants": json.dumps(self.constants, sort_keys=True),
+            "aligned": " ".join(self.aligned),
+            "threads": str(self.threads),
+            "num_stages": str(self.num_stages),
+            "version.triton": metadata.version("triton"),
+        }
+
+
+def cross_compile(
+    launches: Iterable[Launch], target: Target, store: EntryStore
+) -> tuple[Compiled, ...]:
+    """Code objects of all launches, each distinct one once, from the cache or into it.
+
+    Raises:
+        BackendError: Triton is interpreting, or refuses a kernel for this target, or a kernel
+            takes more shared memory than the target has.
+        CacheError: another user could have written the cache.
+        CacheWriteError: the cache cannot be written.
+    """
+    made: dict[str, Compiled] = {}
+    for launch in launches:
+        if not hasattr(launch.kernel, "cache_key"):
+            raise BackendError(
+                "Triton only interprets kernels in this process (TRITON_INTERPRET is set); unset "
+                "it to compile them"
+            )
+        wanted = Specialisation.of(launch)
+        name = digest(wanted.fields(target))
+        if name not in made:
+            made[name] = _obtain(wanted, target, store)
+    return tuple(made.values())
+
+
+def _obtain(wanted: Specialisation, target: Target, store: EntryStore) -> Compiled:
+    fields = wanted.fields(target)
+    entry, was_there = _find(store, fields), True
+    if entry is None:
+        with store.lock(digest(fields), lambda line: None):
+            entry = _find(store, fields)
+            if entry is None:
+                was_there = False
+                entry = store.write(digest(fields), lambda into: _fill(into, wanted, target))
+    resources = Resources(**json.loads(entry.read(RESOURCES)))
+    return Compiled(wanted.kernel.__name__, target, entry, resources, was_there)
+
+
+def _find(store: EntryStore, fields: dict[str, str]) -> Entry | None:
+    """A damaged entry is built again, in its place."""
+    try:
+        entry = store.read(digest(fields))
+        if entry is not None:
+            key_of(entry)  # It is filed under its own key, or damaged.
+        return entry
+    except DamagedEntryError:
+        return None
+
+
+def _fill(directory: Path, wanted: Specialisation, target: Target) -> None:
+    """Compile into an entry's directory."""
+    compiled = compile_for(wanted, target)
+    code = compiled.asm[target.binary]
+    resources = _resources(compiled, code, target)
+    if resources.shared_bytes > target.shared_bytes:
+        raise BackendError(
+            f"{wanted.kernel.__name__} takes {resources.shared_bytes} bytes of shared memory; "
+            f"{target.name} ({target.device}) has {target.shared_bytes}"
+        )
+    (directory / f"kernel.{target.binary}").write_bytes(code)
+    (directory / RESOURCES).write_text(json.dumps(asdict(resources), indent=1) + "\n")
+    (directory / KEY).write_bytes(key_bytes(wanted.fields(target)))
+
+
+def compile_for(wanted: Specialisation, target: Target) -> Any:
+    """Triton's compiled kernel, which holds every stage's text and the code object.
+
+    Raises:
+        BackendError: the message is the compiler's.
+    """
+    names = wanted.kernel.arg_names
+    constants = {(names.index(name),): value for name, value in wanted.constants.items()}
+    aligned: dict[tuple[int], list[list[Any]]] = {
+        (names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in wanted.aligned
+    }
+    source = ASTSource(wanted.kernel, wanted.signature, constants, aligned)
+    arch = int(target.arch) if target.vendor == "cuda" else target.arch
+    options = {
+        "num_warps": max(1, wanted.threads // target.warp_size),
+        "num_stages": wanted.num_stages,
+        "enable_fp_fusion": True,  # Said explicitly: Triton's default is about to change.
+    }
+    try:
+        device = GPUTarget(target.vendor, arch, target.warp_size)
+        return triton.compile(source, target=device, options=options)
+    except (RuntimeError, triton.TritonError) as error:
+        raise BackendError(
+            f"Triton could not compile {wanted.kernel.__name__} for {target.name}: {error}"
+        ) from error
+
+
+def _resources(compiled: Any, code: bytes, target: Target) -> Resources:
+    shared = int(compiled.metadata.shared)
+    if target.vendor == "hip":
+        text = compiled.asm["amdgcn"]
+        found = {name: int(_one(rf"\.{name}:\s+(\d+)", text)) for name in _AMD_FIELDS}
+        spills = (found["vgpr_spill_count"], found["sgpr_spill_count"])
+        return Resources(len(code), shared, found["vgpr_count"], *spills)
+    text = _resource_usage(code)
+    registers, stack = int(_one(r"REG:(\d+)", text)), int(_one(r"STACK:(\d+)", text))
+    return Resources(len(code), shared, registers, stack, 0)
+
+
+def _resource_usage(cubin: bytes) -> str:
+    """What `cuobjdump`, which comes with Triton, says of a code object."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
+        )
+    if done.returncode != 0:
+        raise BackendError(f"{tool} failed with exit status {done.returncode}: {done.stderr}")
+    return done.stdout
+
+
+def _one(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise BackendError(f"no {pattern!r} in what Triton's compiler says of a kernel's resources")
+    return found[1]

@@ -1,0 +1,121 @@
+"""Latent attention (MLA decode, absorbed): all heads attend to one latent row per position.
+
+A block of latents is loaded once and serves as key and, its first `rank` entries, as value. The
+rotary part is a dot product of its own, so that 512 + 64 is not padded to 1024. Splits as in
+`attention`. (DeepSeek-V2, arXiv:2405.04434, section 2.1.2.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
+from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
+
+_TILE = 16
+"""Rows times heads that a program holds: with a rank of 512, twice as many spill on NVIDIA (each
+warp holds all queries), four times as many on gfx942. Every tile reads the latents again, from L2
+where all is well: what to look at first on a device."""
+
+
+@triton.jit
+def latent_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, acc_ptr, stats_ptr,
+    num_reqs, num_tokens, table_width, q_token, q_head, cache_page, cache_row,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    R_PAD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(2)
+    reqs = tl.arange(0, R_PAD)
+    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    if (first >= rows) | (length <= 0):
+        return
+    lane = tl.arange(0, TILE_ROWS * TILE_HEADS)
+    row, head = first + lane // TILE_HEADS, tl.program_id(1) * TILE_HEADS + lane % TILE_HEADS
+    live = (row < rows) & (head < HEADS)
+    position = length - rows + row
+    lo, hi, n = tile_range(length, rows, first, table_width * PAGE, split,
+                           TILE_ROWS, 0, SPLITS, BLOCK_N)  # fmt: skip
+    c, r = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
+    q_at = (q_ptr + (start + row) * q_token + head * q_head)[:, None]
+    q = tl.load(q_at + c[None], mask=live[:, None] & (c < RANK)[None], other=0.0)
+    q_rope = tl.load(q_at + RANK + r[None], mask=live[:, None] & (r < ROPE)[None], other=0.0)
+    peak = tl.full([TILE_ROWS * TILE_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS * TILE_HEADS], tl.float32)
+    acc = tl.zeros([TILE_ROWS * TILE_HEADS, BLOCK_RANK], tl.float32)
+    while n < hi:
+        key = n + tl.arange(0, BLOCK_N)
+        inside = (key >= lo) & (key < hi)
+        page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
+        at = cache_ptr + page.to(tl.int64) * cache_page + (key % PAGE).to(tl.int64) * cache_row
+        latent_mask = inside[:, None] & (c < RANK)[None]
+        latent = tl.load(at[:, None] + c[None], mask=latent_mask, other=0.0).to(q.dtype)
+        rope_mask = inside[None] & (r < ROPE)[:, None]
+        rope = tl.load(at[None] + RANK + r[:, None], mask=rope_mask, other=0.0).to(q.dtype)
+        visible = live[:, None] & inside[None] & (key[None] <= position[:, None])
+        scores = (dot(q, tl.trans(latent), WIDEN) + dot(q_rope, rope, WIDEN)) * SCALE
+        weights, fade, peak, total = fade_in(scores, visible, peak, total, 0.0)
+        acc = acc * fade[:, None] + dot(weights.to(latent.dtype), latent, WIDEN)
+        n += SPLITS * BLOCK_N
+    at = (split * num_tokens + start + row) * HEADS + head
+    tl.store(stats_ptr + 2 * at, peak, mask=live)
+    tl.store(stats_ptr + 2 * at + 1, total, mask=live)
+    seen = live & (total != 0)  # NaN too: it must reach the logits.
+    out_at = at.to(tl.int64)[:, None] * RANK + c[None]
+    tl.store(acc_ptr + out_at, acc, mask=seen[:, None] & (c < RANK)[None])
+
+
+def latent_attention_launches(
+    q: Tensor,
+    cache: Tensor,
+    indices: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    scale: float,
+) -> list[Launch]:
+    """Launches of `mtpc::latent_attention`.
+
+    Args:
+        q: [T, N, rank + rope].
+        cache: [pages, P, rank + rope].
+        indices: block_table [R, M], seq_lens [R], query_start_loc [R+1].
+        out: [T, N, rank], contiguous; all of it is written.
+        scale: multiplies the scores.
+    """
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    cache = adjacent(cache, "latent_cache")
+    table, seq_lens, starts = (t.contiguous() for t in indices)
+    (num_tokens, heads, width), (num_reqs, blocks) = q.shape, table.shape
+    rank, page_size = out.shape[2], cache.shape[1]
+    tile_rows = min(
+        power_of_two(-(-num_tokens // num_reqs)), _TILE // min(power_of_two(heads), _TILE)
+    )
+    tile_heads = _TILE // tile_rows
+    block_n = 32 if q.dtype.itemsize == 2 else 16
+    tiles, head_blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-heads // tile_heads)
+    splits = splits_for(tiles * head_blocks, -(-blocks * page_size // block_n))
+    acc = q.new_empty((splits, num_tokens, heads, rank), dtype=torch.float32)
+    stats = q.new_empty((splits, num_tokens, heads, 2), dtype=torch.float32)
+    arguments = dict(
+        q_ptr=q, cache_ptr=cache, table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts,
+        acc_ptr=acc, stats_ptr=stats, num_reqs=num_reqs, num_tokens=num_tokens,
+        table_width=blocks, q_token=q.stride(0), q_head=q.stride(1),
+        cache_page=cache.stride(0), cache_row=cache.stride(1),
+    )  # fmt: skip
+    constants = dict(
+        HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=page_size, SCALE=scale, SPLITS=splits,
+        TILE_ROWS=tile_rows, TILE_HEADS=tile_heads, BLOCK_N=block_n,
+        BLOCK_RANK=power_of_two(rank, 16), BLOCK_ROPE=power_of_two(width - rank, 16),
+        R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(latent_attention_kernel, q, cache),
+    )  # fmt: skip
+    grid = (tiles, head_blocks, splits)
+    attend = Launch(latent_attention_kernel, grid, arguments, constants)
+    return [attend, combine_launch(acc, stats, (seq_lens, starts), out, None)]

@@ -1,0 +1,97 @@
+"""One kernel launch as a value: what an op runs, and what is compiled ahead of time for it.
+
+Every op here is a list of launches derived from its tensors' shapes, dtypes and strides alone, so
+the same function serves real tensors, fake tensors of a traced graph, and the cross-compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import wrap_triton
+from triton.runtime.jit import JITFunction
+
+from mtpc.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel over one grid.
+
+    Attributes:
+        kernel: the `triton.jit` function.
+        grid: programs along x, y and z: sizes of the bucket, never lengths of its requests.
+        arguments: tensors and integers by parameter name.
+        constants: `tl.constexpr` parameters.
+        threads: in a program; as many warps on NVIDIA are half as many wavefronts on AMD.
+        num_stages: depth of software pipelining.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    threads: int = 256
+    num_stages: int = 2
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.__name__
+
+
+def warp_size() -> int:
+    """Threads of a warp on the devices that this torch is built for: AMD's Instinct have 64."""
+    return 64 if torch.version.hip else 32
+
+
+def run(launches: Iterable[Launch]) -> None:
+    """Launch in order on the current stream; under tracing, leave the kernels in the graph."""
+    for launch in launches:
+        if _is_interpreted(launch.kernel) and any(map(_is_fake, launch.arguments.values())):
+            continue  # The interpreter would read them; compiled kernels know what fake is.
+        wrap_triton(launch.kernel)[launch.grid](
+            **launch.arguments,
+            **launch.constants,
+            num_warps=launch.threads // warp_size(),
+            num_stages=launch.num_stages,
+        )
+
+
+def widen(kernel: Any, *tensors: Tensor) -> bool:
+    """Whether dot products must take float32 operands: Triton's interpreter multiplies bfloat16
+    by its bit patterns (triton-lang/triton#11584). Never where a kernel is compiled."""
+    return _is_interpreted(kernel) and any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+
+
+def _is_interpreted(kernel: Any) -> bool:
+    return not isinstance(kernel, JITFunction)
+
+
+def _is_fake(argument: Any) -> bool:
+    return isinstance(argument, FakeTensor)
+
+
+def adjacent(tensor: Tensor, what: str) -> Tensor:
+    """A cache or weight as it is, which must not be copied.
+
+    Raises:
+        BackendError: its last dimension is not adjacent in memory.
+    """
+    if tensor.stride(-1) != 1:
+        raise BackendError(
+            f"{what} has strides {tuple(tensor.stride())}; Triton kernels expect elements of the "
+            "last dimension side by side"
+        )
+    return tensor
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The smallest power of two that holds `size`, and is at least `least`."""
+    return max(least, int(triton.next_power_of_2(size)))

@@ -1,0 +1,77 @@
+"""The kernels as operators `mtpc_triton::`; importing this needs Triton and registers them.
+
+`triton_op` leaves the launches visible to Inductor, which then plans their memory and embeds
+their binaries; `mtpc.ops` says what each operator means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import triton_op
+
+from mtpc.backends.triton_kernels.launch import run
+from mtpc.backends.triton_kernels.plans import (
+    Plan,
+    plan_experts,
+    plan_latent_attention,
+    plan_paged_attention,
+    plan_write_cache,
+)
+
+
+@triton_op("mtpc_triton::write_cache", mutates_args=("cache",))
+def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    """`mtpc::write_cache`."""
+    launches, _ = plan_write_cache(cache, rows, slot_mapping)
+    run(launches)
+
+
+@triton_op("mtpc_triton::paged_attention", mutates_args=())
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`mtpc::paged_attention`."""
+    indices = (block_table, seq_lens, query_start_loc)
+    options = dict[str, Any](sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    return _run(plan_paged_attention(q, k_cache, v_cache, *indices, scale, **options))
+
+
+@triton_op("mtpc_triton::latent_attention", mutates_args=())
+def latent_attention(
+    q: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    latent_rank: int,
+) -> Tensor:
+    """`mtpc::latent_attention`."""
+    indices = (block_table, seq_lens, query_start_loc)
+    return _run(plan_latent_attention(q, latent_cache, *indices, scale, latent_rank))
+
+
+@triton_op("mtpc_triton::experts", mutates_args=())
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+) -> Tensor:
+    """`mtpc::experts`."""
+    return _run(plan_experts(x, gate_up, down, expert_ids, expert_weights))
+
+
+def _run(plan: Plan) -> Tensor:
+    launches, out = plan
+    run(launches)
+    assert out is not None
+    return out

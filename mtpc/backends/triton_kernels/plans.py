@@ -1,0 +1,85 @@
+"""What each operator launches: its launches and its result, from its own arguments.
+
+Arguments are those of `mtpc.ops`, real or fake. Nothing is launched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mtpc.backends.triton_kernels.attention import paged_attention_launches
+from mtpc.backends.triton_kernels.cache_write import write_cache_launches
+from mtpc.backends.triton_kernels.experts import expert_launches
+from mtpc.backends.triton_kernels.latent import latent_attention_launches
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.capture.graph import StepGraph
+from mtpc.capture.inline import fake_mode_of
+
+Plan = tuple[list[Launch], Tensor | None]
+
+
+def plan_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> Plan:
+    """`mtpc::write_cache`."""
+    return write_cache_launches(cache, rows, slot_mapping), None
+
+
+def plan_paged_attention(  # type: ignore[no-untyped-def]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, seq_lens, query_start_loc,
+    scale: float, sliding_window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Plan:  # fmt: skip
+    """`mtpc::paged_attention`."""
+    out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
+    indices = (block_table, seq_lens, query_start_loc)
+    options = (scale, sliding_window, softcap)
+    return paged_attention_launches((q, k_cache, v_cache), indices, out, options, sinks), out
+
+
+def plan_latent_attention(  # type: ignore[no-untyped-def]
+    q: Tensor, latent_cache: Tensor, block_table, seq_lens, query_start_loc,
+    scale: float, latent_rank: int,
+) -> Plan:  # fmt: skip
+    """`mtpc::latent_attention`."""
+    out = q.new_empty((q.shape[0], q.shape[1], latent_rank))
+    indices = (block_table, seq_lens, query_start_loc)
+    return latent_attention_launches(q, latent_cache, indices, out, scale), out
+
+
+def plan_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+) -> Plan:
+    """`mtpc::experts`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return [], out
+    return expert_launches(x, (gate_up, down), (expert_ids, expert_weights), out), out
+
+
+PLANS: dict[str, Callable[..., Plan]] = {
+    "write_cache": plan_write_cache,
+    "paged_attention": plan_paged_attention,
+    "latent_attention": plan_latent_attention,
+    "experts": plan_experts,
+}
+"""Every op exists as mtpc::NAME, the reference, and as mtpc_triton::NAME."""
+
+
+def step_launches(graph: StepGraph) -> list[Launch]:
+    """What a legalised step launches of our kernels, in order, on fake tensors."""
+    launches: list[Launch] = []
+    with fake_mode_of(graph.graph):
+        for node in graph.graph.nodes:
+            namespace, _, name = str(node.target).partition(".")
+            if node.op == "call_function" and namespace == "mtpc_triton":
+                plan = PLANS[name.partition(".")[0]]
+                args = fx.node.map_aggregate(node.args, _value)
+                kwargs = fx.node.map_aggregate(node.kwargs, _value)
+                launches += plan(*args, **kwargs)[0]
+    return launches
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument

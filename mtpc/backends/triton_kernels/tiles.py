@@ -1,0 +1,75 @@
+"""Device functions that the attention kernels share: which rows a program has, and its softmax.
+
+Launch grids must not depend on query_start_loc, which is on the device. Cut each request's rows
+into tiles of B: request r's tiles start at index starts[r] // B + r, which leaves room for all of
+them whatever the lengths, and T // B + R tiles always suffice. Programs in the gaps do nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+def num_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
+    """Programs along the grid's first axis."""
+    return num_tokens // tile_rows + num_reqs
+
+
+@triton.jit
+def locate(reqs, begins, ends, num_reqs, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's request, the request's first flat row and number of rows, and the first of
+    its rows in this tile (past them: nothing to do).
+
+    Takes loaded values, not the pointer: Inductor's analysis takes a pointer that goes into a
+    function for one that is written, and would copy the tensor before each launch.
+    """
+    tile = tl.program_id(0)
+    tiles = begins // TILE_ROWS + reqs
+    request = tl.sum(((reqs < num_reqs) & (tiles <= tile)).to(tl.int32)) - 1
+    start = tl.sum(tl.where(reqs == request, begins, 0)).to(tl.int32)
+    rows = tl.sum(tl.where(reqs == request, ends, 0)).to(tl.int32) - start
+    return request, start, rows, (tile - start // TILE_ROWS - request) * TILE_ROWS
+
+
+@triton.jit
+def tile_range(  # type: ignore[no-untyped-def]
+    length, rows, first, capacity, split,
+    TILE_ROWS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Positions lo to hi that some row of the tile attends to, and where this split begins."""
+    last = tl.minimum(first + TILE_ROWS, rows)
+    hi = tl.minimum(length - rows + last, capacity)
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(length - rows + first - WINDOW + 1, 0)
+    block = lo // BLOCK_N
+    block += (split + SPLITS - block % SPLITS) % SPLITS
+    return lo, hi, block * BLOCK_N
+
+
+@triton.jit
+def dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a @ b in float32; float32 operands are not rounded to tf32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def fade_in(scores, visible, peak, total, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of the online softmax, in powers of two.
+
+    Returns the new weights, the factor for what was summed before, and the new peak and total.
+    """
+    if SOFTCAP > 0:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both infinities of exp.
+        scores = SOFTCAP * (1 - 2 / (tl.exp2(scores * (2 * LOG2E / SOFTCAP)) + 1))
+    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    return weights, fade, new_peak, total * fade + tl.sum(weights, 1)

@@ -1,0 +1,95 @@
+"""Building for a GPU that is not here: the kernels of a checkpoint's steps, as code objects.
+
+checkpoint -> StepCompiler, as far as legalise-gpu -> launches of each step -> one cache entry a
+distinct kernel and target. What is between our kernels (norms, rotary embedding, sampling) is
+compiled by Inductor on the device: it asks the device for its properties.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mtpc.backends.cross import CrossBackend
+from mtpc.backends.targets import Target
+from mtpc.backends.triton_kernels.crosscompile import Compiled, cross_compile
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.plans import step_launches
+from mtpc.cache.opening import open_store
+from mtpc.compiler import StepCompiler, largest_first
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.progress import Listener
+
+
+@dataclass(frozen=True)
+class CrossReport:
+    """What `build_kernels` leaves in the cache.
+
+    Attributes:
+        root: the cache directory.
+        kernels: each distinct kernel per target.
+        launches: of our kernels in each step.
+        notes: ops that no kernel takes, with why.
+        elapsed_s: seconds it took.
+    """
+
+    root: Path
+    kernels: tuple[Compiled, ...]
+    launches: dict[StepKey, int]
+    notes: Counter[str]
+    elapsed_s: float
+
+
+def build_kernels(
+    directory: Path,
+    options: CompileOptions,
+    spec_tokens: Sequence[int],
+    targets: Sequence[Target],
+    listener: Listener = lambda progress: None,
+) -> CrossReport:
+    """Compile the Triton kernels of a checkpoint's steps for devices that need not be here.
+
+    Args:
+        directory: the checkpoint.
+        options: as for `mtpc.compile`; `spec_tokens` and `backend` in it are not looked at.
+        spec_tokens: the numbers of drafts to build for.
+        targets: devices.
+        listener: hears of progress.
+
+    Raises:
+        BackendError: there is no Triton, or it refuses a kernel.
+        CacheWriteError: the cache cannot be written.
+        MtpcError: as `mtpc.compile`.
+    """
+    start = time.perf_counter()
+    store, backend = open_store(options), CrossBackend()
+    store.prepare()
+    kernels: dict[tuple[str, str], Compiled] = {}
+    counts: dict[StepKey, int] = {}
+    for k in spec_tokens:
+        loaded = load(directory, options.dtype, needs_mtp=k > 0)
+        compiler = StepCompiler(loaded, replace(options, spec_tokens=k), backend, listener)
+        for key in largest_first(compiler.keys):
+            launches = _launches(compiler, key)
+            counts[key] = len(launches)
+            for target in targets:
+                compiler.tell(f"compile for {target.name}", key)
+                for made in cross_compile(launches, target, store):
+                    kernels.setdefault((target.name, made.entry.digest), made)
+    elapsed = time.perf_counter() - start
+    return CrossReport(store.root, tuple(kernels.values()), counts, backend.notes, elapsed)
+
+
+@torch.no_grad()
+def _launches(compiler: StepCompiler, key: StepKey) -> list[Launch]:
+    compiler.tell("trace", key)
+    graph = compiler.trace(key)
+    compiler.tell("rewrite", key)
+    return step_launches(compiler.rewrite(graph))

@@ -1,0 +1,66 @@
+"""What Inductor takes our kernels to write, printed as JSON; run by test_triton_crosscompile.
+
+In a process of its own: the analysis asks Triton's driver for a target, so one is put in its
+place that only says "sm_90".
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import triton
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+from mtpc.backends.triton_kernels import load_kernels
+
+
+class Target:
+    """As much of a driver as the analysis asks."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Step(nn.Module):
+    """Every operator once."""
+
+    def forward(self, rows, kv, latent, mixture, indices, keys):  # type: ignore[no-untyped-def]
+        ops = torch.ops.mtpc_triton
+        ops.write_cache(kv, *keys)
+        attended = ops.paged_attention(rows, kv, kv, *indices, 0.1)
+        absorbed = ops.latent_attention(rows, latent, *indices, 0.1, 48)
+        mixed = ops.experts(*mixture)
+        return attended, absorbed, mixed
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Target())
+    load_kernels()
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    with FakeTensorMode():
+        lengths = (new(2, dtype=torch.int32), new(3, dtype=torch.int32))
+        arguments = (
+            new(8, 4, 64),
+            new(10, 16, 2, 64),
+            new(10, 16, 64),
+            (
+                *(new(8, 64), new(6, 64, 64), new(6, 64, 32)),
+                *(new(8, 2, dtype=torch.int64), new(8, 2)),
+            ),
+            (new(2, 4, dtype=torch.int32), *lengths),
+            (new(8, 2, 64), new(8, dtype=torch.int64)),
+        )
+        graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
+    launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+    print(json.dumps([sorted(node.kwargs["tensors_to_clone"]) for node in launches]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The tests that need Triton, which torch's builds for the CPU do not bring along: kernels in
+# Triton's interpreter, then compiled for GPUs that need not be here. Makes an environment unless
+# PYTHON names one that has torch, triton and the project's other dependencies.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if [ -z "${PYTHON:-}" ]; then
+    venv=${MTPC_TRITON_VENV:-.venv-triton}
+    if [ ! -x "$venv/bin/python" ]; then
+        python3 -m venv "$venv"
+        "$venv/bin/pip" install -q 'torch>=2.11,<2.14' 'transformers>=5.17,<6' 'triton>=3.6,<3.10' \
+            safetensors networkx sympy numpy rich pytest hypothesis tokenizers
+    fi
+    PYTHON=$venv/bin/python
+fi
+export PYTHONPATH=$PWD
+TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_step.py \
+    tests/test_cuda_backend.py tests/test_aiter.py "$@"
+exec "$PYTHON" -m pytest tests/test_triton_crosscompile.py "$@"

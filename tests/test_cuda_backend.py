@@ -1,0 +1,202 @@
+"""The cuda backend without a GPU: its capture on the null device, and what it says here.
+
+What touches a device (`graphs.TorchGraphs`, `cuda.open_cuda` beyond its checks) cannot run here
+and is not tested; docs/gpu.md says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_null_device import _graph
+from test_theorem import PROMPTS
+
+import mtpc
+from mtpc.api import SpecModel
+from mtpc.backends.bindings import Binding, BindKernels
+from mtpc.backends.cuda import CudaBackend, lift_tensors, lower_by_inductor
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.graphs import WARM_UPS, Lower
+from mtpc.backends.null import NullGraphs
+from mtpc.backends.targets import parse_target
+from mtpc.capture.graph import StepGraph
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.errors import BackendError, CaptureError, OptionError
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+
+OPTIONS = dict(spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
+
+
+def lower_eagerly(graph: StepGraph) -> Any:
+    return EagerBackend().lower(graph)
+
+
+@pytest.fixture
+def on_null(checkpoint: Callable[..., Path]) -> Callable[..., tuple[SpecModel, CudaBackend, Any]]:
+    """A model compiled by the cuda backend on recorded graphs, with the reference ops."""
+
+    def make(family: str, lower: Lower = lower_eagerly, **changes: Any) -> Any:
+        options = CompileOptions(**{**OPTIONS, **changes})
+        graphs = NullGraphs()
+        backend = CudaBackend(graphs, lower, (), device="cpu")
+        loaded = load(checkpoint(family), "float64", True)
+        program = StepCompiler(loaded, options, backend).compile()
+        return SpecModel(loaded.served(), options, program), backend, graphs
+
+    return make
+
+
+def test_captured_steps_generate_what_eager_ones_do(
+    on_null: Callable[..., Any], compiled: Callable[..., Any]
+) -> None:
+    """Joins, leaves, partial rejections and two buckets, on graphs captured with an empty batch."""
+    spec, backend, graphs = on_null("glm4_moe")
+    eager = compiled("glm4_moe", 3, batch_buckets=(1, 2))
+    assert spec.generate(PROMPTS[2:7], 16) == eager.generate(PROMPTS[2:7], 16)
+    assert spec.stats.accepted == eager.stats.accepted
+    assert 0 < sum(spec.stats.accepted) < sum(spec.stats.drafted), "partial acceptance occurred"
+    assert graphs.warm_ups == WARM_UPS * len(spec.program.steps)
+    assert sum(tape.replays for tape in graphs.tapes) == sum(spec.program.replays.values())
+    tokens = {str(key): key.bucket.num_tokens for key in spec.program.steps}
+    order = [tokens[name] for name in backend.captured]
+    assert order == [8, 8, 4], "the largest first"
+    assert all(captured.pool_bytes > 0 for captured in backend.captured.values())
+
+
+def test_capture_leaves_buffers_and_pages_as_they_were(on_null: Callable[..., Any]) -> None:
+    """Even in the middle of serving: pages are not copied, so they must not be written."""
+    spec, backend, _ = on_null("mimo")
+    spec.engine.add(PROMPTS[3], 24)
+    for _ in range(4):
+        spec.engine.step()
+    step = spec.program.steps[StepKey.decode(1, 3)]
+    assert step.buffers["state.committed_lens"].any(), "a request is being served"
+    before = {name: tensor.clone() for name, tensor in step.buffers.items()}
+    backend.capture(lower_eagerly(step.graph), step.graph)
+    for name, tensor in step.buffers.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_moved_buffer_is_seen(on_null: Callable[..., Any]) -> None:
+    spec, backend, _ = on_null("mimo")
+    step = spec.program.steps[StepKey.decode(1, 3)]
+    captured = backend.captured[step.graph.name]
+    captured.check_addresses(step.graph)
+    state = step.graph.module.get_submodule("state")
+    state.token_ids = state.token_ids.clone()
+    with pytest.raises(CaptureError, match=r"state.token_ids moved"):
+        captured.check_addresses(step.graph)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(lambda c: c[0].item(), "host"), (lambda c: c[c > 1], "depends on data")],
+    ids=["item", "mask"],
+)
+def test_what_a_graph_would_freeze_is_refused(function: Any, message: str) -> None:
+    graph = _graph(function)
+    with pytest.raises(CaptureError, match=message):
+        CudaBackend(NullGraphs(), lower_eagerly, ()).capture(graph.module, graph)
+
+
+# ---- binding ---------------------------------------------------------------------------------
+
+
+def _bind(checkpoint: Path, *bindings: Binding) -> tuple[StepGraph, list[str]]:
+    """A decode step of a checkpoint, bound; and the notes taken on the way."""
+    notes: list[str] = []
+    loaded = load(checkpoint, "float64", True)
+    compiler = StepCompiler(loaded, CompileOptions(**OPTIONS), EagerBackend())
+    graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 3)))
+    BindKernels(bindings, notes.append).apply(graph)
+    return graph, notes
+
+
+def _targets(graph: StepGraph) -> set[str]:
+    return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+
+
+def test_the_first_candidate_whose_limits_hold_is_taken(checkpoint: Callable[..., Path]) -> None:
+    reference, other = torch.ops.mtpc.paged_attention.default, torch.ops.mtpc.write_cache.default
+
+    def binding(library: str, target: Any, reason: str | None) -> Binding:
+        return Binding(library, reference, target, lambda node, graph: reason)
+
+    bindings = (
+        binding("fast", torch.ops.aten.add.Tensor, "too many rows"),
+        binding("good", torch.ops.aten.sub.Tensor, None),
+        binding("late", torch.ops.aten.mul.Tensor, None),
+        Binding("none", other, torch.ops.aten.add.Tensor, lambda node, graph: "no"),
+    )
+    graph, notes = _bind(checkpoint("mimo"), *bindings)
+    calls = [n for n in graph.graph.nodes if n.target is torch.ops.aten.sub.Tensor]
+    attentions = [n for n in calls if len(n.args) > 5]
+    assert len(attentions) == 2 + 3, "two decoder layers, and the MTP layer three times"
+    assert "mtpc.paged_attention.default" not in _targets(graph)
+    assert "mtpc.write_cache.default" in _targets(graph), "its one candidate refuses"
+    assert set(notes) == {
+        "mtpc::paged_attention does not run on fast (too many rows): good",
+        "mtpc::write_cache does not run on none (no): the PyTorch reference, which is slow",
+    }
+
+
+def test_an_op_without_candidates_is_noted(checkpoint: Callable[..., Path]) -> None:
+    _, notes = _bind(checkpoint("glm4_moe"))
+    assert "mtpc::experts has no GPU kernel: the PyTorch reference, which is slow" in notes
+
+
+# ---- lowering --------------------------------------------------------------------------------
+
+
+def _decode_graph(checkpoint: Path, backend: Any) -> tuple[StepGraph, StepCompiler]:
+    loaded = load(checkpoint, "float64", True)
+    compiler = StepCompiler(loaded, CompileOptions(**OPTIONS), backend)
+    return compiler.rewrite(compiler.trace(StepKey.decode(1, 3))), compiler
+
+
+@torch.no_grad()
+def test_lifted_graphs_take_all_tensors_as_arguments(checkpoint: Callable[..., Path]) -> None:
+    graph, _ = _decode_graph(checkpoint("mimo"), EagerBackend())
+    module, tensors = lift_tensors(graph)
+    assert not any(node.op == "get_attr" for node in module.graph.nodes)
+    assert any(node.op == "get_attr" for node in graph.graph.nodes), "the graph itself is kept"
+    held = {t.data_ptr() for t in (*graph.module.buffers(), *graph.module.parameters())}
+    assert {t.data_ptr() for t in tensors} <= held
+    graph.module()
+    expected = {name: tensor.clone() for name, tensor in graph.buffers().items()}
+    for name, tensor in graph.buffers().items():
+        tensor.fill_(graph.layout[name].pad)
+    module(*tensors)
+    for name, tensor in graph.buffers().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.slow
+def test_inductor_mutates_the_very_buffers(on_null: Callable[..., Any]) -> None:
+    """The lowering for GPUs, on the CPU: Inductor's code, captured and replayed, is right."""
+    spec, _, _ = on_null("mimo", batch_buckets=(2,))
+    compiled, _, _ = on_null("mimo", lower_by_inductor, batch_buckets=(2,))
+    assert compiled.generate(PROMPTS[2:5], 12) == spec.generate(PROMPTS[2:5], 12)
+    assert compiled.stats.accepted == spec.stats.accepted
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_message_says_what_to_do(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(BackendError, match=r"needs a GPU.*(built for the CPU only|finds none)"):
+        mtpc.compile(checkpoint("mimo"), backend="cuda")
+
+
+def test_targets() -> None:
+    assert parse_target("cuda:sm_90") is parse_target("CUDA:90")
+    assert parse_target("hip:gfx942").warp_size == 64
+    with pytest.raises(OptionError, match=r"unknown target 'hip:gfx1'; targets: hip:gfx942, "):
+        parse_target("hip:gfx1")

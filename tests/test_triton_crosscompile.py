@@ -1,0 +1,192 @@
+"""Kernels compiled for GPUs that are not here: they fit the chips, spill nothing, and are kept.
+
+Needs Triton, compiling, not interpreting: `tests/run_triton.sh`. Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
+
+from mtpc.backends.targets import TARGETS, Target
+from mtpc.backends.triton_kernels import plans
+from mtpc.backends.triton_kernels.crosscompile import RESOURCES, Specialisation, cross_compile
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.cache.store import EntryStore
+from mtpc.cli.main import main
+
+BF16 = torch.bfloat16
+SPILLS = {"hip": 0, "cuda": 64}
+"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (40 on sm_80, where
+prompts and drafts of GLM-4.5 fill a tile; none elsewhere)."""
+
+
+def _fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _indices(reqs: int, blocks: int) -> tuple[torch.Tensor, ...]:
+    return (
+        _fake(reqs, blocks, dtype=torch.int32),
+        _fake(reqs, dtype=torch.int32),
+        _fake(reqs + 1, dtype=torch.int32),
+    )
+
+
+def _gqa(reqs: int, rows: int, heads: tuple[int, int], dims: tuple[int, int]) -> list[Launch]:
+    q = _fake(reqs * rows, heads[0], dims[0])
+    k, v = _fake(4096, 16, heads[1], dims[0]), _fake(4096, 16, heads[1], dims[1])
+    return plans.plan_paged_attention(q, k, v, *_indices(reqs, 2048), 0.09)[0]
+
+
+def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
+    q, kv = _fake(reqs * rows, 64, 64), _fake(4096, 16, 8, 64)
+    sinks = _fake(64)
+    return plans.plan_paged_attention(
+        q, kv, kv, *_indices(reqs, 2048), 0.1, sliding_window=128, softcap=30.0, sinks=sinks
+    )[0]
+
+
+def _mla(reqs: int, rows: int, heads: int = 128) -> list[Launch]:
+    q = _fake(reqs * rows, heads, 576)
+    return plans.plan_latent_attention(q, _fake(4096, 16, 576), *_indices(reqs, 2048), 0.07, 512)[0]
+
+
+def _experts(tokens: int, sizes: tuple[int, int, int], chosen: int = 8) -> list[Launch]:
+    count, hidden, inner = sizes
+    ids, weights = _fake(tokens, chosen, dtype=torch.int64), _fake(tokens, chosen)
+    gate_up, down = _fake(count, 2 * inner, hidden), _fake(count, hidden, inner)
+    return plans.plan_experts(_fake(tokens, hidden), gate_up, down, ids, weights)[0]
+
+
+def _write(tokens: int) -> list[Launch]:
+    slots = _fake(tokens, dtype=torch.int64)
+    return plans.plan_write_cache(_fake(4096, 16, 8, 128), _fake(tokens, 8, 128), slots)[0]
+
+
+SHIPPED: dict[str, Callable[[], list[Launch]]] = {
+    "GLM-4.5 (96/8 heads of 128), 1 x 4 rows": lambda: _gqa(1, 4, (96, 8), (128, 128)),
+    "GLM-4.5, prompt of 512": lambda: _gqa(1, 512, (96, 8), (128, 128)),
+    "MiMo-7B (32/8 heads of 128), 64 x 1 rows": lambda: _gqa(64, 1, (32, 8), (128, 128)),
+    "MiMo-V2 (64/4 heads of 192, 128), 4 x 4 rows": lambda: _gqa(4, 4, (64, 4), (192, 128)),
+    "window, cap and sinks, 4 x 2 rows": lambda: _gqa_with_all(4, 2),
+    "DeepSeek-V3, 1 x 4 rows": lambda: _mla(1, 4),
+    "DeepSeek-V3, 64 x 1 rows": lambda: _mla(64, 1),
+    "DeepSeek-V3 experts, 4 rows": lambda: _experts(4, (256, 7168, 2048)),
+    "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
+    "cache write, 16 rows": lambda: _write(16),
+}
+
+
+@pytest.fixture(scope="module")
+def kernel_store(tmp_path_factory: pytest.TempPathFactory) -> EntryStore:
+    root = tmp_path_factory.mktemp("kernels")
+    root.chmod(0o755)
+    return EntryStore(root)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+@pytest.mark.parametrize("shipped", SHIPPED.values(), ids=SHIPPED.keys())
+def test_every_kernel_compiles_fits_and_does_not_spill(
+    shipped: Callable[[], list[Launch]], target: Target, kernel_store: EntryStore
+) -> None:
+    with FakeTensorMode():
+        launches = shipped()
+    made = cross_compile(launches, target, kernel_store)
+    assert {m.kernel for m in made} == {launch.name for launch in launches}
+    for kernel in made:
+        assert kernel.resources.nbytes > 0
+        assert 0 < kernel.resources.registers <= 512
+        assert kernel.resources.shared_bytes <= target.shared_bytes
+        assert kernel.resources.spills <= SPILLS[target.vendor], kernel
+
+
+def test_code_objects_are_elf_files_of_their_architecture(kernel_store: EntryStore) -> None:
+    """EM_AMDGPU is 224, EM_CUDA 190; hence it is not the same bytes twice."""
+    with FakeTensorMode():
+        launches = _write(16)
+    for name, machine in (("hip:gfx942", 224), ("cuda:90", 190)):
+        (made,) = cross_compile(launches, TARGETS[name], kernel_store)
+        code = made.entry.read(f"kernel.{made.target.binary}")
+        assert code[:4] == b"\x7fELF"
+        assert int.from_bytes(code[18:20], "little") == machine
+        assert json.loads(made.entry.read(RESOURCES))["nbytes"] == len(code)
+
+
+def test_a_kernel_is_compiled_once_and_again_where_it_is_damaged(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    store = EntryStore(tmp_path / "store")
+    with FakeTensorMode():
+        launches = _write(16) + _write(16)
+    (first,) = cross_compile(launches, TARGETS["hip:gfx942"], store)
+    (again,) = cross_compile(launches, TARGETS["hip:gfx942"], store)
+    assert (first.was_there, again.was_there) == (False, True)
+    assert first.entry == again.entry
+    (store.directory(first.entry.digest) / "kernel.hsaco").write_bytes(b"damage")
+    (mended,) = cross_compile(launches, TARGETS["hip:gfx942"], store)
+    assert not mended.was_there
+    assert mended.entry.read("kernel.hsaco") == again.entry.read("kernel.hsaco")
+
+
+def test_what_the_key_depends_on() -> None:
+    """Shapes in constants, alignment of integers, dtypes and targets; not addresses or grids."""
+    hip, cuda = TARGETS["hip:gfx942"], TARGETS["cuda:90"]
+    with FakeTensorMode():
+        fields = [Specialisation.of(_write(tokens)[0]).fields(hip) for tokens in (16, 48)]
+        assert fields[0] == fields[1]
+        wanted = Specialisation.of(_gqa(1, 4, (96, 8), (128, 128))[0])
+        other = Specialisation.of(_gqa(1, 4, (96, 8), (128, 64))[0])
+    assert "num_tokens" not in wanted.aligned
+    assert "q_token" in wanted.aligned
+    assert wanted.signature["q_ptr"] == "*bf16"
+    assert wanted.fields(hip) != other.fields(hip)
+    assert wanted.fields(hip) != wanted.fields(cuda)
+
+
+def test_build_for_a_target_prints_a_table(
+    checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o755)
+    words = ["--batch-buckets", "2", "--max-len", "64", "--spec-tokens", "2"]
+    build = ["build", str(checkpoint("deepseek_v3")), *words, "--out", str(tmp_path / "cache")]
+    assert main([*build, "--target", "hip:gfx950"]) == 0
+    out = capsys.readouterr().out
+    kernel = r"{} +hip:gfx950 +[0-9a-f]{{8}} +[\d.]+ KiB +.* of 160.0 KiB +\d+ +0 +built"
+    for name in ("latent_attention_kernel", "expert_gate_up_kernel", "write_cache_kernel"):
+        assert re.search(kernel.format(name), out)
+    # 2 decoder layers and an MTP layer run once, the MTP layer once more in the chain: each a
+    # cache write and an attention with its combine, and three kernels for the experts of all
+    # but the first layer, which is dense.
+    assert "decode[R=2,Q=3,K=2]: 21 launches" in out
+    assert "compiled by Inductor on the device itself" in out
+    assert main(["cache", "ls", "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert "gpu-kernel" in capsys.readouterr().out
+
+
+def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
+    """Else it would copy a whole cache, or all experts, before every launch."""
+    script = Path(__file__).parent / "mutation_analysis.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        ["cache_ptr"],
+        ["acc_ptr", "stats_ptr"],
+        ["out_ptr"],
+        ["acc_ptr", "stats_ptr"],
+        ["out_ptr"],
+        ["hidden_ptr"],
+        ["part_ptr"],
+        ["out_ptr"],
+    ]

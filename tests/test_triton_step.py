@@ -1,0 +1,89 @@
+"""Whole steps on the Triton kernels, interpreted, captured on the null device: same tokens.
+
+Needs Triton's interpreter: `tests/run_triton.sh`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+
+if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+
+from mtpc.api import SpecModel
+from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.null import NullGraphs
+from mtpc.backends.triton_kernels.limits import triton_bindings
+from mtpc.backends.triton_kernels.plans import PLANS, step_launches
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+
+PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8]]
+OPTIONS = CompileOptions(
+    spec_tokens=2, batch_buckets=(2,), max_len=32, page_size=4, prefill_chunk=4, num_pages=20
+)
+
+
+def _compile(directory: Path, backend: CudaBackend) -> SpecModel:
+    loaded = load(directory, "float32", True)
+    program = StepCompiler(loaded, OPTIONS, backend).compile()
+    return SpecModel(loaded.served(), OPTIONS, program)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[..., Path]) -> None:
+    """Ragged joins, chunks of a prompt, rejections; the acceptance of each step is the same."""
+
+    def lower(graph):  # type: ignore[no-untyped-def]
+        return EagerBackend().lower(graph)
+
+    graphs = NullGraphs()
+    backend = CudaBackend(graphs, lower, triton_bindings(), device="cpu")
+    ours = _compile(checkpoint(family), backend)
+    reference = _compile(checkpoint(family), CudaBackend(NullGraphs(), lower, (), device="cpu"))
+    assert not backend.notes, "everything is bound"
+    assert ours.generate(PROMPTS, 6) == reference.generate(PROMPTS, 6)
+    assert ours.stats.accepted == reference.stats.accepted
+    assert ours.stats.drafted == reference.stats.drafted
+    called = {name.split(".")[1] for tape in graphs.tapes for name in tape.op_names()
+              if name.startswith("mtpc_triton.")}  # fmt: skip
+    attention = "latent_attention" if family == "deepseek_v3" else "paged_attention"
+    assert called == {"write_cache", "experts", attention}
+    assert not any(n.startswith("mtpc.") for tape in graphs.tapes for n in tape.op_names())
+
+
+@torch.no_grad()
+def test_grids_and_constants_are_of_the_bucket_alone(checkpoint: Callable[..., Path]) -> None:
+    """No launch knows of lengths: they follow from a traced graph, where there are none."""
+    loaded = load(checkpoint("glm4_moe"), "float32", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    compiler = StepCompiler(loaded, OPTIONS, backend)
+    launches = step_launches(compiler.rewrite(compiler.trace(StepKey.decode(2, 2))))
+    assert {launch.name for launch in launches} == {
+        "write_cache_kernel", "paged_attention_kernel", "combine_kernel",
+        "expert_gate_up_kernel", "expert_down_kernel", "expert_sum_kernel",
+    }  # fmt: skip
+    for launch in launches:
+        numbers = [v for v in launch.arguments.values() if not isinstance(v, torch.Tensor)]
+        assert all(type(value) is int for value in (*launch.grid, *numbers))
+
+
+def test_float64_stays_with_the_reference_and_is_noted(checkpoint: Callable[..., Path]) -> None:
+    notes: list[str] = []
+    loaded = load(checkpoint("mimo"), "float64", True)
+    compiler = StepCompiler(loaded, OPTIONS, EagerBackend())
+    with torch.no_grad():
+        graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
+    assert BindKernels(triton_bindings(), notes.append).apply(graph) == 0
+    assert any("mtpc::paged_attention does not run on triton (float64; it" in n for n in notes)
+    assert len(PLANS) == len(triton_bindings())
