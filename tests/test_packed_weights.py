@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from batches import Mixture, make_mixture
 from conftest import TINY, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_kernels import Mixture, make_mixture
 from test_theorem import PROMPTS, poison
 from torch import Tensor
 from torch.nn import functional as F
