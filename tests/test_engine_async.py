@@ -260,3 +260,23 @@ def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert example.count("spec_tokens=2,") == 1
     exec(example.replace("spec_tokens=2,", 'spec_tokens=2, backend="eager",'), {})
     assert len(capsys.readouterr().out) > 40
+
+
+def test_sampling(compiled: Callable[..., Any]) -> None:
+    """Parameters reach the request; log-probabilities come back, one per token."""
+    made = compiled("mimo", 2, num_pages=20, batch_buckets=(1, 3), sampling=True)
+    poison(made)
+    params = mtpc.SamplingParams(temperature=0.9, seed=5, logprobs=1)
+    expected = made.generate(PROMPTS[4], 12, ignore_eos=True, sampling=params)
+
+    async def main() -> tuple[list[int], list[Any]]:
+        ids, logprobs = [], []
+        async with serving(made) as engine:
+            async for output in engine.generate(PROMPTS[4], 12, stop_ids=(), sampling=params):
+                ids += output.token_ids
+                logprobs += output.logprobs or []
+        return ids, logprobs
+
+    ids, logprobs = asyncio.run(main())
+    assert ids == expected
+    assert [entry.token_id for entry in logprobs] == ids

@@ -19,6 +19,7 @@ from mtpc.engine.request import FinishReason, Request, StepOutput
 from mtpc.engine.stream import Output, assemble, check_finite
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError, ServingError
+from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.serving import ServedModel
 
 
@@ -28,6 +29,7 @@ class _Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop, self._lock, self._filled = loop, threading.Lock(), asyncio.Event()
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None
         self._reason: FinishReason | None = None
         self._error: BaseException | None = None
         self._is_told = False
@@ -36,6 +38,8 @@ class _Mailbox:
         """Add an output; called by the engine."""
         with self._lock:
             self._token_ids += output.token_ids
+            if output.logprobs is not None:
+                self._logprobs = (self._logprobs or []) + output.logprobs
             self._reason = output.finish_reason
             self._tell()
 
@@ -67,7 +71,8 @@ class _Mailbox:
             if self._error is not None and self._reason is None:
                 raise self._error
             token_ids, self._token_ids = self._token_ids, []
-            return StepOutput(-1, token_ids, self._reason)
+            logprobs, self._logprobs = self._logprobs, None
+            return StepOutput(-1, token_ids, self._reason, logprobs)
 
 
 class AsyncEngine:
@@ -133,8 +138,9 @@ class AsyncEngine:
         *,
         stop_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
+        sampling: SamplingParams | None = None,
     ) -> AsyncIterator[Output]:
-        """Continue one prompt greedily.
+        """Continue one prompt.
 
         Leaving the loop over it, by cancellation or otherwise, aborts the request; its slot and
         pages are free before the engine's next step.
@@ -144,6 +150,7 @@ class AsyncEngine:
             max_new_tokens: new tokens.
             stop_ids: ids that end the continuation; None takes the model's end-of-sequence ids.
             stop: strings that end the text, for text prompts.
+            sampling: how tokens are chosen; None is greedy.
 
         Raises:
             RequestError: an argument cannot be served.
@@ -158,7 +165,8 @@ class AsyncEngine:
         elif strings:
             raise RequestError("stop strings need a text prompt; give stop_ids for token ids")
         ends = self.served.stop_ids if stop_ids is None else tuple(stop_ids)
-        request = Request(-1, list(prompt), max_new_tokens, ends)
+        params = sampling or SamplingParams()
+        request = Request(-1, list(prompt), max_new_tokens, ends, sampling=params)
         self.engine.check(request)
         async with self._places:
             mailbox = self._post(request)

@@ -25,7 +25,7 @@ from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.rows import unpaged_state, write_new_pages, write_state
-from mtpc.engine.sampling_rows import check_sampling, read_logprobs, write_sampling_rows
+from mtpc.engine.sampling_rows import check_sampling, read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
@@ -256,8 +256,6 @@ class Engine:
         start = time.perf_counter()
         for request in turn.placed:
             write_state(self.program, request)
-            assert request.slot is not None
-            write_sampling_rows(self.program, request, request.slot)
         for request, first in turn.grown:
             write_new_pages(self.program, request, first)
         if turn.phase == "prefill":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtpc.capture.program import Program
 from mtpc.engine.request import Request
+from mtpc.engine.sampling_rows import write_sampling_rows
 from mtpc.layout import NULL_PAGE
 
 REBUILT_ROWS = (
@@ -46,6 +47,7 @@ def write_state(program: Program, request: Request) -> None:
     write(shared["state.stop_ids"][slot], stops)
     write(shared["state.committed_lens"][slot], request.num_prefilled)
     write(shared["state.remaining_tokens"][slot], request.remaining_tokens)
+    write_sampling_rows(program, request, slot)
 
 
 def write_new_pages(program: Program, request: Request, first: int) -> None:

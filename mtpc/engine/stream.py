@@ -10,6 +10,7 @@ from mtpc.engine.engine import Engine
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.text import TextAssembler
 from mtpc.errors import NumericsError
+from mtpc.sampling_params import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,23 @@ class Output:
             become a stop string) but never ends in something that is taken back.
         finish_reason: why it ended with this output, or None: "length", "stop" (a stop id or stop
             string), or "aborted" (by somebody who knew the request's id).
+        logprobs: an entry per token where the prompt's parameters ask for them, else None.
     """
 
     index: int
     token_ids: list[int]
     text: str | None
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Output:
     """A prompt's output of an engine's step; ended where a stop string came."""
     if text is None:
-        return Output(index, output.token_ids, None, output.finish_reason)
+        return Output(index, output.token_ids, None, output.finish_reason, output.logprobs)
     piece = text.push(output.token_ids, last=output.finish_reason is not None)
     reason: FinishReason | None = "stop" if text.is_stopped else output.finish_reason
-    return Output(index, output.token_ids, piece, reason)
+    return Output(index, output.token_ids, piece, reason, output.logprobs)
 
 
 def check_finite(index: int, request: Request) -> None:
