@@ -83,7 +83,8 @@ def stored_name(name: str, family: ModelFamily) -> str:
 
 def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:
     """transformers' name within a decoder layer -> names in checkpoints; the first is written."""
-    written, others = name, []
+    written = name
+    others: list[str] = []
     for stored, module in family.stored_names:
         others += [other.replace(module, stored) for other in (name, *others) if module in other]
         written = written.replace(module, stored)
