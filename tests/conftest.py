@@ -42,6 +42,8 @@ FAMILY_NAMES = (
     "deepseek_v4",
 )
 """Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
+CPU_FAMILY_NAMES = tuple(name for name in FAMILY_NAMES if name != "deepseek_v4")
+"""Of those, what the default run compiles for the cpu; the slow run compiles all of them."""
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
 FEWER_BUCKETS: dict[str, dict[str, Any]] = {"deepseek_v4": {"batch_buckets": (1, 4)}}
