@@ -215,12 +215,13 @@ class Step(nn.Module):
     def _widen(self, rounds, context_lens, active):  # type: ignore[no-untyped-def]
         """Rows that several MTP layers work on: some earlier ones too, which rested on drafts."""
         ids, features, metadata, anchors = rounds
-        rows, starts, slots = (metadata[2], metadata[5]), metadata[4], metadata[5]
+        _, _, block_table, _, starts, slots, certain_lens = metadata
         kept = (self.state.chain_ids, self.state.chain_features)
         lens = (context_lens, active)
-        out = self.pieces.widen(ids, features, anchors, *lens, *rows, starts, *kept)
+        out = self.pieces.widen(ids, features, anchors, *lens, block_table, slots, starts, *kept)
         ids, features, anchors, *fresh = [out[i] for i in range(7)]
         num_reqs, num_tokens = self.key.bucket.num_reqs, self.key.bucket.num_tokens
+        rows = (block_table, slots, certain_lens)
         metadata = self._publish(fresh, rows, num_tokens + num_reqs * self.window)
         self.pieces.keep_last(ids, features, anchors, metadata[4], slots, *kept)
         return ids, features, metadata, anchors
