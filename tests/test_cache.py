@@ -239,6 +239,7 @@ def changed_fields(before: dict[str, str], after: dict[str, str]) -> set[str]:
         ({"page_size": 8}, {"options.page_size"}),
         ({"num_pages": 64}, {"options.num_pages"}),
         ({"dtype": "float32"}, {"options.dtype"}),
+        ({"sampling": True}, {"options.sampling", "options.max_logprobs"}),
         ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
         ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
     ],
@@ -260,6 +261,7 @@ def test_options_in_the_key(
         {"backend": "auto"},
         {"cache_dir": Path("/elsewhere")},
         {"require_sha256": "0" * 64},
+        {"max_logprobs": 9},  # It sizes what only sampling has.
         {"prefill_chunk": 16},  # It is in the key of prefill steps only.
         {"batch_buckets": (1, 2)},
     ],
