@@ -62,10 +62,13 @@ def test_the_cut_is_where_drafting_begins(
     """
     built = compiler(family, dtype="float32")
     split = split_step(built.rewrite(built.trace(StepKey.decode(2, 3))))
-    verify = {node.meta.get("piece") for node, _ in operators(split.verify.graph)}
+    calls = list(operators(split.verify.graph))
+    verify = {node.meta.get("piece") for node, _ in calls}
     propose = {node.meta.get("piece") for node, _ in operators(split.propose.graph)}
     assert {"target", "target_head", "accept"} <= verify
-    assert not {piece for piece in verify if str(piece).startswith("drafts.")}
+    # Positions and masks may be worked out on this side where that is fewer bytes to hand on.
+    products = {node.meta.get("piece") for node, op in calls if op is torch.ops.aten.linear.default}
+    assert not {piece for piece in products if str(piece).startswith("draft")}
     assert "drafts.0" in propose
     assert "target" not in propose
     # Hidden states of R*Q = 8 rows of 64 floats, one stream or two; everything else is metadata.

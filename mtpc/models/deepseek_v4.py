@@ -119,7 +119,8 @@ class StreamTarget(nn.Module):
         embedding = self.embedding(ids)
         hidden = embedding[:, None].expand(-1, self.config.hc_mult, -1).contiguous()[None]
         given = _layer_inputs(self.pool, 0, self.config.sliding_window, metadata)
-        angles = _angles(self.rotary, embedding, metadata[0])
+        kinds = sorted({layer.self_attn.rope_layer_type for layer in self.layers})
+        angles = _angles(self.rotary, embedding, metadata[0], kinds)
         for layer in self.layers:
             hidden = layer(hidden, input_ids=ids[None], position_embeddings=angles, **given)
         return hidden[0]
@@ -138,7 +139,7 @@ class StreamDraft(nn.Module):
         hidden = self.layer.join(embedding, features, metadata[0])[None]
         attention: Any = block.self_attn
         given = _layer_inputs(self.pool, attention.layer_idx, attention.window, metadata)
-        angles = {_MAIN: self.rotary(embedding, metadata[0])}
+        angles = _angles(self.rotary, embedding, metadata[0], [attention.rope_layer_type])
         return block(hidden, input_ids=ids[None], position_embeddings=angles, **given)[0]
 
 
@@ -151,9 +152,9 @@ def _layer_inputs(
     return {"mtpc_context": context, "masks": masks}
 
 
-def _angles(rotary: Any, like: Tensor, positions: Tensor) -> dict[str, Any]:
-    """cos and sin of both kinds of layer, [1, T, rotary / 2]."""
-    return {kind: rotary(like, positions[None], layer_type=kind) for kind in (_MAIN, "compress")}
+def _angles(rotary: Any, like: Tensor, positions: Tensor, kinds: list[str]) -> dict[str, Any]:
+    """cos and sin, [1, T, rotary / 2], of each kind of layer that there is."""
+    return {kind: rotary(like, positions[None], layer_type=kind) for kind in kinds}
 
 
 class StreamHead(nn.Module):
