@@ -113,9 +113,10 @@ def _compile(
     from mtpc.compiler import StepCompiler
     from mtpc.models.load import load, place
 
-    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
+    # First: that there is no GPU should not be said after minutes of loading.
     store = cache.store if cache else None
     backend, fallback = choose_backend(options.backend, options.strict, report, store)
+    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
     loaded = place(loaded, backend.device)
     compiler = StepCompiler(loaded, options, backend, progress)
     if cache is not None and isinstance(backend, CpuBackend):

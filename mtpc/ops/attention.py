@@ -133,7 +133,7 @@ def paged_attention(
         weights = _softmax_rows(scores, visible, sinks)
         rows = torch.einsum("tnc,cnd->tnd", weights, values).to(q.dtype)
         out = torch.where(visible.any(1)[:, None, None], rows, out)
-    return out
+    return out.contiguous()  # As the fake says; where() follows the strides of einsum.
 
 
 @paged_attention.register_fake
