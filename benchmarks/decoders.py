@@ -16,6 +16,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import mtpc
+from mtpc.engine.stats import DecodeCounts
 
 Prompts = Sequence[list[int]]
 
@@ -72,8 +73,8 @@ class Decoder(Protocol):
 class MtpcDecoder:
     """A `SpecModel`; step times are the engine's own.
 
-    Where drafts are accepted unevenly, requests end at different steps, and the last steps of a
-    batch are smaller than it.
+    Counted are steps of the whole batch: prompts are prefilled in turns with decoding, and where
+    drafts are accepted unevenly requests end at different steps.
     """
 
     def __init__(self, model: mtpc.SpecModel, build_s: float, engine: str = "mtpc") -> None:
@@ -81,10 +82,22 @@ class MtpcDecoder:
         self.spec_tokens = model.options.spec_tokens
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        before = self.model.stats.decode_counts()
-        self.model.generate(prompts, new_tokens, ignore_eos=True)
-        counts = self.model.stats.decode_counts() - before
-        return Decoded(counts.steps, counts.tokens, counts.seconds, counts.acceptance_rate)
+        engine, steps = self.model.engine, list[DecodeCounts]()
+        for prompt in prompts:
+            engine.add(prompt, new_tokens)
+        while engine.has_work:
+            before, running = self.model.stats.decode_counts(), list(engine.running)
+            is_whole = len(running) == len(prompts) and all(r.is_prefilled for r in running)
+            engine.step()
+            if is_whole:
+                steps.append(self.model.stats.decode_counts() - before)
+        accepted, drafted = sum(s.accepted for s in steps), sum(s.drafted for s in steps)
+        return Decoded(
+            steps=len(steps),
+            tokens=sum(s.tokens for s in steps),
+            seconds=sum(s.seconds for s in steps),
+            acceptance_rate=accepted / drafted if drafted else None,
+        )
 
     def close(self) -> None:
         """Nothing to do."""
