@@ -120,7 +120,8 @@ class StreamTarget(nn.Module):
         hidden = embedding[:, None].expand(-1, self.config.hc_mult, -1).contiguous()[None]
         given = _layer_inputs(self.pool, 0, self.config.sliding_window, metadata)
         kinds = sorted({layer.self_attn.rope_layer_type for layer in self.layers})
-        angles = _angles(self.rotary, embedding, metadata[0], kinds)
+        positions = metadata[0][None]
+        angles = {k: self.rotary(embedding, positions, layer_type=k) for k in kinds}
         for layer in self.layers:
             hidden = layer(hidden, input_ids=ids[None], position_embeddings=angles, **given)
         return hidden[0]
@@ -139,7 +140,7 @@ class StreamDraft(nn.Module):
         hidden = self.layer.join(embedding, features, metadata[0])[None]
         attention: Any = block.self_attn
         given = _layer_inputs(self.pool, attention.layer_idx, attention.window, metadata)
-        angles = _angles(self.rotary, embedding, metadata[0], [attention.rope_layer_type])
+        angles = {attention.rope_layer_type: self.rotary(embedding, metadata[0])}
         return block(hidden, input_ids=ids[None], position_embeddings=angles, **given)[0]
 
 
@@ -150,11 +151,6 @@ def _layer_inputs(
     context = StepContext(pool.layers(), *metadata)
     masks = WindowMasks.of(context, SlotRing(context.layers[layer].window), window)
     return {"mtpc_context": context, "masks": masks}
-
-
-def _angles(rotary: Any, like: Tensor, positions: Tensor, kinds: list[str]) -> dict[str, Any]:
-    """cos and sin, [1, T, rotary / 2], of each kind of layer that there is."""
-    return {kind: rotary(like, positions[None], layer_type=kind) for kind in kinds}
 
 
 class StreamHead(nn.Module):
