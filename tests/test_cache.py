@@ -83,7 +83,7 @@ def test_warm_equals_cold(
     assert restored.generate(BATCH, 16) == cold.generate(BATCH, 16)
     gained = [b - a for a, b in zip(accepted, cold.stats.accepted, strict=True)]
     assert restored.stats.accepted == gained
-    assert not restored.stats.fallbacks
+    assert restored.stats.fallbacks == cold.stats.fallbacks  # Recurrent state is not reused.
     assert restored.options.max_len == cold.options.max_len
     assert restored.served == cold.served
 
