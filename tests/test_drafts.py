@@ -72,11 +72,14 @@ def test_drafts_after_rejections_at_every_position(
     tokens, drafts, turn = spec.program.shared["state.token_ids"], DraftOracle(plain), 0
     while spec.engine.has_work:
         before = spec.stats.decode_steps
-        for output in spec.engine.step():
+        outputs = spec.engine.step()
+        stepped = {output.request_id for output in outputs}
+        for output in outputs:
             texts[output.request_id] += output.token_ids
+        both = spec.stats.decode_steps > before and len(spec.engine.running) == 2
         for request, prompt, truth in zip(spec.engine.running, prompts, truths, strict=False):
             text = texts[request.request_id]
-            if spec.stats.decode_steps > before and len(spec.engine.running) == 2:
+            if both and request.request_id in stepped:
                 assert tokens[request.slot].tolist()[1:] == drafts.drafts(text, spec_tokens)
             known = len(text) - len(prompt)
             right = (turn + request.request_id) % (spec_tokens + 1)
