@@ -138,8 +138,8 @@ class Engine:
         prompt_ids: list[int],
         max_new_tokens: int,
         stop_ids: tuple[int, ...] = (),
-        on_output: OnOutput | None = None,
         sampling: SamplingParams | None = None,
+        on_output: OnOutput | None = None,
     ) -> int:
         """Queue a request.
 
@@ -147,10 +147,10 @@ class Engine:
             prompt_ids: token ids, not empty, each below vocab_size.
             max_new_tokens: at least 1; with the prompt at most `max_len`.
             stop_ids: at most MAX_STOP_IDS ids that end the request.
-            on_output: called with each `StepOutput` of the request, in the thread that steps the
-                engine. What it raises ends its own request, with finish_reason `error`.
             sampling: how tokens are chosen; None is greedy. What is not greedy needs a program
                 compiled with `sampling`.
+            on_output: called with each `StepOutput` of the request, in the thread that steps the
+                engine. What it raises ends its own request, with finish_reason `error`.
 
         Returns:
             The request's id.

@@ -47,8 +47,8 @@ class Request:
         prompt_ids: token ids, not empty.
         max_new_tokens: upper limit of new tokens.
         stop_ids: token ids that end the request; the stop token is part of the output.
-        on_output: called with each of its outputs, by whoever steps the engine.
         sampling: how its tokens are chosen; with a seed once the engine has it.
+        on_output: called with each of its outputs, by whoever steps the engine.
         slot: row of the state buffers while running, else None.
         pages: KV pages held, in sequence order; the first ones may be shared.
         num_input: tokens to prefill: the prompt, and what was emitted before a preemption.
@@ -65,8 +65,8 @@ class Request:
     prompt_ids: list[int]
     max_new_tokens: int
     stop_ids: tuple[int, ...] = ()
-    on_output: OnOutput | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    on_output: OnOutput | None = None
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_input: int = 0
