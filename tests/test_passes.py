@@ -349,11 +349,11 @@ def test_plain_decoding_needs_no_resize(compiler: Callable[..., StepCompiler]) -
     assert ResizeMetadata().apply(graph) == 0
 
 
-@pytest.mark.parametrize(("spec_tokens", "pieces"), [(0, 5), (1, 8), (2, 12), (3, 16), (4, 20)])
+@pytest.mark.parametrize(("spec_tokens", "pieces"), [(0, 6), (1, 9), (2, 13), (3, 17), (4, 21)])
 def test_fuse_draft_chain(
     spec_tokens: int, pieces: int, compiler: Callable[..., StepCompiler]
 ) -> None:
-    """begin, target, head, accept, advance; 3 for the first draft; 4 for each chained step."""
+    """begin, target, head, choose, accept, advance; 3 for the first draft; 4 for each chained step."""
     built = compiler("mimo", spec_tokens)
     graph = built.trace(StepKey.decode(2, spec_tokens))
     built.rewrite(graph, until="fuse-draft-chain")

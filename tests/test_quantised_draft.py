@@ -155,7 +155,8 @@ def test_the_pass_takes_drafts_and_leaves_the_target(
     heads = [node for node in quantised if "lm_head" in str(node.args[1])]
     assert len(heads) == 3  # One a draft; the target's is as it was.
     head = "draft_heads.0" if family == "deepseek_v4" else "target_head"
-    assert {node.meta["piece"] for node in quantised} == {"drafts.0", head}
+    layers = {f"drafts.{index}" for index in range(len(compiler.loaded.mtp_layers))}
+    assert {node.meta["piece"] for node in quantised} == {*layers, head}
     assert [node for node in plain if "lm_head" in str(node.args[1])]
 
 

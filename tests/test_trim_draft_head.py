@@ -83,21 +83,23 @@ def test_drafts_are_listed_and_what_is_emitted_stays(
 def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> None:
     """Where the whole head's choice is listed, the trimmed head makes it too."""
     common = dict(batch_buckets=(1,), backend="eager", dtype="float64", **TINY)
-    whole = mtpc.compile(checkpoint("mimo"), spec_tokens=1, **common)
-    trimmed = mtpc.compile(checkpoint("mimo"), spec_tokens=1, draft_vocab=LISTED, **common)
-    same = 0
-    for prompt in PROMPTS:
-        first = []
-        for spec in (whole, trimmed):
+
+    def first_drafts(spec: mtpc.SpecModel) -> list[int]:
+        drafts = []
+        for prompt in PROMPTS:
             spec.engine.add(prompt, 1)
             while spec.engine.has_work:
                 spec.engine.step()
-            first.append(int(spec.program.shared["state.token_ids"][1, 1]))
-        assert first[1] in LISTED
-        if first[0] in LISTED:
-            assert first[1] == first[0]
-            same += 1
-    assert 0 < same < len(PROMPTS)
+            drafts.append(int(spec.program.shared["state.token_ids"][1, 1]))
+        return drafts
+
+    whole = first_drafts(mtpc.compile(checkpoint("mimo"), spec_tokens=1, **common))
+    listed = sorted(set(whole[:4]))
+    spec = mtpc.compile(checkpoint("mimo"), spec_tokens=1, draft_vocab=listed, **common)
+    for before, after in zip(whole, first_drafts(spec), strict=True):
+        assert after in listed
+        assert after == before or before not in listed
+    assert not set(whole) <= set(listed)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

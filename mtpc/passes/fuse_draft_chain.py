@@ -17,9 +17,8 @@ class FuseDraftChain:
 
     The draft layer was traced once with symbolic sizes; it is instantiated here for the R*Q
     verified rows and again for each single-row step, metadata updates in between included, so
-    that no host work is left between drafts. Rewrites are the pieces inlined. What a piece
-    computes and nobody asks for goes at once: of MTP layers that only keep their KV, attention
-    and all behind it.
+    that no host work is left between drafts. Rewrites are the pieces inlined. Of MTP layers that
+    only keep their KV, where K changes between steps, attention and all behind it go at once.
 
     Attributes:
         buffer_names: layout name by tensor id, for state that pieces hold (`kv.*`).
@@ -32,6 +31,8 @@ class FuseDraftChain:
         if graph.is_flat:
             return 0
         inliner = Inliner(graph, self.buffer_names)
+        layers = [n for n in graph.graph.nodes if str(n.target).startswith("pieces.drafts.")]
         graph.module = inliner.run()
-        sweep(graph)
+        if len(layers) > graph.key.spec_tokens:
+            sweep(graph)
         return inliner.num_inlined
