@@ -42,8 +42,13 @@ FAMILY_NAMES = (
     "deepseek_v4",
 )
 """Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
-CPU_FAMILY_NAMES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
-"""What the default run compiles for the cpu, a kind of state each; the slow run compiles all."""
+CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
+"""What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
+EACH_FAMILY = [
+    *CPU_FAMILY_NAMES,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[4:]),
+]
+"""For what is not the theorem: the default run takes those, the slow run all."""
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
 FEWER_BUCKETS: dict[str, dict[str, Any]] = {"deepseek_v4": {"batch_buckets": (1, 4)}}

@@ -31,8 +31,13 @@ def check_drafts(spec: Any, oracle: DraftOracle, prompts: list[list[int]], new: 
     return compared
 
 
-@pytest.mark.parametrize("kind", ["trained", "random"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "trained") for family in FAMILY_NAMES),
+        *(pytest.param(family, "random", marks=pytest.mark.slow) for family in FAMILY_NAMES),
+    ],
+)
 def test_drafts_equal_the_wiring(
     family: str, kind: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:

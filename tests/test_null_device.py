@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES
+from conftest import EACH_FAMILY
 from test_theorem import PROMPTS
 from torch import fx, nn
 
@@ -37,7 +37,7 @@ def null_model(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_replay_equals_eager(
     family: str, null_model: Callable[..., Any], compiled: Callable[..., Any]
 ) -> None:

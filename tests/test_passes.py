@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES, TINY
+from conftest import EACH_FAMILY, TINY
 from torch import Tensor, fx, nn
 
 from mtpc import ops
@@ -353,7 +353,7 @@ def test_plain_decoding_needs_no_resize(compiler: Callable[..., StepCompiler]) -
 def test_fuse_draft_chain(
     spec_tokens: int, pieces: int, compiler: Callable[..., StepCompiler]
 ) -> None:
-    """begin, target, head, choose, accept, advance; 3 for the first draft; 4 for each chained step."""
+    """begin, target, head, choose, accept, advance; 3 for the first draft; 4 for each next."""
     built = compiler("mimo", spec_tokens)
     graph = built.trace(StepKey.decode(2, spec_tokens))
     built.rewrite(graph, until="fuse-draft-chain")
@@ -364,7 +364,7 @@ def test_fuse_draft_chain(
     assert FuseDraftChain({}).apply(graph) == 0
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_every_pass_keeps_the_step(
     family: str, phase: str, compiler: Callable[..., StepCompiler]
@@ -387,7 +387,7 @@ def test_every_pass_keeps_the_step(
         assert step.apply(graph) == 0
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_passes_change_no_token(family: str, compiled: Callable[..., Any]) -> None:
     """Optional passes on or off: the same tokens and the same acceptance."""
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 9, 8]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES, TINY, run_on
+from conftest import EACH_FAMILY, TINY, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packed_weights import bf16
@@ -141,7 +141,7 @@ def test_recipes_are_carried_out_part_by_part() -> None:
             assert recipes.from_json(recipes.to_json(recipe)) == recipe
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_the_pass_takes_drafts_and_leaves_the_target(
     checkpoint: Callable[..., Path], family: str
 ) -> None:
@@ -160,7 +160,7 @@ def test_the_pass_takes_drafts_and_leaves_the_target(
     assert [node for node in plain if "lm_head" in str(node.args[1])]
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_what_is_emitted_stays(checkpoint: Callable[..., Path], family: str) -> None:
     """Tokens equal plain decoding's, whatever the drafts; on the eager backend, in float64."""
     common = dict(batch_buckets=(4,), backend="eager", dtype="float64", **TINY)

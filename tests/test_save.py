@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from conftest import FAMILY_NAMES
+from conftest import EACH_FAMILY
 from safetensors.torch import load_file
 
 from mtpc.errors import CheckpointError
@@ -27,7 +27,7 @@ SOME_NAMES = {
 """Of the released checkpoints: the prefix of the last MTP layer, and a few names."""
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_public_names_and_the_way_back(family: str, tmp_path: Path) -> None:
     target = tiny.build_target(family)
     layers = tiny.build_mtp_layers(family, target)

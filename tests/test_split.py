@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES, TINY, in_turn
+from conftest import EACH_FAMILY, TINY, in_turn
 from test_theorem import PROMPTS
 
 from mtpc.api import SpecModel
@@ -37,7 +37,7 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
     return get
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_two_graphs_equal_one(
     family: str, compiler: Callable[..., StepCompiler], compiled: Callable[..., Any]
 ) -> None:
@@ -51,7 +51,7 @@ def test_two_graphs_equal_one(
     assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_the_cut_is_where_drafting_begins(
     family: str, compiler: Callable[..., StepCompiler]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES
+from conftest import CPU_FAMILY_NAMES, FAMILY_NAMES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import Oracle
@@ -75,8 +75,15 @@ def serve(spec: mtpc.SpecModel, drawn: list[tuple[int, int, int, bool]], stop_id
     return [outputs[request_id] for request_id in order]
 
 
-@pytest.mark.parametrize("spec_tokens", range(5))
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"),
+    [
+        pytest.param(family, k, marks=[pytest.mark.slow] if is_slow else [])
+        for family in FAMILY_NAMES
+        for k in range(5)
+        for is_slow in [family not in CPU_FAMILY_NAMES and k != 3]
+    ],
+)
 def test_speculative_output_equals_plain_decoding(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
@@ -186,7 +193,7 @@ def test_float32_random_weights(
     compiled: Callable[..., Any], checkpoint: Callable[..., Any]
 ) -> None:
     """float32, where margins are wide enough: the deepest K against K = 0 of the same graph."""
-    for family in FAMILY_NAMES:
+    for family in CPU_FAMILY_NAMES:
         plain = compiled(family, 0, dtype="float32", batch_buckets=(1, 4))
         spec = compiled(family, 4, dtype="float32", batch_buckets=(1, 4))
         prompts = [PROMPTS[4], PROMPTS[9], PROMPTS[11]]
