@@ -112,8 +112,8 @@ def test_a_callback_that_raises_harms_nobody_else(session: Session) -> None:
         if good:
             raise ValueError("the consumer is broken")
 
-    first = engine.add(PROMPTS[5], 12, (), good.append)
-    broken = engine.add(PROMPTS[3], 12, (), bad)
+    first = engine.add(PROMPTS[5], 12, on_output=good.append)
+    broken = engine.add(PROMPTS[3], 12, on_output=bad)
     second = engine.add(PROMPTS[6], 12)
     outputs = []
     while engine.has_work:
@@ -129,7 +129,7 @@ def test_a_callback_that_raises_harms_nobody_else(session: Session) -> None:
     assert engine.stats.callback_errors == 1
     session.check_empty()
     with pytest.raises(RequestError, match="on_output is 5; expected a callable"):
-        engine.add([3], 3, (), 5)
+        engine.add([3], 3, on_output=5)
 
 
 def test_abort_from_a_callback(session: Session) -> None:
@@ -144,8 +144,8 @@ def test_abort_from_a_callback(session: Session) -> None:
             engine.abort(ids["other"])
             engine.abort(ids["own"], "stop")
 
-    ids["own"] = engine.add(PROMPTS[5], 30, (), own)
-    ids["other"] = engine.add(PROMPTS[3], 30, (), told["other"].append)
+    ids["own"] = engine.add(PROMPTS[5], 30, on_output=own)
+    ids["other"] = engine.add(PROMPTS[3], 30, on_output=told["other"].append)
     third = engine.add(PROMPTS[6], 8)
     assert run(engine)[third] == session.plain.generate(PROMPTS[6], 8, stop=False)
     assert [o.finish_reason for o in told["own"]] == [None, None, None, "stop"]
