@@ -200,15 +200,21 @@ class SpecModel:
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
         """
-        if not hasattr(prompts, "__len__"):
-            raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
-        batch: Sequence[Any] = [prompts] if _is_single(prompts) else list(prompts)
-        stops = self._stop_ids(stop_ids, ignore_eos)
+        outputs = self.stream(
+            prompts,
+            max_new_tokens,
+            stop_ids=stop_ids,
+            ignore_eos=ignore_eos,
+            stop=stop,
+            sampling=sampling,
+            **params,
+        )
+        single = _is_single(prompts)
+        batch: Sequence[Any] = [prompts] if single else list(prompts)
         results: list[Any] = ["" if isinstance(prompt, str) else [] for prompt in batch]
-        each = _sampling_each(sampling, params, len(batch))
-        for output in self._stream(batch, max_new_tokens, stops, stop, each):
+        for output in outputs:
             results[output.index] += output.token_ids if output.text is None else output.text
-        return results[0] if _is_single(prompts) else results
+        return results[0] if single else results
 
     def stream(
         self,

@@ -316,8 +316,9 @@ class Engine:
         drafts = []
         for request, num_accepted, num_emitted in rows:
             verified = min(request.num_drafts, key.spec_tokens)
-            self._stats.count_acceptance(verified, min(num_accepted, verified), num_emitted)
-            drafts.append((verified, min(num_accepted, verified)))
+            right = min(num_accepted, verified)
+            self._stats.count_acceptance(verified, right, num_emitted)
+            drafts.append((verified, right))
             request.num_drafts = key.spec_tokens
         self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.replay_s, drafts)
 

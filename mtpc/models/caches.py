@@ -13,6 +13,7 @@ from mtpc import ops
 from mtpc.buffers import N, P, S, ring_pages
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec
+from mtpc.ops.ragged import request_of
 from mtpc.step import Metadata
 
 
@@ -128,8 +129,7 @@ def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadat
     absent = (slots == SCRATCH_SLOT)[:, None] | (metadata.block_table == NULL_PAGE)
     table = torch.where(absent, NULL_PAGE, first[:, None] + block[None] % pages).int()
     token = torch.arange(metadata.positions.shape[0], device=slots.device)
-    request = (token[:, None] >= metadata.query_start_loc[None, 1:]).sum(1)
-    request = request.clamp(max=slots.shape[0] - 1)
+    request = request_of(token, metadata.query_start_loc).clamp(max=slots.shape[0] - 1)
     page = first[request] + metadata.positions // page_size % pages
     slot = page * page_size + metadata.positions % page_size
     slot = torch.where(metadata.slot_mapping == NO_SLOT, NO_SLOT, slot)

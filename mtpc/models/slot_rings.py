@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mtpc import ops
 from mtpc.layout import NO_SLOT
+from mtpc.ops.ragged import request_of
 from mtpc.step import Metadata
 
 
@@ -52,8 +53,7 @@ class Rows:
         """From what every layer is given."""
         starts, ends = metadata.query_start_loc.long(), metadata.seq_lens.long()
         token = torch.arange(metadata.positions.shape[0], device=starts.device)
-        request = (token[:, None] >= starts[None, 1:]).sum(1)
-        request = request.clamp(max=metadata.state_slots.shape[0] - 1)
+        request = request_of(token, starts).clamp(max=metadata.state_slots.shape[0] - 1)
         context = torch.where(ends > 0, ends - (starts[1:] - starts[:-1]), 0)
         return cls(
             live=metadata.slot_mapping != NO_SLOT,

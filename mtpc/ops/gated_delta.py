@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtpc.ops.ragged import request_of
+
 _EPSILON = 1e-6
 """Of the norms of queries and keys, as in the flash-linear-attention library."""
 
@@ -101,7 +103,7 @@ def gated_delta_rule(
     past = history[state_slots]
 
     token = torch.arange(rows.shape[0], device=rows.device)
-    request = (token[:, None] >= query_start_loc[None, 1:]).sum(1).clamp(max=len(lens) - 1)
+    request = request_of(token, query_start_loc).clamp(max=len(lens) - 1)
     index = token - starts[request]  # Row of its request.
     live = (index >= 0) & (index < lens[request]) & on[request]
     position = committed[request] + index

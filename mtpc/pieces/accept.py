@@ -137,20 +137,22 @@ class AcceptPrompt(nn.Module):
             stop_ids[state_indices],
         )
         remaining = torch.where(active & ~last_chunk, remaining_before, remaining)
-        next_ids = self._shift(ids, anchors, active, following)
+        next_ids = move_up(ids, anchors, active, following)
         num_input = query_start_loc[1:] - query_start_loc[:-1]
         new_lens = torch.where(active, context_lens + num_input, context_lens).int()
         accepted = torch.zeros_like(num_emitted)
         emitted = following[:, None]
         return next_ids, anchors, emitted, accepted, num_emitted, reason, remaining, new_lens
 
-    @staticmethod
-    def _shift(ids, anchors, active, following):  # type: ignore[no-untyped-def]
-        """ids shifted left by one; each active request's last row takes its following token.
 
-        A comparison, not a scatter: a padded request's anchor may coincide with a live one's.
-        """
-        row = torch.arange(ids.shape[0], device=ids.device)
-        is_anchor = (row[:, None] == anchors[None, :]) & active[None, :]
-        chosen = (is_anchor * following[None, :]).sum(1)
-        return torch.where(is_anchor.any(1), chosen, torch.cat([ids[1:], ids[:1]]))
+def move_up(
+    ids: torch.Tensor, anchors: torch.Tensor, active: torch.Tensor, following: torch.Tensor
+) -> torch.Tensor:
+    """ids [T] shifted left by one; each active request's anchor row takes its following token [R].
+
+    A comparison, not a scatter: a padded request's anchor may coincide with a live one's.
+    """
+    row = torch.arange(ids.shape[0], device=ids.device)
+    is_anchor = (row[:, None] == anchors[None, :]) & active[None, :]
+    chosen = (is_anchor * following[None, :]).sum(1)
+    return torch.where(is_anchor.any(1), chosen, torch.cat([ids[1:], ids[:1]]))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.layout import StepKey
+from mtpc.ops.ragged import request_of
+from mtpc.pieces.accept import move_up
 from mtpc.pieces.metadata import flat_metadata
 
 
@@ -64,7 +66,7 @@ class Widen(nn.Module):
         before = torch.cat([earlier.new_zeros(1), earlier.cumsum(0)])
         starts = query_start_loc.long() + before
         token = torch.arange(self.num_tokens, device=anchors.device)
-        request = (token[:, None] >= starts[None, 1:]).sum(1).clamp(max=earlier.shape[0] - 1)
+        request = request_of(token, starts).clamp(max=earlier.shape[0] - 1)
         row = token - starts[request]
         is_earlier = row < earlier[request]
         kept = (self.window - earlier[request] + row).clamp(0, self.window - 1)
@@ -81,16 +83,10 @@ class Widen(nn.Module):
 
 
 class MoveUp(nn.Module):
-    """Ids of the next layer: each row takes the one after it, the anchors' rows the draft.
-
-    A comparison, not a scatter: a padded request's anchor may coincide with a live one's.
-    """
+    """Ids of the next layer: each row takes the one after it, the anchors' rows the draft."""
 
     def forward(self, ids: Tensor, anchors: Tensor, active: Tensor, drafts: Tensor) -> Tensor:
-        row = torch.arange(ids.shape[0], device=ids.device)
-        is_anchor = (row[:, None] == anchors[None, :]) & active[None, :]
-        chosen = (is_anchor * drafts[None, :]).sum(1)
-        return torch.where(is_anchor.any(1), chosen, torch.cat([ids[1:], ids[:1]]))
+        return move_up(ids, anchors, active, drafts)
 
 
 class KeepLast(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, StepKey
+from mtpc.ops.ragged import request_of
 
 
 def flat_metadata(
@@ -36,8 +37,7 @@ def flat_metadata(
         where no page is reserved), seq_lens int32 [R].
     """
     token = torch.arange(num_tokens, device=context_lens.device)
-    # Requests that end at or before a token: its request's index, without a device-side search.
-    request = (token[:, None] >= query_start_loc[None, 1:]).sum(1)
+    request = request_of(token, query_start_loc)
     in_batch = request < context_lens.shape[0]
     request = request.clamp(max=context_lens.shape[0] - 1)
     position = context_lens[request].long() + token - query_start_loc[request].long()
