@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 import subprocess
@@ -122,6 +123,20 @@ def test_inspect_shows_counts_effects_and_a_drawing(word_model, capsys, tmp_path
     assert {"VERIFY", "PROPOSE", "ADVANCE", "begin", "target", "head", "accept"} <= texts
     assert {"draft 1: MTP layer 0", "draft 2: MTP layer 0", "advance", "kv.0-1.k"} <= texts
     assert "float32[6, 64], 1.5 KiB" in texts  # the features that the head takes in
+
+
+def test_inspect_says_what_a_request_costs(word_model, capsys):
+    """K and V of two layers and the MTP layer, two heads of 16 in float32; rows by request slot."""
+    out = inspect(word_model, capsys, "--before", "resize-metadata")
+    config = json.loads((word_model / "config.json").read_text())
+    layers = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
+    width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    token = layers * 2 * width * 4
+    slots = re.search(r"state.block_table .*\[\d+, (\d+)\] \d", out)
+    assert slots is not None
+    request = 4 * int(slots[1]) + 4 + 8 * 3 + 4 + 8 * 8
+    assert f"A request costs {format_bytes(request)}, whatever its length, and " in out
+    assert f"{format_bytes(token)} a token, in pages of " in out
 
 
 def test_inspect_a_prefill_step(word_model, capsys):

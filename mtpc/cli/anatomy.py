@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 
@@ -114,6 +115,13 @@ def buffer_groups(layout: Mapping[str, BufferSpec], names: Iterable[str]) -> lis
         BufferGroup(_group_label(group), tuple(group), layout[group[0]])
         for group in grouped.values()
     ]
+
+
+def growth(layout: Layout, symbol: sympy.Symbol) -> int:
+    """Bytes that the buffers shared by all buckets grow by with one more of `symbol`."""
+    larger = Layout(layout.values(), {**layout.sizes, symbol: layout.sizes[symbol] + 1})
+    names = [name for name, spec in layout.items() if spec.shared]
+    return sum(larger.nbytes(name) - layout.nbytes(name) for name in names)
 
 
 def _group_label(names: list[str]) -> str:

@@ -120,6 +120,7 @@ def _print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool) -> No
     _print_history(console, graph)
     _print_counts(console, graph)
     _print_buffers(console, graph, layouts)
+    _print_growth(console, layouts[0])
     _print_effects(console, graph)
 
 
@@ -175,6 +176,19 @@ def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]
         sums = (sum(group.nbytes(layout) for group in groups) for layout in shown)
         total = ("total", *[""] * (len(names) - 1), *map(format_bytes, sums))
         print_table(console, title, columns, rows, total)
+
+
+def _print_growth(console: Console, layout: Layout) -> None:
+    """What capacity costs: a request's own rows, and its tokens, which pages hold."""
+    from mtpc.buffers import N, P, S
+    from mtpc.cli.anatomy import growth
+    from mtpc.cli.tables import format_bytes
+
+    page, request = growth(layout, N), growth(layout, S)
+    console.print(
+        f"A request costs {format_bytes(request)}, whatever its length, and "
+        f"{format_bytes(page // layout.sizes[P])} a token, in pages of {layout.sizes[P]}.\n"
+    )
 
 
 def _bucket_heading(layout: Layout, shared: bool) -> str:
