@@ -10,7 +10,7 @@ if [ -z "${PYTHON:-}" ]; then
     if [ ! -x "$venv/bin/python" ]; then
         python3 -m venv "$venv"
         "$venv/bin/pip" install -q 'torch>=2.11,<2.14' 'transformers>=5.17,<6' 'triton>=3.6,<3.10' \
-            safetensors networkx sympy numpy rich pytest hypothesis tokenizers
+            safetensors networkx sympy numpy rich pytest pytest-xdist hypothesis
     fi
     PYTHON=$venv/bin/python
 fi
