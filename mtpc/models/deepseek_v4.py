@@ -22,6 +22,7 @@ from mtpc.models.deepseek_v4_attention import WindowedAttention
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.glm4_moe import nextn_layers
 from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary
+from mtpc.models.hyper_connections import HyperConnection
 from mtpc.models.slot_rings import SlotRing, WindowMasks
 
 _LINEARS = {
@@ -193,7 +194,10 @@ DEEPSEEK_V4 = ModelFamily(
     cache_specs=cache_specs,
     block_config=block_config,
     shared_tensors={"emb.tok_emb.weight": "embedding", "head.weight": "head"},
-    canonical={"DeepseekV4Attention": WindowedAttention},
+    canonical={
+        "DeepseekV4Attention": WindowedAttention,
+        "DeepseekV4HyperConnection": HyperConnection,
+    },
     parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head),
     rotary_type=lambda config, i: _MAIN,
     stored_names=STORED_NAMES,

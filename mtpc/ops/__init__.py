@@ -14,6 +14,7 @@ from mtpc.ops.attention import (
 from mtpc.ops.experts import experts
 from mtpc.ops.gated_delta import gated_delta_rule
 from mtpc.ops.packed import packed_experts, packed_linear
+from mtpc.ops.sinkhorn import sinkhorn
 
 __all__ = [
     "expanded_latent_attention",
@@ -23,5 +24,6 @@ __all__ = [
     "packed_experts",
     "packed_linear",
     "paged_attention",
+    "sinkhorn",
     "write_cache",
 ]

@@ -1,7 +1,7 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `gated_delta_rule`,
-`experts`, on packed weights `packed_linear`, `packed_experts` and `quantised_linear` (int8), and
+`sinkhorn`, `experts`, on packed weights `packed_linear`, `packed_experts` and `quantised_linear` (int8), and
 `pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`. They take what
 the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one for the other,
 so the meaning of a traced graph never depends on what has been loaded.
@@ -38,10 +38,11 @@ from mtpc.ops.gated_delta import fake_gated_delta_rule
 from mtpc.ops.packed import fake_packed_linear
 from mtpc.ops.quantised import fake_quantised_linear
 from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
+from mtpc.ops.sinkhorn import fake_sinkhorn
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
-         "packed_experts", "quantised_linear", "gated_delta_rule", "sample", "count_tokens",
-         "write_logprobs")  # fmt: skip
+         "packed_experts", "quantised_linear", "gated_delta_rule", "sinkhorn", "sample",
+         "count_tokens", "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
@@ -121,6 +122,7 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "packed_experts": _fake_experts,
     "quantised_linear": fake_quantised_linear,
     "gated_delta_rule": fake_gated_delta_rule,
+    "sinkhorn": fake_sinkhorn,
     "sample": fake_sample,
     "count_tokens": fake_count_tokens,
     "write_logprobs": fake_write_logprobs,

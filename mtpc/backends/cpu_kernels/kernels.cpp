@@ -102,6 +102,7 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "gated_delta_rule(Tensor rows, Tensor conv_weight, Tensor a_log, Tensor dt_bias, "
       "Tensor(a!) recurrent, Tensor(b!) history, Tensor(c!) standing, Tensor state_slots, "
       "Tensor seq_lens, Tensor query_start_loc, Tensor certain_lens) -> Tensor");
+  library.def("sinkhorn(Tensor logits, int rounds, float epsilon) -> Tensor");
   library.def(
       "sample(Tensor logits, Tensor ids, Tensor positions, Tensor state_slots, Tensor floats, "
       "Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor allowed_tokens, "
@@ -125,6 +126,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));
   library.impl("gated_delta_rule", TORCH_BOX(&mtpc::gated_delta_rule));
+  library.impl("sinkhorn", TORCH_BOX(&mtpc::sinkhorn));
   library.impl("sample", TORCH_BOX(&mtpc::sample));
   library.impl("count_tokens", TORCH_BOX(&mtpc::count_tokens));
   library.impl("write_logprobs", TORCH_BOX(&mtpc::write_logprobs));

@@ -45,6 +45,8 @@ Tensor gated_delta_rule(
     const Tensor& state_slots, const Tensor& seq_lens, const Tensor& query_start_loc,
     const Tensor& certain_lens);
 
+Tensor sinkhorn(const Tensor& logits, int64_t rounds, double epsilon);
+
 Tensor sample(
     const Tensor& logits, const Tensor& ids, const Tensor& positions, const Tensor& state_slots,
     const Tensor& floats, const Tensor& ints, const Tensor& bias_ids, const Tensor& bias_values,
