@@ -1,10 +1,10 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `gated_delta_rule`,
-`sinkhorn`, `experts`, on packed weights `packed_linear`, `packed_experts` and `quantised_linear` (int8), and
-`pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`. They take what
-the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one for the other,
-so the meaning of a traced graph never depends on what has been loaded.
+`sinkhorn`, `experts`; on packed weights `packed_linear`, `packed_experts` and `quantised_linear`
+(int8), and `pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`.
+They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
+for the other, so the meaning of a traced graph never depends on what has been loaded.
 
 They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`. What they
 guarantee beyond the references:
