@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
 from mtpc.config import CompileOptions
+from mtpc.errors import HostError
 from mtpc.host.checks import check_tensors
 from mtpc.host.contract import HostBuffer, host_buffers
 from mtpc.host.parts import Lowered
@@ -54,16 +56,29 @@ class HostedModel:
         """Its steps: a decode step per bucket (and K), and one for prefill."""
         return step_keys(self.options)
 
-    @property
+    @cached_property
     def buffers(self) -> dict[str, HostBuffer]:
         """Tensors that all steps share, by name: `state.*` and `kv.*`."""
         layout = self._layout(self.keys[0])
         return host_buffers(layout, [name for name in layout if name.startswith(("state.", "kv."))])
 
     def step_buffers(self, key: StepKey) -> dict[str, HostBuffer]:
-        """Tensors of one step, by name: `batch.*` and `cross.*`."""
-        layout = self._layout(key)
-        return host_buffers(layout, [n for n in layout if n.startswith(("batch.", "cross."))])
+        """Tensors of one step, by name: `batch.*` and `cross.*`.
+
+        Raises:
+            HostError: there is no such step.
+        """
+        if key not in self._step_buffers:
+            raise HostError(f"no step {key!s}; steps: {', '.join(map(str, self.keys))}")
+        return self._step_buffers[key]
+
+    @cached_property
+    def _step_buffers(self) -> dict[StepKey, dict[str, HostBuffer]]:
+        layouts = {key: self._layout(key) for key in self.keys}
+        return {
+            key: host_buffers(layout, [n for n in layout if n.startswith(("batch.", "cross."))])
+            for key, layout in layouts.items()
+        }
 
     def _layout(self, key: StepKey) -> Layout:
         return self._parts[key, parts_of(key, self.form)[-1]].layout
@@ -79,9 +94,17 @@ class HostedModel:
         Args:
             num_reqs: at most the largest of `options.batch_buckets`.
             spec_tokens: K, where steps of several were compiled; None is the largest.
+
+        Raises:
+            HostError: there is none.
         """
         wanted = self.options.spec_tokens if spec_tokens is None else spec_tokens
         buckets = [size for size in self.options.batch_buckets if size >= num_reqs]
+        if not buckets or wanted not in self.options.tiers:
+            raise HostError(
+                f"no decode step of {num_reqs} rows with K = {wanted}; batch_buckets are "
+                f"{self.options.batch_buckets}, K is one of {self.options.tiers}"
+            )
         return StepKey.decode(min(buckets), wanted)
 
     @property
@@ -110,8 +133,7 @@ class HostedModel:
             HostError: a tensor is missing or not what was asked for; all are listed.
             CheckpointError: weights, read now, hold NaN or infinity.
         """
-        wanted = {key: self.step_buffers(key) for key in self.keys}
-        check_tensors((self.buffers, shared), (wanted, steps), self.device)
+        check_tensors((self.buffers, shared), (self._step_buffers, steps), self.device)
         runs = {
             (key, part): lowered.bind({**shared, **steps[key]})
             for (key, part), lowered in self._parts.items()
