@@ -7,6 +7,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from test_theorem import PROMPTS
 from torch import Tensor
 
 import mtpc
+from mtpc.capture.effects import analyse
+from mtpc.errors import HostError, OptionError
 from mtpc.host.contract import term_of
 from mtpc.layout import StepKey
+from mtpc.sampling_params import FLOATS, INTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import host as example
@@ -209,6 +213,12 @@ def serve(server: Server, plain: Oracle, seed: int) -> None:
     assert sorted(server.free_slots) == [1, 2, 3]
 
 
+def finish(server: example.Host) -> None:
+    """Until nothing is left to do."""
+    while server.step():
+        pass
+
+
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
@@ -230,3 +240,312 @@ def test_a_host_of_its_own(
     if spec_tokens:
         assert seen["drafts compared"] > 60
         assert all(server.accepted[count] > 0 for count in range(spec_tokens + 1))
+
+
+def test_the_watch_sees(hosted: Callable[..., Any], oracle: Callable[..., Oracle]) -> None:
+    """A half that writes one number too many is caught: the checks above can fail."""
+    model = hosted("mimo", 3)
+    for name, row in (("kv.0.k", 7), ("state.stop_ids", 3), ("batch.prompt_ids", 0)):
+        server = Server(model)
+        inner, steps = server.watched.program, server.steps
+        tensor = server.shared.get(name, steps[model.prefill_key].get(name))
+        runs = dict(inner._runs)
+
+        def wrong(replay: Callable[[], None], tensor: Tensor = tensor, row: int = row) -> None:
+            replay()
+            tensor[row].fill_(5)
+
+        inner._runs = {k: lambda run=run: wrong(run) for k, run in runs.items()}
+        server.add(PROMPTS[3], 4)
+        with pytest.raises(AssertionError, match=f"wrote outside.*{name}"):
+            finish(server)
+
+
+@pytest.mark.parametrize(("family", "spec_tokens"), DEFAULT)
+def test_the_halves_write_what_the_contract_says(
+    family: str, spec_tokens: int, hosted: Callable[..., Any]
+) -> None:
+    """Read off the graphs: of each buffer, which half writes it."""
+    model = hosted(family, spec_tokens)
+    written: dict[str, set[str]] = {}
+    for (key, part), lowered in model._parts.items():
+        if part == "step" and key.spec_tokens:
+            continue
+        effects = analyse(lowered.graph.graph)
+        for node in lowered.graph.graph.nodes:
+            for name in effects.buffer_writes(node):
+                written.setdefault(name, set()).add(part)
+    shared = set(model.buffers)
+    own = {name for key in model.keys for name in model.step_buffers(key)}
+    layers = [int(name.split(".")[1]) for name in shared if name.startswith("kv.")]
+    for name in shared | own:
+        wanted = set(term_of(name).by) - {"host"}
+        if spec_tokens == 0:
+            wanted = {"step"} if wanted else set()
+        elif name.startswith("kv."):
+            wanted &= {"propose"} if int(name.split(".")[1]) == max(layers) else {"verify"}
+        assert written.get(name, set()) == wanted, name
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
+def test_a_host_may_move_a_request(
+    family: str, hosted: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """Rows by slot and pages are all there is of a request: copied elsewhere, it goes on."""
+    server, plain = Server(hosted(family, 3)), oracle(family)
+    request = server.add(PROMPTS[8], 16)
+    while len(request.output) < 6:
+        server.step()
+    old_slot, old_pages = request.slot, request.pages
+    request.slot = server.free_slots.pop(0)
+    request.pages = [server.free_pages.pop(0) for _ in old_pages]
+    for name, tensor in server.shared.items():
+        if server.model.buffers[name].is_paged:
+            tensor[request.pages] = tensor[old_pages]
+            tensor[old_pages] = math.nan
+        else:
+            tensor[request.slot] = tensor[old_slot]
+            tensor[old_slot] = 2**30
+    table = server.shared["state.block_table"][request.slot]
+    table[: len(old_pages)] = torch.tensor(request.pages)
+    server.free_slots.append(old_slot)
+    server.free_pages += old_pages
+    finish(server)
+    assert request.output == plain.generate(request.prompt, 16, stop=False)
+
+
+def test_a_host_may_bring_its_own_drafts(
+    hosted: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """Right ones are accepted, all of them; wrong ones change nothing."""
+    server, plain = Server(hosted("mimo", 3)), oracle("mimo")
+    request = server.add(PROMPTS[5], 13)
+    truth = plain.generate(PROMPTS[5], 13, stop=False)
+    rows, turn = server.shared["state.token_ids"], 0
+    while server.step():
+        known = len(request.output)
+        if known and known + 3 <= len(truth):
+            drafts = torch.tensor(truth[known : known + 3])
+            rows[request.slot, 1:] = drafts if turn % 2 else (drafts + 1) % 96
+            turn += 1
+    assert request.output == truth
+    assert server.accepted[3] >= 2
+    assert server.accepted[0] >= 2
+
+
+def tensors_for(model: mtpc.HostedModel) -> tuple[dict[str, Any], dict[Any, dict[str, Any]]]:
+    """What a host would hand over."""
+    steps = {
+        key: {name: buffer.allocate() for name, buffer in model.step_buffers(key).items()}
+        for key in model.keys
+    }
+    return {name: buffer.allocate() for name, buffer in model.buffers.items()}, steps
+
+
+DECODE, PREFILL = StepKey.decode(3, 3), StepKey.prefill(1, 8, 3)
+
+
+def replaced(name: str, change: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Changes one tensor of those that are handed over."""
+
+    def apply(shared: Any, steps: Any) -> None:
+        owner = shared if name in shared else steps[DECODE]
+        owner[name] = change(owner[name])
+
+    return apply
+
+
+WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "missing": (
+        lambda shared, steps: shared.pop("state.block_table"),
+        r"1 problem.*\n  state.block_table is missing; expected int32 \[4, 18\]",
+    ),
+    "unknown": (
+        lambda shared, steps: shared.update({"state.blocktable": torch.zeros(1)}),
+        r"state.blocktable is no buffer of this program; did you mean state.block_table\?",
+    ),
+    "dtype": (
+        replaced("state.block_table", lambda t: t.long()),
+        "state.block_table is int64; expected int32",
+    ),
+    "shape": (
+        replaced("kv.0.k", lambda t: t[1:]),
+        r"kv.0.k has shape \[13, 4, 2, 16\]; expected \[14, 4, 2, 16\]",
+    ),
+    "strides": (
+        replaced("kv.0.k", lambda t: torch.stack([t, t], 1)[:, 0]),
+        r"kv.0.k has strides \(256, 32, 16, 1\); expected \(128, 32, 16, 1\): a slice of whole",
+    ),
+    "device": (
+        replaced("kv.0.k", lambda t: t.to("meta")),
+        "kv.0.k is on meta; expected cpu",
+    ),
+    "gradient": (
+        replaced("kv.0.k", lambda t: t.requires_grad_()),
+        "kv.0.k requires a gradient",
+    ),
+    "no tensor": (
+        replaced("state.stop_ids", lambda t: t.tolist()),
+        r"state.stop_ids is a list; expected int64 \[4, 8\]",
+    ),
+    "of a step": (
+        replaced("batch.out_token_ids", lambda t: t.int()),
+        r"decode\[R=3,Q=4,K=3\] batch.out_token_ids is int32; expected int64",
+    ),
+    "one for two": (
+        lambda shared, steps: shared.update({"kv.0.k": shared["kv.1.k"]}),
+        "kv.0.k and kv.1.k share memory",
+    ),
+    "memory within a step": (
+        lambda shared, steps: steps[DECODE].update(
+            {"batch.seq_lens": steps[DECODE]["batch.num_emitted"]}
+        ),
+        "share memory; each needs its own",
+    ),
+    "no such step": (
+        lambda shared, steps: steps.update({StepKey.decode(9, 3): {}}),
+        r"decode\[R=9,Q=4,K=3\]: no such step; steps: decode\[R=3,Q=4,K=3\], prefill",
+    ),
+    "step forgotten": (
+        lambda shared, steps: steps.pop(PREFILL),
+        r"prefill\[R=1,Q=8,K=3\] batch.state_indices is missing",
+    ),
+    "no mapping": (
+        lambda shared, steps: steps.update({DECODE: None}),
+        "is a NoneType; expected a mapping of names to tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tensors_are_refused(case: str, hosted: Callable[..., Any]) -> None:
+    """Each by one error that says what was found, and what was expected."""
+    change, message = WRONG[case]
+    shared, steps = tensors_for(hosted("mimo", 3))
+    change(shared, steps)
+    with pytest.raises(HostError, match=message):
+        hosted("mimo", 3).bind(shared, steps)
+
+
+def test_all_that_is_wrong_is_said_at_once(hosted: Callable[..., Any]) -> None:
+    shared, steps = tensors_for(hosted("mimo", 3))
+    shared["state.stop_ids"] = shared["state.stop_ids"].int()
+    del shared["kv.2.v"]
+    steps[PREFILL]["batch.num_input"] = None
+    with pytest.raises(HostError) as raised:
+        hosted("mimo", 3).bind(shared, steps)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 4
+    assert "3 problem(s)" in lines[0]
+    with pytest.raises(HostError, match=r"and \d+ more"):
+        hosted("mimo", 3).bind({}, {})
+    with pytest.raises(HostError, match="steps is a NoneType; expected a mapping of step keys"):
+        hosted("mimo", 3).bind(shared, None)
+
+
+def test_steps_may_share_memory_with_each_other(
+    hosted: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """One arena for what is a step's own: two steps never run at once."""
+
+    class Sharing(example.Host):
+        def __init__(self, model: mtpc.HostedModel):
+            super().__init__(model)
+            arena = {
+                name: buffer.allocate()
+                for key in (PREFILL, DECODE)
+                for name, buffer in model.step_buffers(key).items()
+            }
+            for own in self.steps.values():
+                for name, tensor in own.items():
+                    flat = arena[name].flatten()
+                    if flat.numel() >= tensor.numel() and flat.dtype == tensor.dtype:
+                        own[name] = flat[: tensor.numel()].view(tensor.shape)
+            self.program = model.bind(self.shared, self.steps)
+
+    server = Sharing(hosted("mimo", 3))
+    own = server.steps
+    name = "batch.state_indices"
+    assert own[DECODE][name].data_ptr() == own[PREFILL][name].data_ptr()
+    requests = [server.add(prompt, 9) for prompt in PROMPTS[6:9]]
+    finish(server)
+    for request in requests:
+        assert request.output == oracle("mimo").generate(request.prompt, 9, stop=False)
+
+
+def test_the_order_of_calls_is_held(hosted: Callable[..., Any]) -> None:
+    model = hosted("mimo", 3)
+    program = model.bind(*tensors_for(model))
+    with pytest.raises(HostError, match=r"must follow verify.*not a verify"):
+        program.propose(DECODE)
+    program.verify(PREFILL)
+    with pytest.raises(HostError, match=r"must follow.*the last call was verify\(prefill"):
+        program.propose(DECODE)
+    program.verify(DECODE)
+    program.propose(DECODE)
+    with pytest.raises(HostError, match="must follow"):
+        program.propose(DECODE)
+    program.verify(DECODE)
+    program.step(DECODE)
+    with pytest.raises(HostError, match="must follow"):
+        program.propose(DECODE)
+    with pytest.raises(HostError, match=r"no step decode\[R=7,Q=4,K=3\]; steps: decode\[R=3"):
+        program.verify(StepKey.decode(7, 3))
+    with pytest.raises(HostError, match="no decode step of 4 rows with K = 3"):
+        model.decode_key(4)
+    with pytest.raises(HostError, match="K = 1"):
+        model.decode_key(1, 1)
+    assert program.replays[DECODE, "propose"] == 1
+    assert [row.token_ids for row in program.results(DECODE)] == [[], [], []]
+
+
+def test_a_half_that_was_not_compiled(hosted: Callable[..., Any]) -> None:
+    model = hosted("mimo", 3)
+    fused = replace(
+        model, form="fused", _parts={k: v for k, v in model._parts.items() if k[1] == "step"}
+    )
+    program = fused.bind(*tensors_for(fused))
+    program.step(DECODE)
+    with pytest.raises(HostError, match=r"verify was not compiled: compile_host\(form='both'\)"):
+        program.verify(DECODE)
+
+
+@pytest.mark.slow
+def test_sampling_rows(
+    hosted: Callable[..., Any], compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """The columns that the contract names: the engine's text for the same parameters."""
+    params = mtpc.SamplingParams(temperature=0.9, top_k=7, seed=11)
+    whole = compiled("mimo", 3, batch_buckets=(3,), sampling=True)
+    wanted = whole.generate(PROMPTS[4:7], 12, ignore_eos=True, sampling=params)
+
+    class Sampling(Server):
+        def _join(self, request: example.Request, num_pages: int) -> None:
+            super()._join(request, num_pages)
+            floats = [float(getattr(params, name)) for name in FLOATS]
+            columns = {"seed": 11, "top_k": 7, "logprobs": -1}
+            ints = [columns.get(name, 0) for name in INTS]
+            state = self.shared
+            state["state.sampling_floats"][request.slot] = torch.tensor(floats).double()
+            state["state.sampling_ints"][request.slot] = torch.tensor(ints)
+            state["state.bias_ids"][request.slot] = -1
+
+    server = Sampling(hosted("mimo", 3, sampling=True))
+    requests = [server.add(prompt, 12) for prompt in PROMPTS[4:7]]
+    finish(server)
+    assert [request.output for request in requests] == wanted
+    assert wanted[0] != oracle("mimo").generate(PROMPTS[4], 12, stop=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "halves"}, "form is 'halves'; expected one of split, fused, both"),
+        ({"prefix_caching": False}, "prefix_caching belongs to mtpc.compile"),
+        ({"require_sha256": "0" * 64}, "require_sha256 belongs to mtpc.compile"),
+        ({"spec_token": 3}, "did you mean 'spec_tokens'"),
+    ],
+)
+def test_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        mtpc.compile_host(tmp_path, **options)
