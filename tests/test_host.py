@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU_FAMILY_NAMES, TINY
+from conftest import CPU_FAMILY_NAMES, FAMILY_NAMES, TINY
 from oracles import Oracle
 from test_theorem import PROMPTS
 from torch import Tensor
@@ -65,6 +65,14 @@ def poison(tensors: Mapping[str, Tensor]) -> None:
             tensor.fill_(math.nan if tensor.is_floating_point() else WILD.get(tensor.dtype, 1))
 
 
+def layers_of(model: mtpc.HostedModel) -> tuple[int, int]:
+    """Layers of the target, and rows before a step's own that chained MTP layers compute again."""
+    layers = {int(name.split(".")[1]) for name in model.buffers if name.startswith("kv.")}
+    chained = [b for name, b in model.buffers.items() if name == "state.chain_ids"]
+    window = chained[0].shape[1] if chained else 0
+    return max(layers) + 1 - (window + 1 if model.options.spec_tokens else 0), window
+
+
 class Watched:
     """A `HostProgram` under watch: what each replay writes, where tensors are, and fused replay.
 
@@ -75,8 +83,7 @@ class Watched:
     def __init__(self, model: mtpc.HostedModel, program: mtpc.HostProgram):
         self.model, self.program = model, program
         self.seen: Counter[str] = Counter()
-        layers = {int(name.split(".")[1]) for name in program.shared if name.startswith("kv.")}
-        self.num_target_layers = max(layers) + (not model.options.spec_tokens)
+        self.num_target_layers, self.window = layers_of(model)
         shadow = {name: buffer.allocate() for name, buffer in model.buffers.items()}
         steps = {
             key: {name: buffer.allocate() for name, buffer in model.step_buffers(key).items()}
@@ -133,8 +140,13 @@ class Watched:
         halves = {"verify"} if is_target else {"propose"}
         if not by & halves & set(term_of(name).by):
             return allowed
+        slots = len(self.before["state.committed_lens"]) - 1
         if self.model.buffers[name].is_paged:
-            self._allow_pages(key, allowed)
+            self._allow_pages(key, allowed, self.window if not is_target else 0)
+        elif ".ring_" in name:
+            pages = (tensor.shape[0] - 1) // slots
+            for slot in self._slots(key):
+                allowed[1 + (slot - 1) * pages : 1 + slot * pages] = True
         else:
             allowed[[0, *self._slots(key)]] = True
         return allowed
@@ -142,7 +154,7 @@ class Watched:
     def _slots(self, key: StepKey) -> list[int]:
         return [s for s in self.before[key, "batch.state_indices"].tolist() if s]
 
-    def _allow_pages(self, key: StepKey, allowed: Tensor) -> None:
+    def _allow_pages(self, key: StepKey, allowed: Tensor, window: int) -> None:
         """The places of a step's rows, and of K drafts behind them, in pages that requests own."""
         size, before = self.model.options.page_size, self.before
         for slot in self._slots(key):
@@ -150,7 +162,7 @@ class Watched:
             rows = key.bucket.query_len
             if key.phase == "prefill":
                 rows = int(before[key, "batch.num_input"][0])
-            for position in range(start, start + rows + key.spec_tokens):
+            for position in range(max(start - window, 0), start + rows + key.spec_tokens):
                 page = int(before["state.block_table"][slot, position // size])
                 if page:
                     allowed[page, position % size] = True
@@ -223,8 +235,9 @@ def finish(server: example.Host) -> None:
     ("family", "spec_tokens"),
     [
         pytest.param(family, k, marks=[] if (family, k) in DEFAULT else [pytest.mark.slow])
-        for family in CPU_FAMILY_NAMES
+        for family in FAMILY_NAMES
         for k in range(4)
+        if family in CPU_FAMILY_NAMES or k in (1, 3)
     ],
 )
 def test_a_host_of_its_own(
@@ -261,7 +274,10 @@ def test_the_watch_sees(hosted: Callable[..., Any], oracle: Callable[..., Oracle
             finish(server)
 
 
-@pytest.mark.parametrize(("family", "spec_tokens"), DEFAULT)
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"),
+    [*DEFAULT, *(pytest.param(f, 3, marks=pytest.mark.slow) for f in FAMILY_NAMES[4:])],
+)
 def test_the_halves_write_what_the_contract_says(
     family: str, spec_tokens: int, hosted: Callable[..., Any]
 ) -> None:
@@ -277,13 +293,14 @@ def test_the_halves_write_what_the_contract_says(
                 written.setdefault(name, set()).add(part)
     shared = set(model.buffers)
     own = {name for key in model.keys for name in model.step_buffers(key)}
-    layers = [int(name.split(".")[1]) for name in shared if name.startswith("kv.")]
+    num_target_layers, _ = layers_of(model)
     for name in shared | own:
         wanted = set(term_of(name).by) - {"host"}
         if spec_tokens == 0:
             wanted = {"step"} if wanted else set()
         elif name.startswith("kv."):
-            wanted &= {"propose"} if int(name.split(".")[1]) == max(layers) else {"verify"}
+            is_target = int(name.split(".")[1]) < num_target_layers
+            wanted &= {"verify"} if is_target else {"propose"}
         assert written.get(name, set()) == wanted, name
 
 
@@ -508,6 +525,33 @@ def test_a_half_that_was_not_compiled(hosted: Callable[..., Any]) -> None:
     program.step(DECODE)
     with pytest.raises(HostError, match=r"verify was not compiled: compile_host\(form='both'\)"):
         program.verify(DECODE)
+
+
+class AnyK:
+    """A hosted model whose decode steps draft as many tokens as chance says."""
+
+    def __init__(self, model: mtpc.HostedModel):
+        self._model, self._draw = model, random.Random(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def decode_key(self, num_reqs: int) -> StepKey:
+        return self._model.decode_key(num_reqs, self._draw.choice(self._model.options.tiers))
+
+
+@pytest.mark.slow
+def test_drafts_by_chance(hosted: Callable[..., Any], oracle: Callable[..., Oracle]) -> None:
+    """K from step to step as the host likes: steps of 0, 1 and 3 drafts over the same rows."""
+    model = hosted("mimo", "auto", spec_tiers=(0, 1, 3))
+    server = Server(model)
+    server.model = AnyK(model)
+    requests = [server.add(prompt, 12) for prompt in PROMPTS[2:9]]
+    finish(server)
+    for request in requests:
+        assert request.output == oracle("mimo").generate(request.prompt, 12, stop=False)
+    used = {key.spec_tokens for key, _ in server.watched.program.replays if key.phase == "decode"}
+    assert used == {0, 1, 3}
 
 
 @pytest.mark.slow
