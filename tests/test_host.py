@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -525,6 +526,36 @@ def test_a_half_that_was_not_compiled(hosted: Callable[..., Any]) -> None:
     program.step(DECODE)
     with pytest.raises(HostError, match=r"verify was not compiled: compile_host\(form='both'\)"):
         program.verify(DECODE)
+
+
+@pytest.mark.slow
+def test_on_the_null_device(hosted: Callable[..., Any], oracle: Callable[..., Oracle]) -> None:
+    """Captured on the host's addresses, as on a device; binding leaves buffers as they were."""
+    model = hosted("mimo", 1, backend="null")
+    shared, steps = tensors_for(model)
+    poison(shared)
+    before = {name: bits(tensor).clone() for name, tensor in shared.items()}
+    model.bind(shared, steps)
+    assert all(torch.equal(bits(tensor), before[name]) for name, tensor in shared.items())
+    server = Server(model)
+    requests = [server.add(prompt, 9) for prompt in PROMPTS[4:8]]
+    finish(server)
+    for request in requests:
+        assert request.output == oracle("mimo").generate(request.prompt, 9, stop=False)
+
+
+@pytest.mark.slow
+def test_the_example_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python examples/host.py`, on the eager backend."""
+    eager = partial(mtpc.compile_host, backend="eager")
+    monkeypatch.setattr(mtpc, "compile_host", eager)
+    monkeypatch.setattr(sys, "argv", ["host.py"])
+    example.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The with statement")
+    assert lines[-1].startswith("steps by accepted drafts: {0: ")
 
 
 class AnyK:
