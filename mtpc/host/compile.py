@@ -14,7 +14,7 @@ from mtpc.api import print_progress
 from mtpc.backends import Backend, choose_backend
 from mtpc.cache.opening import open_cache
 from mtpc.cache.steps import CachedStep, StepCache
-from mtpc.capture.graph import WeightTable
+from mtpc.capture.graph import WeightTable, set_tensor
 from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
@@ -192,6 +192,8 @@ def _lowered(graph: StepGraph, backend: Backend) -> Lowered:
     from mtpc.backends.cpu import CpuBackend
 
     if not isinstance(backend, CpuBackend):
+        for name, tensor in graph.buffers().items():  # No memory is held for what will be bound.
+            set_tensor(graph.module, name, tensor.to("meta"), buffer=True)
         return GraphPart(graph, backend)
     directory = TemporaryDirectory(prefix="mtpc-host-")
     package = backend.package(graph, Path(directory.name))
