@@ -16,7 +16,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mtpc.api import SpecModel, compile
     from mtpc.config import CompileOptions
+    from mtpc.engine.async_engine import AsyncEngine
+    from mtpc.engine.engine import Engine
     from mtpc.engine.stats import Stats
+    from mtpc.host.compile import compile_host
+    from mtpc.host.hosted import HostedModel
+    from mtpc.host.program import HostProgram
     from mtpc.sampling_params import SamplingParams
 
 # Public names are loaded on first use: `import mtpc` must not import torch.
@@ -24,11 +29,28 @@ _HOMES = {
     "compile": "mtpc.api",
     "SpecModel": "mtpc.api",
     "CompileOptions": "mtpc.config",
+    "Engine": "mtpc.engine.engine",
+    "AsyncEngine": "mtpc.engine.async_engine",
+    "compile_host": "mtpc.host.compile",
+    "HostedModel": "mtpc.host.hosted",
+    "HostProgram": "mtpc.host.program",
     "SamplingParams": "mtpc.sampling_params",
     "Stats": "mtpc.engine.stats",
 }
 
-__all__ = ["CompileOptions", "SamplingParams", "SpecModel", "Stats", "__version__", "compile"]
+__all__ = [
+    "AsyncEngine",
+    "CompileOptions",
+    "Engine",
+    "HostProgram",
+    "HostedModel",
+    "SamplingParams",
+    "SpecModel",
+    "Stats",
+    "__version__",
+    "compile",
+    "compile_host",
+]
 
 
 def __getattr__(name: str) -> Any:

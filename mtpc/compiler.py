@@ -54,6 +54,7 @@ class StepCompiler:
         options: sizes and choices.
         backend: where to.
         listener: hears of progress.
+        new_buffer: makes each shared buffer; `Layout.reserve` where others are bound in its place.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class StepCompiler:
         options: CompileOptions,
         backend: Backend,
         listener: Listener = lambda progress: None,
+        new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
     ):
         positions = getattr(loaded.config, "max_position_embeddings", None)
         self.loaded, self.backend = loaded.with_layers(options.spec_tokens), backend
@@ -70,7 +72,7 @@ class StepCompiler:
         self.keys = step_keys(options)
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.weights = WeightTable(loaded.weights())
-        self.shared, self.shared_module = self._allocate_shared()
+        self.shared, self.shared_module = self._make_shared(new_buffer)
         self._buffer_names = {id(tensor): name for name, tensor in self.shared.items()}
         self._traces: ModelTraces | None = None
 
@@ -112,11 +114,13 @@ class StepCompiler:
             specs += sampling_specs(key.phase, options.token_mask)
         return Layout(specs, sizes)
 
-    def _allocate_shared(self) -> tuple[dict[str, Tensor], nn.Module]:
+    def _make_shared(
+        self, new_buffer: Callable[[Layout, str, torch.device], Tensor]
+    ) -> tuple[dict[str, Tensor], nn.Module]:
         layout, module = self.layout(self.keys[0]), nn.Module()
         device = next(self.loaded.target.parameters()).device
         tensors = {
-            name: layout.allocate(name, device) for name, spec in layout.items() if spec.shared
+            name: new_buffer(layout, name, device) for name, spec in layout.items() if spec.shared
         }
         for name, tensor in tensors.items():
             set_tensor(module, name, tensor, buffer=True)
@@ -166,9 +170,11 @@ class StepCompiler:
 
     def capture(self, key: StepKey) -> CapturedStep:
         """Trace, rewrite, lower and capture one step."""
-        return self._capture_graph(key, self._traced_and_rewritten(key))
+        return self._capture_graph(key, self.rewritten(key))
 
-    def _traced_and_rewritten(self, key: StepKey) -> StepGraph:
+    @torch.no_grad()
+    def rewritten(self, key: StepKey) -> StepGraph:
+        """One step after all passes."""
         self.tell("trace", key)
         graph = self.trace(key)
         self.tell("rewrite", key)
@@ -187,7 +193,7 @@ class StepCompiler:
     @torch.no_grad()
     def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
         """One step as two captured graphs, `verify` then `propose`, for hosts that schedule."""
-        split = split_step(self._traced_and_rewritten(key))
+        split = split_step(self.rewritten(key))
         return self._capture_graph(key, split.verify), self._capture_graph(key, split.propose)
 
     @torch.no_grad()

@@ -41,6 +41,10 @@ class BackendError(MtpcError):
     """A backend is unknown, cannot run on this machine, or failed to lower a graph."""
 
 
+class HostError(MtpcError, ValueError):
+    """What a host hands over, or the order of its calls, is not what the contract says."""
+
+
 class NumericsError(MtpcError):
     """The model produced non-finite logits while decoding."""
 

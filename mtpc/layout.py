@@ -165,3 +165,7 @@ class Layout(Mapping[str, BufferSpec]):
         """A new tensor for one buffer, filled with its padding value."""
         spec = self[name]
         return torch.full(self.shape(name), spec.pad, dtype=spec.dtype, device=device)
+
+    def reserve(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A new tensor for one buffer with any content; on a CPU untouched memory costs none."""
+        return torch.empty(self.shape(name), dtype=self[name].dtype, device=device)

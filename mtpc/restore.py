@@ -7,12 +7,13 @@ is about to run, and mapping the weights into memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
 from mtpc.cache.binding import StepBinder, WeightSource
+from mtpc.cache.record import StepRecord
 from mtpc.cache.steps import CachedStep, StepCache, program_pin
 from mtpc.cache.store import Entry
 from mtpc.capture.graph import WeightTable
@@ -59,6 +60,75 @@ def restore(
     if found is None:
         return None
     records = [step.record for step in found.values()]
+    opened = open_weights(
+        checkpoint, cache, records, lambda kernels: check_pin(options, kernels, found)
+    )
+    if opened is None:
+        return None
+
+    layout = records[0].layout()
+    shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
+    binder = StepBinder(shared, WeightTable({}), opened.source)
+    steps = {}
+    for done, (key, step) in enumerate(found.items()):
+        elapsed = time.perf_counter() - start
+        listener(Progress("load", key, done, len(found), elapsed))
+        steps[key] = binder.bind(step)
+    opened.check()
+    served = ServedModel(
+        str(checkpoint.directory),
+        records[0].vocab_size,
+        checkpoint.stop_ids(),
+        checkpoint.directory,
+    )
+    settled = replace(options, max_len=records[0].max_len)
+    return Restored(served, settled, Program(steps, shared))
+
+
+@dataclass(frozen=True)
+class OpenedWeights:
+    """A checkpoint from which the weights of cached steps can be made.
+
+    Attributes:
+        checkpoint: where they are stored.
+        source: makes them.
+        records: of the steps.
+    """
+
+    checkpoint: Checkpoint
+    source: WeightSource
+    records: Sequence[StepRecord]
+
+    def check(self) -> None:
+        """Refuse what was read so far if it is no use; after the steps are bound.
+
+        Raises:
+            CheckpointError: weights hold NaN or infinity, or an MTP layer has a head of its own.
+        """
+        self.source.check()
+        repeats = {n: w for record in self.records for n, w in record.repeats.items()}
+        for name, weight in repeats.items():
+            record = next(record for record in self.records if weight in record.stored)
+            check_repeated(self.checkpoint, name, self.source.weight(weight, record))
+
+
+def open_weights(
+    checkpoint: Checkpoint,
+    cache: StepCache,
+    records: Sequence[StepRecord],
+    admit: Callable[[Entry | Path], None] = lambda kernels: None,
+) -> OpenedWeights | None:
+    """Load the kernels of cached steps, and open the weights they run on.
+
+    Args:
+        checkpoint: whose weights.
+        cache: of this checkpoint.
+        records: of the steps.
+        admit: called with the kernels before any code is loaded; may refuse by raising.
+
+    Returns:
+        None where only transformers can load the weights, and where the kernels are missing.
+    """
     unexplained = sorted({name for record in records for name in record.unexplained})
     if unexplained:
         cache.note(
@@ -69,30 +139,9 @@ def restore(
     kernels = find_kernels(cache)
     if kernels is None:
         return None
-    check_pin(options, kernels, found)
+    admit(kernels)
     load_library(kernels)
-
-    layout = records[0].layout()
-    shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
-    source = WeightSource(checkpoint, fill_packed)
-    binder = StepBinder(shared, WeightTable({}), source)
-    steps = {}
-    for done, (key, step) in enumerate(found.items()):
-        elapsed = time.perf_counter() - start
-        listener(Progress("load", key, done, len(found), elapsed))
-        steps[key] = binder.bind(step)
-    source.check()
-    for name, weight in {n: w for record in records for n, w in record.repeats.items()}.items():
-        record = next(record for record in records if weight in record.stored)
-        check_repeated(checkpoint, name, source.weight(weight, record))
-    served = ServedModel(
-        str(checkpoint.directory),
-        records[0].vocab_size,
-        checkpoint.stop_ids(),
-        checkpoint.directory,
-    )
-    settled = replace(options, max_len=records[0].max_len)
-    return Restored(served, settled, Program(steps, shared))
+    return OpenedWeights(checkpoint, WeightSource(checkpoint, fill_packed), records)
 
 
 def find_kernels(cache: StepCache) -> Entry | Path | None:

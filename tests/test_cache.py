@@ -591,3 +591,43 @@ def test_derived_weights_are_made_again(
     restored = mtpc.compile(checkpoint("mimo"), **options, frozen=True)
     assert restored.generate(BATCH, 16) == cold.generate(BATCH, 16)
     assert restored.generate(BATCH, 16) == cpu_built("mimo").spec.generate(BATCH, 16)
+
+
+@pytest.mark.slow
+def test_a_host_starts_warm(
+    checkpoint: Callable[..., Path],
+    cpu_built: Callable[..., CpuBuilt],
+    cpu_cache: Path,
+    oracle: Callable[..., Oracle],
+) -> None:
+    """Halves out of the cache over slices of a host's own pools, in a process without compiler."""
+    for key in (DECODE, PREFILL):
+        cpu_built("glm4_moe").compiler.capture_split(key)
+    code = f"""
+import sys, json, torch
+torch.set_num_threads(1)
+sys.path.insert(0, {str(Path(__file__).parent.parent / "examples")!r})
+import host, mtpc
+options = json.loads(sys.argv[3])
+model = mtpc.compile_host(sys.argv[1], cache_dir=sys.argv[2], frozen=True, **options)
+served = host.Host(model)
+requests = [served.add(prompt, 16) for prompt in {BATCH!r}]
+while served.step():
+    pass
+heavy = ("transformers", "torch._inductor", "torch._dynamo", "sympy", "networkx",
+         "mtpc.compiler", "mtpc.capture.trace", "mtpc.models")
+print(json.dumps([request.output for request in requests]))
+print(json.dumps([name for name in heavy if name in sys.modules]))
+print(json.dumps([dict(model.fallbacks), len(served.accepted)]))
+"""
+    arguments = [str(checkpoint("glm4_moe")), str(cpu_cache), json.dumps(CPU_OPTIONS)]
+    clean = {"PATH": "/nonexistent", "CXX": "no-compiler", "HOME": os.environ.get("HOME", "/")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, heavy, (fallbacks, outcomes) = map(json.loads, done.stdout.splitlines())
+    plain = oracle("glm4_moe")
+    assert tokens == [plain.generate(prompt, 16, stop=False) for prompt in BATCH]
+    assert (heavy, fallbacks) == ([], {})
+    assert outcomes > 1

@@ -32,6 +32,7 @@ ORDER = (
     ("build", "cross"),
     ("engine",),
     ("api",),
+    ("host",),
     ("cli", "__main__"),
 )
 """Left never imports right; the docs' table (docs/design.md) in code."""

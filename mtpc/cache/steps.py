@@ -135,18 +135,20 @@ class StepCache:
             self.note(f"a damaged cache entry was not used: {error}")
             return None
 
-    def find_all(self, keys: Iterable[StepKey]) -> dict[StepKey, CachedStep] | None:
-        """All the steps, or None where one is missing.
+    def find_all(
+        self, keys: Iterable[StepKey], part: Part = "step"
+    ) -> dict[StepKey, CachedStep] | None:
+        """All the steps, or that half of each, or None where one is missing.
 
         Raises:
             CacheError: see `find`; or, frozen, the reason why a step is missing.
         """
         found: dict[StepKey, CachedStep] = {}
         for key in keys:
-            step = self.find(key)
+            step = self.find(key, part)
             if step is None:
-                self._refuse_if_frozen(key)
-                self._tell(self.miss(key))
+                self._refuse_if_frozen(key, part)
+                self._tell(self.miss(key, part))
                 return None
             found[key] = step
         return found

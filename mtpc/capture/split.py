@@ -1,9 +1,9 @@
 """Cutting one step into two graphs, `verify` and `propose`, for hosts with their own scheduler.
 
 The cut is found, not declared: a minimum cut weighted by bytes between what the results need
-(everything up to the buffers the host reads) and what uses the MTP layers' weights, over the
-graph's data dependencies and its order of effects. Values that cross become static buffers
-`cross.*`.
+(everything up to the buffers the host reads) and what uses the MTP layers' weights or moves a
+request's rows on (`state.*`), over the graph's data dependencies and its order of effects. Values
+that cross become static buffers `cross.*`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SplitStep:
     """Two graphs over the buffers of one; running `verify` then `propose` equals the whole step.
 
     Attributes:
-        verify: target forward, acceptance, results.
+        verify: target forward, acceptance, results; it writes no request's rows.
         propose: draft layer and chain, next state.
         crossing: buffers that carry values from one to the other.
     """
@@ -120,14 +120,20 @@ def _minimum_cut(graph: fx.Graph, effects: Effects, free: set[fx.Node]) -> set[f
             continue
         _add_data_edges(network, node, free, scale)
         network.add_edge(node, "propose", capacity=1)
-        if effects.buffer_writes(node) & RESULT_BUFFERS or node.meta.get("piece") == "target":
+        written = effects.buffer_writes(node)
+        if written & RESULT_BUFFERS or node.meta.get("piece") == "target":
             network.add_edge("verify", node)  # No capacity: never cut.
-        if any(str(arg.target).startswith("mtp.") for arg in node.all_input_nodes):
+        if _drafts(node) or any(name.startswith("state.") for name in written):
             network.add_edge(node, "propose", capacity=float("inf"))
     for earlier, later in _effect_order(graph, effects):
         network.add_edge(later, earlier)
     _, (_, propose_side) = nx.minimum_cut(network, "verify", "propose")
     return {node for node in propose_side if isinstance(node, fx.Node)}
+
+
+def _drafts(node: fx.Node) -> bool:
+    """Whether a node takes a weight of an MTP layer."""
+    return any(str(arg.target).startswith("mtp.") for arg in node.all_input_nodes)
 
 
 def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scale: int) -> None:

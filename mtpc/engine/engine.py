@@ -31,14 +31,8 @@ from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, StepKey
-from mtpc.pieces.accept import STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
+from mtpc.pieces.accept import STOP_REASONS
 from mtpc.sampling_params import SamplingParams
-
-_REASONS: dict[int, FinishReason] = {
-    STOPPED_BY_LENGTH: "length",
-    STOPPED_BY_TOKEN: "stop",
-    STOPPED_BY_NONFINITE: "nonfinite",
-}
 
 
 @dataclass(frozen=True)
@@ -333,7 +327,8 @@ class Engine:
         )
         outputs = []
         for row, (request, token_ids, count, code) in enumerate(rows):
-            emitted, reason = token_ids[:count], _REASONS.get(code)
+            emitted = token_ids[:count]
+            reason: FinishReason | None = STOP_REASONS.get(code)
             logprobs = read_logprobs(buffers, row, emitted, request)
             request.output_ids += emitted
             request.logprobs += logprobs or []

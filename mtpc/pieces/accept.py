@@ -8,6 +8,8 @@ shifted inputs.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 
@@ -15,6 +17,13 @@ from mtpc.layout import StepKey
 
 RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_TOKEN, STOPPED_BY_NONFINITE = range(4)
 """Values of `batch.stop_reason`."""
+StopReason = Literal["length", "stop", "nonfinite"]
+STOP_REASONS: dict[int, StopReason] = {
+    STOPPED_BY_LENGTH: "length",
+    STOPPED_BY_TOKEN: "stop",
+    STOPPED_BY_NONFINITE: "nonfinite",
+}
+"""What the host calls them."""
 
 
 def stop(emitted_ids, num_candidates, active, finite, remaining, stop_ids):  # type: ignore[no-untyped-def]

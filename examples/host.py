@@ -1,0 +1,207 @@
+"""A server of one's own on mtpc's lower level: its scheduler, its page allocator, its memory.
+
+mtpc computes: `verify` and `propose`. All else is here, and so are all tensors. What is written
+when is the contract of docs/embedding.md; run it with `python examples/host.py [CHECKPOINT]`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import torch
+
+import mtpc
+from mtpc.host.contract import HostBuffer
+from mtpc.host.program import RowResult
+from mtpc.layout import StepKey
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, and how far it is. A request that was preempted prefills its output, too."""
+
+    prompt: list[int]
+    max_new: int
+    stop_ids: tuple[int, ...] = ()
+    output: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    slot: int = 0
+    num_input: int = 0
+    num_prefilled: int = 0
+    is_finished: bool = False
+
+    @property
+    def text(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def decodes(self) -> bool:
+        return self.num_prefilled == self.num_input
+
+
+class Host:
+    """Continuous batching: prefill chunks and decode steps in turn, pages on demand.
+
+    Args:
+        model: compiled by `mtpc.compile_host`.
+    """
+
+    def __init__(self, model: mtpc.HostedModel):
+        self.model = model
+        self.shared = {name: self._tensor(buffer) for name, buffer in model.buffers.items()}
+        self.steps = {
+            key: {name: buffer.allocate() for name, buffer in model.step_buffers(key).items()}
+            for key in model.keys
+        }
+        self.program = model.bind(self.shared, self.steps)
+        self.free_pages = list(range(1, model.options.page_count))  # Page 0 is nobody's.
+        self.free_slots = list(range(1, model.num_slots + 1))  # Slot 0 is scratch.
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.accepted: Counter[int] = Counter()
+        self.num_preempted = 0
+        self._prefilled_last = False
+
+    def _tensor(self, buffer: HostBuffer) -> torch.Tensor:
+        """Page pools are a slice of a larger pool of ours; other tensors are made for mtpc."""
+        if not buffer.is_paged:
+            return buffer.allocate()
+        ours = 3  # Pages at the front that mtpc does not know of.
+        pool = torch.zeros((ours + buffer.shape[0], *buffer.shape[1:]), dtype=buffer.dtype)
+        return pool[ours:]
+
+    def add(self, prompt: list[int], max_new: int, stop_ids: tuple[int, ...] = ()) -> Request:
+        """Queue a request."""
+        request = Request(list(prompt), max_new, stop_ids)
+        if self.model.pages_for(len(prompt) + max_new) > self.model.options.page_count - 1:
+            raise ValueError("the request is longer than the whole pool")
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request at any moment, also between verify and propose."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        request.is_finished = True
+
+    def step(self) -> bool:
+        """One iteration; returns whether there is work left."""
+        self._admit()
+        prefilling = [r for r in self.running if not r.decodes]
+        decoding = [r for r in self.running if r.decodes]
+        self._prefilled_last = bool(prefilling) and not (decoding and self._prefilled_last)
+        if self._prefilled_last:
+            key, batch = self.model.prefill_key, prefilling[:1]
+            self._write_chunk(batch[0])
+        else:
+            batch = self._with_pages(decoding)
+            if batch:
+                key = self.model.decode_key(len(batch))
+        if batch:
+            self._run(key, batch)
+        return bool(self.running or self.waiting)
+
+    def _run(self, key: StepKey, batch: list[Request]) -> None:
+        """verify; read, decide; propose."""
+        indices = self.steps[key]["batch.state_indices"]
+        indices.zero_()
+        indices[: len(batch)] = torch.tensor([request.slot for request in batch])
+        self.program.verify(key)
+        for request, row in zip(batch, self.program.results(key), strict=False):
+            if key.phase == "decode":
+                self.accepted[row.num_accepted] += 1
+            self.take(request, row)
+        if not all(request.is_finished for request in batch):
+            self.program.propose(key)
+        self._release_finished()
+
+    def take(self, request: Request, row: RowResult) -> None:
+        """What a step emitted; here a server streams, looks for stop strings, decides."""
+        request.output += row.token_ids
+        request.is_finished = row.stop_reason is not None
+
+    def _admit(self) -> None:
+        """First come, first served, where the pool has room for all there is to prefill."""
+        self._release_finished()
+        while self.waiting and self.free_slots:
+            needed = self.model.pages_for(len(self.waiting[0].text))
+            if needed + len(self.running) > len(self.free_pages):
+                return
+            self._join(self.waiting.popleft(), needed)
+
+    def _join(self, request: Request, num_pages: int) -> None:
+        """Give it a slot and pages, and write its four rows."""
+        request.slot, request.pages = self.free_slots.pop(), self._take_pages(num_pages)
+        request.num_input, request.num_prefilled = len(request.text), 0
+        state, slot = self.shared, request.slot
+        state["state.block_table"][slot].zero_()
+        state["state.block_table"][slot, :num_pages] = torch.tensor(request.pages).int()
+        state["state.stop_ids"][slot].fill_(-1)
+        state["state.stop_ids"][slot, : len(request.stop_ids)] = torch.tensor(request.stop_ids)
+        state["state.committed_lens"][slot] = 0
+        state["state.remaining_tokens"][slot] = request.max_new - len(request.output)
+        self.running.append(request)
+
+    def _take_pages(self, count: int) -> list[int]:
+        return [self.free_pages.pop() for _ in range(count)]
+
+    def _with_pages(self, decoding: list[Request]) -> list[Request]:
+        """Give each the pages of its next step; who came last goes where there are too few."""
+        for request in decoding:
+            # The last emitted token's cache row is still to be computed: one less is committed.
+            missing = self.model.pages_for(len(request.text) - 1) - len(request.pages)
+            while missing > len(self.free_pages) and request in self.running:
+                self._preempt(self.running[-1])
+            if missing > 0 and request in self.running:
+                first = len(request.pages)
+                request.pages += self._take_pages(missing)
+                new = torch.tensor(request.pages[first:]).int()
+                self.shared["state.block_table"][request.slot, first : first + missing] = new
+        return [request for request in decoding if request in self.running]
+
+    def _write_chunk(self, request: Request) -> None:
+        """The next chunk of what it has to prefill."""
+        key, begin = self.model.prefill_key, request.num_prefilled
+        batch, text = self.steps[key], request.text
+        end = min(begin + key.bucket.query_len, request.num_input)
+        batch["batch.prompt_ids"][: end - begin] = torch.tensor(text[begin:end])
+        batch["batch.num_input"][0] = end - begin
+        batch["batch.next_prompt_id"][0] = text[end] if end < request.num_input else -1
+        request.num_prefilled = end
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the front of the queue; its tokens are computed again later."""
+        self.num_preempted += 1
+        self._release(request)
+        self.waiting.appendleft(request)
+
+    def _release_finished(self) -> None:
+        for request in [r for r in self.running if r.is_finished]:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self.free_pages += request.pages
+        self.free_slots.append(request.slot)
+        request.pages, request.slot = [], 0
+
+
+def main() -> None:
+    from mtpc.cli.demo import demo_checkpoint
+
+    path = sys.argv[1] if len(sys.argv) > 1 else demo_checkpoint()
+    model = mtpc.compile_host(path, spec_tokens=3, batch_buckets=(1, 4), max_len=256)
+    host = Host(model)
+    prompts = ["The with statement", "If the class", "A generator is"]
+    requests = [host.add(model.served.encode(text), 32) for text in prompts]
+    while host.step():
+        pass
+    for text, request in zip(prompts, requests, strict=True):
+        print(text + model.served.decode(request.output))
+    print("steps by accepted drafts:", dict(sorted(host.accepted.items())))
+
+
+if __name__ == "__main__":
+    main()

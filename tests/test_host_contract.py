@@ -1,0 +1,131 @@
+"""docs/embedding.md against the code: the contract's table, the examples, what is public."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAMILY_NAMES, TINY
+
+import mtpc
+from mtpc.backends import make_backend
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.host.contract import CONTRACT, Term, contract_table, host_buffers, term_of
+from mtpc.layout import Layout, dtype_name
+from mtpc.models.load import load
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "embedding.md").read_text()
+SIZES = {"S": 5, "M": 17, "K": 2, "R": 4, "V": 96, "L": 5, "N": 89, "P": 4, "T": 0, "H": 0}
+"""Letters of the table in the layouts below; 0 where it differs from step to step."""
+
+
+def test_the_table_is_the_code() -> None:
+    """`python -c 'from mtpc.host.contract import *; print(contract_table())'` makes it."""
+    assert contract_table() in PAGE
+
+
+@pytest.fixture(scope="module")
+def layouts(checkpoint: Callable[..., Path]) -> dict[str, Layout]:
+    """Every buffer of every family, with sampling, by family; crossing values left out."""
+    made = {}
+    options = CompileOptions(
+        **{**TINY, "spec_tokens": 2, "batch_buckets": (4,), "num_pages": 89},
+        sampling=True,
+        token_mask=True,
+    )
+    for family in FAMILY_NAMES:
+        loaded = load(checkpoint(family, "random"), "float64", True)
+        compiler = StepCompiler(loaded, options, make_backend("eager"), new_buffer=Layout.reserve)
+        decode, prefill = (compiler.layout(key) for key in compiler.keys)
+        prompts = [prefill[n] for n in prefill if n not in decode]
+        made[family] = Layout([*decode.values(), *prompts], prefill.sizes)
+        for name in decode:  # Sizes differ: what both have is the decode step's.
+            made[family] = made[family].resized(name, decode.shape(name))
+    return made
+
+
+def layouts_rows(term: Term) -> int:
+    """R of the step that a buffer is of."""
+    return 1 if term.meaning.startswith("prefill") else 4
+
+
+def test_every_buffer_has_its_row(layouts: dict[str, Layout]) -> None:
+    """dtype, pad and shape of the table are those of the layouts, in all families."""
+    seen = {"cross.*"}
+    for family, layout in layouts.items():
+        for name, spec in layout.items():
+            term, where = term_of(name), f"{family} {name}"
+            seen.add(term.pattern)
+            dtypes = term.dtype.replace("model", "float64").split(" or ")
+            assert dtype_name(spec.dtype) in dtypes, where
+            assert term.pad in (None, spec.pad), where
+            assert ("host" in term.by) == (spec.writer in ("host", "both")), where
+            sizes = {**SIZES, "R": layouts_rows(term)}
+            dims, shape = term.dims.strip("[]").split(", "), layout.shape(name)
+            assert len(dims) == len(shape) or "..." in dims, where
+            for dim, size in zip(dims, shape, strict=False):
+                assert sizes.get(dim, 0) in (0, size), f"{where}: {dim} is {size}"
+        buffers = host_buffers(layout, layout)
+        paged = {n for n in buffers if n.startswith("kv.") and buffers[n].shape[0] == 89}
+        assert {n for n, buffer in buffers.items() if buffer.is_paged} == paged
+    assert seen == {term.pattern for term in CONTRACT}
+
+
+def test_strides_are_stated(layouts: dict[str, Layout]) -> None:
+    for buffer in host_buffers(layouts["mimo"], layouts["mimo"]).values():
+        assert buffer.allocate().stride() == buffer.strides
+
+
+def run_blocks(page: str, namespace: dict[str, Any]) -> None:
+    """The page's examples, one after the other, on the eager backend."""
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert block.count("spec_tokens=2,") == block.count("compile(") + block.count(
+            "compile_host("
+        )
+        exec(block.replace("spec_tokens=2,", 'spec_tokens=2, backend="eager",'), namespace)
+
+
+def test_the_examples_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each level continues the same prompts alike."""
+    run_blocks(PAGE, {"__name__": "docs"})
+    by_hand, by_coroutine, by_host = capsys.readouterr().out.strip().split("\n---\n")
+    assert sorted(by_hand.splitlines()) == sorted(by_coroutine.splitlines())
+    assert by_host in by_hand.splitlines()
+
+
+def test_links_lead_somewhere() -> None:
+    """Pages of hosts come with their own work; others must be there."""
+    coming = {f"embedding-{host}.md" for host in ("transformers", "vllm", "sglang")} | {"server.md"}
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert target in coming or (ROOT / "docs" / target).exists(), target
+
+
+def test_the_upper_level_is_public() -> None:
+    from mtpc.engine.async_engine import AsyncEngine
+    from mtpc.engine.engine import Engine
+
+    assert mtpc.Engine is Engine
+    assert mtpc.AsyncEngine is AsyncEngine
+    assert all(getattr(mtpc, name) is not None for name in mtpc.__all__)
+
+
+def test_import_is_light() -> None:
+    """What a warm start needs of this level, without compiler, sympy or transformers."""
+    heavy = ("transformers", "torch._inductor", "torch._dynamo", "sympy", "networkx")
+    code = (
+        "import sys, mtpc; assert 'torch' not in sys.modules; mtpc.compile_host; "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"
