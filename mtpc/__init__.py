@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mtpc.api import SpecModel, compile
     from mtpc.config import CompileOptions
     from mtpc.engine.stats import Stats
+    from mtpc.integrations import transformers
     from mtpc.sampling_params import SamplingParams
 
 # Public names are loaded on first use: `import mtpc` must not import torch.
@@ -28,10 +29,23 @@ _HOMES = {
     "Stats": "mtpc.engine.stats",
 }
 
-__all__ = ["CompileOptions", "SamplingParams", "SpecModel", "Stats", "__version__", "compile"]
+# Modules under a short name: `mtpc.transformers.Generator`.
+_MODULES = {"transformers": "mtpc.integrations.transformers"}
+
+__all__ = [
+    "CompileOptions",
+    "SamplingParams",
+    "SpecModel",
+    "Stats",
+    "__version__",
+    "compile",
+    "transformers",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'mtpc' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
