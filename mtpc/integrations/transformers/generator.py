@@ -8,7 +8,6 @@ and everything that `generate` has prepared. Of what the user passes to `generat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -197,8 +196,7 @@ class Generator:
 
     def _with_stop_strings(self, arguments: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         """Stop strings, wherever they stand, as the criterion that transformers makes of them."""
-        config = copy.deepcopy(arguments.get("generation_config"))
-        places = (config, self.model.generation_config)
+        places = (arguments.get("generation_config"), self.model.generation_config)
         found = [arguments.get("stop_strings")]
         found += [getattr(place, "stop_strings", None) for place in places]
         strings = next((strings for strings in found if strings is not None), None)
