@@ -139,8 +139,9 @@ def hf_generator(checkpoint: Callable[..., Path]) -> Callable[[str, int], Any]:
     """hf_generator(family, K): a `mtpc.transformers.Generator` of a float64 model object.
 
     With transformers' `sdpa`: its eager attention takes softmax in float32, where the mask of
-    float64 overflows, and a left-padded batch becomes NaN.
+    float64 overflows, and a left-padded batch becomes NaN. Where it has no other, in float32.
     """
+    eager_alone = ("mimo_v2", "deepseek_v4")
     models: dict[str, Any] = {}
     made: dict[Any, Any] = {}
 
@@ -148,8 +149,8 @@ def hf_generator(checkpoint: Callable[..., Path]) -> Callable[[str, int], Any]:
         if family not in models:
             models[family] = getattr(transformers, tiny.family_of(family).hf_class).from_pretrained(
                 checkpoint(family),
-                dtype=torch.float64,
-                attn_implementation="sdpa",
+                dtype=torch.float32 if family in eager_alone else torch.float64,
+                attn_implementation="eager" if family in eager_alone else "sdpa",
                 experts_implementation="eager",
             )
         if (family, spec_tokens) not in made:

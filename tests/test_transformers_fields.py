@@ -14,6 +14,7 @@ from transformers.generation import GenerationConfig
 
 import mtpc
 from mtpc.errors import RequestError
+from mtpc.integrations.transformers.inputs import check_model_arguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "embedding-transformers.md"
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
@@ -166,6 +167,18 @@ def test_arguments_of_the_forward(model: Any) -> None:
     refuse(model, "past_key_values was given", past_key_values=cache, use_cache=True)
     refuse(model, "'inputs_embeds' is not supported", inputs_embeds=embeds)
     refuse(model, "'cu_seq_lens_q' is not supported", cu_seq_lens_q=torch.tensor([0, 3]))
+
+
+def test_text_for_a_multimodal_model() -> None:
+    """transformers encodes images before the loop; for text alone what it hands on is empty."""
+    padding = torch.zeros(1, dtype=torch.int64)
+    check_model_arguments({"mm_encoder_outputs": {}}, padding)
+    with pytest.raises(RequestError, match="'mm_encoder_outputs' is not supported"):
+        check_model_arguments({"mm_encoder_outputs": {"image": torch.ones(1)}}, padding)
+    grids = torch.arange(3).expand(4, 1, 3)
+    check_model_arguments({"position_ids": grids}, padding)
+    with pytest.raises(RequestError, match="position_ids"):
+        check_model_arguments({"position_ids": grids + torch.eye(4)[:, :1, None].long()}, padding)
 
 
 class Shift(generation.SuppressTokensLogitsProcessor):

@@ -7,6 +7,8 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,7 @@ FAMILIES = [
     for family in ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "step3p7", "mimo_v2")
     for k in (1, 2, 3)
 ]
+FAMILIES.append(pytest.param("qwen3_5", 2, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("family", "spec_tokens"), FAMILIES)
@@ -105,6 +108,24 @@ def test_tokens(family: str, spec_tokens: int, hf_generator: Callable[..., Any])
     assert 0 < stats.accepted[-1] <= stats.accepted[0] < stats.drafted[0]
     if spec_tokens > 1:
         assert stats.accepted[-1] < stats.accepted[0]
+
+
+@pytest.mark.slow
+def test_rows_of_deepseek_v4(hf_generator: Callable[..., Any]) -> None:
+    """Against each row alone: transformers counts its compressed blocks from the padding on, so
+    that a row's text depends on how much padding it has."""
+    generator, differ = hf_generator("deepseek_v4", 2), 0
+    for prompts in (PROMPTS[3:4], PROMPTS[6:9], PROMPTS[8:12]):
+        rows, new = batch(*prompts), {"max_new_tokens": 24, "pad_token_id": 0}
+        length = rows["input_ids"].shape[1]
+        found = generator.generate(**rows, **new)[:, length:]
+        padded = generator.model.generate(**rows, **new)[:, length:]
+        for row, prompt in enumerate(prompts):
+            alone = generator.model.generate(**batch(prompt), **new)[0, len(prompt) :]
+            assert torch.equal(found[row, : len(alone)], alone)
+            assert not found[row, len(alone) :].any()
+            differ += not torch.equal(padded[row, : len(alone)], alone)
+    assert differ, "transformers' padding is harmless now: put the family into FAMILIES"
 
 
 HONOURED: dict[str, list[dict[str, Any]]] = {
@@ -199,7 +220,7 @@ def test_the_seam_itself(generator: Any) -> None:
     for found in (
         model.generate(**RAGGED, max_new_tokens=9, custom_generate=generator),
         model.generate(**RAGGED, max_new_tokens=9, **seam, spec=generator.spec),
-        model.generate(**RAGGED, max_new_tokens=9, **seam, spec_tokens=1, compile_options=options),
+        model.generate(**RAGGED, max_new_tokens=9, **seam, spec_tokens=0, compile_options=options),
     ):
         assert torch.equal(found, wanted)
     assert vars(model) == before
@@ -425,14 +446,36 @@ def test_other_models(generator: Any, compiled: Callable[..., Any]) -> None:
             generator.generate(**RAGGED, **{name: model})
 
 
-def test_greedy_steps_refuse_sampling(generator: Any, checkpoint: Callable[..., Path]) -> None:
-    """The option is on where the model's own generation config samples."""
+def test_greedy_steps_refuse_sampling(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the option's name; it is on where the model's own generation config samples."""
+    greedy = replace(generator.spec.options, sampling=False)
+    monkeypatch.setattr(generator.spec.engine, "options", greedy)
+    with pytest.raises(RequestError, match="compile with sampling=True"):
+        generator.generate(**RAGGED, do_sample=True, max_new_tokens=2)
+    same(generator, **RAGGED, max_new_tokens=2)
     asks = mtpc.transformers.generator._asks_for_sampling
     config = generation.GenerationConfig
     assert not asks(None)
     assert not asks(config(temperature=0.5))
     assert asks(config(do_sample=True))
     assert asks(config(repetition_penalty=1.1))
+
+
+def test_threads(generator: Any) -> None:
+    """Calls from several threads share the engine; a text streamer's reader ends."""
+    rows = [batch(*PROMPTS[i : i + 2]) for i in range(3, 9)]
+    wanted = [generator.model.generate(**r, max_new_tokens=12, pad_token_id=0) for r in rows]
+    streamer = transformers.TextIteratorStreamer(letters(), timeout=60)
+    streamed = {"max_new_tokens": 6, "streamer": streamer, "eos_token_id": None}
+    first = {"input_ids": torch.tensor([PROMPTS[6]])}
+    with ThreadPoolExecutor(4) as pool:
+        text = pool.submit("".join, streamer)
+        last = pool.submit(generator.generate, **first, **streamed)
+        jobs = [
+            pool.submit(generator.generate, **r, max_new_tokens=12, pad_token_id=0) for r in rows
+        ]
+        assert all(torch.equal(j.result(), w) for j, w in zip(jobs, wanted, strict=True))
+        assert text.result() == letters().decode(last.result()[0])
 
 
 def test_nonfinite_logits(generator: Any) -> None:

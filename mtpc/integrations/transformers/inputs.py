@@ -20,6 +20,9 @@ OF_THE_HOST = (
 """Model arguments that say how transformers runs its forward; which fields are refused, `fields`
 says."""
 
+ENCODED = "mm_encoder_outputs"
+"""What the encoders of a multimodal model gave; empty where there was text alone."""
+
 
 def padding_lengths(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     """Padding at the left of each row, int64 [rows], on the CPU.
@@ -63,7 +66,7 @@ def check_model_arguments(arguments: Mapping[str, Any], padding: Tensor) -> None
         RequestError: one of them is not what transformers makes by itself.
     """
     for name, value in arguments.items():
-        if value is None or name in OF_THE_HOST:
+        if value is None or name in OF_THE_HOST or (name == ENCODED and not value):
             continue
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False) or value.get_seq_length() > 0:
