@@ -498,9 +498,10 @@ def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/embedding-transformers.md's example runs as it stands there, on the eager backend."""
     page = (ROOT / "docs" / "embedding-transformers.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert example.count("max_len=256)") == 1
-    small = 'max_len=256, backend="eager", batch_buckets=(2,))'
-    exec(example.replace("max_len=256)", small), {})
+    written = "spec_tokens=2, max_len=256)"
+    assert example.count(written) == 1
+    small = 'spec_tokens=1, max_len=256, backend="eager", batch_buckets=(2,))'
+    exec(example.replace(written, small), {})
     out = capsys.readouterr().out
     assert out.startswith("The with statement is used to")
     assert "acceptance" in out
