@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mtpc.host.compile import compile_host
     from mtpc.host.hosted import HostedModel
     from mtpc.host.program import HostProgram
+    from mtpc.integrations import transformers
     from mtpc.sampling_params import SamplingParams
 
 # Public names are loaded on first use: `import mtpc` must not import torch.
@@ -37,6 +38,8 @@ _HOMES = {
     "SamplingParams": "mtpc.sampling_params",
     "Stats": "mtpc.engine.stats",
 }
+# Modules under a short name: `mtpc.transformers.Generator`.
+_MODULES = {"transformers": "mtpc.integrations.transformers"}
 
 __all__ = [
     "AsyncEngine",
@@ -50,10 +53,13 @@ __all__ = [
     "__version__",
     "compile",
     "compile_host",
+    "transformers",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'mtpc' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

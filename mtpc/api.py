@@ -23,7 +23,7 @@ from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
 from mtpc.engine.stats import Stats
-from mtpc.engine.stream import Output, stream
+from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import RequestError
 from mtpc.progress import Listener, Progress
@@ -259,17 +259,11 @@ class SpecModel:
         strings = stop_strings(stop)
         if strings and not all(isinstance(prompt, str) for prompt in batch):
             raise RequestError("stop strings need text prompts; give stop_ids for token ids")
-        if self.engine.has_requests_by_hand:
-            raise RequestError(
-                "the engine holds requests added by hand, whose outputs would be swallowed; step "
-                "the engine until it has no work, abort them, or add them with on_output"
-            )
         requests = [
             Request(-1, self._encode(prompt), max_new_tokens, stops, sampling=chosen)
             for prompt, chosen in zip(batch, sampling, strict=True)
         ]
-        for request in requests:
-            self.engine.check(request)
+        check_all(self.engine, requests)
         decode = self.served.decode
         texts = [TextAssembler(decode, strings) if isinstance(p, str) else None for p in batch]
         return stream(self.engine, requests, texts)

@@ -33,6 +33,7 @@ ORDER = (
     ("engine",),
     ("api",),
     ("host",),
+    ("integrations",),
     ("cli", "__main__"),
 )
 """Left never imports right; the docs' table (docs/design.md) in code."""

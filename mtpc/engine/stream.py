@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.text import TextAssembler
-from mtpc.errors import NumericsError
+from mtpc.errors import NumericsError, RequestError
 from mtpc.sampling_params import TokenLogprobs
 
 
@@ -56,9 +56,26 @@ def check_finite(index: int, request: Request) -> None:
         )
 
 
+def check_all(engine: Engine, requests: Sequence[Request]) -> None:
+    """Refuse requests, before any of them runs, that `stream` could not serve to their end.
+
+    Raises:
+        RequestError: one cannot be served; or the engine has requests added by hand, which
+            stepping it for others would serve unseen.
+        CapacityError: one needs more pages than the pool has.
+    """
+    if engine.has_requests_by_hand:
+        raise RequestError(
+            "the engine holds requests added by hand, whose outputs would be swallowed; step "
+            "the engine until it has no work, abort them, or add them with on_output"
+        )
+    for request in requests:
+        engine.check(request)
+
+
 def stream(
     engine: Engine, requests: Sequence[Request], texts: Sequence[TextAssembler | None]
-) -> Iterator[Output]:
+) -> Generator[Output, None, None]:
     """Serve requests, stepping the engine whenever nothing is there to hand out.
 
     Requests that are not finished when the iterator is closed or raises are aborted.

@@ -1,0 +1,1 @@
+"""mtpc inside other people's servers and libraries, by the seams that these offer."""

@@ -1,0 +1,279 @@
+"""`model.generate` with mtpc's steps in place of transformers' decoding loop.
+
+The seam is the argument `custom_generate` of `generate`: a callable that gets the model, the ids,
+and everything that `generate` has prepared. Of what the user passes to `generate`, transformers
+(5.17 to 5.23) keeps four arguments from a callable: `streamer`, `tokenizer`, `assistant_model`,
+`synced_gpus`. `Generator.generate` carries the first two by other ways, and refuses the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, generation
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from mtpc.api import SpecModel, compile, print_progress
+from mtpc.config import DEFAULT_MAX_LEN
+from mtpc.engine.request import Request
+from mtpc.errors import OptionError, RequestError
+from mtpc.integrations.transformers.decoding import Columns, decode
+from mtpc.integrations.transformers.fields import check_fields
+from mtpc.integrations.transformers.inputs import (
+    check_model_arguments,
+    padding_lengths,
+    ragged_prompts,
+)
+from mtpc.integrations.transformers.processors import Wanted, sampling_params
+from mtpc.integrations.transformers.stopping import StopPlan, stop_plan
+from mtpc.progress import Listener
+from mtpc.sampling_params import MAX_SEED, SamplingParams
+
+LARGEST_BUCKET = 8
+"""Requests of a step that `generate` compiles for one call; more rows take turns."""
+
+
+class Job:
+    """One call of `generate`, read and checked as far as it can be without a compiled model.
+
+    Args:
+        input_ids: int64 [rows, length], padding included, `num_return_sequences` expanded.
+        prepared: what `generate` hands to a decoding loop.
+        streamer: transformers' streamer, or None.
+
+    Raises:
+        RequestError: something in it cannot be honoured; the message names it.
+    """
+
+    def __init__(self, input_ids: Tensor, prepared: Mapping[str, Any], streamer: Any | None):
+        arguments = dict(prepared)
+        self.config: GenerationConfig = arguments.pop("generation_config")
+        processors = arguments.pop("logits_processor")
+        criteria = arguments.pop("stopping_criteria")
+        check_fields(self.config)
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise RequestError(
+                f"input_ids has shape {tuple(input_ids.shape)}; expected [rows, length] with at "
+                "least one token a row (inputs_embeds alone are not supported)"
+            )
+        self.input_ids, self.streamer = input_ids, streamer
+        padding = padding_lengths(input_ids, arguments.pop("attention_mask", None))
+        check_model_arguments(arguments, padding)
+        self.prompts = ragged_prompts(input_ids, padding)
+        pad: Tensor | None = getattr(self.config, "_pad_token_tensor", None)
+        self.plan: StopPlan = stop_plan(criteria, pad, input_ids.shape[1])
+        wanted = Wanted(input_ids.shape[1], padding, self.plan.stop_ids)
+        self.sampling: SamplingParams = sampling_params(
+            processors, wanted, bool(self.config.do_sample), self.plan.max_new_tokens
+        )
+
+    def run(self, spec: SpecModel) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode on a compiled model; see `decode` for what it raises."""
+        requests = [
+            Request(-1, prompt, self.plan.max_new_tokens, self.plan.stop_ids, sampling=params)
+            for prompt, params in zip(self.prompts, self._seeded(), strict=True)
+        ]
+        columns = Columns(self.input_ids, self.plan, self.streamer)
+        sequences: Any = decode(spec.engine, requests, columns)
+        if self.config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    def _seeded(self) -> list[SamplingParams]:
+        """Each row's parameters; seeds from torch's generator, so that `manual_seed` repeats."""
+        if not self.config.do_sample:
+            return [self.sampling] * len(self.prompts)
+        seeds = torch.randint(0, MAX_SEED, (len(self.prompts),), dtype=torch.int64)
+        return [replace(self.sampling, seed=seed) for seed in seeds.tolist()]
+
+
+class Generator:
+    """Compiled steps of one model, for its `generate`.
+
+        generator = mtpc.transformers.Generator(model, spec_tokens=3)
+        model.generate(**inputs, custom_generate=generator)
+        generator.generate(**inputs, streamer=streamer)     # the same, and all arguments arrive
+
+    It owns what was compiled; the model is left as it was. Weights that are changed in place later
+    may be seen or not (packed copies are not), and pages of the prefix cache keep the old ones:
+    make a new Generator then.
+
+    Args:
+        model: a transformers model, loaded from a local checkpoint directory that has MTP layers.
+        spec: a model compiled before, of the same checkpoint; None compiles one.
+        progress: see `mtpc.compile`.
+        **options: of `mtpc.compile`, where `spec` is None. `sampling` is on by default where the
+            model's own generation config asks for more than greedy decoding.
+
+    Raises:
+        OptionError: both `spec` and options were given, or an option is wrong; `mtpc.compile` says
+            what else it raises.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        spec: SpecModel | None = None,
+        progress: Listener = print_progress,
+        **options: Any,
+    ):
+        if spec is not None and options:
+            raise OptionError(
+                f"{next(iter(options))} was given together with spec, which is compiled already"
+            )
+        if spec is None:
+            options.setdefault("sampling", _asks_for_sampling(model.generation_config))
+            spec = compile(model, progress=progress, **options)
+        _check_same_model(spec, model)
+        self.model, self.spec = model, spec
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        token_streamer: Any | None = None,
+        **prepared: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What `generate` calls in place of its own loop.
+
+        Args:
+            model: must be the one that was compiled.
+            input_ids: int64 [rows, length].
+            token_streamer: a streamer; `generate` takes this argument, and hands it on, where it
+                keeps its own `streamer` back.
+            **prepared: generation_config, logits_processor, stopping_criteria, and arguments of
+                the model's forward.
+
+        Returns:
+            int64 [rows, length + new tokens], or transformers' output object.
+
+        Raises:
+            RequestError: something asked for cannot be honoured, or does not fit; nothing ran.
+            CapacityError: a row needs more pages than the pool has; nothing ran.
+            NumericsError: the model produced non-finite logits.
+        """
+        if model is not self.model:
+            raise RequestError(
+                "custom_generate is a Generator of another model object; make one for this model"
+            )
+        return Job(input_ids, prepared, token_streamer).run(self.spec)
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        streamer: Any | None = None,
+        tokenizer: Any | None = None,
+        **arguments: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """`model.generate`, with every argument honoured or refused by name.
+
+        Args:
+            inputs: as of `model.generate`.
+            streamer: gets the prompt, then a token of each row at a time, then its end.
+            tokenizer: needed with `stop_strings`.
+            **arguments: all others of `model.generate`.
+
+        Raises:
+            RequestError: see `__call__`; or `assistant_model`, `custom_generate` was given.
+        """
+        for name in ("assistant_model", "assistant_tokenizer", "custom_generate"):
+            if arguments.pop(name, None) is not None:
+                raise RequestError(
+                    f"{name} was given; drafts come from the model's own MTP layers, by mtpc"
+                )
+        if tokenizer is not None:
+            arguments = self._with_stop_strings(arguments, tokenizer)
+        return self.model.generate(  # type: ignore[operator]
+            inputs, custom_generate=self, token_streamer=streamer, **arguments
+        )
+
+    def _with_stop_strings(self, arguments: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+        """Stop strings, wherever they stand, as the criterion that transformers makes of them."""
+        places = (arguments.get("generation_config"), self.model.generation_config)
+        found = [arguments.get("stop_strings")]
+        found += [getattr(place, "stop_strings", None) for place in places]
+        strings = next((strings for strings in found if strings is not None), None)
+        if strings is None:
+            return arguments
+        criterion = generation.StopStringCriteria(tokenizer, strings)
+        criteria = [*(arguments.get("stopping_criteria") or ()), criterion]
+        # None as an argument, or transformers would look for its tokenizer once more.
+        return {
+            **arguments,
+            "stop_strings": None,
+            "stopping_criteria": generation.StoppingCriteriaList(criteria),
+        }
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    spec: SpecModel | None = None,
+    spec_tokens: int | str = 3,
+    compile_options: Mapping[str, Any] | None = None,
+    token_streamer: Any | None = None,
+    **prepared: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """One call of `generate`: `model.generate(**inputs, custom_generate=generate, spec_tokens=3)`.
+
+    Without `spec` it compiles for this call and keeps nothing in the process: seconds to minutes,
+    less where the graph cache has the steps (backend cpu). For more than one call hand in `spec`,
+    or use `Generator`.
+
+    Args:
+        model: whose `generate` calls.
+        input_ids: int64 [rows, length].
+        spec: compiled before, of the same checkpoint.
+        spec_tokens: drafts a step, where `spec` is None.
+        compile_options: further options of `mtpc.compile`; what is not given follows the call:
+            batch bucket, max_len above 4096, sampling.
+        token_streamer: see `Generator.__call__`.
+        **prepared: see `Generator.__call__`.
+
+    Raises:
+        RequestError: see `Generator.__call__`.
+    """
+    job = Job(input_ids, prepared, token_streamer)
+    if spec is None:
+        options = {"spec_tokens": spec_tokens, **_options_for(job), **(compile_options or {})}
+        spec = compile(model, **options)
+    _check_same_model(spec, model)
+    return job.run(spec)
+
+
+def _options_for(job: Job) -> dict[str, Any]:
+    """Options under which one call can run, few enough values that the graph cache meets them."""
+    rows, length = len(job.prompts), job.input_ids.shape[1] + job.plan.max_new_tokens
+    bucket = min(1 << (rows - 1).bit_length(), LARGEST_BUCKET)
+    needs = not job.sampling.is_plain
+    limit = {"max_len": length} if length > DEFAULT_MAX_LEN else {}
+    return {"batch_buckets": (bucket,), "sampling": needs, **limit}
+
+
+def _asks_for_sampling(config: GenerationConfig | None) -> bool:
+    """Whether a model's defaults are other than plain greedy decoding."""
+    if config is None:
+        return False
+    return bool(config.do_sample) or config.repetition_penalty not in (None, 1)
+
+
+def _check_same_model(spec: SpecModel, model: PreTrainedModel) -> None:
+    """As far as it can be told: a SpecModel that came from the cache holds no model."""
+    embedding: Any = model.get_input_embeddings().weight
+    vocab = embedding.shape[0]
+    if spec.served.vocab_size != vocab:
+        raise RequestError(
+            f"spec was compiled for {spec.served.vocab_size} token ids, the model has {vocab}; "
+            "compile this model's checkpoint"
+        )
+    adopted = spec.loaded if spec.loaded is not None and not spec.loaded.owned else None
+    if adopted and adopted.target.get_input_embeddings().weight is not embedding:
+        raise RequestError("spec was compiled from another model object; compile this one")
