@@ -32,6 +32,8 @@ ORDER = (
     ("build", "cross"),
     ("engine",),
     ("api",),
+    ("integrations",),
+    ("server",),
     ("cli", "__main__"),
 )
 """Left never imports right; the docs' table (docs/design.md) in code."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
+from typing import TypeVar
 
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import FinishReason, Request, StepOutput
@@ -21,6 +22,8 @@ from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError, ServingError
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.serving import ServedModel
+
+T = TypeVar("T")
 
 
 class _Mailbox:
@@ -131,6 +134,40 @@ class AsyncEngine:
         if self._thread is not None:
             await asyncio.shield(asyncio.wrap_future(self._ended))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine failed or was closed: it takes no more requests."""
+        return self._is_closing
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, between two steps, and give its result.
+
+        What it reads is not written meanwhile, as `engine.stats` else is. Where no thread runs,
+        or runs any more, it is called here.
+
+        Args:
+            function: short; the engine waits for it.
+        """
+        result: Future[T] = Future()
+
+        def settle() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function())
+                except BaseException as error:
+                    result.set_exception(error)
+
+        with self._wake:
+            is_over = self._thread is None or self._is_closing
+            if not is_over:
+                self._commands.append(settle)
+                self._wake.notify()
+        if not is_over:
+            return await asyncio.wrap_future(result)
+        if self._thread is not None:
+            await asyncio.shield(asyncio.wrap_future(self._ended))
+        return function()
+
     async def generate(
         self,
         prompt: str | Sequence[int],
@@ -139,7 +176,8 @@ class AsyncEngine:
         stop_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
-    ) -> AsyncIterator[Output]:
+        text: TextAssembler | None = None,
+    ) -> AsyncGenerator[Output, None]:
         """Continue one prompt.
 
         Leaving the loop over it, by cancellation or otherwise, aborts the request; its slot and
@@ -151,6 +189,8 @@ class AsyncEngine:
             stop_ids: ids that end the continuation; None takes the model's end-of-sequence ids.
             stop: strings that end the text, for text prompts.
             sampling: how tokens are chosen; None is greedy.
+            text: for prompts of ids, what makes text of the continuation; with its own stop
+                strings. For servers, which encode prompts themselves.
 
         Raises:
             RequestError: an argument cannot be served.
@@ -158,7 +198,6 @@ class AsyncEngine:
             NumericsError: the model produced non-finite logits.
             ServingError: the engine failed, was closed, or is not running.
         """
-        text = None
         strings = stop_strings(stop)
         if isinstance(prompt, str):
             text, prompt = TextAssembler(self.served.decode, strings), self.served.encode(prompt)
@@ -170,15 +209,17 @@ class AsyncEngine:
         self.engine.check(request)
         async with self._places:
             mailbox = self._post(request)
+            reason: FinishReason | None = None
             try:
                 while True:
                     output = assemble(0, await mailbox.take(), text)
                     check_finite(0, request)
+                    reason = output.finish_reason
                     yield output
-                    if output.finish_reason is not None:
+                    if reason is not None:
                         return
             finally:
-                self._withdraw(request)
+                self._withdraw(request, reason or "aborted")
 
     def _post(self, request: Request) -> _Mailbox:
         mailbox = _Mailbox(asyncio.get_running_loop())
@@ -194,12 +235,13 @@ class AsyncEngine:
             self._wake.notify()
         return mailbox
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: Request, reason: FinishReason) -> None:
         """Forget a request, wherever it is: not yet in the engine, in it, or finished."""
         with self._wake:
             self._mailboxes.pop(request, None)
-            self._commands.append(lambda: self.engine.abort(request.request_id))
-            self._wake.notify()
+            if request.finish_reason is None:
+                self._commands.append(lambda: self.engine.abort(request.request_id, reason))
+                self._wake.notify()
 
     def _serve(self) -> None:
         """The thread: do what was asked for, step, and again."""
