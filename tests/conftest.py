@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
 from oracles import Oracle
+from served import word_checkpoint
 from store_writer import DIGEST, filled
 
 import mtpc
@@ -131,6 +132,24 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def word_spec(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> mtpc.SpecModel:
+    """A tiny model with tokenizer, chat template and sampling, as `mtpc serve` compiles it."""
+    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
+    return mtpc.compile(
+        directory,
+        spec_tokens=2,
+        backend="eager",
+        dtype="float64",
+        batch_buckets=(4,),
+        num_pages=50,
+        sampling=True,
+        **TINY,
+    )
 
 
 @pytest.fixture

@@ -76,14 +76,15 @@ class Endpoints:
         body = await read_json(request, options.max_body_bytes, options.body_seconds)
         fields = check_fields("chat" if is_chat else "completions", body)
         self._check_model(fields["model"])
-        with service.admitted(1):  # Tokenising counts: thousands of long prompts are work, too.
+        count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
+        with service.admitted(count):  # Tokenising is work, too.
             prompts = await self._prompts(fields, is_chat)
         job = make_job(fields, prompts, service.engine, is_chat, options.max_tokens)
         answer = Answer(
             is_chat,
             fields["model"],
             service.engine.served.decode,
-            fields.get("logprobs") not in (None, False),
+            job.choices[0].sampling.logprobs is not None,
             bool(fields.get("stream_options")),
         )
         return Reply(service, job, answer, bool(fields.get("stream")), start_s)

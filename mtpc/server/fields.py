@@ -25,7 +25,10 @@ Check = Callable[[str, Any], Any]
 
 
 def _refuse(name: str, value: Any, wanted: str) -> ApiError:
-    shown = json.dumps(value, default=repr)
+    try:
+        shown = json.dumps(value)
+    except RecursionError:
+        shown = "nested too deeply"
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return ApiError(400, f"{name} is {shown}; expected {wanted}", name, "invalid_value")
 

@@ -39,6 +39,7 @@ class Running:
         host: its address.
         port: its TCP port, the one taken where 0 was asked for.
         service: its state.
+        loop: where it runs.
         stop: begins the end, as SIGTERM does; a second call ends what runs at once. To be called
             from any thread.
     """
@@ -46,6 +47,7 @@ class Running:
     host: str
     port: int
     service: Service
+    loop: asyncio.AbstractEventLoop
     stop: Callable[[], object]
 
     @property
@@ -126,7 +128,7 @@ async def _serve(
             await asyncio.sleep(0.01)
         if not serving.done():
             host, port = listener.getsockname()[:2]
-            ready(Running(host, port, service, lambda: loop.call_soon_threadsafe(stop)))
+            ready(Running(host, port, service, loop, lambda: loop.call_soon_threadsafe(stop)))
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
