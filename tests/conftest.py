@@ -146,7 +146,7 @@ def word_spec(
         backend="eager",
         dtype="float64",
         batch_buckets=(4,),
-        num_pages=50,
+        num_pages=22,
         sampling=True,
         **TINY,
     )
