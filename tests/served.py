@@ -66,8 +66,7 @@ def serving(spec: mtpc.SpecModel, **options: Any) -> Iterator[Running]:
         try:
             run_server(spec, ServerOptions(port=0, **options), news.put)
         except BaseException as error:
-            news.put(error)
-            raise
+            news.put(error)  # Raised again by who waits, or by nobody: `is_alive` ends the test.
 
     thread = threading.Thread(target=run, name="server-under-test", daemon=True)
     thread.start()
