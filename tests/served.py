@@ -66,7 +66,7 @@ def serving(spec: mtpc.SpecModel, **options: Any) -> Iterator[Running]:
         try:
             run_server(spec, ServerOptions(port=0, **options), news.put)
         except BaseException as error:
-            news.put(error)  # Raised again by who waits, or by nobody: `is_alive` ends the test.
+            news.put(error)
 
     thread = threading.Thread(target=run, name="server-under-test", daemon=True)
     thread.start()
@@ -79,6 +79,7 @@ def serving(spec: mtpc.SpecModel, **options: Any) -> Iterator[Running]:
         running.stop()
         thread.join(30)
         assert not thread.is_alive(), "the server did not end"
+        assert news.empty(), news.get()
         assert is_empty(spec)
         assert running.service.in_flight == 0
 
