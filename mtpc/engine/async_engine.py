@@ -24,13 +24,24 @@ from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.serving import ServedModel
 
 T = TypeVar("T")
+TURNS = 64
+"""Steps for which the engine waits once consumers were late; then it looks again."""
+MAX_TURN_S = 0.02
+"""The engine waits no longer for consumers to take what a step brought."""
 
 
 class _Mailbox:
-    """One request's outputs, from the engine's thread to its consumer's loop."""
+    """One request's outputs, from the engine's thread to its consumer's loop.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop, self._lock, self._filled = loop, threading.Lock(), asyncio.Event()
+    Args:
+        loop: the consumer's.
+        tell: called where something came and the loop knows of nothing yet; sees to it that
+            `wake` is called there.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[_Mailbox], None]):
+        self.loop = loop
+        self._call, self._lock, self._filled = tell, threading.Lock(), asyncio.Event()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._reason: FinishReason | None = None
@@ -57,9 +68,13 @@ class _Mailbox:
 
     def _tell(self) -> None:
         # One call waits in the loop at most, however late the loop gets to it.
-        if not self._is_told and not self._loop.is_closed():
+        if not self._is_told and not self.loop.is_closed():
             self._is_told = True
-            self._loop.call_soon_threadsafe(self._filled.set)
+            self._call(self)
+
+    def wake(self) -> None:
+        """The consumer has something to take; called in its loop."""
+        self._filled.set()
 
     async def take(self) -> StepOutput:
         """All that came since the last time; waits for something to come.
@@ -101,6 +116,9 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._commands: list[Callable[[], object]] = []
         self._mailboxes: dict[Request, _Mailbox] = {}
+        self._filled: list[_Mailbox] = []
+        self._turns, self._is_taken = 0, threading.Event()
+        self._is_taken.set()
         self._is_closing = False
         self._ended: Future[BaseException | None] = Future()
         self._thread: threading.Thread | None = None
@@ -222,7 +240,7 @@ class AsyncEngine:
                 self._withdraw(request, reason or "aborted")
 
     def _post(self, request: Request) -> _Mailbox:
-        mailbox = _Mailbox(asyncio.get_running_loop())
+        mailbox = _Mailbox(asyncio.get_running_loop(), self._tell)
         request.on_output = mailbox.put
         with self._wake:
             if self._thread is None:
@@ -249,8 +267,10 @@ class AsyncEngine:
         try:
             while self._do_commands():
                 self.engine.step()
+                self._give_turn()
         except BaseException as caught:
             error = caught
+            self._give_turn()
         with self._wake:
             self._is_closing = True
             mailboxes, self._mailboxes = self._mailboxes, {}
@@ -263,6 +283,39 @@ class AsyncEngine:
             mailbox.fail(error)
         self._ended.set_result(error)
 
+    def _tell(self, mailbox: _Mailbox) -> None:
+        """Wake a consumer: with all others of this step, or now where another thread steps."""
+        if threading.current_thread() is self._thread and not self._is_closing:
+            self._filled.append(mailbox)
+        else:
+            mailbox.loop.call_soon_threadsafe(mailbox.wake)
+
+    def _give_turn(self) -> None:
+        """Wake the consumers of what the last step brought; where they are late, let them run.
+
+        A replay may hold the interpreter's lock from begin to end. Consumers that have to get it
+        between two replays would get it late, and one after the other. Where a replay does not,
+        they run beside it, and the engine waits for nobody.
+        """
+        filled, self._filled = self._filled, []
+        if not filled:
+            return
+        if not self._is_taken.is_set():  # What the step before brought, after a whole replay.
+            self._turns = TURNS
+        done = self._is_taken = threading.Event()
+
+        def wake_all() -> None:
+            for mailbox in filled:
+                mailbox.wake()
+            loop.call_soon(done.set)  # Behind the tasks that were woken.
+
+        loop = filled[0].loop
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(wake_all)
+        if self._turns:
+            self._turns -= 1
+            done.wait(MAX_TURN_S)
+
     def _do_commands(self) -> bool:
         """Wait until there is something to do; returns whether to go on."""
         with self._wake:
@@ -271,4 +324,5 @@ class AsyncEngine:
             is_closing = self._is_closing
         for command in commands:
             command()
+        self._give_turn()  # An abort tells its consumer, too.
         return not is_closing
