@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -413,3 +415,18 @@ def test_metrics(client: openai.OpenAI, server: Running, spec: mtpc.SpecModel) -
     assert grown["mtpc:e2e_request_latency_seconds_sum"] > 0
     assert after["mtpc:num_requests_running"] == after["mtpc:server_choices_in_flight"] == 0
     assert after["mtpc:server_ready"] == 1
+
+
+def test_examples_in_the_docs(
+    server: Running, spec: mtpc.SpecModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/server.md's examples run as they stand there, on this server's address and model."""
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    page = page.replace("http://127.0.0.1:8000", server.url).replace('"demo"', f'"{NAME}"')
+    (example,) = re.findall(r"```python\n(import openai\n.*?)```", page, re.DOTALL)
+    exec(example, {})
+    assert capsys.readouterr().out == spec.generate("The with statement", 16)
+    (body,) = re.findall(r"-d '(.*?)'", page)
+    (url,) = re.findall(r"curl (\S+)", page)
+    answer = httpx.post(url, content=body, headers={"content-type": "application/json"})
+    assert answer.json()["choices"][0]["text"] == spec.generate("The with statement", 16)

@@ -27,6 +27,7 @@ from mtpc.errors import CheckpointError, OptionError, RequestError
 from mtpc.sampling_params import TokenLogprobs
 from mtpc.server.answers import Answer, Chunks, Piece
 from mtpc.server.chat import ChatTemplate, load_chat_template
+from mtpc.server.connections import Connections
 from mtpc.server.counters import Histogram
 from mtpc.server.fields import NO_OPS, ONE_VALUE, USED
 from mtpc.server.options import ServerOptions
@@ -212,6 +213,74 @@ def test_decoding_is_the_tokenizers(word_spec: mtpc.SpecModel, tmp_path: Path) -
             served.__dict__["_tokenizer"] = theirs
             for ids in ([5, 7, 0, 8], [11, 17, 90, 14, 3], []):
                 assert served.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+# ------------------------------------------------------------------------------ connections
+
+
+class Wire:
+    """A transport that only notes that it was cut."""
+
+    def __init__(self) -> None:
+        self.is_cut, self.unsent = False, 0
+
+    def abort(self) -> None:
+        self.is_cut = True
+
+    def is_closing(self) -> bool:
+        return self.is_cut
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return ("127.0.0.1", 5)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+
+def test_times_of_a_connection() -> None:
+    """Only heads and unread answers are timed, whatever the order of one request's end and the
+    next one's begin."""
+    options = ServerOptions(header_seconds=0.05, write_seconds=0.05)
+    scope = {"client": ("127.0.0.1", 5)}
+
+    def connection() -> tuple[Connections, Any, Wire]:
+        connections, wire = Connections(options, asyncio.Protocol), Wire()
+        protocol = connections.protocol()
+        protocol.connection_made(wire)
+        return connections, protocol, wire
+
+    async def main() -> None:
+        connections, protocol, wire = connection()
+        first = connections.begin(scope)
+        protocol.data_received(b"next head")
+        second = connections.begin(scope)
+        first.end()
+        protocol.data_received(b"next body")
+        await asyncio.sleep(0.2)
+        assert not wire.is_cut, "the second request runs"
+        second.end()
+        await asyncio.sleep(0.2)
+        assert not wire.is_cut, "uvicorn times what is idle"
+        protocol.data_received(b"half a head")
+        await asyncio.sleep(0.2)
+        assert wire.is_cut
+        connections, protocol, wire = connection()
+        connections.begin(scope)
+        protocol.pause_writing()
+        protocol.resume_writing()
+        await asyncio.sleep(0.2)
+        assert not wire.is_cut
+        wire.unsent = 1
+        protocol.pause_writing()
+        await asyncio.sleep(0.2)
+        assert wire.is_cut
+        connections, protocol, wire = connection()
+        newer = connections.protocol()
+        newer.connection_made(Wire())
+        protocol.connection_lost(None)
+        assert connections.begin(scope) is newer, "another with the same port has come"
+
+    asyncio.run(main())
 
 
 # --------------------------------------------------------------------------------- options

@@ -53,8 +53,9 @@ class GuardedProtocol:
         self._options = connections.options
         self._transport: Any = None
         self._peer: Peer | None = None
-        self._is_refused = self._in_request = self._is_paused = False
-        self._head_bytes = 0
+        self._is_refused = self._is_paused = False
+        # A client may send the next request before the application has left the one before.
+        self._num_requests = self._head_bytes = 0
         self._head_timer = _Timer(self._options.header_seconds, self._give_up)
         self._write_timer = _Timer(self._options.write_seconds, self._give_up_unread)
 
@@ -76,7 +77,8 @@ class GuardedProtocol:
         if self._is_refused:
             return
         assert self._peer is not None
-        self._all.by_peer.pop(self._peer, None)
+        if self._all.by_peer.get(self._peer) is self:  # Else its port has a new connection.
+            del self._all.by_peer[self._peer]
         self._head_timer.stop()
         self._write_timer.stop()
         self._inner.connection_lost(error)
@@ -85,7 +87,7 @@ class GuardedProtocol:
         """Hand on; before a request's head is complete time and bytes are limited."""
         if self._is_refused or self._transport.is_closing():
             return
-        if not self._in_request:
+        if not self._num_requests:
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._transport.abort()
                 return
@@ -112,15 +114,16 @@ class GuardedProtocol:
 
     def begin(self) -> None:
         """A request's head is complete, and the application has it."""
-        self._in_request, self._head_bytes = True, 0
+        self._num_requests, self._head_bytes = self._num_requests + 1, 0
         self._head_timer.stop()
         if not self._is_paused:
             self._write_timer.stop()
 
     def end(self) -> None:
         """The application is done. What is not yet sent keeps the connection for a while only."""
-        self._in_request = False
-        if self._transport.get_write_buffer_size() and not self._write_timer.is_running:
+        self._num_requests -= 1
+        is_unsent = not self._num_requests and self._transport.get_write_buffer_size()
+        if is_unsent and not self._write_timer.is_running:
             self._write_timer.start()
 
     def _give_up(self) -> None:
