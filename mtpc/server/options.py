@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     chat_template: Path | None = None
     max_tokens: int | None = None
     max_requests: int = 256
@@ -55,12 +55,12 @@ class ServerOptions:
     http: str = "auto"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_seconds"):
-                _check_seconds(field.name, value)
-            elif field.name.startswith("max_") and value is not None:
-                _check_count(field.name, value, 0 if field.name == "max_queue" else 1)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name.endswith("_seconds"):
+                _check_seconds(entry.name, value)
+            elif entry.name.startswith("max_") and value is not None:
+                _check_count(entry.name, value, 0 if entry.name == "max_queue" else 1)
         _check_count("port", self.port, 0)
         if self.port > 65535:
             raise OptionError(f"port is {self.port}; expected 0..65535")
