@@ -144,7 +144,7 @@ def test_sampling_fields_reach_the_engine(client: openai.OpenAI, spec: mtpc.Spec
 
 
 def test_stop_strings_count_the_same_for_any_steps(
-    client: openai.OpenAI, spec: mtpc.SpecModel
+    client: openai.OpenAI, server: Running, spec: mtpc.SpecModel
 ) -> None:
     """The text ends before the string; tokens behind it are not counted, though drafts were."""
     ids = offline(spec, [7, 8], 30, ignore_eos=True)
@@ -169,8 +169,10 @@ def test_stop_strings_count_the_same_for_any_steps(
         assert last.usage.completion_tokens == used
         stopped += 1
     assert stopped == 10
+    until(lambda: is_idle(server, spec))
     before = spec.stats.finished["stop"]
     complete(client, [7, 8], max_tokens=30, stop=f"w{ids[3]}", extra_body=extra)
+    until(lambda: is_idle(server, spec))
     assert spec.stats.finished["stop"] == before + 1, "a stop string is no abort"
 
 

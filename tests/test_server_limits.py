@@ -380,6 +380,20 @@ def test_nonfinite_logits(word_spec: mtpc.SpecModel) -> None:
         assert status_of(exchange(running, post(body()))) == 200
 
 
+def test_other_addresses(word_spec: mtpc.SpecModel) -> None:
+    """IPv6 where the machine has it; limits find their connection there, too."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with serving(word_spec, model_name=NAME, host="::1", header_seconds=0.3) as running:
+        assert running.url.startswith("http://[::1]:")
+        long = dict(model=NAME, prompt=[7], max_tokens=55, n=20, temperature=0, ignore_eos=True)
+        answer = httpx.post(f"{running.url}/v1/completions", json=long, timeout=60)
+        assert len(answer.json()["choices"]) == 20, "longer than header_seconds"
+
+
 def test_address_in_use(word_spec: mtpc.SpecModel) -> None:
     from mtpc.errors import OptionError
     from mtpc.server.options import ServerOptions
