@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
 from oracles import Oracle
-from served import word_checkpoint
 from store_writer import DIGEST, filled
+from word_model import word_checkpoint
 
 import mtpc
 from mtpc.ahead import CachingCompiler

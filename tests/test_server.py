@@ -12,7 +12,8 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import is_idle, serving, until, word, words
+from served import is_idle, serving, until
+from word_model import word, words
 
 import mtpc
 from mtpc.server.run import Running

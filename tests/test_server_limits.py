@@ -21,8 +21,8 @@ from served import (
     serving,
     status_of,
     until,
-    words,
 )
+from word_model import words
 
 import mtpc
 from mtpc.server.run import SEND_BUFFER_BYTES, Running

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
-from served import TEMPLATE
+from word_model import TEMPLATE
 
 import mtpc
 from mtpc.cli import serve
