@@ -269,6 +269,11 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtpc"
 
 
+def api_key() -> str | None:
+    """What clients of `mtpc serve` must send: `MTPC_API_KEY`, unless a file or option says."""
+    return os.environ.get("MTPC_API_KEY")
+
+
 def cxx_compiler() -> str:
     """The C++ compiler to call: `CXX`, as Inductor reads it too, else g++."""
     return os.environ.get("CXX", "g++")

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 from oracles import Oracle
 from store_writer import DIGEST, filled
+from word_model import word_checkpoint
 
 import mtpc
 from mtpc.ahead import CachingCompiler
@@ -161,6 +162,24 @@ def hf_generator(checkpoint: Callable[..., Path]) -> Callable[[str, int], Any]:
         return made[family, spec_tokens]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def word_spec(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> mtpc.SpecModel:
+    """A tiny model with tokenizer, chat template and sampling, as `mtpc serve` compiles it."""
+    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
+    return mtpc.compile(
+        directory,
+        spec_tokens=2,
+        backend="eager",
+        dtype="float64",
+        batch_buckets=(4,),
+        num_pages=22,
+        sampling=True,
+        **TINY,
+    )
 
 
 @pytest.fixture

@@ -128,6 +128,41 @@ def test_a_consumer_that_never_reads(spec: mtpc.SpecModel, oracle: Callable[...,
     asyncio.run(main())
 
 
+def test_consumers_get_their_turn(
+    spec: mtpc.SpecModel, oracle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where consumers are late, the next step waits until all have taken what the last brought."""
+    monkeypatch.setattr("mtpc.engine.async_engine.MAX_TURN_S", 10)
+    real, taken, gaps, turns = spec.program.run, [0], list[int](), list[int]()
+    before = spec.stats.emitted_tokens
+
+    async def main() -> list[list[int]]:
+        async with serving(spec) as engine:
+
+            def run(key: Any) -> Any:
+                gaps.append(spec.engine._stats.emitted_tokens - before - taken[0])
+                turns.append(engine._turns)
+                return real(key)
+
+            async def counted(prompt: list[int]) -> list[int]:
+                ids: list[int] = []
+                async for output in engine.generate(prompt, 30, stop_ids=()):
+                    ids += output.token_ids
+                    taken[0] += len(output.token_ids)
+                return ids
+
+            monkeypatch.setattr(spec.program, "run", run)
+            engine._is_taken.clear()  # As after a replay that let nobody run.
+            return await asyncio.gather(*(counted(p) for p in PROMPTS[3:6]))
+
+    found = asyncio.run(main())
+    assert found == [oracle("mimo").generate(p, 30, stop=False) for p in PROMPTS[3:6]]
+    waited = [gap for gap, left in zip(gaps, turns, strict=True) if left]
+    assert len(waited) > 10
+    assert set(waited) == {0}
+    assert turns[-1] < max(turns), "it looks again after a while"
+
+
 def test_places_are_bounded(spec: mtpc.SpecModel) -> None:
     """No more than max_requests are in the engine, whoever asks."""
     most = 0

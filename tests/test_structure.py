@@ -34,6 +34,7 @@ ORDER = (
     ("api",),
     ("host",),
     ("integrations",),
+    ("server",),
     ("cli", "__main__"),
 )
 """Left never imports right; the docs' table (docs/design.md) in code."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mtpc
+from mtpc.cli.serve_arguments import add_server_options
 from mtpc.config import AUTO, CompileOptions
 
 DEFAULT_NEW_TOKENS = 128
@@ -76,6 +77,11 @@ def _build_parser() -> argparse.ArgumentParser:
     for name, summary, add_arguments in (
         ("run", "generate text with a captured MTP step, and say how it went", _add_run),
         ("build", "compile every step of a checkpoint into the graph cache", _add_build),
+        (
+            "serve",
+            "answer OpenAI's API over HTTP, to this machine alone by default",
+            _add_serve,
+        ),
         ("bench", "measure decoding by the number of drafts, side by side", _add_bench),
         ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
@@ -108,6 +114,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     _add_threads(parser)
     _add_compile_options(parser, batch_buckets="as many as there are prompts")
+    _add_cache_options(parser)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    add_server_options(parser)
+    _add_threads(parser)
+    _add_compile_options(parser)
     _add_cache_options(parser)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
+from typing import TypeVar
 
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import FinishReason, Request, StepOutput
@@ -22,12 +23,25 @@ from mtpc.errors import OptionError, RequestError, ServingError
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.serving import ServedModel
 
+T = TypeVar("T")
+TURNS = 64
+"""Steps for which the engine waits once consumers were late; then it looks again."""
+MAX_TURN_S = 0.02
+"""The engine waits no longer for consumers to take what a step brought."""
+
 
 class _Mailbox:
-    """One request's outputs, from the engine's thread to its consumer's loop."""
+    """One request's outputs, from the engine's thread to its consumer's loop.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop, self._lock, self._filled = loop, threading.Lock(), asyncio.Event()
+    Args:
+        loop: the consumer's.
+        tell: called where something came and the loop knows of nothing yet; sees to it that
+            `wake` is called there.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[_Mailbox], None]):
+        self.loop = loop
+        self._call, self._lock, self._filled = tell, threading.Lock(), asyncio.Event()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._reason: FinishReason | None = None
@@ -54,9 +68,13 @@ class _Mailbox:
 
     def _tell(self) -> None:
         # One call waits in the loop at most, however late the loop gets to it.
-        if not self._is_told and not self._loop.is_closed():
+        if not self._is_told and not self.loop.is_closed():
             self._is_told = True
-            self._loop.call_soon_threadsafe(self._filled.set)
+            self._call(self)
+
+    def wake(self) -> None:
+        """The consumer has something to take; called in its loop."""
+        self._filled.set()
 
     async def take(self) -> StepOutput:
         """All that came since the last time; waits for something to come.
@@ -98,6 +116,9 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._commands: list[Callable[[], object]] = []
         self._mailboxes: dict[Request, _Mailbox] = {}
+        self._filled: list[_Mailbox] = []
+        self._turns, self._is_taken = 0, threading.Event()
+        self._is_taken.set()
         self._is_closing = False
         self._ended: Future[BaseException | None] = Future()
         self._thread: threading.Thread | None = None
@@ -131,6 +152,40 @@ class AsyncEngine:
         if self._thread is not None:
             await asyncio.shield(asyncio.wrap_future(self._ended))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine failed or was closed: it takes no more requests."""
+        return self._is_closing
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, between two steps, and give its result.
+
+        What it reads is not written meanwhile, as `engine.stats` else is. Where no thread runs,
+        or runs any more, it is called here.
+
+        Args:
+            function: short; the engine waits for it.
+        """
+        result: Future[T] = Future()
+
+        def settle() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function())
+                except BaseException as error:
+                    result.set_exception(error)
+
+        with self._wake:
+            is_over = self._thread is None or self._is_closing
+            if not is_over:
+                self._commands.append(settle)
+                self._wake.notify()
+        if not is_over:
+            return await asyncio.wrap_future(result)
+        if self._thread is not None:
+            await asyncio.shield(asyncio.wrap_future(self._ended))
+        return function()
+
     async def generate(
         self,
         prompt: str | Sequence[int],
@@ -139,7 +194,8 @@ class AsyncEngine:
         stop_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
-    ) -> AsyncIterator[Output]:
+        text: TextAssembler | None = None,
+    ) -> AsyncGenerator[Output, None]:
         """Continue one prompt.
 
         Leaving the loop over it, by cancellation or otherwise, aborts the request; its slot and
@@ -151,6 +207,8 @@ class AsyncEngine:
             stop_ids: ids that end the continuation; None takes the model's end-of-sequence ids.
             stop: strings that end the text, for text prompts.
             sampling: how tokens are chosen; None is greedy.
+            text: for prompts of ids, what makes text of the continuation; with its own stop
+                strings. For servers, which encode prompts themselves.
 
         Raises:
             RequestError: an argument cannot be served.
@@ -158,7 +216,6 @@ class AsyncEngine:
             NumericsError: the model produced non-finite logits.
             ServingError: the engine failed, was closed, or is not running.
         """
-        text = None
         strings = stop_strings(stop)
         if isinstance(prompt, str):
             text, prompt = TextAssembler(self.served.decode, strings), self.served.encode(prompt)
@@ -170,18 +227,20 @@ class AsyncEngine:
         self.engine.check(request)
         async with self._places:
             mailbox = self._post(request)
+            reason: FinishReason | None = None
             try:
                 while True:
                     output = assemble(0, await mailbox.take(), text)
                     check_finite(0, request)
+                    reason = output.finish_reason
                     yield output
-                    if output.finish_reason is not None:
+                    if reason is not None:
                         return
             finally:
-                self._withdraw(request)
+                self._withdraw(request, reason or "aborted")
 
     def _post(self, request: Request) -> _Mailbox:
-        mailbox = _Mailbox(asyncio.get_running_loop())
+        mailbox = _Mailbox(asyncio.get_running_loop(), self._tell)
         request.on_output = mailbox.put
         with self._wake:
             if self._thread is None:
@@ -194,12 +253,13 @@ class AsyncEngine:
             self._wake.notify()
         return mailbox
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: Request, reason: FinishReason) -> None:
         """Forget a request, wherever it is: not yet in the engine, in it, or finished."""
         with self._wake:
             self._mailboxes.pop(request, None)
-            self._commands.append(lambda: self.engine.abort(request.request_id))
-            self._wake.notify()
+            if request.finish_reason is None:
+                self._commands.append(lambda: self.engine.abort(request.request_id, reason))
+                self._wake.notify()
 
     def _serve(self) -> None:
         """The thread: do what was asked for, step, and again."""
@@ -207,8 +267,10 @@ class AsyncEngine:
         try:
             while self._do_commands():
                 self.engine.step()
+                self._give_turn()
         except BaseException as caught:
             error = caught
+            self._give_turn()
         with self._wake:
             self._is_closing = True
             mailboxes, self._mailboxes = self._mailboxes, {}
@@ -221,6 +283,39 @@ class AsyncEngine:
             mailbox.fail(error)
         self._ended.set_result(error)
 
+    def _tell(self, mailbox: _Mailbox) -> None:
+        """Wake a consumer: with all others of this step, or now where another thread steps."""
+        if threading.current_thread() is self._thread and not self._is_closing:
+            self._filled.append(mailbox)
+        else:
+            mailbox.loop.call_soon_threadsafe(mailbox.wake)
+
+    def _give_turn(self) -> None:
+        """Wake the consumers of what the last step brought; where they are late, let them run.
+
+        A replay may hold the interpreter's lock from begin to end. Consumers that have to get it
+        between two replays would get it late, and one after the other. Where a replay does not,
+        they run beside it, and the engine waits for nobody.
+        """
+        filled, self._filled = self._filled, []
+        if not filled:
+            return
+        if not self._is_taken.is_set():  # What the step before brought, after a whole replay.
+            self._turns = TURNS
+        done = self._is_taken = threading.Event()
+
+        def wake_all() -> None:
+            for mailbox in filled:
+                mailbox.wake()
+            loop.call_soon(done.set)  # Behind the tasks that were woken.
+
+        loop = filled[0].loop
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(wake_all)
+        if self._turns:
+            self._turns -= 1
+            done.wait(MAX_TURN_S)
+
     def _do_commands(self) -> bool:
         """Wait until there is something to do; returns whether to go on."""
         with self._wake:
@@ -229,4 +324,5 @@ class AsyncEngine:
             is_closing = self._is_closing
         for command in commands:
             command()
+        self._give_turn()  # An abort tells its consumer, too.
         return not is_closing

@@ -26,22 +26,25 @@ class Detokeniser:
 
     Args:
         decode: decodes any ids.
+
+    Attributes:
+        token_ids: all that came.
     """
 
     def __init__(self, decode: Decode):
         self._decode = decode
-        self._ids: list[int] = []
+        self.token_ids: list[int] = []
         self._begin = self._end = 0  # Tokens of the last piece; those behind it are pending.
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
         """What these tokens complete; `last` gives out half a character, too."""
-        self._ids += token_ids
-        text = self._decode(self._ids[self._begin :])
+        self.token_ids += token_ids
+        text = self._decode(self.token_ids[self._begin :])
         if text.endswith(_HALF) and not last:
             return ""
-        piece = text[len(self._decode(self._ids[self._begin : self._end])) :]
+        piece = text[len(self._decode(self.token_ids[self._begin : self._end])) :]
         if piece:
-            self._begin, self._end = self._end, len(self._ids)
+            self._begin, self._end = self._end, len(self.token_ids)
         return piece
 
 
@@ -85,10 +88,15 @@ class TextAssembler:
     Args:
         decode: decodes any ids.
         stop: strings that end the text.
+
+    Attributes:
+        num_tokens: tokens that came, up to the one that completed a stop string.
     """
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = ()):
+        self._decode, self._strings = decode, stop
         self._detokeniser, self._stops = Detokeniser(decode), StopStrings(stop)
+        self.num_tokens = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -97,7 +105,25 @@ class TextAssembler:
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The new text, as far as it is final; all of it with the `last` tokens."""
-        return self._stops.push(self._detokeniser.push(token_ids, last), last)
+        was_stopped = self.is_stopped
+        text = self._stops.push(self._detokeniser.push(token_ids, last), last)
+        if not self.is_stopped:
+            self.num_tokens += len(token_ids)
+        elif not was_stopped:
+            self.num_tokens += self._count_to_stop(token_ids)
+        return text
+
+    def _count_to_stop(self, token_ids: Sequence[int]) -> int:
+        """How many of these it took: the same whatever steps they came in."""
+        if len(token_ids) <= 1:
+            return len(token_ids)
+        again = TextAssembler(self._decode, self._strings)
+        again.push(self._detokeniser.token_ids[: -len(token_ids)])
+        for count, token_id in enumerate(token_ids, start=1):
+            again.push([token_id])
+            if again.is_stopped:
+                return count
+        return len(token_ids)  # Half a character at the very end completed it.
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:

@@ -1,0 +1,400 @@
+"""What serving costs: the same work by bare replay, Engine, AsyncEngine and `mtpc serve`.
+
+    python -m benchmarks.overhead --out RESULTS.json
+
+Bare replay repeats what an engine once did: its writes and its replays, in order, with nothing
+read, decided or handed out. The others get the same requests anew. All take turns in one process,
+over one program; the server listens on loopback, its clients are in another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor
+
+import mtpc
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
+from benchmarks.machine import CpuWatch
+from benchmarks.models import SHAPES, write_checkpoint
+from benchmarks.sampling import ATTEMPTS, Tell
+from mtpc.capture.program import CapturedStep, Program
+from mtpc.engine.async_engine import AsyncEngine
+from mtpc.engine.engine import Engine
+from mtpc.layout import StepKey
+from mtpc.server.options import ServerOptions
+from mtpc.server.run import Running, run_server
+
+GOALS = {"replay": 1.0, "Engine": 0.97, "AsyncEngine": 0.95, "mtpc serve": 0.90}
+"""Least share of bare replay's tokens per second."""
+NAME = "model"
+COLUMNS = ("batch", "path", "tokens/s", "of replay", "goal", "steps", "ms/step", "samples")
+NOTES = (
+    "tokens/s: all new tokens, over the time from the first request to the last token, prefill "
+    "included; medians.",
+    "of replay: tokens/s over those of bare replay in the same round; median over rounds.",
+    "steps: replays, of prefill chunks and decode steps; ms/step: time over them.",
+    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests of one batch: all at once, as long as each other."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all."""
+        return len(self.prompts) * self.new_tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run: seconds, replays in it, CPU seconds of clients, and others' share of the CPU."""
+
+    seconds: float
+    steps: int
+    foreign_share: float
+
+
+class TapedProgram:
+    """A program that notes what an engine does to it.
+
+    Args:
+        program: does the work; read as this, but for writes and runs.
+    """
+
+    def __init__(self, program: Program):
+        self._program = program
+        # An engine leaves out what is there already; at the next replay it may not be.
+        self.tape: list[StepKey | tuple[Tensor, Tensor | int]] = [
+            (indices, indices.clone())
+            for step in program.steps.values()
+            for indices in (step.buffers["batch.state_indices"],)
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def write(self, tensor: Tensor, value: Tensor | int) -> None:
+        """Note, and do it."""
+        self.tape.append((tensor, value.clone() if isinstance(value, Tensor) else value))
+        self._program.write(tensor, value)
+
+    def set_batch(self, key: StepKey, slots: list[int]) -> None:
+        """As a program does it, its writes noted."""
+        Program.set_batch(self, key, slots)  # type: ignore[arg-type]
+
+    def run(self, key: StepKey) -> Any:
+        """Note, and do it."""
+        self.tape.append(key)
+        return self._program.run(key)
+
+
+class Paths:
+    """The ways through which a model can be asked to do work.
+
+    Args:
+        model: compiled, without prefix reuse: repeats shall be the same work.
+        running: a server on it.
+        client: benchmarks/stream_client.py, running.
+    """
+
+    def __init__(self, model: mtpc.SpecModel, running: Running, client: subprocess.Popen[str]):
+        self._model, self._running, self._client = model, running, client
+        self._tapes: dict[int, tuple[list[Any], Tensor]] = {}
+
+    def run(self, path: str, work: Work) -> tuple[float, float]:
+        """Seconds, and CPU seconds of other processes that are ours."""
+        if path == "replay":
+            return self._replay(work), 0.0
+        if path == "Engine":
+            return self._engine(work), 0.0
+        if path == "AsyncEngine":
+            return asyncio.run(self._async_engine(work)), 0.0
+        return self._serve(work)
+
+    def _new_engine(self, program: Any = None) -> Engine:
+        model = self._model
+        return Engine(program or model.program, model.options, model.served.vocab_size)
+
+    def _engine(self, work: Work, program: Any = None) -> float:
+        engine, tokens = self._new_engine(program), 0
+        start = time.perf_counter()
+        for prompt in work.prompts:
+            engine.add(prompt, work.new_tokens)
+        while engine.has_work:
+            tokens += sum(len(output.token_ids) for output in engine.step())
+        seconds = time.perf_counter() - start
+        _check(tokens, work)
+        return seconds
+
+    async def _async_engine(self, work: Work) -> float:
+        async def consume(engine: AsyncEngine, prompt: list[int]) -> int:
+            outputs = engine.generate(prompt, work.new_tokens, stop_ids=())
+            return sum([len(output.token_ids) async for output in outputs])
+
+        async with AsyncEngine(self._new_engine(), self._model.served) as engine:
+            start = time.perf_counter()
+            counts = await asyncio.gather(*(consume(engine, prompt) for prompt in work.prompts))
+            seconds = time.perf_counter() - start
+        _check(sum(counts), work)
+        return seconds
+
+    def _serve(self, work: Work) -> tuple[float, float]:
+        assert self._client.stdin is not None
+        assert self._client.stdout is not None
+        fields = {
+            "model": NAME, "max_tokens": work.new_tokens, "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        bodies = [{**fields, "prompt": prompt} for prompt in work.prompts]
+        print(json.dumps({"port": self._running.port, "bodies": bodies}), file=self._client.stdin)
+        self._client.stdin.flush()
+        answer = json.loads(self._client.stdout.readline())
+        _check(answer["tokens"], work)
+        return answer["seconds"], answer["cpu_s"]
+
+    def _replay(self, work: Work) -> float:
+        if id(work) not in self._tapes:
+            taped = TapedProgram(self._model.program)
+            self._engine(work, taped)
+            self._tapes[id(work)] = taped.tape, self._last_step(taped.tape).clone()
+        tape, expected = self._tapes[id(work)]
+        steps: dict[StepKey, CapturedStep] = dict(self._model.program.steps)
+        write = self._model.program.write
+        start = time.perf_counter()
+        for entry in tape:
+            if isinstance(entry, StepKey):
+                steps[entry].replay()
+            else:
+                write(*entry)
+        seconds = time.perf_counter() - start
+        self._model.program.replays.update(key for key in tape if isinstance(key, StepKey))
+        if not torch.equal(self._last_step(tape), expected):
+            raise RuntimeError("bare replay computed something else than the engine")
+        return seconds
+
+    def _last_step(self, tape: list[Any]) -> Tensor:
+        """The tokens of the last step of a tape."""
+        key = next(entry for entry in reversed(tape) if isinstance(entry, StepKey))
+        return self._model.program.steps[key].buffers["batch.out_token_ids"]
+
+
+def _check(tokens: int, work: Work) -> None:
+    if tokens != work.tokens:
+        raise RuntimeError(f"{tokens} tokens came, {work.tokens} were asked for")
+
+
+@dataclass
+class Case:
+    """One row to be: a batch by one path."""
+
+    path: str
+    work: Work
+    samples: list[Sample] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"batch {len(self.work.prompts)}, {self.path}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A path's figures."""
+
+    batch: int
+    path: str
+    tokens_per_s: float
+    of_replay: float
+    goal: float
+    steps: int
+    ms_per_step: float
+    samples: int
+    discarded: int
+    disturbed: bool
+    taken: tuple[Sample, ...]
+
+
+def sample_in_turns(
+    cases: Sequence[Case], paths: Paths, program: Program, args: argparse.Namespace, tell: Tell
+) -> None:
+    """Fill the cases' samples, one of each case a round; every case has one of every round."""
+    for case in cases:
+        tell(f"warm up: {case}")
+        paths.run(case.path, case.work)
+    for turn in range(1, args.repeats * ATTEMPTS + 1):
+        if turn > args.repeats and len(_kept(cases, args.max_foreign)) >= args.repeats:
+            return
+        for case in cases:
+            watch, before = CpuWatch(), sum(program.replays.values())
+            seconds, child_cpu_s = paths.run(case.path, case.work)
+            steps = sum(program.replays.values()) - before
+            case.samples.append(Sample(seconds, steps, watch.foreign_share(child_cpu_s)))
+            tell(f"round {turn}: {case}: {case.work.tokens / seconds:.1f} tokens/s, {steps} steps")
+
+
+def _kept(cases: Sequence[Case], max_foreign: float) -> list[int]:
+    """Rounds in which no case was disturbed."""
+    count = min(len(case.samples) for case in cases)
+    return [
+        turn
+        for turn in range(count)
+        if all(case.samples[turn].foreign_share <= max_foreign for case in cases)
+    ]
+
+
+def summarise(cases: Sequence[Case], max_foreign: float) -> Iterator[Row]:
+    """Rows of all cases, over the rounds in which none of its batch was disturbed."""
+    for case in cases:
+        rivals = [c for c in cases if c.work is case.work]
+        replay = next(c for c in rivals if c.path == "replay")
+        clean = _kept(rivals, max_foreign)
+        turns = clean or range(len(case.samples))
+        samples = [case.samples[turn] for turn in turns]
+        yield Row(
+            batch=len(case.work.prompts),
+            path=case.path,
+            tokens_per_s=median(case.work.tokens / sample.seconds for sample in samples),
+            of_replay=median(replay.samples[t].seconds / case.samples[t].seconds for t in turns),
+            goal=GOALS[case.path],
+            steps=round(median(sample.steps for sample in samples)),
+            ms_per_step=median(1e3 * sample.seconds / sample.steps for sample in samples),
+            samples=len(samples),
+            discarded=len(case.samples) - len(samples),
+            disturbed=not clean,
+            taken=tuple(case.samples),
+        )
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's body."""
+    return [
+        [
+            str(row.batch),
+            row.path,
+            f"{row.tokens_per_s:.1f}",
+            f"{row.of_replay:.1%}",
+            f"{row.goal:.0%}",
+            str(row.steps),
+            f"{row.ms_per_step:.2f}",
+            f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
+        ]
+        for row in rows
+    ]
+
+
+def give_tokenizer(directory: Path, vocab_size: int) -> None:
+    """One word per id: a server needs text."""
+    words = {f"w{token_id}": token_id for token_id in range(vocab_size)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizers.Tokenizer(model).save(str(directory / "tokenizer.json"))
+
+
+@contextmanager
+def served(model: mtpc.SpecModel) -> Iterator[Running]:
+    """`mtpc serve` in a thread."""
+    ready: queue.Queue[Running] = queue.Queue()
+    options = ServerOptions(port=0, model_name=NAME)
+    target: Callable[[], None] = lambda: run_server(model, options, ready.put)  # noqa: E731
+    thread = threading.Thread(target=target, name="server", daemon=True)
+    thread.start()
+    running = ready.get(timeout=60)
+    try:
+        yield running
+    finally:
+        running.stop()
+        thread.join()
+
+
+@contextmanager
+def clients() -> Iterator[subprocess.Popen[str]]:
+    """The clients' process."""
+    command = [sys.executable, "-m", "benchmarks.stream_client"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parent.parent, **pipes) as process:
+        yield process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tell = teller()
+    shape = SHAPES[args.shape]
+    with working_directory(args.workdir) as workdir:
+        directory = workdir / "checkpoint"
+        tell(f"write {directory}")
+        write_checkpoint(directory, "mimo", shape, args.weights == "accepting", args.seed)
+        give_tokenizer(directory, shape.vocab_size)
+        tell("compile")
+        model = mtpc.compile(
+            directory,
+            spec_tokens=args.spec_tokens,
+            batch_buckets=args.batches,
+            max_len=args.prompt_tokens + args.new_tokens,
+            backend=args.backend,
+            sampling=True,
+            prefix_caching=False,
+        )
+        generator = torch.Generator().manual_seed(args.seed)
+        size = (max(args.batches), args.prompt_tokens)
+        prompts = torch.randint(0, shape.vocab_size, size, generator=generator).tolist()
+        works = [Work(prompts[:batch], args.new_tokens) for batch in args.batches]
+        cases = [Case(path, work) for work in works for path in GOALS]
+        with served(model) as running, clients() as client:
+            paths = Paths(model, running, client)
+            sample_in_turns(cases, paths, model.program, args, tell)
+    rows = list(summarise(cases, args.max_foreign))
+    write_results(args, COLUMNS, cells(rows), NOTES, {"rows": [asdict(row) for row in rows]})
+    print_results("Overhead", COLUMNS, cells(rows), NOTES)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
+    add("--spec-tokens", type=positive, default=3, metavar="K")
+    add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
+    add("--prompt-tokens", type=positive, default=32, metavar="N")
+    add("--new-tokens", type=positive, default=128, metavar="N")
+    add("--backend", default="auto")
+    add("--repeats", type=positive, default=5, metavar="N", help="undisturbed rounds")
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--seed", type=int, default=0)
+    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add_result_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""`mtpc serve`: compile or load a checkpoint, and answer OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mtpc
+from mtpc.cli.arguments import compile_options
+from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.progress import show_progress
+from mtpc.cli.run import set_threads, stage_listener
+from mtpc.cli.serve_arguments import server_fields
+from mtpc.config import api_key
+from mtpc.errors import OptionError, RequestError
+from mtpc.server.options import ServerOptions, require_packages
+
+if TYPE_CHECKING:
+    from mtpc.server.run import Running
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code once the server was stopped."""
+    checkpoint = args.checkpoint or demo_checkpoint()
+    options = compile_options(args)
+    mtpc.CompileOptions.parse(options)
+    server = ServerOptions(**{**server_fields(args), "api_key": _key(args)})
+    require_packages()
+    if checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
+        raise RequestError(f"{checkpoint} has no tokenizer.json; a server needs one")
+    with show_progress(sys.stderr) as tell:
+        tell("import torch")
+        compile_model = mtpc.compile
+        from mtpc.server.run import run_server
+
+        set_threads(args.threads, checkpoint)
+        tell(f"load {checkpoint}")
+        model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+    for reason in model.stats.fallbacks:
+        _say(f"note: {reason}")
+    run_server(model, server, lambda running: _announce(running, server))
+    _say("stopped")
+    return 0
+
+
+def _key(args: argparse.Namespace) -> str | None:
+    """The key, from where it was given."""
+    if args.api_key is not None:
+        return args.api_key
+    if args.api_key_file is None:
+        return api_key()
+    path: Path = args.api_key_file
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read the API key from {path}: {error}") from None
+    return lines[0].strip() if lines else ""
+
+
+def _announce(running: Running, options: ServerOptions) -> None:
+    if options.api_key is None and not _is_loopback(running.host):
+        _say(f"warning: whoever reaches {running.host} may use this server; set --api-key-file")
+    name = running.service.model_name
+    print(f"mtpc serves {name!r} on {running.url}/v1", flush=True)
+
+
+def _is_loopback(host: str) -> bool:
+    """Of the address that a socket is bound to."""
+    return ip_address(host.partition("%")[0]).is_loopback
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

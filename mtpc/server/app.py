@@ -1,0 +1,227 @@
+"""The application: paths, who may use them, and how answers are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+
+from mtpc.errors import MtpcError
+from mtpc.server.answers import Answer
+from mtpc.server.bodies import read_json
+from mtpc.server.connections import Connections
+from mtpc.server.errors import ApiError, api_error
+from mtpc.server.fields import check_fields
+from mtpc.server.generation import make_job
+from mtpc.server.replies import Reply
+from mtpc.server.service import Service
+
+OPEN_PATHS = ("/health",)
+"""What needs no key."""
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+LONG_TEXT = 4096
+"""Characters from which on a prompt is tokenised beside the event loop."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+log = logging.getLogger("mtpc.server")
+
+
+class Endpoints:
+    """The paths' functions over one service."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken."""
+        self._service.check_ready()
+        return Response(status_code=200)
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' text format."""
+        engine = self._service.engine
+        text = await engine.call(lambda: engine.engine.stats.prometheus())
+        return Response(text + self._service.metrics(), media_type=METRICS_TYPE)
+
+    async def models(self, request: Request) -> Response:
+        """All models: one."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """Text behind prompts."""
+        return await self._generate(request, is_chat=False)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """What the assistant says next."""
+        return await self._generate(request, is_chat=True)
+
+    async def _generate(self, request: Request, is_chat: bool) -> ASGIApp:
+        service, start_s = self._service, time.perf_counter()
+        service.check_ready()
+        options = service.options
+        body = await read_json(request, options.max_body_bytes, options.body_seconds)
+        fields = check_fields("chat" if is_chat else "completions", body)
+        self._check_model(fields["model"])
+        count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
+        with service.admitted(count):  # Tokenising is work, too.
+            prompts = await self._prompts(fields, is_chat)
+        job = make_job(fields, prompts, service.engine, is_chat, options.max_tokens)
+        answer = Answer(
+            is_chat,
+            fields["model"],
+            service.engine.served.decode,
+            job.choices[0].sampling.logprobs is not None,
+            bool(fields.get("stream_options")),
+        )
+        return Reply(service, job, answer, bool(fields.get("stream")), start_s)
+
+    async def _prompts(self, fields: dict[str, Any], is_chat: bool) -> list[list[int]]:
+        """Token ids of each prompt."""
+        encode = self._service.engine.served.encode
+        given = [self._conversation(fields)] if is_chat else fields["prompt"]
+        length = sum(len(prompt) for prompt in given if isinstance(prompt, str))
+
+        def encode_all() -> list[list[int]]:
+            # A template writes the special tokens that its model wants.
+            return [encode(p, not is_chat) if isinstance(p, str) else p for p in given]
+
+        return await asyncio.to_thread(encode_all) if length > LONG_TEXT else encode_all()
+
+    def _conversation(self, fields: dict[str, Any]) -> str:
+        template = self._service.template
+        if template is None:
+            raise ApiError(
+                400,
+                f"{self._service.model_name} has no chat template: use /v1/completions, or start "
+                "the server with --chat-template FILE",
+                code="no_chat_template",
+            )
+        return template.render(fields["messages"], fields.get("chat_template_kwargs", {}))
+
+    def _check_model(self, name: str) -> None:
+        known = self._service.model_name
+        if name != known:
+            shown = name if len(name) <= 100 else f"{name[:97]}..."
+            message = f"the model {shown!r} is not here; this server has {known!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "mtpc",
+            "max_model_len": service.engine.engine.options.sequence_limit,
+        }
+
+
+def make_app(
+    service: Service, connections: Connections, lifespan: Lifespan[Starlette] | None = None
+) -> ASGIApp:
+    """The whole application.
+
+    Args:
+        service: what it serves.
+        connections: whose requests they are.
+        lifespan: entered before the first request.
+    """
+    endpoints = Endpoints(service)
+    routes = [
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/health", endpoints.health, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
+    ]
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        HTTPException: _http_error,
+        ClientDisconnect: _client_left,
+        MtpcError: _any_error,
+        Exception: _any_error,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    return Gate(app, service, connections)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """Starlette's own: no such path, no such method."""
+    known = ", ".join(PATHS)
+    messages = {
+        404: f"there is no {request.url.path[:100]}; there are {known}",
+        405: f"{request.url.path} does not take {request.method[:20]}",
+    }
+    answer = ApiError(error.status_code, messages.get(error.status_code, error.detail))
+    headers = {**answer.headers, **(error.headers or {})}
+    return Response(answer.body(), answer.status, headers)
+
+
+async def _client_left(request: Request, error: ClientDisconnect) -> Response:
+    """Nobody reads this."""
+    return Response(status_code=499)
+
+
+async def _any_error(request: Request, error: Exception) -> Response:
+    answer = api_error(error)
+    if answer.status == 500:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return Response(answer.body(), answer.status, answer.headers)
+
+
+class Gate:
+    """Before everything else: the key, the connection's limits, and the count of answers."""
+
+    def __init__(self, app: ASGIApp, service: Service, connections: Connections):
+        self._app, self._service, self._connections = app, service, connections
+        key = service.options.api_key
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        connection = self._connections.begin(scope)
+        path = scope["path"]
+        label = path if path in PATHS else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._service.counters.responses[label, message["status"]] += 1
+            await send(message)
+
+        try:
+            if self._may_pass(path, scope["headers"]):
+                await self._app(scope, receive, counted)
+            else:
+                message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+                error = ApiError(401, message, code="invalid_api_key")
+                await Response(error.body(), 401, error.headers)(scope, receive, counted)
+        finally:
+            if connection is not None:
+                connection.end()
+
+    def _may_pass(self, path: str, headers: list[tuple[bytes, bytes]]) -> bool:
+        if self._key is None or path in OPEN_PATHS:
+            return True
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        # The comparison takes the same time wherever the keys begin to differ.
+        is_key = hmac.compare_digest(key.strip(), self._key)
+        return is_key and scheme.lower() == b"bearer"

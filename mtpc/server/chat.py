@@ -1,0 +1,142 @@
+"""Messages to a prompt: the checkpoint's own Jinja template, run in a sandbox.
+
+Variables, filters and options are those of transformers' `apply_chat_template`, which templates are
+written for (huggingface.co/docs/transformers, "Chat templates"); the template is read from the
+checkpoint's files, so that transformers need not be imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.exceptions import TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mtpc.errors import CheckpointError, RequestError
+
+_TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+"""transformers' tag around what the assistant said, of use in training only."""
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    Args:
+        source: the template.
+        special_tokens: their texts, by the names templates have for them.
+
+    Raises:
+        CheckpointError: the template is no Jinja template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
+        try:
+            self._template = environment.from_string(_without_marks(source))
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template is broken in line {error.lineno}: {error}"
+            ) from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
+        """The prompt of a conversation, up to where the assistant begins to speak.
+
+        Args:
+            messages: with role and content each.
+            kwargs: further variables of the template, as enable_thinking.
+
+        Raises:
+            RequestError: the template refuses these messages, or does what the sandbox forbids.
+        """
+        variables = {
+            **self._special_tokens,
+            **kwargs,
+            "messages": messages,
+            "add_generation_prompt": True,
+        }
+        try:
+            return self._template.render(variables)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+
+
+def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | None:
+    """A checkpoint's template: `file` if given, chat_template.jinja, or tokenizer_config.json's.
+
+    Returns:
+        None where the checkpoint has none.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the template is broken.
+    """
+    config = _read_json(directory / "tokenizer_config.json")
+    path = file or directory / "chat_template.jinja"
+    if file is not None or path.is_file():
+        try:
+            source: str | None = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read the chat template {path}: {error}") from None
+    else:
+        source = _default(config.get("chat_template"))
+    if source is None:
+        return None
+    tokens = {name: _text(config.get(name)) for name in _SPECIAL_TOKENS}
+    return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
+
+
+def _default(entry: Any) -> str | None:
+    """Some checkpoints have several templates by name; one of them is for conversation."""
+    if isinstance(entry, list):
+        return next((e["template"] for e in entry if e.get("name") == "default"), None)
+    return entry
+
+
+def _text(token: Any) -> str | None:
+    """A special token is written as its text, or as an object with more facts."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+
+
+def _without_marks(source: str) -> str:
+    def replace(match: re.Match[str]) -> str:
+        return f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
+
+    return _TRAINING_MARKS.sub(replace, source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML; prompts are none."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -1,0 +1,162 @@
+"""What a connection may take: time for a request's head, time to read an answer, and memory.
+
+uvicorn's protocols have no such limits. A `GuardedProtocol` stands between the transport and one
+of them and hands everything on; that a request has begun and ended it hears from the application,
+by the client's address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, MutableMapping
+from typing import Any, cast
+
+from mtpc.server.options import ServerOptions
+
+MAX_HEAD_BYTES = 2**16
+"""Of a request line and headers."""
+Peer = tuple[str, int]
+
+
+class Connections:
+    """All open connections.
+
+    Args:
+        options: limits.
+        make: uvicorn's protocol, made with the arguments uvicorn gives.
+    """
+
+    def __init__(self, options: ServerOptions, make: Callable[..., asyncio.Protocol]):
+        self.options, self._make = options, make
+        self.by_peer: dict[Peer, GuardedProtocol] = {}
+        self.timed_out = 0
+        self.refused = 0
+
+    def protocol(self, **arguments: Any) -> asyncio.Protocol:
+        """One for a new connection; uvicorn calls this as if it were its protocol's class."""
+        return cast(asyncio.Protocol, GuardedProtocol(self, self._make(**arguments)))
+
+    def begin(self, scope: MutableMapping[str, Any]) -> GuardedProtocol | None:
+        """A request's head has arrived; None where its connection is gone already."""
+        client = scope.get("client")
+        connection = self.by_peer.get(tuple(client)) if client else None
+        if connection is not None:
+            connection.begin()
+        return connection
+
+
+class GuardedProtocol:
+    """One connection; an `asyncio.Protocol` in all but inheritance."""
+
+    def __init__(self, connections: Connections, inner: asyncio.Protocol):
+        self._all, self._inner = connections, inner
+        self._options = connections.options
+        self._transport: Any = None
+        self._peer: Peer | None = None
+        self._is_refused = self._is_paused = False
+        # A client may send the next request before the application has left the one before.
+        self._num_requests = self._head_bytes = 0
+        self._head_timer = _Timer(self._options.header_seconds, self._give_up)
+        self._write_timer = _Timer(self._options.write_seconds, self._give_up_unread)
+
+    def connection_made(self, transport: Any) -> None:
+        """Take it, or close it where there are too many."""
+        self._transport = transport
+        if len(self._all.by_peer) >= self._options.max_connections:
+            self._is_refused = True
+            self._all.refused += 1
+            transport.abort()
+            return
+        self._peer = transport.get_extra_info("peername")[:2]
+        self._all.by_peer[self._peer] = self
+        self._head_timer.start()
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Forget it."""
+        if self._is_refused:
+            return
+        assert self._peer is not None
+        if self._all.by_peer.get(self._peer) is self:  # Else its port has a new connection.
+            del self._all.by_peer[self._peer]
+        self._head_timer.stop()
+        self._write_timer.stop()
+        self._inner.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on; before a request's head is complete time and bytes are limited."""
+        if self._is_refused or self._transport.is_closing():
+            return
+        if not self._num_requests:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._transport.abort()
+                return
+            self._head_bytes += len(data)
+            if not self._head_timer.is_running:
+                self._head_timer.start()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """Hand on."""
+        return None if self._is_refused else self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        """The client does not read, and the buffer is full."""
+        self._is_paused = True
+        self._write_timer.start()
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """It reads on."""
+        self._is_paused = False
+        self._write_timer.stop()
+        self._inner.resume_writing()
+
+    def begin(self) -> None:
+        """A request's head is complete, and the application has it."""
+        self._num_requests, self._head_bytes = self._num_requests + 1, 0
+        self._head_timer.stop()
+        if not self._is_paused:
+            self._write_timer.stop()
+
+    def end(self) -> None:
+        """The application is done. What is not yet sent keeps the connection for a while only."""
+        self._num_requests -= 1
+        is_unsent = not self._num_requests and self._transport.get_write_buffer_size()
+        if is_unsent and not self._write_timer.is_running:
+            self._write_timer.start()
+
+    def _give_up(self) -> None:
+        self._all.timed_out += 1
+        self._transport.abort()
+
+    def _give_up_unread(self) -> None:
+        if self._transport.get_write_buffer_size():
+            self._give_up()
+
+
+class _Timer:
+    """Calls back once, if it is not stopped before."""
+
+    def __init__(self, seconds: float, callback: Callable[[], None]):
+        self._seconds, self._callback = seconds, callback
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._handle is not None
+
+    def start(self) -> None:
+        """From now on, anew if it runs."""
+        self.stop()
+        self._handle = asyncio.get_running_loop().call_later(self._seconds, self._fire)
+
+    def stop(self) -> None:
+        """Do not call back."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._callback()

@@ -1,0 +1,77 @@
+"""What the server counts beside the engine, in Prometheus' text format, with vLLM's names."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from mtpc.engine.metrics import PREFIX
+
+# vLLM's (vllm/v1/metrics/loggers.py), shortened at the far ends.
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
+                  10, 20, 40, 80, 160)  # fmt: skip
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+class Histogram:
+    """Counts of values by upper bounds, as Prometheus has it.
+
+    Args:
+        name: without prefix.
+        description: for people.
+        bounds: ascending; a last one, infinite, is implied.
+    """
+
+    def __init__(self, name: str, description: str, bounds: tuple[float, ...]):
+        self._name, self._description, self._bounds = name, description, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self) -> Iterator[str]:
+        """Its exposition."""
+        name, total = f"{PREFIX}{self._name}", 0
+        yield f"# HELP {name} {self._description}"
+        yield f"# TYPE {name} histogram"
+        for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum}"
+        yield f"{name}_count {total}"
+
+
+class ServerCounters:
+    """Counts since the server's start."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.disconnects = 0
+        self.first_token_s = Histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first text.",
+            _FIRST_TOKEN_S,
+        )
+        self.request_s = Histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_S
+        )
+
+    def prometheus(self, gauges: Mapping[str, tuple[str, float]]) -> str:
+        """All of it, after gauges of this moment: descriptions and values by name."""
+        lines: list[str] = []
+        for name, (description, value) in gauges.items():
+            lines += [f"# HELP {PREFIX}{name} {description}", f"# TYPE {PREFIX}{name} gauge"]
+            lines.append(f"{PREFIX}{name} {value}")
+        lines.append(f"# HELP {PREFIX}http_responses_total Answers, by path and status code.")
+        lines.append(f"# TYPE {PREFIX}http_responses_total counter")
+        for (path, status), count in sorted(self.responses.items()):
+            labels = f'path="{path}",status="{status}"'
+            lines.append(f"{PREFIX}http_responses_total{{{labels}}} {count}")
+        lines.append(f"# HELP {PREFIX}http_disconnects_total Clients that left before the end.")
+        lines.append(f"# TYPE {PREFIX}http_disconnects_total counter")
+        lines.append(f"{PREFIX}http_disconnects_total {self.disconnects}")
+        lines += [*self.first_token_s.lines(), *self.request_s.lines()]
+        return "\n".join(lines) + "\n"

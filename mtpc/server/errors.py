@@ -1,0 +1,82 @@
+"""Errors as clients get them: OpenAI's JSON, and the status code that goes with it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from mtpc.errors import CapacityError, MtpcError, NumericsError, RequestError, ServingError
+
+RETRY_AFTER_S = 1
+"""What clients are told to wait, where coming again may help."""
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TOO_LONG = "context_length_exceeded"
+
+
+class ApiError(MtpcError):
+    """What a request is answered with instead of a result.
+
+    Args:
+        status: HTTP status code.
+        message: what was found, what was expected, what to do.
+        param: the field of the request that it is about.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        fallback = "server_error" if self.status >= 500 else "invalid_request_error"
+        return _TYPES.get(self.status, fallback)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers that belong to the status."""
+        headers = {"content-type": "application/json"}
+        if self.status in (429, 503):
+            headers["retry-after"] = str(RETRY_AFTER_S)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in (408, 413):  # What is left of the body would be read as a request.
+            headers["connection"] = "close"
+        return headers
+
+    def body(self) -> bytes:
+        """OpenAI's error object."""
+        error = {
+            "message": str(self),
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What a client is told of any error. Those that are not on purpose tell it nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error), code=_TOO_LONG)
+    if isinstance(error, RequestError):
+        return _refused(str(error))
+    if isinstance(error, NumericsError):
+        return ApiError(500, str(error), code="numerics_error")
+    if isinstance(error, ServingError):
+        return ApiError(503, str(error), code="engine_ended")
+    return ApiError(500, "the server failed; its log says more", code="internal_error")
+
+
+def _refused(message: str) -> ApiError:
+    """A request that the engine refuses, in words of the API."""
+    if message.startswith("prompt of "):
+        return ApiError(400, message.replace("max_new_tokens", "max_tokens"), code=_TOO_LONG)
+    names = re.match(r"(max_new_tokens|[a-z]+_[a-z_]+|temperature|seed|stop|logprobs)\b", message)
+    param = names[1].replace("max_new_tokens", "max_tokens") if names else None
+    return ApiError(400, message.replace("max_new_tokens", "max_tokens"), param)

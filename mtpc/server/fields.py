@@ -1,0 +1,249 @@
+"""Request fields: which there are, what they may hold, and what becomes of them.
+
+`USED` are OpenAI's and, marked, vLLM's; `NO_OPS` change no answer by OpenAI's own definition, so
+they are accepted; `ONE_VALUE` are accepted with the value that asks for nothing. Any other field is
+refused by name. null is the same as a field left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mtpc.sampling_params import MAX_SEED
+from mtpc.server.errors import ApiError
+
+MAX_CHOICES = 128
+"""`n`, as OpenAI limits it."""
+MAX_STOPS = 16
+"""Stop strings; OpenAI has 4, vLLM any number."""
+
+Check = Callable[[str, Any], Any]
+"""Takes a field's name and value (never None), gives the value to use."""
+
+
+def _refuse(name: str, value: Any, wanted: str) -> ApiError:
+    try:
+        shown = json.dumps(value)
+    except RecursionError:
+        shown = "nested too deeply"
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return ApiError(400, f"{name} is {shown}; expected {wanted}", name, "invalid_value")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(low: int, high: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if not _is_int(value) or not low <= value <= high:
+            raise _refuse(name, value, f"an integer in {low}..{high}")
+        return value
+
+    return check
+
+
+def _number(name: str, value: Any) -> float:
+    """Its range is `SamplingParams`' business."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _refuse(name, value, "a number")
+    return value
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "true or false")
+    return value
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _refuse(name, value, "a string")
+    return value
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _refuse(name, value, "an object")
+    return value
+
+
+def _top_k(name: str, value: Any) -> int:
+    """vLLM's -1 is our 0: all tokens."""
+    return max(_integer(-1, 2**31 - 1)(name, value), 0)
+
+
+def _seed(name: str, value: Any) -> int:
+    """OpenAI has 64 bits with a sign; 63 of them are used."""
+    return _integer(-(2**63), 2**63 - 1)(name, value) & MAX_SEED
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+        raise _refuse(name, value, "a string or several, none of them empty")
+    if len(strings) > MAX_STOPS:
+        raise _refuse(name, value, f"at most {MAX_STOPS} strings")
+    return tuple(strings)
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    """JSON's keys are strings; ids in it are those of the model's tokenizer."""
+    bias = {}
+    for key, number in _object(name, value).items():
+        if not key.isdecimal() or len(key) > 9:
+            raise _refuse(name, value, f"token ids as keys, found {key[:20]!r}")
+        bias[int(key)] = _number(name, number)
+    return bias
+
+
+def _stream_options(name: str, value: Any) -> bool:
+    """Whether usage is to be included."""
+    for key, flag in _object(name, value).items():
+        if key not in ("include_usage", "include_obfuscation"):
+            raise _refuse(f"{name}.{key}", flag, "include_usage alone")
+        if flag is not None:
+            _boolean(f"{name}.{key}", flag)
+    if value.get("include_obfuscation"):
+        raise _refuse(f"{name}.include_obfuscation", True, "false: nothing is padded here")
+    return bool(value.get("include_usage"))
+
+
+def _prompts(name: str, value: Any) -> list[str | list[int]]:
+    """Text, texts, token ids, or several rows of them."""
+    rows = [value] if isinstance(value, str) or _is_row(value) else value
+    if not isinstance(rows, list) or not rows:
+        raise _refuse(name, value, "text, token ids, or a list of one of them, not empty")
+    for row in rows:
+        if not isinstance(row, str) and not _is_row(row):
+            raise _refuse(name, row, "text or a list of token ids in each place")
+    return rows
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_int, value))
+
+
+def _messages(name: str, value: Any) -> list[dict[str, Any]]:
+    """A conversation; parts of a content become one text, each on lines of its own, as in vLLM."""
+    if not isinstance(value, list) or not value:
+        raise _refuse(name, value, "a list of messages, not empty")
+    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
+
+
+def _message(name: str, value: Any) -> dict[str, Any]:
+    message = {key: v for key, v in _object(name, value).items() if v is not None}
+    for key in message.keys() - {"role", "content", "name"}:
+        raise _refuse(f"{name}.{key}", message[key], "only role, content and name (text alone)")
+    for key in ("role", "name"):
+        if key in message or key == "role":
+            _string(f"{name}.{key}", message.get(key))
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    return {**message, "content": _string(f"{name}.content", content)}
+
+
+def _part(name: str, value: Any) -> str:
+    part = _object(name, value)
+    if part.get("type") != "text" or part.keys() != {"type", "text"}:
+        raise _refuse(name, value, 'a part {"type": "text", "text": ...}')
+    return _string(f"{name}.text", part["text"])
+
+
+_BOTH: Mapping[str, Check] = {
+    "model": _string,
+    "max_tokens": _integer(1, 2**31 - 1),
+    "n": _integer(1, MAX_CHOICES),
+    "stop": _stop,
+    "stream": _boolean,
+    "stream_options": _stream_options,
+    "temperature": _number,
+    "top_p": _number,
+    "seed": _seed,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "logit_bias": _logit_bias,
+    # vLLM's.
+    "top_k": _top_k,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "min_tokens": _integer(0, 2**31 - 1),
+    "ignore_eos": _boolean,
+}
+USED: Mapping[str, Mapping[str, Check]] = {
+    "completions": {**_BOTH, "prompt": _prompts, "logprobs": _integer(0, 64)},
+    "chat": {
+        **_BOTH,
+        "messages": _messages,
+        "max_completion_tokens": _integer(1, 2**31 - 1),
+        "logprobs": _boolean,
+        "top_logprobs": _integer(0, 64),
+        "chat_template_kwargs": _object,  # vLLM's.
+    },
+}
+NO_OPS: Mapping[str, Mapping[str, Check]] = {
+    "completions": {"user": _string},
+    "chat": {
+        "user": _string,
+        "safety_identifier": _string,
+        "prompt_cache_key": _string,
+        "metadata": _object,
+        "store": _boolean,
+        "parallel_tool_calls": _boolean,
+    },
+}
+ONE_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "completions": {"best_of": (1,), "echo": (False,), "suffix": ("",)},
+    "chat": {
+        "functions": ([],),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "tools": ([],),
+        "tool_choice": ("none",),
+    },
+}
+
+
+def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
+    """The fields of a request that are used, checked one by one; ranges of sampling are not.
+
+    Args:
+        endpoint: "completions" or "chat".
+        body: what came, as JSON has it.
+
+    Raises:
+        ApiError: 400, with the field's name.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a JSON {type(body).__name__}; expected an object")
+    used, idle, fixed = USED[endpoint], NO_OPS[endpoint], ONE_VALUE[endpoint]
+    checked = {}
+    for name, value in body.items():
+        if name not in used and name not in idle and name not in fixed:
+            raise _unknown(name, [*used, *idle, *fixed])
+        if value is None:
+            continue
+        if name in used:
+            checked[name] = used[name](name, value)
+        elif name in idle:
+            idle[name](name, value)
+        elif not any(value == v and type(value) is type(v) for v in fixed[name]):
+            allowed = " or ".join(json.dumps(v) for v in fixed[name])
+            raise _refuse(name, value, f"{allowed}, or nothing: more is not supported")
+    for name in ("model", "prompt" if endpoint == "completions" else "messages"):
+        if name not in checked:
+            raise ApiError(400, f"{name} is missing; every request needs it", name, "missing")
+    return checked
+
+
+def _unknown(name: str, known: list[str]) -> ApiError:
+    near = difflib.get_close_matches(name[:100], known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "docs/server.md lists those that are"
+    message = f"the field {name[:100]!r} is not supported; {hint}"
+    return ApiError(400, message, name[:100], "unknown_field")

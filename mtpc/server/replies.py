@@ -1,0 +1,133 @@
+"""Sending an answer while it is generated, and giving up when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+
+from starlette.types import Receive, Scope, Send
+
+from mtpc.server.answers import DONE, Answer, Chunks, Piece, Usage, error_event, usage_chunk
+from mtpc.server.errors import api_error
+from mtpc.server.generation import Job, run_choices
+from mtpc.server.service import Service
+
+_JSON = [(b"content-type", b"application/json")]
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold back what comes slowly.
+]
+log = logging.getLogger("mtpc.server")
+
+
+class Reply:
+    """The answer to one request; an ASGI application.
+
+    Args:
+        service: whose engine generates.
+        job: what is generated.
+        answer: its shape.
+        is_stream: as events, or as one body.
+        start_s: when the request came, by `time.perf_counter`.
+    """
+
+    def __init__(self, service: Service, job: Job, answer: Answer, is_stream: bool, start_s: float):
+        self._service, self._job, self._answer = service, job, answer
+        self._is_stream, self._start_s = is_stream, start_s
+        self._has_text = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send; ends early, and the requests with it, when the client leaves."""
+        with self._service.admitted(len(self._job.choices)):
+            work = self._send_events(send) if self._is_stream else self._send_whole(send)
+            if not await _unless_left(work, receive):
+                self._service.counters.disconnects += 1
+        self._service.counters.request_s.observe(time.perf_counter() - self._start_s)
+
+    async def _send_whole(self, send: Send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in self._job.choices]
+
+        async def keep(index: int, piece: Piece) -> None:
+            self._note_first()
+            pieces[index].append(piece)
+
+        count = await run_choices(self._service.engine, self._job, keep)
+        body = self._answer.whole(pieces, Usage(self._job.prompt_tokens, count))
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, length]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_events(self, send: Send) -> None:
+        """The status line goes out with the first event: until then an error has its own."""
+        chunks = [Chunks(self._answer, choice.index) for choice in self._job.choices]
+        events = _Events(send)
+
+        async def write(index: int, piece: Piece) -> None:
+            self._note_first()
+            if piece.text or piece.finish_reason or piece.logprobs:
+                await events.write(chunks[index].encode(piece))
+
+        try:
+            count = await run_choices(self._service.engine, self._job, write)
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            told = api_error(error)
+            if told.status == 500:
+                log.error("a stream failed", exc_info=error)
+            await events.end(error_event(told.body()))
+            return
+        usage = Usage(self._job.prompt_tokens, count)
+        last = usage_chunk(self._answer, usage) if self._answer.wants_usage else b""
+        await events.end(last + DONE)
+
+    def _note_first(self) -> None:
+        if not self._has_text:
+            self._has_text = True
+            first_s = time.perf_counter() - self._start_s
+            self._service.counters.first_token_s.observe(first_s)
+
+
+class _Events:
+    """A response of server-sent events, which several choices may write."""
+
+    def __init__(self, send: Send):
+        self._send, self._lock = send, asyncio.Lock()
+        self.has_begun = False
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Send events; waits where the client does not read."""
+        async with self._lock:
+            if not self.has_begun:
+                self.has_begun = True
+                start = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
+                await self._send(start)
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def end(self, data: bytes) -> None:
+        """Send the last events."""
+        await self.write(data, more=False)
+
+
+async def _unless_left(work: Awaitable[None], receive: Receive) -> bool:
+    """Do the work unless the client leaves before; returns whether it was done."""
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_left(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        is_done = worker.done()
+        if is_done:
+            await worker  # Its error is ours.
+        return is_done
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,169 @@
+"""A server's life: listen, serve, and on SIGTERM drain and end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from mtpc.api import SpecModel
+from mtpc.engine.async_engine import AsyncEngine
+from mtpc.errors import OptionError, RequestError
+from mtpc.server.app import make_app
+from mtpc.server.chat import load_chat_template
+from mtpc.server.connections import Connections
+from mtpc.server.options import ServerOptions
+from mtpc.server.service import Service
+
+SEND_BUFFER_BYTES = 2**17
+"""Of a connection, in the kernel; it would grow to megabytes for clients that do not read."""
+GRACE_SECONDS = 5
+"""uvicorn's patience with connections once the engine has ended."""
+BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that listens.
+
+    Attributes:
+        host: its address.
+        port: its TCP port, the one taken where 0 was asked for.
+        service: its state.
+        loop: where it runs.
+        stop: begins the end, as SIGTERM does; a second call ends what runs at once. To be called
+            from any thread.
+    """
+
+    host: str
+    port: int
+    service: Service
+    loop: asyncio.AbstractEventLoop
+    stop: Callable[[], object]
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+def run_server(model: SpecModel, options: ServerOptions, ready: Callable[[Running], None]) -> None:
+    """Serve a model until SIGTERM, SIGINT or `Running.stop`.
+
+    Args:
+        model: compiled; with `sampling`, unless all requests are greedy.
+        options: address and limits.
+        ready: called once it listens.
+
+    Raises:
+        OptionError: the address cannot be listened on.
+        RequestError: the checkpoint has no tokenizer.
+        CheckpointError: its chat template is broken.
+    """
+    served = model.served
+    if not served.has_tokenizer or served.directory is None:
+        raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
+    template = load_chat_template(served.directory, options.chat_template)
+    name = options.model_name or served.directory.resolve().name
+    listener = _listen(options)
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+
+        async def serve() -> None:
+            engine = AsyncEngine(model.engine, served, options.max_requests)
+            await _serve(Service(engine, name, options, template), listener, ready)
+
+        runner.run(serve())
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    """A bound socket. What it accepts inherits its buffer size."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    try:
+        listener.bind((options.host, options.port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        raise OptionError(
+            f"cannot listen on {options.host} port {options.port}: {error}; choose another with "
+            "--host and --port"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(
+    service: Service, listener: socket.socket, ready: Callable[[Running], None]
+) -> None:
+    loop, stopping, at_once = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (at_once if stopping.is_set() else stopping).set()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        # Here uvicorn has installed its own handlers, which would close the port at once.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop)
+        yield
+
+    connections = Connections(service.options, _parser(service.options.http))
+    app = make_app(service, connections, lifespan)
+    server = uvicorn.Server(_config(app, service.options, connections))
+    async with service.engine:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if not serving.done():
+            host, port = listener.getsockname()[:2]
+            ready(Running(host, port, service, loop, lambda: loop.call_soon_threadsafe(stop)))
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not serving.done():
+            await service.drain(at_once)
+            server.should_exit = True
+        await serving
+
+
+def _config(app: Any, options: ServerOptions, connections: Connections) -> uvicorn.Config:
+    protocol: Any = connections.protocol
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        # uvicorn wants whole seconds; 0 would close every connection after one request.
+        timeout_keep_alive=max(1, round(options.keep_alive_seconds)),
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+
+
+def _parser(name: str) -> Callable[..., asyncio.Protocol]:
+    """uvicorn's protocol for HTTP/1.1."""
+    if name == "h11":
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        return H11Protocol
+    if name == "httptools":
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+        return HttpToolsProtocol
+    return AutoHTTPProtocol

@@ -1,0 +1,38 @@
+"""The overhead benchmark: the same work by every path, and the figures. Never a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overhead
+from benchmarks.overhead import Case, Sample, Work, summarise
+
+
+def test_figures() -> None:
+    """By hand: ratios are of the same round; rounds with a disturbed sample go, for all paths."""
+    work = Work([[1], [2]], 5)
+    replay = Case("replay", work, [Sample(1.0, 4, 0.0), Sample(2.0, 4, 0.0), Sample(9.0, 4, 0.0)])
+    serve = Case("mtpc serve", work, [Sample(2.0, 5, 0.0), Sample(2.5, 5, 0.0), Sample(1, 5, 0.5)])
+    first, second = summarise([replay, serve], max_foreign=0.1)
+    assert (first.of_replay, first.samples, first.discarded) == (1.0, 2, 1)
+    assert second.of_replay == pytest.approx((1 / 2 + 2 / 2.5) / 2)
+    assert second.tokens_per_s == pytest.approx((10 / 2 + 10 / 2.5) / 2)
+    assert second.ms_per_step == pytest.approx((400 + 500) / 2)
+    assert not second.disturbed
+    assert all(row.disturbed for row in summarise([replay, serve], max_foreign=-1))
+
+
+def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every path does as many steps; bare replay checks its own result."""
+    out = tmp_path / "out.json"
+    arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "2", "--new-tokens", "8"]
+    few = ["--repeats", "1", "--max-foreign", "1", "--spec-tokens", "1", "--prompt-tokens", "4"]
+    assert overhead.main([*arguments, *few, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["path"] for row in rows] == ["replay", "Engine", "AsyncEngine", "mtpc serve"]
+    assert rows[0]["steps"] == rows[1]["steps"] >= 2 + 4
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    assert "of replay" in capsys.readouterr().out

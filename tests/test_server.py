@@ -1,0 +1,435 @@
+"""`mtpc serve` as clients see it: OpenAI's own Python client, against a listening server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from served import is_idle, serving, until
+from word_model import word, words
+
+import mtpc
+from mtpc.server.run import Running
+
+NAME = "tiny"
+CHAT = [{"role": "user", "content": "w7 w8"}]
+CHAT_IDS = [5, 11, 7, 8, 91]
+"""What tests/served.py's template makes of it: bos, a number, the content, and who speaks next."""
+
+
+@pytest.fixture(scope="module")
+def spec(word_spec: mtpc.SpecModel) -> mtpc.SpecModel:
+    return word_spec
+
+
+@pytest.fixture(scope="module")
+def server(spec: mtpc.SpecModel) -> Iterator[Running]:
+    with serving(spec, model_name=NAME) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(server: Running, spec: mtpc.SpecModel) -> Iterator[None]:
+    yield
+    until(lambda: is_idle(server, spec))
+
+
+def complete(client: openai.OpenAI, prompt: Any, **fields: Any) -> Any:
+    fields = {"temperature": 0, "max_tokens": 12, **fields}
+    return client.completions.create(model=NAME, prompt=prompt, **fields)
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    fields = {"temperature": 0, "max_tokens": 12, "messages": CHAT, **fields}
+    return client.chat.completions.create(model=NAME, **fields)
+
+
+def offline(spec: mtpc.SpecModel, ids: list[int], new: int = 12, **params: Any) -> list[int]:
+    return spec.generate(ids, new, **params)
+
+
+# ----------------------------------------------------------------------------- completions
+
+
+def test_completion(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    """Text prompts get the tokenizer's first token; the text is what generate says."""
+    done = complete(client, "w7 w8 w9")
+    expected = offline(spec, [0, 7, 8, 9])
+    assert done.choices[0].text == words(expected) == spec.generate("w7 w8 w9", 12)
+    assert done.choices[0].finish_reason == ("stop" if 1 in expected else "length")
+    assert done.object == "text_completion"
+    assert done.model == NAME
+    assert done.usage.prompt_tokens == 4
+    assert done.usage.completion_tokens == len(expected)
+    assert done.usage.total_tokens == 4 + len(expected)
+
+
+def test_prompts_of_all_kinds(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    """Text, texts, ids, rows of ids, both mixed; with n of each, choices in order."""
+    for prompt, rows in (
+        ("w7", [[0, 7]]),
+        (["w7", "w8 w9"], [[0, 7], [0, 8, 9]]),
+        ([7, 8], [[7, 8]]),
+        ([[7, 8], [9]], [[7, 8], [9]]),
+    ):
+        done = complete(client, prompt, n=2, max_tokens=6)
+        texts = [words(offline(spec, row, 6)) for row in rows for _ in range(2)]
+        assert [choice.text for choice in done.choices] == texts
+        assert [choice.index for choice in done.choices] == list(range(len(texts)))
+        assert done.usage.prompt_tokens == sum(map(len, rows))
+
+
+def test_default_lengths(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    """16 tokens for completions, what max_len leaves for a chat."""
+    done = client.completions.create(
+        model=NAME, prompt=[7], temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert done.usage.completion_tokens == 16
+    done = client.chat.completions.create(
+        model=NAME, messages=CHAT, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert done.usage.completion_tokens == spec.options.sequence_limit - len(CHAT_IDS)
+    assert done.choices[0].finish_reason == "length"
+
+
+def test_end_of_sequence(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    """Forced by a bias: `stop`; with ignore_eos, or fewer than min_tokens, it goes on."""
+    forced = {"logit_bias": {"1": 100}, "max_tokens": 6}
+    done = complete(client, [7], **forced)
+    assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("stop", 1)
+    done = complete(client, [7], **forced, extra_body={"ignore_eos": True})
+    assert (done.choices[0].finish_reason, done.choices[0].text) == ("length", words([1] * 6))
+    done = complete(client, [7], **forced, extra_body={"min_tokens": 3})
+    assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("stop", 4)
+
+
+def test_sampling_fields_reach_the_engine(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    fields = dict(
+        temperature=1.3,
+        top_p=0.9,
+        seed=5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"9": 3.5},
+    )
+    extra = dict(top_k=40, min_p=0.01, repetition_penalty=1.2, min_tokens=2)
+    params: dict[str, Any] = {**fields, **extra, "logit_bias": {9: 3.5}}
+    expected = offline(spec, [7, 8], **params)
+    done = complete(client, [7, 8], **fields, extra_body=extra)
+    assert done.choices[0].text == words(expected)
+    seeds = [offline(spec, [7, 8], **{**params, "seed": seed}) for seed in (5, 6, 7)]
+    done = complete(client, [7, 8], n=3, **fields, extra_body=extra)
+    assert [choice.text for choice in done.choices] == [words(ids) for ids in seeds]
+    assert len({choice.text for choice in done.choices}) > 1, "seeds are n apart"
+    # OpenAI's default is temperature 1, vLLM's top_k -1 is ours 0; without a seed texts differ.
+    expected = offline(spec, [7, 8], temperature=1.0, seed=3)
+    done = client.completions.create(
+        model=NAME, prompt=[7, 8], max_tokens=12, seed=3, extra_body={"top_k": -1}
+    )
+    assert done.choices[0].text == words(expected)
+    done = complete(client, [7, 8], n=4, temperature=2)
+    assert len({choice.text for choice in done.choices}) > 1
+
+
+def test_stop_strings_count_the_same_for_any_steps(
+    client: openai.OpenAI, server: Running, spec: mtpc.SpecModel
+) -> None:
+    """The text ends before the string; tokens behind it are not counted, though drafts were."""
+    ids = offline(spec, [7, 8], 30, ignore_eos=True)
+    text = words(ids)
+    extra = {"ignore_eos": True}
+    stopped = 0
+    for position in range(2, 12):
+        stop = f" w{ids[position]}"
+        cut = text.index(stop)
+        done = complete(client, [7, 8], max_tokens=30, stop=[stop, "never"], extra_body=extra)
+        choice = done.choices[0]
+        assert (choice.text, choice.finish_reason) == (text[:cut], "stop")
+        # Complete with the word it names, or with the first longer one that begins so.
+        used = next(n for n in range(1, 31) if stop in words(ids[:n]))
+        assert done.usage.completion_tokens == used
+        stream = complete(
+            client, [7, 8], max_tokens=30, stop=stop, stream=True,
+            stream_options={"include_usage": True}, extra_body=extra,
+        )  # fmt: skip
+        *chunks, last = list(stream)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text[:cut]
+        assert last.usage.completion_tokens == used
+        stopped += 1
+    assert stopped == 10
+    until(lambda: is_idle(server, spec))
+    before = spec.stats.finished["stop"]
+    complete(client, [7, 8], max_tokens=30, stop=f"w{ids[3]}", extra_body=extra)
+    until(lambda: is_idle(server, spec))
+    assert spec.stats.finished["stop"] == before + 1, "a stop string is no abort"
+
+
+def test_logprobs(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    """The emitted token and as many of the most probable ones; both shapes."""
+    done = complete(client, [7, 8], logprobs=3, max_tokens=6)
+    said = done.choices[0].logprobs
+    expected = offline(spec, [7, 8], 6)
+    assert said.tokens == [word(i) for i in expected]
+    assert len(said.token_logprobs) == len(expected)
+    for token, logprob, top in zip(
+        said.tokens, said.token_logprobs, said.top_logprobs, strict=True
+    ):
+        assert len(top) == 3
+        assert top[token] == pytest.approx(logprob)
+        assert logprob == pytest.approx(max(top.values())), "greedy: the most probable one"
+    assert said.text_offset[:2] == [0, len(said.tokens[0])]
+    assert complete(client, [7, 8], max_tokens=2).choices[0].logprobs is None
+    only = complete(client, [7, 8], logprobs=0, max_tokens=2).choices[0].logprobs
+    assert [list(top) for top in only.top_logprobs] == [[token] for token in only.tokens]
+    content = chat(client, logprobs=True, top_logprobs=2, max_tokens=4).choices[0].logprobs.content
+    assert [entry.token for entry in content] == [word(i) for i in offline(spec, CHAT_IDS, 4)]
+    for entry in content:
+        assert bytes(entry.bytes) == entry.token.encode()
+        assert entry.top_logprobs[0].token == entry.token
+        assert len(entry.top_logprobs) == 2
+    content = chat(client, logprobs=True, max_tokens=2).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in content] == [[], []]
+
+
+# ------------------------------------------------------------------------------------ chat
+
+
+def test_chat(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    done = chat(client)
+    expected = offline(spec, CHAT_IDS)
+    assert done.choices[0].message.content == words(expected)
+    assert done.choices[0].message.role == "assistant"
+    assert done.object == "chat.completion"
+    assert done.usage.prompt_tokens == len(CHAT_IDS)
+    parts = [{"type": "text", "text": text} for text in ("w3", "w4")]
+    turns = [{"role": "system", "content": parts}, {"role": "user", "content": "w7"}]
+    done = chat(client, messages=turns, max_completion_tokens=5, max_tokens=openai.omit)
+    assert done.choices[0].message.content == words(offline(spec, [5, 11, 3, 4, 12, 7, 91], 5))
+    done = chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    assert done.choices[0].message.content == words(offline(spec, [*CHAT_IDS[:-1], 90]))
+
+
+def test_chat_stream(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    """First who speaks, then what; several texts at once, each its own; usage at the end."""
+    expected = [offline(spec, CHAT_IDS, temperature=1.0, seed=seed) for seed in (4, 5, 6)]
+    fields = dict(temperature=1.0, seed=4, n=3, stream=True)
+    chunks = list(chat(client, **fields, stream_options={"include_usage": True}))
+    *chunks, last = chunks
+    assert (last.choices, last.usage.completion_tokens) == ([], sum(map(len, expected)))
+    texts, roles, reasons = [""] * 3, [0] * 3, [None] * 3
+    for chunk in chunks:
+        assert chunk.object == "chat.completion.chunk"
+        assert chunk.usage is None
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content
+        roles[choice.index] += choice.delta.role == "assistant"
+        reasons[choice.index] = choice.finish_reason
+    assert texts == [words(ids) for ids in expected]
+    assert roles == [1, 1, 1]
+    assert all(reason in ("stop", "length") for reason in reasons)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_stream_with_logprobs(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    tokens, offsets = [], []
+    for chunk in complete(client, [7, 8], stream=True, logprobs=1):
+        said = chunk.choices[0].logprobs
+        tokens += said.tokens
+        offsets += said.text_offset
+    assert tokens == [word(i) for i in offline(spec, [7, 8])]
+    assert offsets == [sum(map(len, tokens[:n])) for n in range(len(tokens))]
+
+
+def test_leaving_a_stream_aborts_it(
+    client: openai.OpenAI, server: Running, spec: mtpc.SpecModel
+) -> None:
+    aborted = spec.stats.finished["aborted"]
+    with complete(
+        client, [7], stream=True, max_tokens=60, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    until(lambda: is_idle(server, spec))
+    assert spec.stats.finished["aborted"] == aborted + 1
+
+
+def test_async_client(server: Running, spec: mtpc.SpecModel) -> None:
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+            async def one(first: int) -> str:
+                stream = await client.chat.completions.create(
+                    model=NAME,
+                    messages=[{"role": "user", "content": f"w{first}"}],
+                    temperature=0,
+                    max_tokens=10,
+                    stream=True,
+                )
+                return "".join([chunk.choices[0].delta.content async for chunk in stream])
+
+            return await asyncio.gather(*(one(first) for first in range(20, 32)))
+
+    expected = [words(offline(spec, [5, 11, first, 91], 10)) for first in range(20, 32)]
+    assert asyncio.run(main()) == expected
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": []}, "prompt", "not empty"),
+        ({"prompt": [[]]}, "prompt", "text or a list of token ids"),
+        ({"prompt": [7, "w8"]}, "prompt", "text or a list of token ids"),
+        ({"prompt": [7, 2.5]}, "prompt", "text or a list"),
+        ({"prompt": [7, 96]}, None, "prompt id 96; expected ids in 0..95"),
+        ({"prompt": [7] * 60}, None, "max_len is 64"),
+        ({"max_tokens": 0}, "max_tokens", "an integer in 1.."),
+        ({"max_tokens": "8"}, "max_tokens", 'max_tokens is "8"; expected an integer'),
+        ({"max_tokens": True}, "max_tokens", "expected an integer"),
+        ({"n": 129}, "n", "an integer in 1..128"),
+        ({"temperature": -1}, "temperature", "expected a number in [0, 1000]"),
+        ({"temperature": "hot"}, "temperature", "expected a number"),
+        ({"top_p": 0}, "top_p", "expected a number in (0, 1]"),
+        ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
+        ({"seed": 2**63}, "seed", "an integer in"),
+        ({"logprobs": 9}, "logprobs", "compiled for at most 5"),
+        ({"stop": ["a", ""]}, "stop", "none of them empty"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 strings"),
+        ({"logit_bias": {"w7": 1}}, "logit_bias", "token ids as keys"),
+        ({"logit_bias": {"96": 1}}, "logit_bias", "expected ids in 0..95"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "include_usage alone"),
+        ({"echo": True}, "echo", "expected false"),
+        ({"best_of": 2}, "best_of", "expected 1"),
+        ({"suffix": "w3"}, "suffix", "more is not supported"),
+        ({"user": 7}, "user", "a string"),
+        ({"extra_body": {"top_q": 1}}, "top_q", "not supported; did you mean 'top_p'"),
+        ({"extra_body": {"min_tokens": 99}}, "min_tokens", "above max_tokens"),
+    ],
+)  # fmt: skip
+def test_refused_completions(
+    client: openai.OpenAI, fields: dict[str, Any], param: str | None, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, **{"prompt": [7], **fields})
+    assert message in refused.value.body["message"]
+    assert refused.value.body["param"] == param
+    assert refused.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "not empty"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "a string"),
+        ({"messages": [{"content": "w7"}]}, "messages[0].role", "a string"),
+        ({"messages": [{"role": "tool", "content": "w7"}]}, None, "no tools here"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+            "a part",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
+            "messages[0].tool_calls",
+            "only role, content and name",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "more is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": 2}, "logprobs", "true or false"),
+        ({"extra_body": {"prompt": "w7"}}, "prompt", "not supported"),
+    ],
+)
+def test_refused_chats(
+    client: openai.OpenAI, fields: dict[str, Any], param: str | None, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, **fields)
+    assert message in refused.value.body["message"]
+    assert refused.value.body["param"] == param
+
+
+def test_accepted_and_idle(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
+    """Fields that change nothing, at the values that ask for nothing; null everywhere."""
+    idle = dict(user="me", best_of=1, echo=False, suffix="", logprobs=None, stop=None, seed=None)
+    assert complete(client, [7], **idle).choices[0].text == words(offline(spec, [7]))
+    done = chat(
+        client, user="me", metadata={"a": "b"}, store=False, tools=[], tool_choice="none",
+        response_format={"type": "text"}, modalities=["text"], service_tier="auto",
+        parallel_tool_calls=True, safety_identifier="x", prompt_cache_key="y",
+    )  # fmt: skip
+    assert done.choices[0].message.content == words(offline(spec, CHAT_IDS))
+
+
+def test_unknown_model_and_paths(client: openai.OpenAI, server: Running) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt", prompt="w7")
+    assert missing.value.body["code"] == "model_not_found"
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.embeddings.create(model=NAME, input="w7")
+    assert "/v1/embeddings" in missing.value.body["message"]
+    wrong = httpx.get(f"{server.url}/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert "does not take GET" in wrong.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_metrics(client: openai.OpenAI, server: Running, spec: mtpc.SpecModel) -> None:
+    """Prometheus' own parser reads it; what was served is in it."""
+
+    def samples() -> dict[str, float]:
+        answer = httpx.get(f"{server.url}/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return {
+            sample.name + "".join(f",{v}" for v in sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+        }
+
+    before = samples()
+    done = complete(client, [7, 8, 9], extra_body={"ignore_eos": True})
+    after = samples()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["mtpc:generation_tokens_total"] == done.usage.completion_tokens == 12
+    assert grown["mtpc:request_success_total,length"] == 1
+    assert grown["mtpc:http_responses_total,/v1/completions,200"] == 1
+    assert grown["mtpc:time_to_first_token_seconds_count"] == 1
+    assert grown["mtpc:time_to_first_token_seconds_bucket,+Inf"] == 1
+    assert grown["mtpc:e2e_request_latency_seconds_count"] == 1
+    assert grown["mtpc:e2e_request_latency_seconds_sum"] > 0
+    assert after["mtpc:num_requests_running"] == after["mtpc:server_choices_in_flight"] == 0
+    assert after["mtpc:server_ready"] == 1
+
+
+def test_examples_in_the_docs(
+    server: Running, spec: mtpc.SpecModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/server.md's examples run as they stand there, on this server's address and model."""
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    page = page.replace("http://127.0.0.1:8000", server.url).replace('"demo"', f'"{NAME}"')
+    (example,) = re.findall(r"```python\n(import openai\n.*?)```", page, re.DOTALL)
+    exec(example, {})
+    assert capsys.readouterr().out == spec.generate("The with statement", 16)
+    (body,) = re.findall(r"-d '(.*?)'", page)
+    (url,) = re.findall(r"curl (\S+)", page)
+    answer = httpx.post(url, content=body, headers={"content-type": "application/json"})
+    assert answer.json()["choices"][0]["text"] == spec.generate("The with statement", 16)

@@ -1,0 +1,409 @@
+"""What a server bears: malformed and oversize requests, slow and vanishing clients, full queues."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import (
+    connect,
+    exchange,
+    is_empty,
+    is_idle,
+    post,
+    read_all,
+    serving,
+    status_of,
+    until,
+)
+from word_model import words
+
+import mtpc
+from mtpc.server.run import SEND_BUFFER_BYTES, Running
+
+NAME = "tiny"
+LIMIT = 4096
+QUICK = dict(header_seconds=0.4, body_seconds=0.4, write_seconds=0.5, keep_alive_seconds=1)
+
+
+@pytest.fixture(scope="module", params=["httptools", "h11"])
+def server(request: pytest.FixtureRequest, word_spec: mtpc.SpecModel) -> Iterator[Running]:
+    """Each of uvicorn's parsers has its own code for most of this."""
+    options: dict[str, Any] = {**QUICK, "max_body_bytes": LIMIT, "http": request.param}
+    with serving(word_spec, model_name=NAME, **options) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest, word_spec: mtpc.SpecModel) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        until(lambda: is_idle(request.getfixturevalue("server"), word_spec))
+
+
+def body(**fields: Any) -> bytes:
+    fields = {"model": NAME, "prompt": [7, 8], "max_tokens": 4, "temperature": 0, **fields}
+    return json.dumps(fields).encode()
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "message"),
+    [
+        (b"", "invalid_json", "no JSON"),
+        (b'{"model": ', "invalid_json", "no JSON"),
+        (b'{"model": "tiny", "temperature": NaN}', "invalid_json", "NaN is not in JSON"),
+        (b'{"model": "tiny", "prompt": "\xff\xfe"}', "invalid_utf8", "not UTF-8"),
+        (b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', "invalid_utf8", "not UTF-8"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "invalid_json", "surrogates"),
+        (b'{"model": "\\udfff", "prompt": "w7"}', "invalid_json", "surrogates"),
+        (b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", None, ""),
+        (b'{"seed": ' + b"9" * 4000 + b"}", None, ""),
+        (b"[1]", None, "a JSON list; expected an object"),
+        (b'{"prompt": "w7"}', "missing", "model is missing"),
+        (b'{"model": "tiny"}', "missing", "prompt is missing"),
+    ],
+    ids=lambda value: repr(value)[:24] if isinstance(value, bytes) else None,
+)
+def test_malformed_bodies(server: Running, data: bytes, code: str | None, message: str) -> None:
+    answer = exchange(server, post(data))
+    assert status_of(answer) == 400
+    assert message in error_of(answer)["message"]
+    assert code is None or error_of(answer)["code"] == code
+
+
+def test_surrogate_pairs_are_text(server: Running) -> None:
+    answer = exchange(server, post(body(prompt="w7 \U0001f600").replace(b"\xf0", b"\xf0")))
+    assert status_of(answer) == 200
+
+
+def test_no_http(server: Running) -> None:
+    for data in (b"\x16\x03\x01 hello\r\n\r\n", b"POST\r\n\r\n", b"GET / HTTP/1.1\r\nx y\r\n\r\n"):
+        assert status_of(exchange(server, data)) == 400
+
+
+def test_oversize_bodies(server: Running) -> None:
+    """Declared, or found out while it comes; the client that still writes gets its answer."""
+    large = body(prompt="w7 " * LIMIT)
+    assert len(large) > LIMIT
+    answer = exchange(server, post(large))
+    assert status_of(answer) == 413
+    assert error_of(answer)["code"] == "body_too_large"
+    head = post(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    chunks = b"".join(b"400\r\n" + b"x" * 1024 + b"\r\n" for _ in range(6)) + b"0\r\n\r\n"
+    assert status_of(exchange(server, head + chunks)) == 413
+    asking = post(b"").replace(
+        b"content-length: 0", b"content-length: 9999\r\nexpect: 100-continue"
+    )
+    assert status_of(exchange(server, asking)) == 413
+    endless = post(b"").replace(b"content-length: 0", b"content-length: 99999999")
+    with connect(server) as client:
+        client.sendall(endless)
+        for _ in range(9 * LIMIT // 1024):
+            client.sendall(b"x" * 1024)
+        answer = read_all(client)
+    assert status_of(answer) == 413
+    fits = body(user="x" * (LIMIT - len(body(user=""))))
+    assert len(fits) == LIMIT
+    assert status_of(exchange(server, post(fits))) == 200
+    assert status_of(exchange(server, post(fits + b" "))) == 413
+
+
+def test_media_types(server: Running) -> None:
+    """What a browser sends across origins without asking is refused."""
+    for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        answer = exchange(server, post(body(), "/v1/completions", f"content-type: {media}"))
+        assert status_of(answer) == 415
+    good = "content-type: Application/JSON; charset=utf-8"
+    assert status_of(exchange(server, post(body(), "/v1/completions", good))) == 200
+
+
+def test_slow_bodies(server: Running) -> None:
+    """408 after body_seconds, however busy the client looks."""
+    start = time.monotonic()
+    with connect(server) as client:
+        client.sendall(post(body())[:-20])
+        for _ in range(10):
+            client.sendall(b" ")
+            time.sleep(0.02)
+        answer = read_all(client)
+    assert status_of(answer) == 408
+    assert "0.4 s" in error_of(answer)["message"]
+    assert time.monotonic() - start < 5
+
+
+def test_slow_heads_and_idle_connections(server: Running) -> None:
+    """Nothing, half a head, or a head that grows for ever: closed without an answer."""
+    for data in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
+        start = time.monotonic()
+        assert exchange(server, data) == b""
+        assert 0.2 < time.monotonic() - start < 5
+    with connect(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /heal")
+        time.sleep(0.1)
+        client.sendall(b"th HT")
+        assert status_of(read_all(client)) == 200, "and then it is closed"
+    with connect(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        start = time.monotonic()
+        assert status_of(read_all(client)) == 200
+        assert time.monotonic() - start < 5, "keep_alive_seconds"
+
+
+def test_endless_heads(server: Running) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        sent = 0
+        try:
+            for number in range(4000):
+                sent += client.send(f"x-{number}: {'y' * 200}\r\n".encode())
+                time.sleep(0 if number % 100 else 0.001)
+        except OSError:
+            pass
+        assert sent < 800_000, "closed before all of it"
+        assert b" 200 " not in read_all(client)
+
+
+def test_keep_alive_serves_many(server: Running) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(5):
+            answer = client.post("/v1/completions", content=body(), headers=JSON)
+            assert answer.status_code == 200
+        wrong = client.post("/v1/completions", content=b"{", headers=JSON)
+        assert wrong.status_code == 400
+        assert client.get("/health").status_code == 200
+    assert len(server.service.counters.responses) >= 2
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnects(server: Running, word_spec: mtpc.SpecModel, stream: bool) -> None:
+    """While it waits in the queue, while it is prefilled, and while it decodes: all comes back."""
+    left = server.service.counters.disconnects
+    aborted = word_spec.stats.finished["aborted"]
+    long = body(max_tokens=55, ignore_eos=True, stream=stream, n=8)
+    for wait_s in (0.0, 0.02, 0.1, 0.2):
+        with connect(server) as client:
+            client.sendall(post(long))
+            until(lambda: server.service.in_flight == 8)
+            time.sleep(wait_s)
+        until(lambda: is_idle(server, word_spec))
+    assert server.service.counters.disconnects == left + 4
+    assert word_spec.stats.finished["aborted"] > aborted
+
+
+def test_slow_readers(word_spec: mtpc.SpecModel) -> None:
+    """A client that does not read holds a bounded amount, holds back nobody, and is cut off."""
+    name = "m" * 3000  # It is in every chunk.
+    long = body(model=name, stream=True, n=8, max_tokens=50, ignore_eos=True)
+    with serving(word_spec, model_name=name, write_seconds=0.5) as running:
+        with connect(running, receive_buffer=4096) as client:
+            client.sendall(post(long))
+            until(lambda: running.service.in_flight == 8)
+            url = f"{running.url}/v1/completions"
+            answer = httpx.post(url, content=body(model=name), headers=JSON, timeout=30)
+            assert answer.json()["choices"][0]["text"] == words(word_spec.generate([7, 8], 4))
+            until(lambda: running.service.counters.disconnects == 1)
+            until(lambda: is_idle(running, word_spec))
+            got = read_all(client)
+        assert b"[DONE]" not in got
+        assert len(got) < 4 * SEND_BUFFER_BYTES
+        whole = exchange(running, post(long))
+        assert whole.endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+        assert len(whole) > len(got)
+
+
+def test_slow_readers_of_whole_answers(
+    word_spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is complete, the client is not interested: its connection goes."""
+    monkeypatch.setattr("mtpc.server.run.SEND_BUFFER_BYTES", 4096)
+    whole = body(n=4, max_tokens=50, ignore_eos=True, logprobs=5)
+    with serving(word_spec, model_name=NAME, write_seconds=0.3) as running:
+        keep = post(whole).replace(b"connection: close", b"connection: keep-alive")
+        with connect(running, receive_buffer=4096) as client:
+            client.sendall(keep)
+            until(lambda: "200" in str(dict(running.service.counters.responses)))
+            time.sleep(1)
+            got = read_all(client)
+        assert got.startswith(b"HTTP/1.1 200")
+        assert not got.endswith(b"}}")
+        assert exchange(running, post(whole)).endswith(b"}}")
+
+
+def test_too_many_requests(word_spec: mtpc.SpecModel) -> None:
+    """Room is counted in texts; who does not fit is told to come again, and then fits."""
+    with serving(word_spec, model_name=NAME, max_requests=2, max_queue=2) as running:
+        url = f"{running.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            fields: dict[str, Any] = dict(model=NAME, prompt=[7], temperature=0)
+            with client.completions.create(
+                **fields, n=4, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+            ) as stream:
+                next(iter(stream))
+                with pytest.raises(openai.RateLimitError) as refused:
+                    client.completions.create(**fields)
+                assert refused.value.response.headers["retry-after"] == "1"
+                assert refused.value.body["code"] == "too_many_requests"
+                assert httpx.get(f"{running.url}/health").status_code == 200
+            with pytest.raises(openai.BadRequestError, match="room for 4"):
+                client.completions.create(**fields, n=5)
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=5) as patient:
+            assert patient.completions.create(**fields, max_tokens=3).usage.completion_tokens == 3
+
+
+def test_limits_on_tokens(word_spec: mtpc.SpecModel) -> None:
+    with (
+        serving(word_spec, model_name=NAME, max_tokens=7) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="this server gives 7"):
+            client.completions.create(model=NAME, prompt="w7", max_tokens=8)
+        fields: dict[str, Any] = dict(model=NAME, extra_body={"ignore_eos": True})
+        done = client.completions.create(prompt="w7", **fields)
+        assert done.usage.completion_tokens == 7
+        talk = client.chat.completions.create(
+            messages=[{"role": "user", "content": "w7"}], **fields
+        )
+        assert talk.usage.completion_tokens == 7
+
+
+def test_longer_than_the_pool(word_spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_spec.engine.pages, "count", 3)
+    with serving(word_spec, model_name=NAME) as running:
+        answer = exchange(running, post(body(max_tokens=20)))
+        assert status_of(answer) == 400
+        assert error_of(answer)["code"] == "context_length_exceeded"
+        monkeypatch.undo()
+    assert status_of(answer) == 400
+
+
+def test_api_keys(word_spec: mtpc.SpecModel) -> None:
+    """Everything but /health needs it; a beginning, an end, or another scheme will not do."""
+    with serving(word_spec, model_name=NAME, api_key="sésame".encode().hex()) as running:
+        key = "sésame".encode().hex()
+        url = f"{running.url}/v1"
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            assert client.completions.create(model=NAME, prompt="w7", max_tokens=2).choices
+        for wrong in ("none", key[:-1], key + "0", key.upper()):
+            with (
+                openai.OpenAI(base_url=url, api_key=wrong, max_retries=0) as client,
+                pytest.raises(openai.AuthenticationError) as refused,
+            ):
+                client.models.list()
+            assert refused.value.body["code"] == "invalid_api_key"
+            assert refused.value.response.headers["www-authenticate"] == "Bearer"
+        for path in ("/metrics", "/v1/models", "/nowhere"):
+            assert httpx.get(running.url + path).status_code == 401
+            basic = {"authorization": f"Basic {key}"}
+            assert httpx.get(running.url + path, headers=basic).status_code == 401
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        odd = post(body(), "/v1/completions", "authorization: Bearer \xff\x00\xfe")
+        assert status_of(exchange(running, odd)) in (400, 401)
+
+
+def test_too_many_connections(word_spec: mtpc.SpecModel) -> None:
+    with serving(word_spec, model_name=NAME, max_connections=3) as running:
+        held = [connect(running) for _ in range(3)]
+        time.sleep(0.1)
+        with connect(running) as extra:
+            assert read_all(extra) == b""
+        held.pop().close()
+        until(lambda: _is_served(running))
+        for client in held:
+            client.close()
+
+
+def _is_served(running: Running) -> bool:
+    try:
+        return httpx.get(f"{running.url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_failure(
+    word_spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Who waits is told, a stream by an event; then 503 everywhere, /health first of all."""
+    real, calls = word_spec.program.run, iter(range(10**6))
+
+    def breaks(key: Any) -> Any:
+        if next(calls) == 6:
+            raise RuntimeError("the device fell off")
+        return real(key)
+
+    with serving(word_spec, model_name=NAME) as running:
+        monkeypatch.setattr(word_spec.program, "run", breaks)
+        url = f"{running.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.APIError) as failed:
+                for _ in client.completions.create(
+                    model=NAME, prompt=[7], max_tokens=50, stream=stream,
+                    extra_body={"ignore_eos": True},
+                ):  # fmt: skip
+                    pass
+            assert "the device fell off" in str(failed.value)
+            monkeypatch.undo()
+            with pytest.raises(openai.InternalServerError) as refused:
+                client.completions.create(model=NAME, prompt=[7])
+            assert refused.value.status_code == 503
+            assert refused.value.body["code"] == "engine_ended"
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        assert "mtpc:server_ready 0.0" in httpx.get(f"{running.url}/metrics").text
+    assert is_empty(word_spec)
+
+
+def test_nonfinite_logits(word_spec: mtpc.SpecModel) -> None:
+    """500 for whose they are; the server goes on."""
+    weight = word_spec.loaded.target.get_decoder().norm.weight
+    kept = weight.detach().clone()
+    with serving(word_spec, model_name=NAME) as running:
+        weight.data.fill_(float("nan"))
+        try:
+            answer = exchange(running, post(body(prompt=[9, 9, 9, 9])))
+        finally:
+            weight.data.copy_(kept)
+        assert status_of(answer) == 500
+        assert error_of(answer)["code"] == "numerics_error"
+        assert status_of(exchange(running, post(body()))) == 200
+
+
+def test_other_addresses(word_spec: mtpc.SpecModel) -> None:
+    """IPv6 where the machine has it; limits find their connection there, too."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with serving(word_spec, model_name=NAME, host="::1", header_seconds=0.3) as running:
+        assert running.url.startswith("http://[::1]:")
+        long = dict(model=NAME, prompt=[7], max_tokens=55, n=20, temperature=0, ignore_eos=True)
+        answer = httpx.post(f"{running.url}/v1/completions", json=long, timeout=60)
+        assert len(answer.json()["choices"]) == 20, "longer than header_seconds"
+
+
+def test_address_in_use(word_spec: mtpc.SpecModel) -> None:
+    from mtpc.errors import OptionError
+    from mtpc.server.options import ServerOptions
+    from mtpc.server.run import run_server
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            run_server(word_spec, ServerOptions(port=port), print)
+    with pytest.raises(OptionError, match="cannot listen on nowhere"):
+        run_server(word_spec, ServerOptions(host="nowhere.invalid"), print)

@@ -1,0 +1,349 @@
+"""What the server is made of, without one: templates, answers, options, the engine's seams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+from prometheus_client.parser import text_string_to_metric_families
+from word_model import TEMPLATE
+
+import mtpc
+from mtpc.cli import serve
+from mtpc.cli.arguments import parse
+from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.main import main
+from mtpc.cli.serve_arguments import server_fields
+from mtpc.engine.async_engine import AsyncEngine
+from mtpc.engine.text import TextAssembler
+from mtpc.errors import CheckpointError, OptionError, RequestError
+from mtpc.sampling_params import TokenLogprobs
+from mtpc.server.answers import Answer, Chunks, Piece
+from mtpc.server.chat import ChatTemplate, load_chat_template
+from mtpc.server.connections import Connections
+from mtpc.server.counters import Histogram
+from mtpc.server.fields import NO_OPS, ONE_VALUE, USED
+from mtpc.server.options import ServerOptions
+from mtpc.server.run import run_server
+from mtpc.serving import ServedModel
+
+PAGE = Path(__file__).parent.parent / "docs" / "server.md"
+
+# ------------------------------------------------------------------------------- templates
+
+QWEN_LIKE = (
+    "{%- if messages[0].role == 'system' %}\n    {{- '<s>' + messages[0].content + '\\n' }}\n"
+    "{%- endif %}\n{%- set ns = namespace(n=0) %}\n{%- for message in messages %}\n"
+    "    {%- if message.role == 'system' %}{% continue %}{% endif %}\n"
+    "    {%- set ns.n = ns.n + 1 %}\n"
+    "    {{- '<|im_start|>' ~ message.role ~ ns.n ~ '\\n' ~ message.content | trim }}\n"
+    "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n"
+    "    {%- if not enable_thinking is defined %}{{ 'no thought' }}{% endif %}\n{%- endif %}\n"
+    "{{ {'a': ['<é>', 1]} | tojson }} {{ {'b': 1, 'a': 2} | tojson(indent=2) }}{{ eos_token }}"
+)
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "  say {{ 7 * 7 }} <b> "},
+    {"role": "assistant", "content": "49"},
+]
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, QWEN_LIKE])
+def test_rendered_as_transformers_renders(word_spec: mtpc.SpecModel, source: str) -> None:
+    """Message texts are data: nothing in them is run."""
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+        word_spec.served.directory, eos_token="w1"
+    )
+    ours = ChatTemplate(source, {"bos_token": "w5", "eos_token": "w1"})
+    for messages in (MESSAGES, MESSAGES[1:]):
+        expected = tokenizer.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=True
+        )
+        assert ours.render(messages, {}) == expected
+        assert "{{ 7 * 7 }}" in expected
+
+
+def test_where_templates_come_from(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path, None) is None
+    config = tmp_path / "tokenizer_config.json"
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "a{{ bos_token }}"}]
+    config.write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
+    assert load_chat_template(tmp_path, None).render([], {}) == "a<s>"
+    config.write_text(json.dumps({"chat_template": "b{{ x }}", "bos_token": {"content": "<s>"}}))
+    assert load_chat_template(tmp_path, None).render([], {"x": 1, "messages": 2}) == "b1"
+    (tmp_path / "chat_template.jinja").write_text("c{{ messages[0].content }}")
+    assert load_chat_template(tmp_path, None).render(MESSAGES, {}) == "cbe brief"
+    (tmp_path / "own").write_text("d{{ add_generation_prompt }}")
+    assert load_chat_template(tmp_path, tmp_path / "own").render([], {}) == "dTrue"
+    with pytest.raises(CheckpointError, match="cannot read the chat template"):
+        load_chat_template(tmp_path, tmp_path / "none")
+    (tmp_path / "own").write_text("{% for %}")
+    with pytest.raises(CheckpointError, match="broken in line 1"):
+        load_chat_template(tmp_path, tmp_path / "own")
+    config.write_text("{")
+    with pytest.raises(CheckpointError, match="tokenizer_config"):
+        load_chat_template(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages[0].nothing.more }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ 1 / 0 }}",
+        "{{ raise_exception('not so') }}",
+        "{{ messages[0].content + 1 }}",
+    ],
+)
+def test_templates_are_boxed_in(source: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses these messages"):
+        ChatTemplate(source, {}).render(MESSAGES, {})
+
+
+# --------------------------------------------------------------------------------- answers
+
+
+def answer(**changes: Any) -> Answer:
+    values: dict[str, Any] = dict(
+        is_chat=True, model='a "b"\n', decode=lambda ids: "é" if ids == [1] else "\ufffd",
+        wants_logprobs=True, wants_usage=False,
+    )  # fmt: skip
+    return Answer(**{**values, **changes})
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("wants_usage", [False, True])
+def test_chunks_are_json(is_chat: bool, wants_usage: bool) -> None:
+    """However they are put together; odd texts and names survive."""
+    chunks = Chunks(answer(is_chat=is_chat, wants_usage=wants_usage), 3)
+    entries = [TokenLogprobs(1, -0.5, ((1, -0.5), (2, -1.5)))]
+    text = 'x"\n\u2028\U0001f600'
+    events = chunks.encode(Piece(text, entries, None)) + chunks.encode(Piece("", (), "stop"))
+    assert events.isascii()
+    parts = [json.loads(e.removeprefix("data: ")) for e in events.decode().split("\n\n") if e]
+    assert all(("usage" in part) == wants_usage and part["model"] == 'a "b"\n' for part in parts)
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert {choice["index"] for choice in choices} == {3}
+    if is_chat:
+        assert choices.pop(0)["delta"] == {"role": "assistant", "content": ""}
+        said = [choice["delta"]["content"] for choice in choices]
+        (entry,) = choices[0]["logprobs"]["content"]
+        assert entry["bytes"] == list("é".encode())
+        assert entry["top_logprobs"][1] == {"token": "\ufffd", "logprob": -1.5, "bytes": None}
+    else:
+        said = [choice["text"] for choice in choices]
+        assert choices[0]["logprobs"]["top_logprobs"] == [{"é": -0.5, "\ufffd": -1.5}]
+    assert said == [text, ""]
+    assert [choice["finish_reason"] for choice in choices] == [None, "stop"]
+    assert choices[1]["logprobs"] is None
+
+
+def test_histogram() -> None:
+    histogram = Histogram("x_seconds", "Of x.", (1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    (family,) = text_string_to_metric_families("\n".join(histogram.lines()) + "\n")
+    found = {(s.name, s.labels.get("le")): s.value for s in family.samples}
+    assert family.type == "histogram"
+    assert [found["mtpc:x_seconds_bucket", le] for le in ("1.0", "2.0", "+Inf")] == [2, 3, 4]
+    assert found["mtpc:x_seconds_sum", None] == 12.0
+
+
+# --------------------------------------------------------------------------- engine's seams
+
+
+def test_tokens_up_to_a_stop_string() -> None:
+    """The same count for any grouping of the tokens, those behind the string left out."""
+    text = "abcabXYcdeXYf"
+    for group in range(1, 14):
+        assembler = TextAssembler(lambda ids: "".join(map(chr, ids)), ("XYc", "Yq"))
+        ids, out = [ord(c) for c in text], ""
+        for begin in range(0, len(ids), group):
+            out += assembler.push(ids[begin : begin + group])
+        assert (out, assembler.num_tokens) == ("abcab", 8)
+    assembler = TextAssembler(lambda ids: "".join(map(chr, ids)))
+    assembler.push([97, 98])
+    assembler.push([99], last=True)
+    assert assembler.num_tokens == 3
+
+
+def test_calls_between_steps(word_spec: mtpc.SpecModel) -> None:
+    """In the engine's thread while it runs, also while it is busy; here before and after."""
+
+    async def main() -> None:
+        engine = AsyncEngine(word_spec.engine, word_spec.served)
+        assert await engine.call(threading.current_thread) is threading.current_thread()
+        async with engine:
+            outputs = engine.generate([7], 40, stop_ids=())
+            await anext(outputs)
+            thread = await engine.call(threading.current_thread)
+            assert thread.name == "mtpc-engine"
+            assert await engine.call(lambda: word_spec.engine.stats.num_running) == 1
+            with pytest.raises(ZeroDivisionError):
+                await engine.call(lambda: 1 // 0)
+            given_up = asyncio.create_task(engine.call(threading.current_thread))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            assert (await anext(outputs)).token_ids, "neither of them ended the engine"
+            await outputs.aclose()
+        assert engine.has_ended
+        assert await engine.call(threading.current_thread) is threading.current_thread()
+
+    asyncio.run(main())
+
+
+def test_decoding_is_the_tokenizers(word_spec: mtpc.SpecModel, tmp_path: Path) -> None:
+    """The short way gives what transformers' own method gives, clean-up of spaces included."""
+    assert word_spec.served.directory is not None
+    for directory in (word_spec.served.directory, demo_checkpoint()):
+        for clean in (False, True):
+            served = ServedModel("x", 96, (), directory)
+            theirs = transformers.PreTrainedTokenizerFast.from_pretrained(
+                directory, clean_up_tokenization_spaces=clean
+            )
+            served.__dict__["_tokenizer"] = theirs
+            for ids in ([5, 7, 0, 8], [11, 17, 90, 14, 3], []):
+                assert served.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+# ------------------------------------------------------------------------------ connections
+
+
+class Wire:
+    """A transport that only notes that it was cut."""
+
+    def __init__(self) -> None:
+        self.is_cut, self.unsent = False, 0
+
+    def abort(self) -> None:
+        self.is_cut = True
+
+    def is_closing(self) -> bool:
+        return self.is_cut
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return ("127.0.0.1", 5)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+
+def test_times_of_a_connection() -> None:
+    """Only heads and unread answers are timed, whatever the order of one request's end and the
+    next one's begin."""
+    options = ServerOptions(header_seconds=0.05, write_seconds=0.05)
+    scope = {"client": ("127.0.0.1", 5)}
+
+    def connection() -> tuple[Connections, Any, Wire]:
+        connections, wire = Connections(options, asyncio.Protocol), Wire()
+        protocol = connections.protocol()
+        protocol.connection_made(wire)
+        return connections, protocol, wire
+
+    async def main() -> None:
+        connections, protocol, wire = connection()
+        first = connections.begin(scope)
+        protocol.data_received(b"next head")
+        second = connections.begin(scope)
+        first.end()
+        protocol.data_received(b"next body")
+        await asyncio.sleep(0.2)
+        assert not wire.is_cut, "the second request runs"
+        second.end()
+        await asyncio.sleep(0.2)
+        assert not wire.is_cut, "uvicorn times what is idle"
+        protocol.data_received(b"half a head")
+        await asyncio.sleep(0.2)
+        assert wire.is_cut
+        connections, protocol, wire = connection()
+        connections.begin(scope)
+        protocol.pause_writing()
+        protocol.resume_writing()
+        await asyncio.sleep(0.2)
+        assert not wire.is_cut
+        wire.unsent = 1
+        protocol.pause_writing()
+        await asyncio.sleep(0.2)
+        assert wire.is_cut
+        connections, protocol, wire = connection()
+        newer = connections.protocol()
+        newer.connection_made(Wire())
+        protocol.connection_lost(None)
+        assert connections.begin(scope) is newer, "another with the same port has come"
+
+    asyncio.run(main())
+
+
+# --------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"port": 70000}, r"expected 0\.\.65535"),
+        ({"port": "80"}, "port is '80'"),
+        ({"max_requests": 0}, "max_requests is 0; expected an integer >= 1"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5"),
+        ({"write_seconds": 0}, "write_seconds is 0; expected a positive number"),
+        ({"drain_seconds": float("nan")}, "drain_seconds is nan"),
+        ({"http": "h2"}, "expected one of auto, httptools, h11"),
+        ({"api_key": ""}, "the API key is empty"),
+        ({"api_key": "a\nb"}, "no HTTP header can carry"),
+    ],
+)
+def test_refused_options(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ServerOptions(**fields)
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse(["serve", "--port", "0", "--max-queue", "7", "--drain-seconds", "2.5"])
+    assert server_fields(args) == {"port": 0, "max_queue": 7, "drain_seconds": 2.5}
+    assert args.sampling is True
+    assert parse(["serve", "--no-sampling"]).sampling is False
+    monkeypatch.delenv("MTPC_API_KEY", raising=False)
+    assert serve._key(args) is None
+    monkeypatch.setenv("MTPC_API_KEY", "from-env")
+    assert serve._key(args) == "from-env"
+    (tmp_path / "key").write_text("from-file \nmore\n")
+    assert serve._key(parse(["serve", "--api-key-file", str(tmp_path / "key")])) == "from-file"
+    assert serve._key(parse(["serve", "--api-key", "given"])) == "given"
+    with pytest.raises(OptionError, match="cannot read the API key"):
+        serve._key(parse(["serve", "--api-key-file", str(tmp_path / "none")]))
+
+
+def test_no_tokenizer(checkpoint: Callable[..., Path], capsys: Any) -> None:
+    """Before anything is compiled, and again before anything is listened on."""
+    directory = checkpoint("mimo")
+    assert main(["serve", str(directory)]) == 2
+    assert "no tokenizer.json; a server needs one" in capsys.readouterr().err
+    model: Any = SimpleNamespace(served=ServedModel("it", 96, (), directory))
+    with pytest.raises(RequestError, match="it has no tokenizer"):
+        run_server(model, ServerOptions(), print)
+
+
+def test_who_is_warned(capsys: pytest.CaptureFixture[str]) -> None:
+    for host, loopback in (("127.0.0.1", 1), ("::1", 1), ("0.0.0.0", 0), ("192.168.1.2", 0)):
+        assert serve._is_loopback(host) == loopback
+
+
+def test_the_docs_name_every_field_and_option() -> None:
+    page = PAGE.read_text()
+    for table in (USED, NO_OPS, ONE_VALUE):
+        for names in table.values():
+            for name in names:
+                assert f"`{name}`" in page, name
+    for name in ServerOptions.__dataclass_fields__:
+        flag = f"--{name.replace('_', '-')}"
+        assert f"`{flag}" in page, flag
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"):
+        assert path in page
