@@ -32,6 +32,7 @@ ORDER = (
     ("build", "cross"),
     ("engine",),
     ("api",),
+    ("integrations",),
     ("cli", "__main__"),
 )
 """Left never imports right; the docs' table (docs/design.md) in code."""
