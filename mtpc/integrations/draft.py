@@ -38,6 +38,7 @@ from mtpc.models.mtp_layers import (
     dtypes_of,
     layer_tensors,
 )
+from mtpc.passes.canonicalise import drop_identities
 
 _TRACE_TOKENS = 7
 """Rows while tracing: a number that nothing else in a model has."""
@@ -218,7 +219,8 @@ def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
     positions = torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=options.device)
     example = (floats, positions, torch.zeros_like(floats))
     traced = export_piece(rows, example, tuple({0: Dim.DYNAMIC} for _ in example))
-    traced.graph.eliminate_dead_code()
+    # Besides casts that cast nothing: latents are expanded by the model, and used as they are.
+    drop_identities(traced.graph)
     # A plain module, for hosts call eval() on it, which export's refuses; and in it the traced
     # module itself in place of a copy of its tree: one owner of each tensor.
     plain = fx.GraphModule(traced, traced.graph)
