@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,3 +243,15 @@ def test_float32_parts_stay_so_in_bfloat16(checkpoint: Callable[..., Path]) -> N
     out = draft(None, torch.arange(5), rows, rows)
     assert out.dtype == torch.bfloat16
     assert torch.isfinite(out).all()
+
+
+def test_vllms_entry_point_is_there_and_light() -> None:
+    """vLLM imports it in each process: neither vLLM nor torch, nor the rest of mtpc."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["entry-points"]["vllm.general_plugins"]["mtpc"].partition(":")
+    code = (
+        f"import sys; from {module} import {function}; assert callable({function}); "
+        "heavy = {'torch', 'vllm', 'transformers', 'mtpc.api'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

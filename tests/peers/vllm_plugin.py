@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "peers")]
@@ -40,6 +40,10 @@ TRAINING_STEPS = {"qwen3_next": 30}
 """Margins that bfloat16 does not move: both classes round, at other places."""
 OURS = "mtpc.integrations.vllm.draft_model.TracedMTP"
 NAME = "vllm:spec_decode_num_"
+Case: TypeAlias = tuple[str, str]
+"""Family and kind of checkpoint."""
+Answers: TypeAlias = dict[tuple[str, str, int], dict[str, Any]]
+"""By family, kind and number of drafts."""
 
 
 def main() -> int:
@@ -53,13 +57,14 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="not enforce_eager")
     parser.add_argument("--together", action="store_true", help="all prompts in one batch")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as kept:
-        cases = [(family, kind) for family in args.families for kind in args.kinds]
+    cases = [(family, kind) for kind in args.kinds for family in args.families]
+    with tempfile.TemporaryDirectory() as name:
+        kept = Path(name)
         for family, kind in cases:
-            KINDS[kind](family, Path(kept) / f"{family}-{kind}")
-        bad = 0
-        for family, kind in cases:
-            bad += compare(family, kind, Path(kept), args)
+            KINDS[kind](family, kept / f"{family}-{kind}")
+        host = run(cases, [0, *args.spec_tokens], False, kept, args)
+        ours = run(cases, args.spec_tokens, True, kept, args)
+    bad = sum(compare(case, host, ours, args.spec_tokens) for case in cases)
     print("all agree" if not bad else f"{bad} comparison(s) failed")
     return 1 if bad else 0
 
@@ -81,19 +86,18 @@ def make_random(family: str, directory: Path) -> None:
 KINDS = {"random": make_random, "trained": make_trained}
 
 
-def compare(family: str, kind: str, kept: Path, args: argparse.Namespace) -> int:
-    """Run and report one checkpoint; returns how many comparisons failed."""
-    directory = kept / f"{family}-{kind}"
-    plain, *host = run(directory, [0, *args.spec_tokens], False, kept, args)
-    ours = run(directory, args.spec_tokens, True, kept, args)
+def compare(case: Case, host: Answers, ours: Answers, spec_tokens: list[int]) -> int:
+    """Report on one checkpoint; returns how many comparisons failed."""
+    family, kind = case
     bad = 0
-    for k, theirs, answer in zip(args.spec_tokens, host, ours, strict=True):
-        found = faults(kind, plain, theirs, answer)
+    for k in spec_tokens:
+        theirs, answer = host[*case, k], ours[*case, k]
+        found = faults(kind, host[*case, 0], theirs, answer)
         bad += bool(found)
         accepted, drafted = of(answer)
         print(f"{family} {kind} K={k}: {'; '.join(found) or 'agree'}")
         print(f"  accepted by position: mtpc {accepted}, vLLM {of(theirs)[0]}; ", end="")
-        print(f"drafted: {drafted}, {of(theirs)[1]}; class: {answer['draft_class']}", flush=True)
+        print(f"drafted: {drafted}, {of(theirs)[1]}; class: {answer['draft_class']}")
     return bad
 
 
@@ -118,17 +122,19 @@ def of(answer: dict[str, Any]) -> tuple[list[int], int]:
 
 
 def run(
-    directory: Path, spec_tokens: list[int], plugin: bool, kept: Path, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """vLLM's answers for each number of drafts, in a process of its own."""
-    family = directory.name.partition("-")[0]
+    cases: list[Case], spec_tokens: list[int], plugin: bool, kept: Path, args: argparse.Namespace
+) -> Answers:
+    """vLLM's answers for each checkpoint and number of drafts, in one process."""
     seqs = len(PROMPTS) if args.together else 1
-    jobs = []
-    for k in spec_tokens:
-        options = vllm_host.arguments(str(directory), k, 128, seqs, eager=not args.compiled)
-        options |= {"dtype": DTYPES.get(family, "float32"), "disable_log_stats": False}
-        job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
-        jobs.append(job | {"together": args.together})
+    jobs, keys = [], []
+    for family, kind in cases:
+        for k in spec_tokens:
+            directory = str(kept / f"{family}-{kind}")
+            options = vllm_host.arguments(directory, k, 128, seqs, eager=not args.compiled)
+            options |= {"dtype": DTYPES.get(family, "float32"), "disable_log_stats": False}
+            job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
+            jobs.append(job | {"together": args.together})
+            keys.append((family, kind, k))
     python = args.vllm_python.absolute()
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(jobs)],
@@ -139,8 +145,8 @@ def run(
         text=True,
     )
     if done.returncode:
-        raise SystemExit(f"vLLM failed on {directory.name}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
+    return dict(zip(keys, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 if __name__ == "__main__":
