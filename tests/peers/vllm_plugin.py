@@ -35,8 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**CHANGES["deepseek_v3"], "n_group": 1},
     "qwen3_next": {**HEADS, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
-"""vLLM's recurrent kernel on a CPU takes heads of 128. With groups of experts its DeepSeek V3 does not
-compute on a CPU what transformers does, from which our draft layer is."""
+"""vLLM's recurrent kernel on a CPU takes heads of 128. With groups of experts its DeepSeek V3
+does not compute on a CPU what transformers does, from which our draft layer is."""
 DTYPES = {"qwen3_next": "bfloat16"}
 """It takes bfloat16 only. The others run in float32, where rounding moves no argmax."""
 TRAINING_STEPS = {"qwen3_next": 30}
