@@ -39,17 +39,17 @@ class ModelTraces(nn.Module):
         metadata, metadata_dims = _example_metadata(layout, device)
         ids = torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=device)
         token_dim = {0: Dim.DYNAMIC}
-        self.target = _export(model.target, (ids, *metadata), (token_dim, *metadata_dims))
+        self.target = export_piece(model.target, (ids, *metadata), (token_dim, *metadata_dims))
         features = _example_features(self.target)
-        self.target_head = _export(model.target_head, (features,), (token_dim,))
+        self.target_head = export_piece(model.target_head, (features,), (token_dim,))
         self.drafts = nn.ModuleList(
-            _export(draft, (ids, features, *metadata), (token_dim, token_dim, *metadata_dims))
+            export_piece(draft, (ids, features, *metadata), (token_dim, token_dim, *metadata_dims))
             for draft in model.drafts
         )
         self.draft_heads = nn.ModuleList(
             self.target_head
             if head is model.target_head
-            else _export(head, (features,), (token_dim,))
+            else export_piece(head, (features,), (token_dim,))
             for head in model.draft_heads
         )
         self.vocab_size = model.vocab_size
@@ -80,10 +80,13 @@ def _example_features(target: fx.GraphModule) -> Tensor:
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
-def _export(
+def export_piece(
     module: nn.Module, example: Sequence[Tensor], dims: Sequence[Any] | None
 ) -> fx.GraphModule:
-    """Non-strict export to an FX module whose get_attr nodes refer to the module's own tensors."""
+    """Non-strict export to an FX module whose get_attr nodes refer to the module's own tensors.
+
+    They are named as in `module`, below "inner.".
+    """
     wrapped = _Positional(module)
     with torch.no_grad():
         program = torch.export.export(

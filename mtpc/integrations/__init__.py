@@ -1,1 +1,1 @@
-"""mtpc inside other people's servers and libraries, by the seams that these offer."""
+"""mtpc inside other people's engines and libraries: what they share, and a package for each host."""

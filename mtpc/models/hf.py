@@ -204,6 +204,35 @@ class TextRotary(nn.Module):
         return self.rotary(like, rows, **self.options)
 
 
+def run_mtp_layer(
+    layer: MTPLayer, rotary: TextRotary, embedding: Tensor, features: Tensor, context: Any
+) -> Tensor:
+    """An MTP layer over flat rows, up to and without its final norm.
+
+    Args:
+        layer: the MTP layer.
+        rotary: the decoder's rotary embedding, as the layer has it.
+        embedding: of the rows' token ids, [T, H].
+        features: fed to them, [T, H].
+        context: stands in for `past_key_values`: `positions` [T], `layers`, `update`.
+
+    Returns:
+        [T, H].
+    """
+    positions = context.positions
+    hidden = layer.join(embedding, features, positions)[None]
+    hidden = layer.block(
+        hidden,
+        attention_mask=None,
+        position_ids=positions[None],
+        past_key_values=context,
+        use_cache=False,
+        position_embeddings=rotary(hidden, positions),
+        mtpc_context=context,
+    )
+    return hidden[0]
+
+
 class HFDraft(nn.Module):
     """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H].
 
@@ -221,18 +250,9 @@ class HFDraft(nn.Module):
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext(self.pool.layers(), *metadata)
-        positions = context.positions
-        hidden = self.layer.join(self.embedding(ids), features, positions)[None]
-        hidden = self.layer.block(
-            hidden,
-            attention_mask=None,
-            position_ids=positions[None],
-            past_key_values=context,
-            use_cache=False,
-            position_embeddings=self.rotary(hidden, positions),
-            mtpc_context=context,
-        )
-        return self.layer.final_norm(hidden)[0]
+        embedding = self.embedding(ids)
+        hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)
+        return self.layer.final_norm(hidden)
 
 
 @dataclass(frozen=True)

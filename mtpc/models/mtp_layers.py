@@ -37,11 +37,15 @@ def load_mtp_layer(
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
     with torch.device("meta"):
         layer = build_mtp_layer(family, target, index)
-    for name in family.shared_tensors:
-        stored.pop(name, None)
-    tensors = {_module_name(name, family): checkpoint.tensor(full) for name, full in stored.items()}
+    tensors = {
+        name: checkpoint.tensor(full)
+        for name, full in stored.items()
+        if name not in family.shared_tensors
+    }
     what = f"MTP layer {index} of {checkpoint.directory}"
-    _fill(layer, _stack_experts(tensors, family), _dtypes_of(target), what)
+    tensors = layer_tensors(tensors, family)
+    check_tensors(layer, tensors, what)
+    _assign(layer, tensors, dtypes_of(target))
     return layer.eval()
 
 
@@ -52,6 +56,15 @@ def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLaye
     block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
     stream_head = type(decoder.hc_head)(config) if family.wiring.stream_head else None
     return MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
+
+
+def layer_tensors(stored: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
+    """Tensors by checkpoint name within an MTP layer -> by name within `MTPLayer`.
+
+    Raises:
+        CheckpointError: an expert lacks a projection.
+    """
+    return _stack_experts({_module_name(n, family): t for n, t in stored.items()}, family)
 
 
 def _module_name(name: str, family: ModelFamily) -> str:
@@ -159,7 +172,7 @@ def _join_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
+def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
     """The dtype of each parameter or buffer, as transformers chooses it for the target's own."""
     dtype = target.get_input_embeddings().weight.dtype
     # Buffers (the router's selection bias) and what the class says stay in float32 at least.
@@ -172,13 +185,12 @@ def _dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
     return choose
 
 
-def _fill(
-    layer: nn.Module,
-    tensors: Mapping[str, Tensor],
-    dtype_of: Callable[[str, bool], torch.dtype],
-    what: str,
-) -> None:
-    """Assign tensors to a module built on the meta device; every name must match."""
+def check_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Every name and shape must match the module's.
+
+    Raises:
+        CheckpointError: tensors missing, unexpected or of another shape; the message lists them.
+    """
     expected = layer.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())
@@ -191,6 +203,12 @@ def _fill(
     ]
     if shapes:
         raise CheckpointError(f"{what}: {'; '.join(shapes[:4])}")
+
+
+def _assign(
+    layer: nn.Module, tensors: Mapping[str, Tensor], dtype_of: Callable[[str, bool], torch.dtype]
+) -> None:
+    """Give checked tensors to a module built on the meta device."""
     parameters = {name for name, _ in layer.named_parameters()}
     cast = {
         n: t.to(dtype_of(n, n in parameters)) if t.is_floating_point() else t
@@ -198,3 +216,14 @@ def _fill(
     }
     layer.load_state_dict(cast, assign=True)
     layer.requires_grad_(False)
+
+
+def allocate(
+    layer: nn.Module, dtype_of: Callable[[str, bool], torch.dtype], device: torch.device
+) -> None:
+    """Give a module built on the meta device memory of its own, not yet written."""
+    empty = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for name, tensor in layer.state_dict().items()
+    }
+    _assign(layer, empty, dtype_of)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from mtpc.capture.effects import storages
+from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import sweep
 
 aten = torch.ops.aten
 
@@ -23,18 +22,23 @@ class Canonicalise:
     name: ClassVar[str] = "canonicalise"
 
     def apply(self, graph: StepGraph) -> int:
-        removed = 0
-        for node in list(graph.graph.nodes):
-            rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None
-            # A true copy has memory of its own, even where it looks the same.
-            shares = rule is not None and set(storages(node.meta["val"])) <= set(
-                storages(node.args[0].meta["val"])
-            )
-            if rule is not None and shares and rule(node.args[0].meta["val"], node.meta["val"]):
-                node.replace_all_uses_with(node.args[0])
-                graph.graph.erase_node(node)
-                removed += 1
-        return removed + sweep(graph)
+        return drop_identities(graph.graph)
+
+
+def drop_identities(graph: fx.Graph) -> int:
+    """The rewrite itself, for any flat graph whose nodes have values; returns nodes removed."""
+    removed = 0
+    for node in list(graph.nodes):
+        rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None
+        # A true copy has memory of its own, even where it looks the same.
+        shares = rule is not None and set(storages(node.meta["val"])) <= set(
+            storages(node.args[0].meta["val"])
+        )
+        if rule is not None and shares and rule(node.args[0].meta["val"], node.meta["val"]):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            removed += 1
+    return removed + eliminate_dead_nodes(graph)
 
 
 def _same_layout(before: Tensor, after: Tensor) -> bool:

@@ -1,0 +1,65 @@
+"""From what a host knows of a model to the family and config that a draft is built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.models import ModelFamily
+from mtpc.models.load import find_family
+
+_OF_THE_CHECKPOINT = ("model_type", "quantization_config", "transformers_version", "_name_or_path")
+
+
+def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFamily, Any]:
+    """The family of a model, and a config of transformers' own class for it, private to the caller.
+
+    Args:
+        source: a transformers config (whose class a host may have changed), its entries as a
+            dict, or a checkpoint: directory, or name in the local hub cache.
+        architecture: the target's, as in `architectures` of config.json, where `source` names a
+            host's draft class in its place.
+
+    Raises:
+        CheckpointError: a checkpoint without config.json.
+        UnsupportedModelError: an unknown architecture, one whose MTP layers no host's attention
+            can serve, or a quantised checkpoint.
+    """
+    fields = _entries(source)
+    names = [architecture] if architecture else list(fields.get("architectures") or [])
+    family = find_family(names)
+    if family.parts is not None:
+        raise UnsupportedModelError(
+            f"{family.name}: its MTP layers hold state of their own kind and take other features "
+            "than [T, H]; a traced draft stands on the host's attention alone"
+        )
+    quantised = fields.get("quantization_config") or fields.get("compression_config")
+    if quantised:
+        raise UnsupportedModelError(
+            f"the checkpoint is quantised ({_method(quantised)}); a traced draft holds its weights "
+            "as they are computed with: use an unquantised checkpoint, or the host's own draft"
+        )
+    config_class = getattr(transformers, family.hf_config_class)
+    if "text_config" not in getattr(config_class, "sub_configs", {}):
+        fields = dict(fields.get("text_config") or fields)
+    drop = (*_OF_THE_CHECKPOINT, "architectures")
+    return family, config_class(**{k: v for k, v in fields.items() if k not in drop})
+
+
+def _entries(source: Any) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, (str, Path)):
+        entries, _ = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=True)
+        if not entries:
+            raise CheckpointError(f"{str(source)!r} has no config.json; is it a checkpoint?")
+        return entries
+    return dict(source.to_dict())
+
+
+def _method(quantised: Any) -> str:
+    return str(quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised)

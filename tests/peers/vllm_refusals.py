@@ -1,0 +1,80 @@
+"""What the vLLM plugin does when it is not asked for, and what its draft model refuses.
+
+    VENV/bin/python tests/peers/vllm_refusals.py CHECKPOINT DIST
+
+Runs under vLLM's interpreter, over real configs of vLLM's; no engine is started. CHECKPOINT is a
+MiMo checkpoint (`tests/tiny.py` makes one), DIST where mtpc is installed. Exits with 1 at the first
+check that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ASK = """
+from vllm import ModelRegistry
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+load_general_plugins()
+print(ModelRegistry.models["MiMoMTPModel"].module_name)
+"""
+
+
+def main(directory: str, dist: str) -> None:
+    """All checks."""
+    check_switch(dist)
+    sys.path.insert(0, dist)
+    check_refusals(directory)
+    print("all as it should be")
+
+
+def check_switch(dist: str) -> None:
+    """Which class an architecture leads to, by VLLM_PLUGINS."""
+    own, ours = "vllm.model_executor.models.mimo_mtp", "mtpc.integrations.vllm.draft_model"
+    for plugins, expected in ((None, own), ("", own), ("other", own), ("mtpc,other", ours)):
+        environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
+        environment["PYTHONPATH"] = dist
+        if plugins is not None:
+            environment["VLLM_PLUGINS"] = plugins
+        done = subprocess.run(
+            [sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True
+        )
+        found = done.stdout.splitlines()[-1]
+        print(f"VLLM_PLUGINS={plugins!r}: {found}", flush=True)
+        assert found == expected, (plugins, found)
+
+
+def check_refusals(directory: str) -> None:
+    """Configs that the draft model cannot serve, and options that do not exist."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from mtpc.errors import OptionError, UnsupportedModelError
+    from mtpc.integrations.vllm.draft_model import TracedMTP
+
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    usual = dict(model=directory, skip_tokenizer_init=True, speculative_config=drafts)
+    cases = (
+        ({"tensor_parallel_size": 2}, UnsupportedModelError, "tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, UnsupportedModelError, "pipeline_parallel_size=2"),
+        ({"enable_lora": True}, UnsupportedModelError, "LoRA"),
+        ({"hf_overrides": lambda config: config}, UnsupportedModelError, "takes overrides as a"),
+        ({"additional_config": {"mtpc": {"draft_rules": "x"}}}, OptionError, "'host', 'model'"),
+        ({"additional_config": {"mtpc": {"rules": "host"}}}, OptionError, "'host', 'model'"),
+    )
+    for change, kind, message in cases:
+        config = EngineArgs(**(usual | change)).create_engine_config()
+        try:
+            TracedMTP(vllm_config=config)
+        except kind as error:
+            said = str(error)
+        else:
+            raise AssertionError(f"{change} was accepted")
+        print(f"{change}: {said}", flush=True)
+        assert message in said, said
+
+
+if __name__ == "__main__":
+    main(*(str(Path(argument).absolute()) for argument in sys.argv[1:]))
