@@ -107,6 +107,7 @@ def test_only_the_host_attends(family: str, checkpoint: Callable[..., Path]) -> 
     owned = [id(p) for p in draft.parameters()]
     assert len(owned) == len(set(owned)) == len(list(draft.layer.parameters()))
     assert all(not p.requires_grad for p in draft.parameters())
+    assert not draft.eval().training  # Hosts call it.
 
 
 def test_latent_site_gives_the_hosts_what_they_need(checkpoint: Callable[..., Path]) -> None:

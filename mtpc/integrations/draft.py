@@ -218,10 +218,12 @@ def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
     positions = torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=options.device)
     example = (floats, positions, torch.zeros_like(floats))
     traced = export_piece(rows, example, tuple({0: Dim.DYNAMIC} for _ in example))
-    # The traced module itself in place of export's copy of its tree: one owner of each tensor.
-    traced.add_module("inner", rows)
     traced.graph.eliminate_dead_code()
-    return traced
+    # A plain module, for hosts call eval() on it, which export's refuses; and in it the traced
+    # module itself in place of a copy of its tree: one owner of each tensor.
+    plain = fx.GraphModule(traced, traced.graph)
+    plain.add_module("inner", rows)
+    return plain
 
 
 def _call_host(traced: fx.GraphModule, modules: list[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""One vLLM run for `vllm_agreement.py`, under vLLM's interpreter: standard library and vllm only.
+"""One vLLM run for its neighbours here, under vLLM's interpreter: standard library and vllm only.
 
 Reads a job as JSON from its argument; its last line of output is the answer as JSON.
 """
@@ -26,7 +26,14 @@ def main(job: dict) -> None:
         for metric in llm.get_metrics()
         if "spec_decode" in metric.name
     }
-    print(json.dumps({"tokens": tokens, "counts": counts}))
+    classes = llm.collective_rpc(draft_class)
+    print(json.dumps({"tokens": tokens, "counts": counts, "draft_class": classes[0]}))
+
+
+def draft_class(worker) -> str | None:
+    """The class of the draft model that a worker runs."""
+    model = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+    return None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 if __name__ == "__main__":

@@ -52,11 +52,6 @@ class HostedDraft(nn.Module):
         self.draft.embedding = VocabParallelEmbedding(text.vocab_size, text.hidden_size)
         self.lm_head = ParallelLMHead(text.vocab_size, text.hidden_size)
         self.logits_processor = LogitsProcessor(config)
-        self.training = False
-
-    def train(self, mode: bool = True) -> HostedDraft:
-        """Nothing: a trace for inference has one mode."""
-        return self
 
     @classmethod
     def target_architecture(cls, config: Any) -> str:

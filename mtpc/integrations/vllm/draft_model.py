@@ -1,0 +1,199 @@
+"""A draft model class for vLLM: traced MTP layers under vLLM's contract for draft models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.sequence import IntermediateTensors
+
+from mtpc.errors import OptionError, UnsupportedModelError
+from mtpc.integrations.draft import DraftOptions, TracedDraft
+from mtpc.integrations.draft_config import draft_config
+from mtpc.integrations.vllm.attention import make_attention
+
+
+@dataclass(frozen=True)
+class HostRules:
+    """What vLLM's own class of an architecture does that only decides which drafts come out.
+
+    Attributes:
+        architecture: the target's.
+        zero_first_embedding: it zeroes the embedding at position 0.
+        recycles_unnormed: it feeds the next draft step what precedes the final norm.
+        returns_pair: vLLM's proposer expects (hidden for the head, hidden to recycle) of it.
+    """
+
+    architecture: str
+    zero_first_embedding: bool
+    recycles_unnormed: bool = False
+    returns_pair: bool = False
+
+
+HOST_RULES: Mapping[str, HostRules] = {
+    "MiMoMTPModel": HostRules("MiMoForCausalLM", True),
+    "Glm4MoeMTPModel": HostRules("Glm4MoeForCausalLM", True, recycles_unnormed=True),
+    "DeepSeekMTPModel": HostRules("DeepseekV3ForCausalLM", True, returns_pair=True),
+    "Qwen3NextMTP": HostRules("Qwen3NextForCausalLM", False),
+}
+RULES = ("host", "model")
+"""`additional_config={"mtpc": {"draft_rules": ...}}`: as vLLM's class, or as mtpc and the model's
+authors have it."""
+
+
+class TracedMTP(nn.Module):
+    """All MTP layers of a model, each a `TracedDraft` over vLLM's attention.
+
+    vLLM constructs it, hands it the target's checkpoint, and puts the target's embedding and head
+    in their places: it has none of its own.
+
+    Args:
+        vllm_config: as vLLM makes it for drafts: its `model_config` is the target's.
+        prefix: of the names of its layers.
+
+    Raises:
+        UnsupportedModelError: tensor or pipeline parallel, expert load balancing, LoRA, quantised
+            weights, or a config that `draft_config` refuses.
+        OptionError: a value in `additional_config["mtpc"]` that does not exist.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        refuse_unsupported(vllm_config)
+        self.config = _draft_model(vllm_config).hf_config
+        self.rules = HOST_RULES[self.config.architectures[0]]
+        follows_host = _draft_rules(vllm_config.additional_config) == "host"
+        self.head_norms = follows_host and self.rules.recycles_unnormed
+        fields = read_fields(vllm_config)
+        family, config = draft_config(fields, self.rules.architecture)
+        text = config.get_text_config(decoder=True)
+        self.logits_processor = LogitsProcessor(text.vocab_size)
+        self.lm_head: Any = None
+        self.model = nn.Module()
+        self.model.embed_tokens = None
+        drafts = []
+        for index in range(family.num_mtp_layers(text) or 1):
+            options = DraftOptions(
+                index=index,
+                dtype=_draft_model(vllm_config).dtype,
+                device=vllm_config.device_config.device,
+                architecture=self.rules.architecture,
+                zero_first_embedding=self.rules.zero_first_embedding if follows_host else None,
+                returns="before_final_norm" if self.head_norms else "after_final_norm",
+            )
+            name = f"{prefix}.mtpc_draft.layers" if prefix else "mtpc_draft.layers"
+            layer = f"{name}.{text.num_hidden_layers + index}"
+            attention = partial(make_attention, vllm_config=vllm_config, prefix=layer)
+            drafts.append(TracedDraft(fields, attention, options))
+        self.drafts = nn.ModuleList(drafts)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Token ids [T] -> [T, H], by the target's embedding."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """One draft step over flat rows: what the head takes, and what vLLM feeds back."""
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_input_ids(input_ids)
+        draft = self.drafts[spec_step_idx % len(self.drafts)]
+        features = draft(None, positions, hidden_states, inputs_embeds)
+        return (features, features) if self.rules.returns_pair else features
+
+    def compute_logits(self, hidden_states: Tensor, spec_step_idx: int = 0) -> Tensor | None:
+        """Logits of rows of what `forward` returned, by the target's head."""
+        if self.head_norms:
+            draft = self.drafts[spec_step_idx % len(self.drafts)]
+            hidden_states = draft.final_norm(hidden_states)
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """The MTP layers' weights out of the checkpoint; returns the names of what was set.
+
+        Raises:
+            CheckpointError: see `TracedDraft.load_weights`.
+        """
+        prefixes = tuple(draft.prefix for draft in self.drafts)
+        kept = [(name, tensor) for name, tensor in weights if name.startswith(prefixes)]
+        for draft in self.drafts:
+            draft.load_weights(kept)
+        return {name for name, _ in self.named_parameters()}
+
+
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """What a traced draft cannot do under vLLM is refused, in one message.
+
+    Raises:
+        UnsupportedModelError: the config asks for it.
+    """
+    parallel = vllm_config.parallel_config
+    asked = {
+        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "enable_expert_parallel": parallel.enable_expert_parallel,
+        "enable_eplb": parallel.enable_eplb,
+        "LoRA": vllm_config.lora_config is not None,
+        f"quantization={vllm_config.model_config.quantization}": (
+            vllm_config.quant_config is not None
+        ),
+    }
+    found = [name for name, is_asked in asked.items() if is_asked]
+    if found:
+        raise UnsupportedModelError(
+            f"mtpc's draft model cannot serve {', '.join(found)}: it is one graph with unsharded, "
+            "unquantised weights; leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
+        )
+
+
+def read_fields(vllm_config: VllmConfig) -> dict[str, Any]:
+    """config.json as it is stored, with the user's overrides.
+
+    vLLM rewrites configs of drafts, and changes rotary parameters of targets in place.
+
+    Raises:
+        UnsupportedModelError: overrides by a function, which cannot be carried out here.
+    """
+    model = _draft_model(vllm_config)
+    fields, _ = transformers.PreTrainedConfig.get_config_dict(
+        model.hf_config_path or model.model, revision=model.revision, local_files_only=True
+    )
+    overrides = vllm_config.model_config.hf_overrides
+    if callable(overrides):
+        raise UnsupportedModelError(
+            "hf_overrides is a function; mtpc's draft model reads config.json itself and takes "
+            "overrides as a dict only"
+        )
+    return {**fields, **overrides}
+
+
+def _draft_model(vllm_config: VllmConfig) -> Any:
+    assert vllm_config.speculative_config is not None
+    return vllm_config.speculative_config.draft_model_config
+
+
+def _draft_rules(additional_config: Any) -> str:
+    options = additional_config.get("mtpc", {}) if isinstance(additional_config, Mapping) else {}
+    unknown = sorted(set(options) - {"draft_rules"})
+    rules = options.get("draft_rules", "host")
+    if unknown or rules not in RULES:
+        raise OptionError(
+            f'additional_config["mtpc"] is {dict(options)}; expected nothing but "draft_rules", '
+            f"one of {RULES}"
+        )
+    return rules
