@@ -168,11 +168,32 @@ def check_numbers(family: str, target: Any, layer: Any, draft: Any) -> None:
         torch.testing.assert_close(out.hidden_states, hidden, rtol=1e-4, atol=1e-4)
         found = out.next_token_logits
         torch.testing.assert_close(found, logits[last], rtol=1e-4, atol=1e-4)
+    check_images(family, target, layer, draft)
     idle = batch_of(rows[0, :0], features[0, :0], ForwardMode.IDLE)
     with forward_context(ForwardContext(attn_backend=backend), forward_batch=idle):
         out = draft.forward(idle.input_ids, idle.positions, idle)
     assert out.next_token_logits.shape == (0, 96)
     assert draft.run.forward_batch is None
+
+
+@torch.no_grad()
+def check_images(family: str, target: Any, layer: Any, draft: Any) -> None:
+    """Where a prompt has images the target's embeddings count, and ids in the last row alone."""
+    ids = torch.randint(2, 96, (1, 14), generator=torch.Generator().manual_seed(6))
+    features = tiny.target_features(target, ids)[:, :-1]
+    rows = ids[0, 1:]
+    embeddings = target.get_input_embeddings()(rows)
+    hidden = tiny.run_mtp_uncached(family, target, layer, rows[None], features)[0]
+    marks = torch.where(torch.arange(len(rows)) < len(rows) - 1, 10**6, rows)
+    batch = batch_of(marks, features[0], ForwardMode.EXTEND)
+    batch.mm_input_embeds = torch.cat([embeddings[:-1], torch.full_like(embeddings[:1], 7.0)])
+    kinds = {f"contains_{kind}_inputs": lambda: True for kind in ("audio", "video", "image")}
+    batch.mm_inputs = [SimpleNamespace(**kinds)]
+    batch.extend_start_loc = torch.zeros(1, dtype=torch.int64)
+    backend = CausalAttention()
+    with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+        out = draft.forward(batch.input_ids, batch.positions, batch)
+    torch.testing.assert_close(out.hidden_states, hidden, rtol=1e-4, atol=1e-4)
 
 
 def refused(words: str, make: Any, error: type[Exception] = UnsupportedModelError) -> None:

@@ -73,10 +73,22 @@ class HostedDraft(nn.Module):
         else:
             self.run.forward_batch = forward_batch
             try:
-                hidden = self.draft(input_ids, positions, features)
+                embeddings = self._embeddings(input_ids, forward_batch)
+                hidden = self.draft(input_ids, positions, features, embeddings)
             finally:
                 self.run.forward_batch = None
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+
+    def _embeddings(self, input_ids: Tensor, forward_batch: Any) -> Tensor | None:
+        """The target's embeddings of a prompt with images, whose ids are no tokens; else None.
+
+        The host has moved them up by a row as it moves ids; each request's last row is a token.
+        """
+        given: Tensor | None = forward_batch.mm_input_embeds
+        if given is None or not forward_batch.contains_mm_inputs():
+            return given
+        last = (forward_batch.extend_start_loc + forward_batch.extend_seq_lens - 1).long()
+        return given.index_copy(0, last, self.draft.embedding(input_ids[last]).to(given.dtype))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take the MTP layer's tensors out of the target's checkpoint; returns their names.
