@@ -1,6 +1,7 @@
-"""One vLLM run for its neighbours here, under vLLM's interpreter: standard library and vllm only.
+"""vLLM runs for its neighbours here, under vLLM's interpreter: standard library and vllm only.
 
-Reads a job as JSON from its argument; its last line of output is the answer as JSON.
+Reads a job, or a list of them, as JSON from its argument; its last line of output is the answer,
+or the list of answers, as JSON.
 """
 
 from __future__ import annotations
@@ -9,31 +10,62 @@ import json
 import sys
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 
-def main(job: dict) -> None:
+def run(job: dict) -> dict:
     """Decode greedily; answer with the tokens, and what was drafted and accepted."""
     llm = LLM(**job["options"])
+    before = counts(llm)
     params = SamplingParams(
         temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     tokens: list[list[int]] = []
-    for prompt in prompts:  # One by one: counts then do not depend on who shares a batch.
-        tokens += [list(out.outputs[0].token_ids) for out in llm.generate([prompt], params)]
-    counts = {
+    if job.get("together"):
+        tokens = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params)]
+    else:
+        for prompt in prompts:  # One by one: counts then do not depend on who shares a batch.
+            tokens += [list(out.outputs[0].token_ids) for out in llm.generate([prompt], params)]
+    answer = {"tokens": tokens, "draft_class": llm.collective_rpc(draft_class)[0]}
+    answer["counts"] = {name: minus(value, before.get(name)) for name, value in counts(llm).items()}
+    return answer
+
+
+def counts(llm) -> dict:
+    """What has been drafted and accepted so far, in all engines of this process."""
+    return {
         metric.name: getattr(metric, "values", None) or getattr(metric, "value", None)
         for metric in llm.get_metrics()
         if "spec_decode" in metric.name
     }
-    classes = llm.collective_rpc(draft_class)
-    print(json.dumps({"tokens": tokens, "counts": counts, "draft_class": classes[0]}))
+
+
+def minus(after, before):
+    """A count, or counts by position, less what was there before."""
+    if not before:
+        return after
+    if isinstance(after, list):
+        return [a - b for a, b in zip(after, before, strict=True)]
+    return after - before
 
 
 def draft_class(worker) -> str | None:
     """The class of the draft model that a worker runs."""
     model = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
     return None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def main(jobs: dict | list) -> None:
+    """Do what is asked, one after the other."""
+    if isinstance(jobs, dict):
+        answer: dict | list = run(jobs)
+    else:
+        answer = []
+        for job in jobs:
+            answer.append(run(job))
+            cleanup_dist_env_and_memory()
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,9 @@ class TracedMTP(nn.Module):
         text = config.get_text_config(decoder=True)
         self.logits_processor = LogitsProcessor(text.vocab_size)
         self.lm_head: Any = None
-        self.model = nn.Module()
-        self.model.embed_tokens = None
+        inner: Any = nn.Module()
+        inner.embed_tokens = None
+        self.model: Any = inner
         drafts = []
         for index in range(family.num_mtp_layers(text) or 1):
             options = DraftOptions(
@@ -92,7 +93,7 @@ class TracedMTP(nn.Module):
             layer = f"{name}.{text.num_hidden_layers + index}"
             attention = partial(make_attention, vllm_config=vllm_config, prefix=layer)
             drafts.append(TracedDraft(fields, attention, options))
-        self.drafts = nn.ModuleList(drafts)
+        self.drafts: Any = nn.ModuleList(drafts)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Token ids [T] -> [T, H], by the target's embedding."""
@@ -109,6 +110,7 @@ class TracedMTP(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """One draft step over flat rows: what the head takes, and what vLLM feeds back."""
         if inputs_embeds is None:
+            assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
         draft = self.drafts[spec_step_idx % len(self.drafts)]
         features = draft(None, positions, hidden_states, inputs_embeds)
