@@ -56,7 +56,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noq
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput  # noqa: E402
 
-from mtpc.errors import CheckpointError, UnsupportedModelError  # noqa: E402
+from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError  # noqa: E402
 
 HOSTS_OWN = {
     "mimo": ("mimo_mtp", "MiMoMTP"),
@@ -223,6 +223,42 @@ def check_what_stays_the_hosts() -> None:
         assert stays.__module__.startswith("sglang."), stays
 
 
+def check_algorithm() -> None:
+    """MTPC is known to the host, answers all that it asks of an algorithm, and refuses by name."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    import mtpc.integrations.sglang as ours
+    from mtpc.integrations.sglang.propose import ProposeRunner, host_pools
+
+    ours.register()
+    found = SpeculativeAlgorithm.from_string("mtpc")
+    asked = {n for n, v in vars(SpeculativeAlgorithm).items() if inspect.isfunction(v)}
+    missing = {n for n in asked if not n.startswith("_")} - set(dir(found))
+    assert missing <= {"get_platform_worker_cls"}, missing
+    for name in ("is_eagle", "need_topk", "carries_draft_hidden_states", "has_draft_kv"):
+        assert getattr(found, name)() == getattr(SpeculativeAlgorithm.EAGLE, name)(), name
+    assert issubclass(found.factory(None), EAGLEWorkerV2)
+    fields = dict(speculative_num_steps=3, speculative_num_draft_tokens=4)
+    options = ("adaptive", "use_rejection_sampling", "token_map")
+    fields |= {f"speculative_{name}": None for name in options} | {"enable_multi_layer_eagle": None}
+    good = SimpleNamespace(speculative_eagle_topk=1, **fields)
+    found.validate_server_args(good)
+    for field, value, words in (
+        ("speculative_eagle_topk", 4, "topk 4"),
+        ("speculative_num_steps", None, "steps None"),
+        ("speculative_num_draft_tokens", 9, "9 draft tokens for 3 steps"),
+        ("speculative_use_rejection_sampling", True, "use_rejection_sampling"),
+    ):
+        bad = SimpleNamespace(**{**vars(good), field: value})
+        refused(words, lambda bad=bad: found.validate_server_args(bad), OptionError)
+    foreign = SimpleNamespace(draft_runner=SimpleNamespace(model=torch.nn.Linear(1, 1)))
+    refused("did not trace", lambda: ProposeRunner(foreign))
+    other = SimpleNamespace(dtype=torch.float8_e4m3fn)
+    refused(MHATokenToKVPool.__name__, lambda: host_pools(other, torch.bfloat16))
+
+
 def check_ranks() -> None:
     """Several ranks are refused before anything is built. Leaves the host's context at two."""
     config = SimpleNamespace()
@@ -247,6 +283,7 @@ def main() -> int:
     failed = []
     checks = {f: lambda path, f=f: check_family(f, path) for f in HOSTS_OWN}
     checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
+    checks["algorithm MTPC"] = lambda path: check_algorithm()
     checks["several ranks"] = lambda path: check_ranks()
     for name, check in checks.items():
         with tempfile.TemporaryDirectory() as kept:
