@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS)[1:])
     parser.add_argument("--steps", type=int, default=3, help="drafts a round (default: 3)")
+    parser.add_argument("--page-size", type=int, default=1, help="the host's (default: 1)")
     args = parser.parse_args()
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as kept:
@@ -107,6 +108,7 @@ def run_host(args: argparse.Namespace, directory: Path, draft: str) -> dict[str,
         "speculative_num_steps": args.steps,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": args.steps + 1,
+        "page_size": args.page_size,
         "max_total_tokens": 512,
         "max_running_requests": 4,
         "context_length": 128,

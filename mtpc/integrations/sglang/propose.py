@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
-from mtpc.backends import make_backend
+from mtpc.backends import Backend, make_backend
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
 from mtpc.integrations.sglang.draft import HostedDraft
+
+_logger = logging.getLogger(__name__)
 
 
 class ProposeRunner:
@@ -41,6 +44,7 @@ class ProposeRunner:
         self.page_size: int = runner.token_to_kv_pool.page_size
         columns = -(-self.req_to_token.shape[1] // self.page_size)
         head = hosted.lm_head.weight
+        backend = choose_backend(head.device)
         text = hosted.draft.config.get_text_config(decoder=True)
         self.chain = DraftChain(
             hosted.draft,
@@ -51,9 +55,9 @@ class ProposeRunner:
                 buckets_up_to(worker.req_to_token_pool.size),
                 text.vocab_size,
             ),
-            make_backend("cuda" if head.is_cuda else "eager"),
+            backend,
         )
-        self.replays = 0
+        report(self.chain, backend)
 
     def can_run_graph(self, forward_batch: Any) -> bool:
         """Always, but for a batch without requests."""
@@ -74,10 +78,36 @@ class ProposeRunner:
             forward_batch.positions,
             pages // self.page_size,
         )
-        self.replays += 1
         drafts = torch.cat([given.topk_index, more], 1)
         parents = self.worker._topk1_parents_prealloc[:count]
         return parents, self.worker._topk1_score_indices_prealloc[:count], drafts, None
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """What lowers and captures on the host's device.
+
+    Raises:
+        UnsupportedModelError: neither a GPU of NVIDIA's or AMD's, nor a CPU.
+    """
+    names = {"cuda": "cuda", "cpu": "eager"}
+    if device.type not in names:
+        raise UnsupportedModelError(
+            f"--speculative-algorithm MTPC on {device.type!r}: mtpc has backends for "
+            f"{', '.join(names)}; use NEXTN"
+        )
+    return make_backend(names[device.type])
+
+
+def report(chain: DraftChain, backend: Backend) -> None:
+    """Say in the host's log what was captured, and what does not run as one would expect."""
+    _logger.info(
+        "mtpc: %d drafts after the first as one graph on backend %r, for batches up to %s",
+        chain.plan.steps,
+        backend.name,
+        ", ".join(map(str, chain.plan.buckets)),
+    )
+    for note, count in backend.notes.items():
+        _logger.warning("mtpc: %s (%d)", note, count)
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
