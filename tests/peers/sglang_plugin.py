@@ -65,10 +65,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as kept:
         for case in args.cases:
             directory = make_checkpoint(case, Path(kept) / case)
-            plain = decode_plainly(directory)
-            host = run_host(args, directory, "host")
+            plain = decode_plainly(directory, batches_of(case))
+            host = run_host(args, case, directory, "host")
             for draft in ("host", *args.drafts):
-                found = host if draft == "host" else run_host(args, directory, draft)
+                found = host if draft == "host" else run_host(args, case, directory, draft)
                 report(case, draft, found)
                 faults += check(f"{case}, {draft}", found, host, plain)
                 faults += check_classes(f"{case}, {draft}", found["log"], draft)
@@ -84,18 +84,29 @@ def make_checkpoint(case: str, directory: Path) -> Path:
     return tiny.make_trained_checkpoint(case, directory, **CASES[case])
 
 
-def decode_plainly(directory: Path) -> list[list[int]]:
+def batches_of(case: str) -> list[list[list[int]]]:
+    """Prompts, batch by batch.
+
+    MiMo's layer never sees the token at position 0, whose embedding it zeroes: after a prompt of
+    one token no draft of the first round can be right, on whatever checkpoint.
+    """
+    if not case.endswith("-accepting"):
+        return BATCHES
+    return [[[*prompt, 8][:12] for prompt in batch] for batch in BATCHES]
+
+
+def decode_plainly(directory: Path, batches: list[list[list[int]]]) -> list[list[int]]:
     """mtpc's own plain decoding of every prompt."""
     options = {"spec_tokens": 0, "dtype": "float32", "backend": "eager", "max_len": 128}
     model = mtpc.compile(directory, batch_buckets=(1,), **options)
-    prompts = [prompt for batch in BATCHES for prompt in batch]
+    prompts = [prompt for batch in batches for prompt in batch]
     return [
         model.generate([prompt], max_new_tokens=NEW_TOKENS, ignore_eos=True)[0]
         for prompt in prompts
     ]
 
 
-def run_host(args: argparse.Namespace, directory: Path, draft: str) -> dict[str, Any]:
+def run_host(args: argparse.Namespace, case: str, directory: Path, draft: str) -> dict[str, Any]:
     """SGLang with a draft, in a process of its own: its answers, and the log of forwards."""
     log = directory / f"{draft}.log"
     options = {
@@ -117,7 +128,7 @@ def run_host(args: argparse.Namespace, directory: Path, draft: str) -> dict[str,
         "random_seed": 0,
         **DRAFTS[draft]["options"],
     }
-    job = {"options": options, "batches": BATCHES, "new_tokens": NEW_TOKENS}
+    job = {"options": options, "batches": batches_of(case), "new_tokens": NEW_TOKENS}
     fixed = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "SGLANG_ON_CPU_LOG": str(log)}
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "SGLANG" not in k}
     child = str(Path(__file__).with_name("sglang_child.py"))
