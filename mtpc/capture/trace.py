@@ -111,7 +111,7 @@ class _Positional(nn.Module):
         return self.inner(*args)
 
 
-class _StepTracer(fx.Tracer):
+class LeafTracer(fx.Tracer):
     """Records `Step.forward` with every piece as a leaf and every buffer as a get_attr node."""
 
     proxy_buffer_attributes = True
@@ -147,7 +147,7 @@ def trace_step(
     passes = max(key.spec_tokens, len(traces.drafts))
     draft_index = tuple(traces.draft_index(i) for i in range(passes))
     step = Step(key, pieces, buffers, draft_index)
-    graph = _StepTracer().trace(step)
+    graph = LeafTracer().trace(step)
     return StepGraph(fx.GraphModule(step, graph), key, layout, weights)
 
 

@@ -1,1 +1,1 @@
-"""mtpc inside other people's engines and libraries: what they share, and a package for each host."""
+"""mtpc in other engines and libraries: what they share, and a package for each host."""

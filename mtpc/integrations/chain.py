@@ -1,0 +1,300 @@
+"""The draft chain as one graph over page pools that the host owns.
+
+A host that runs verify, acceptance and the pass over the verified rows itself leaves one part of
+the draft phase in pieces: the single-row steps that chain drafts, with attention metadata between
+them. Here they are one step graph: all steps, their metadata and their choices, rewritten by the
+same passes as mtpc's own steps, lowered and captured by the same backends, once a bucket of
+requests. It knows no host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+
+from mtpc.backends import Backend
+from mtpc.backends.base import Run
+from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.capture.trace import LeafTracer, export_piece
+from mtpc.errors import CapacityError, UnsupportedModelError
+from mtpc.integrations.draft import TracedDraft
+from mtpc.layout import BufferSpec, Layout, StepKey
+from mtpc.models.caches import CachePool
+from mtpc.models.hf import StepContext, run_mtp_layer
+from mtpc.passes import Verifier, run_pipeline, select_passes
+from mtpc.pieces.choose import Pick
+from mtpc.pieces.metadata import ChainMetadata
+
+aten = torch.ops.aten
+_TRACE_REQS, _TRACE_TOKENS = 3, 7
+"""Sizes used while tracing; any two different numbers above 1 that nothing else in a model has."""
+
+
+@dataclass(frozen=True)
+class HostPools:
+    """A host's cache of one attention layer, and how it is addressed.
+
+    Attributes:
+        tensors: "k" and "v" [pages, page size, H_kv, D], or "latent" [pages, page size, rank +
+            rope]; views of the host's memory, which must stay where it is. Page 0 is read and
+            written for no request.
+        num_blocks: columns of a block table: the longest request's pages.
+    """
+
+    tensors: Mapping[str, Tensor]
+    num_blocks: int
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return next(iter(self.tensors.values())).shape[1]
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """What chains to make.
+
+    Attributes:
+        steps: drafts a chain adds to the first one.
+        buckets: numbers of requests, each a graph of its own.
+        vocab_size: rows of the head that are tokens; hosts pad them.
+    """
+
+    steps: int
+    buckets: tuple[int, ...]
+    vocab_size: int
+
+
+@dataclass
+class _Captured:
+    """One bucket: what runs it, over these buffers."""
+
+    run: Run
+    buffers: dict[str, Tensor]
+    graph: StepGraph = field(repr=False)
+
+
+class DraftChain:
+    """`steps` chained drafts of each request, as one replay.
+
+    Args:
+        draft: whose layer is chained; its embedding must have been set, its weights be loaded.
+        head: [V or more, H].
+        pools: of the draft's one attention layer.
+        plan: sizes.
+        backend: lowers and captures.
+
+    Raises:
+        UnsupportedModelError: a draft with more than one attention, or none.
+    """
+
+    def __init__(
+        self, draft: TracedDraft, head: Tensor, pools: HostPools, plan: ChainPlan, backend: Backend
+    ):
+        if len(draft.sites) != 1:
+            raise UnsupportedModelError(
+                f"{draft.family.name}: its MTP layer attends {len(draft.sites)} times; a chain "
+                "over a host's pools has one attention"
+            )
+        self.plan, self.pools, self.backend = plan, pools, backend
+        layer = _ChainedLayer(draft, pools)
+        heads = _Head(head, plan.vocab_size)
+        self._buffer_names = layer.buffer_names()
+        self._weights = WeightTable(_weights(layer, heads, self._buffer_names))
+        self._pieces = _export(layer, heads, pools)
+        self._width, self._dtype = head.shape[1], head.dtype
+        self._device = head.device
+        with torch.no_grad():
+            self._captured = {
+                count: self._capture(count) for count in sorted(plan.buckets, reverse=True)
+            }
+
+    def propose(
+        self, first_ids: Tensor, features: Tensor, context_lens: Tensor, block_table: Tensor
+    ) -> Tensor:
+        """Chain drafts; the pools' rows at positions context_lens .. + steps - 1 are written.
+
+        Args:
+            first_ids: int64 [R], the first draft of each request.
+            features: [R, H], what the draft returned in the row that proposed it.
+            context_lens: int [R], the position of the first draft's row: tokens whose rows in
+                the pool are final.
+            block_table: int [R, columns], pages of each request, as many as it may have.
+
+        Returns:
+            int64 [R, steps], the drafts after the first one. It is overwritten by the next call.
+
+        Raises:
+            CapacityError: more requests than the largest bucket holds, or wider block tables.
+        """
+        count, columns = block_table.shape
+        bucket = min((b for b in self._captured if b >= count), default=None)
+        if bucket is None or columns > self.pools.num_blocks:
+            raise CapacityError(
+                f"a chain for {count} requests of {columns} pages; expected at most "
+                f"{max(self._captured)} of {self.pools.num_blocks}"
+            )
+        captured = self._captured[bucket]
+        buffers = captured.buffers
+        buffers["batch.first_ids"][:count].copy_(first_ids)
+        buffers["batch.features"][:count].copy_(features)
+        buffers["batch.context_lens"][:count].copy_(context_lens)
+        buffers["batch.block_table"][:count, :columns].copy_(block_table)
+        buffers["batch.active"][:count].fill_(True)
+        buffers["batch.active"][count:].fill_(False)
+        captured.run()
+        return buffers["batch.drafts"][:count]
+
+    @property
+    def graphs(self) -> dict[int, StepGraph]:
+        """The rewritten graph of each bucket."""
+        return {bucket: captured.graph for bucket, captured in self._captured.items()}
+
+    def _layout(self, num_reqs: int) -> Layout:
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "batch.first_ids": ((num_reqs,), torch.int64),
+            "batch.features": ((num_reqs, self._width), self._dtype),
+            "batch.context_lens": ((num_reqs,), torch.int32),
+            "batch.active": ((num_reqs,), torch.bool),
+            "batch.block_table": ((num_reqs, self.pools.num_blocks), torch.int32),
+        }
+        host = [BufferSpec(n, dims, dtype, 0, "host") for n, (dims, dtype) in sizes.items()]
+        drafts = BufferSpec("batch.drafts", (num_reqs, self.plan.steps), torch.int64)
+        names = self._buffer_names.values()
+        pools = [
+            BufferSpec(name, tuple(pool.shape), pool.dtype)
+            for name, pool in zip(names, self.pools.tensors.values(), strict=True)
+        ]
+        return Layout([*host, drafts, *pools], {})
+
+    def _capture(self, num_reqs: int) -> _Captured:
+        key, layout = StepKey.decode(num_reqs, self.plan.steps), self._layout(num_reqs)
+        chain = _Chain(key, self._pieces, layout, self.pools.page_size, self._device)
+        graph = StepGraph(
+            fx.GraphModule(chain, LeafTracer().trace(chain)),
+            key,
+            layout,
+            self._weights,
+            [],
+            "propose",
+        )
+        passes = select_passes(self._buffer_names, (), self.backend.enables)
+        pipeline = (*passes, *self.backend.legalise())
+        run_pipeline(graph, pipeline, Verifier(propagate=False))
+        Verifier(propagate=True)(graph, pipeline[-1].name)
+        run = self.backend.capture(self.backend.lower(graph), graph)
+        return _Captured(run, graph.buffers(), graph)
+
+
+class _ChainedLayer(nn.Module):
+    """The MTP layer over single rows: (ids, features, positions, slots, block_table, seq_lens,
+    query_start_loc) -> features, its cache the host's pools."""
+
+    def __init__(self, draft: TracedDraft, pools: HostPools):
+        super().__init__()
+        self.layer, self.rotary = draft.layer, draft.graph.get_submodule("inner.rotary")
+        self.embedding = nn.Parameter(draft.embedding.weight.detach(), requires_grad=False)
+        text = draft.config.get_text_config(decoder=True)
+        index = text.num_hidden_layers + draft.index
+        named = {f"kv.{index}.{role}": tensor for role, tensor in pools.tensors.items()}
+        self.pool = CachePool(named, num_slots=1)
+        self._names = list(named)
+
+    def buffer_names(self) -> dict[int, str]:
+        """Layout name by tensor id, for the pools."""
+        return {id(b): n for b, n in zip(self.pool.buffers(), self._names, strict=True)}
+
+    def forward(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        starts: Tensor,
+    ) -> Tensor:
+        none = torch.zeros_like(seq_lens)  # No state by request slot, and no row is certain.
+        metadata = (positions, slots, block_table, seq_lens, starts, none, none)
+        context = StepContext(self.pool.layers(), *metadata)
+        embedding = nn.functional.embedding(ids, self.embedding)
+        hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)  # type: ignore[arg-type]
+        return self.layer.final_norm(hidden)
+
+
+class _Head(nn.Module):
+    """Features [R, H] -> logits [R, V]."""
+
+    def __init__(self, weight: Tensor, vocab_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.vocab_size = vocab_size
+
+    def forward(self, features: Tensor) -> Tensor:
+        return nn.functional.linear(features, self.weight)[:, : self.vocab_size]
+
+
+class _Chain(nn.Module):
+    """The chain as a program over buffers; `forward` takes and returns nothing."""
+
+    def __init__(
+        self,
+        key: StepKey,
+        traced: tuple[fx.GraphModule, fx.GraphModule],
+        layout: Layout,
+        page_size: int,
+        device: torch.device,
+    ):
+        super().__init__()
+        self.steps = key.spec_tokens
+        self.pieces: Any = nn.Module()
+        self.pieces.drafts, self.pieces.draft_heads = (nn.ModuleList([t]) for t in traced)
+        self.pieces.chain_metadata, self.pieces.pick = ChainMetadata(key, page_size), Pick()
+        self.batch: Any = nn.Module()
+        for name in layout:
+            if name.startswith("batch."):
+                buffer = layout.allocate(name, device)
+                self.batch.register_buffer(name.removeprefix("batch."), buffer, persistent=False)
+
+    def forward(self) -> None:
+        batch, pieces = self.batch, self.pieces
+        ids, features, lens = batch.first_ids, batch.features, batch.context_lens
+        drafts = []
+        for _ in range(self.steps):
+            out = pieces.chain_metadata(lens, batch.active, batch.block_table)
+            positions, slots, seq_lens, starts, lens = (out[i] for i in range(5))
+            metadata = (positions, slots, batch.block_table, seq_lens, starts)
+            features = pieces.drafts[0](ids, features, *metadata)
+            ids = pieces.pick(pieces.draft_heads[0](features))
+            drafts.append(ids)
+        aten.copy_.default(batch.drafts, aten.stack.default(drafts, 1))
+
+
+def _weights(layer: nn.Module, head: nn.Module, buffers: Mapping[int, str]) -> dict[str, Tensor]:
+    """Every tensor that is not the host's pool, by a name of its own."""
+    named = {}
+    for prefix, module in (("draft", layer), ("draft_head", head)):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) not in buffers:
+                named[f"{prefix}.{name}"] = tensor
+    return named
+
+
+def _export(
+    layer: _ChainedLayer, head: _Head, pools: HostPools
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Layer and head with symbolic numbers of rows and requests, traced once for all buckets."""
+    weight = head.weight
+    rows = torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=weight.device)
+    requests = torch.zeros(_TRACE_REQS, dtype=torch.int32, device=weight.device)
+    features = weight.new_zeros(_TRACE_TOKENS, weight.shape[1])
+    tables = requests.new_zeros(_TRACE_REQS, pools.num_blocks)
+    starts = requests.new_zeros(_TRACE_REQS + 1)
+    example = (rows, features, rows.clone(), rows.clone(), tables, requests, starts)
+    dims = tuple({0: Dim.DYNAMIC} for _ in example)
+    return export_piece(layer, example, dims), export_piece(head, (features,), dims[:1])

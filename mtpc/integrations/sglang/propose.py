@@ -1,0 +1,153 @@
+"""SGLang's draft phase as one replay: what stands where the host has its draft graph runner."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from torch import Tensor
+
+from mtpc.backends import Backend, make_backend
+from mtpc.errors import UnsupportedModelError
+from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
+from mtpc.integrations.sglang.draft import HostedDraft
+
+_logger = logging.getLogger(__name__)
+
+
+class ProposeRunner:
+    """Chains drafts for the host's `EagleDraftWorker`, in place of its forwards one by one.
+
+    The host calls `can_run_graph` and `execute` of whatever is in its `cuda_graph_runner`; it
+    then prepares no attention metadata. The first draft is the host's: it comes from the pass
+    over the verified rows.
+
+    Args:
+        worker: the host's draft worker, pools allocated and weights loaded.
+
+    Raises:
+        UnsupportedModelError: a draft that is not mtpc's, or a pool that the chain cannot address.
+    """
+
+    def __init__(self, worker: Any):
+        self.worker = worker
+        runner = worker.draft_runner
+        hosted = runner.model
+        if not isinstance(hosted, HostedDraft):
+            raise UnsupportedModelError(
+                f"the draft is {type(hosted).__module__}.{type(hosted).__name__}, which mtpc did "
+                "not trace; set SGLANG_EXTERNAL_MODEL_PACKAGE=mtpc.integrations.sglang.models"
+            )
+        self.req_to_token: Tensor = worker.req_to_token_pool.req_to_token
+        self.page_size: int = runner.token_to_kv_pool.page_size
+        columns = -(-self.req_to_token.shape[1] // self.page_size)
+        head = hosted.lm_head.weight
+        backend = choose_backend(head.device)
+        text = hosted.draft.config.get_text_config(decoder=True)
+        self.chain = DraftChain(
+            hosted.draft,
+            head,
+            HostPools(host_pools(runner.token_to_kv_pool, head.dtype), columns),
+            ChainPlan(
+                worker.speculative_num_steps - 1,
+                buckets_up_to(worker.req_to_token_pool.size),
+                text.vocab_size,
+            ),
+            backend,
+        )
+        report(self.chain, backend)
+
+    def can_run_graph(self, forward_batch: Any) -> bool:
+        """Always, but for a batch without requests."""
+        return not forward_batch.forward_mode.is_idle()
+
+    def execute(self, forward_batch: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Draft for a batch.
+
+        Returns:
+            The host's four: parents and score indices of a chain, which never change; drafts
+            int64 [R, steps]; no draft probabilities.
+        """
+        given, count = forward_batch.spec_info, forward_batch.batch_size
+        pages = self.req_to_token[forward_batch.req_pool_indices, :: self.page_size]
+        more = self.chain.propose(
+            given.topk_index[:, 0],
+            given.hidden_states,
+            forward_batch.positions,
+            pages // self.page_size,
+        )
+        drafts = torch.cat([given.topk_index, more], 1)
+        parents = self.worker._topk1_parents_prealloc[:count]
+        return parents, self.worker._topk1_score_indices_prealloc[:count], drafts, None
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """What lowers and captures on the host's device.
+
+    Raises:
+        UnsupportedModelError: neither a GPU of NVIDIA's or AMD's, nor a CPU.
+    """
+    names = {"cuda": "cuda", "cpu": "eager"}
+    if device.type not in names:
+        raise UnsupportedModelError(
+            f"--speculative-algorithm MTPC on {device.type!r}: mtpc has backends for "
+            f"{', '.join(names)}; use NEXTN"
+        )
+    return make_backend(names[device.type])
+
+
+def report(chain: DraftChain, backend: Backend) -> None:
+    """Say in the host's log what was captured, and what does not run as one would expect."""
+    _logger.info(
+        "mtpc: %d drafts after the first as one graph on backend %r, for batches up to %s",
+        chain.plan.steps,
+        backend.name,
+        ", ".join(map(str, chain.plan.buckets)),
+    )
+    for note, count in backend.notes.items():
+        _logger.warning("mtpc: %s (%d)", note, count)
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """Powers of two, the last one cut to the most requests there may be."""
+    sizes = [1 << i for i in range((most - 1).bit_length())]
+    return (*sizes, most)
+
+
+def host_pools(pool: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The draft's one layer of the host's pool, by pages, as views.
+
+    Args:
+        pool: the draft runner's.
+        dtype: of the draft's weights.
+
+    Raises:
+        UnsupportedModelError: another kind of pool, or one that stores another dtype.
+    """
+    if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool) or pool.dtype != dtype:
+        raise UnsupportedModelError(
+            f"the draft's KV pool is {type(pool).__name__} of {pool.dtype}; a chain needs a plain "
+            f"MHATokenToKVPool or MLATokenToKVPool of {dtype}, the weights' dtype"
+        )
+    if type(pool) is MLATokenToKVPool:
+        rows = pool.get_key_buffer(0)
+        return {"latent": by_pages(rows.flatten(1), pool.page_size)}
+    rows = {"k": pool.get_key_buffer(0), "v": pool.get_value_buffer(0)}
+    return {role: by_pages(tensor, pool.page_size) for role, tensor in rows.items()}
+
+
+def by_pages(rows: Tensor, page_size: int) -> Tensor:
+    """[slots, ...] as [pages, page size, ...], without the slots that make no whole page.
+
+    Raises:
+        UnsupportedModelError: the host lays its slots out otherwise.
+    """
+    if not rows.is_contiguous() or rows.dim() not in (2, 3):
+        raise UnsupportedModelError(
+            f"the draft's KV pool has the shape {tuple(rows.shape)}, strides {rows.stride()}; a "
+            "chain needs a row a slot: choose another attention backend or page size"
+        )
+    pages = rows.shape[0] // page_size
+    return rows[: pages * page_size].view(pages, page_size, *rows.shape[1:])

@@ -1,0 +1,39 @@
+"""One SGLang run for `sglang_plugin.py`, under SGLang's interpreter: standard library and sglang.
+
+Reads a job as JSON from its argument; its last line of output is the answer as JSON. The host's
+scheduler is a process of its own, which imports this file anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import sglang_on_cpu
+
+sglang_on_cpu.declare_torchvision_ops()
+
+
+def main(job: dict) -> None:
+    """Decode greedily, batch by batch; answer with tokens and numbers of accepted drafts."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(**job["options"])
+    params = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}
+    answers = []
+    for batch in job["batches"]:
+        for out in engine.generate(input_ids=batch, sampling_params=params):
+            meta = out["meta_info"]
+            answers.append(
+                {
+                    "tokens": out["output_ids"],
+                    "histogram": meta["spec_correct_drafts_histogram"],
+                    "accept_length": meta["spec_accept_length"],
+                }
+            )
+    print(json.dumps(answers), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,300 @@
+"""mtpc's draft classes against SGLang's real ones, without an engine; under SGLang's interpreter:
+
+    VENV/bin/python tests/peers/sglang_contract.py
+
+For every architecture that mtpc overrides, those too that SGLang cannot run on a CPU: the host's
+own registry and `ModelConfig` choose our class for a checkpoint that mtpc wrote; constructor,
+methods and parameters are those of the class it stands in for; the checkpoint's tensors load;
+and logits and hidden states of a prompt, through the host's RadixAttention and LogitsProcessor,
+equal those of an uncached computation with transformers' modules. What the host cannot serve is
+refused in words. `sglang_setup.sh` makes the environment. Exits with 1 where something fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {
+    "TRITON_INTERPRET": "1",
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "mtpc.integrations.sglang.models",
+}
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import sglang_on_cpu  # noqa: E402
+
+sglang_on_cpu.declare_torchvision_ops()
+
+import tiny  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.distributed.parallel_state import (  # noqa: E402
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.model_executor.forward_batch_info import (  # noqa: E402
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import (  # noqa: E402
+    ForwardContext,
+    forward_context,
+)
+from sglang.srt.models.registry import ModelRegistry  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput  # noqa: E402
+
+from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError  # noqa: E402
+
+HOSTS_OWN = {
+    "mimo": ("mimo_mtp", "MiMoMTP"),
+    "glm4_moe": ("glm4_moe_nextn", "Glm4MoeForCausalLMNextN"),
+    "deepseek_v3": ("deepseek_nextn", "DeepseekV3ForCausalLMNextN"),
+    "qwen3_next": ("qwen3_next_mtp", "Qwen3NextForCausalLMMTP"),
+    "qwen3_5": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
+    "qwen3_5_moe": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
+}
+"""By mtpc's family: the host's module and class that are overridden."""
+
+
+class CausalAttention:
+    """An attention backend over the rows of one prompt, without cache: what the host's compute."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
+        assert save_kv_cache
+        assert forward_batch is not None
+        self.layers.append(layer)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).transpose(0, 1)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim).transpose(0, 1)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim).transpose(0, 1)
+        shared = layer.tp_q_head_num // layer.tp_k_head_num
+        k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+        rows = torch.arange(q.shape[1])
+        distance = rows[:, None] - rows
+        seen = distance >= 0
+        if layer.sliding_window_size > 0:
+            seen &= distance <= layer.sliding_window_size
+        scores = (q @ k.transpose(1, 2) * layer.scaling).masked_fill(~seen, float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def batch_of(ids: torch.Tensor, hidden: torch.Tensor, mode: ForwardMode) -> ForwardBatch:
+    """The host's batch of one request whose rows are all of a prompt."""
+    count = len(ids)
+    lens = torch.tensor([count])
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=1,
+        input_ids=ids,
+        req_pool_indices=torch.zeros(1, dtype=torch.int64),
+        seq_lens=lens,
+        out_cache_loc=torch.arange(1, count + 1),
+        seq_lens_sum=count,
+        positions=torch.arange(count),
+        extend_seq_lens=lens,
+        spec_info=EagleDraftExtendInput(hidden_states=hidden),
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+    )
+
+
+def check_family(family: str, directory: Path) -> None:
+    """Everything that the module's description promises, for one family."""
+    target = tiny.build_target(family)
+    layer = tiny.build_mtp_layer(family, target)
+    tiny.save_checkpoint(family, target, [layer], directory)
+    config = ModelConfig(str(directory), is_draft_model=True, dtype="float32").hf_config
+    ours, name = ModelRegistry.resolve_model_cls(config.architectures)
+    module, own_name = HOSTS_OWN[family]
+    own = getattr(importlib.import_module(f"sglang.srt.models.{module}"), own_name)
+    assert name == own_name
+    assert ours.__module__.startswith("mtpc."), ours
+    check_signatures(ours, own)
+    draft = ours(config=config, quant_config=None).eval()
+    tensors = load_file(directory / "model.safetensors")
+    taken = draft.load_weights(iter(tensors.items()))
+    expected = {n for n in tensors if n.startswith(draft.draft.prefix)}
+    assert taken == expected, taken ^ expected
+    embed = torch.nn.Parameter(target.get_input_embeddings().weight.detach())
+    head = torch.nn.Parameter(target.get_output_embeddings().weight.detach())
+    draft.set_embed_and_head(embed, head)
+    shared = draft.get_embed_and_head()
+    assert shared[0] is embed
+    assert shared[1] is head
+    check_numbers(family, target, layer, draft)
+    check_refusals(ours, config, draft)
+
+
+def check_signatures(ours: type, own: type) -> None:
+    """Whatever the host passes to its own class, ours takes, by the same names."""
+    for method in ("__init__", "forward", "load_weights", "set_embed_and_head"):
+        theirs = inspect.signature(getattr(own, method)).parameters
+        mine = inspect.signature(getattr(ours, method)).parameters
+        # Arguments of the host's subclasses among themselves, which its workers never pass.
+        apart = {"is_mtp", "is_nextn", "input_embeds", "pp_proxy_tensors", "kwargs"}
+        missing = theirs.keys() - mine.keys() - apart
+        assert not missing, f"{ours.__name__}.{method} lacks {sorted(missing)}"
+
+
+@torch.no_grad()
+def check_numbers(family: str, target: Any, layer: Any, draft: Any) -> None:
+    """A prompt through the wrapper equals the uncached computation, in each phase of the host."""
+    ids = torch.randint(2, 96, (1, 14), generator=torch.Generator().manual_seed(5))
+    features = tiny.target_features(target, ids)[:, :-1]
+    rows = ids[:, 1:]
+    hidden = tiny.run_mtp_uncached(family, target, layer, rows, features)[0]
+    logits = tiny.logits_of(target, hidden)
+    for mode in (ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND):
+        batch = batch_of(rows[0], features[0], mode)
+        backend = CausalAttention()
+        with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+            out = draft.forward(batch.input_ids, batch.positions, batch)
+        assert [found.layer_id for found in backend.layers] == [0]
+        last = slice(None) if mode == ForwardMode.DRAFT_EXTEND_V2 else slice(-1, None)
+        torch.testing.assert_close(out.hidden_states, hidden, rtol=1e-4, atol=1e-4)
+        found = out.next_token_logits
+        torch.testing.assert_close(found, logits[last], rtol=1e-4, atol=1e-4)
+    check_images(family, target, layer, draft)
+    idle = batch_of(rows[0, :0], features[0, :0], ForwardMode.IDLE)
+    with forward_context(ForwardContext(attn_backend=backend), forward_batch=idle):
+        out = draft.forward(idle.input_ids, idle.positions, idle)
+    assert out.next_token_logits.shape == (0, 96)
+    assert draft.run.forward_batch is None
+
+
+@torch.no_grad()
+def check_images(family: str, target: Any, layer: Any, draft: Any) -> None:
+    """Where a prompt has images the target's embeddings count, and ids in the last row alone."""
+    ids = torch.randint(2, 96, (1, 14), generator=torch.Generator().manual_seed(6))
+    features = tiny.target_features(target, ids)[:, :-1]
+    rows = ids[0, 1:]
+    embeddings = target.get_input_embeddings()(rows)
+    hidden = tiny.run_mtp_uncached(family, target, layer, rows[None], features)[0]
+    marks = torch.where(torch.arange(len(rows)) < len(rows) - 1, 10**6, rows)
+    batch = batch_of(marks, features[0], ForwardMode.EXTEND)
+    batch.mm_input_embeds = torch.cat([embeddings[:-1], torch.full_like(embeddings[:1], 7.0)])
+    kinds = {f"contains_{kind}_inputs": lambda: True for kind in ("audio", "video", "image")}
+    batch.mm_inputs = [SimpleNamespace(**kinds)]
+    batch.extend_start_loc = torch.zeros(1, dtype=torch.int64)
+    backend = CausalAttention()
+    with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+        out = draft.forward(batch.input_ids, batch.positions, batch)
+    torch.testing.assert_close(out.hidden_states, hidden, rtol=1e-4, atol=1e-4)
+
+
+def refused(words: str, make: Any, error: type[Exception] = UnsupportedModelError) -> None:
+    """Assert that something is refused, in these words."""
+    try:
+        make()
+    except error as found:
+        if words in str(found):
+            return
+        raise
+    raise AssertionError(f"nothing was refused: {words}")
+
+
+def check_refusals(ours: type, config: Any, draft: Any) -> None:
+    """What is not served is said at once."""
+    quantised = SimpleNamespace(get_name=lambda: "fp8")
+    refused("quantised by 'fp8'", lambda: ours(config=config, quant_config=quantised))
+    refused("missing", lambda: draft.load_weights(iter([])), CheckpointError)
+
+
+def check_what_stays_the_hosts() -> None:
+    """No name is overridden that mtpc does not serve."""
+    ours = {n for n, c in ModelRegistry.models.items() if c.__module__.startswith("mtpc.")}
+    assert ours == {name for _, name in HOSTS_OWN.values()}, ours
+    for name in ("DeepseekV4ForCausalLMNextN", "Step3p5MTP"):
+        stays, _ = ModelRegistry.resolve_model_cls([name])
+        assert stays.__module__.startswith("sglang."), stays
+
+
+def check_algorithm() -> None:
+    """MTPC is known to the host, answers all that it asks of an algorithm, and refuses by name."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    import mtpc.integrations.sglang as ours
+    from mtpc.integrations.sglang.propose import ProposeRunner, host_pools
+
+    ours.register()
+    found = SpeculativeAlgorithm.from_string("mtpc")
+    asked = {n for n, v in vars(SpeculativeAlgorithm).items() if inspect.isfunction(v)}
+    missing = {n for n in asked if not n.startswith("_")} - set(dir(found))
+    assert missing <= {"get_platform_worker_cls"}, missing
+    for name in ("is_eagle", "need_topk", "carries_draft_hidden_states", "has_draft_kv"):
+        assert getattr(found, name)() == getattr(SpeculativeAlgorithm.EAGLE, name)(), name
+    assert issubclass(found.factory(None), EAGLEWorkerV2)
+    fields = dict(speculative_num_steps=3, speculative_num_draft_tokens=4)
+    options = ("adaptive", "use_rejection_sampling", "token_map")
+    fields |= {f"speculative_{name}": None for name in options} | {"enable_multi_layer_eagle": None}
+    good = SimpleNamespace(speculative_eagle_topk=1, **fields)
+    found.validate_server_args(good)
+    for field, value, words in (
+        ("speculative_eagle_topk", 4, "topk 4"),
+        ("speculative_num_steps", None, "steps None"),
+        ("speculative_num_draft_tokens", 9, "9 draft tokens for 3 steps"),
+        ("speculative_use_rejection_sampling", True, "use_rejection_sampling"),
+    ):
+        bad = SimpleNamespace(**{**vars(good), field: value})
+        refused(words, lambda bad=bad: found.validate_server_args(bad), OptionError)
+    foreign = SimpleNamespace(draft_runner=SimpleNamespace(model=torch.nn.Linear(1, 1)))
+    refused("did not trace", lambda: ProposeRunner(foreign))
+    other = SimpleNamespace(dtype=torch.float8_e4m3fn)
+    refused(MHATokenToKVPool.__name__, lambda: host_pools(other, torch.bfloat16))
+
+
+def check_ranks() -> None:
+    """Several ranks are refused before anything is built. Leaves the host's context at two."""
+    config = SimpleNamespace()
+    for field, words in (("tp_size", "tensor parallelism"), ("pp_size", "pipeline parallelism")):
+        reset_context()
+        arguments = ServerArgs(model_path="none", **{field: 2})
+        publish(arguments, role="test", ranks=SpawnRanks(world_rank=0))
+        ours, _ = ModelRegistry.resolve_model_cls(["MiMoMTP"])
+        refused(f"{words} over 2 ranks", lambda found=ours: found(config=config))
+
+
+def start_host(rendezvous: Path) -> None:
+    """What the host's layers need of a process: arguments, and groups of one rank."""
+    publish(ServerArgs(model_path="none"), role="test", ranks=SpawnRanks(world_rank=0))
+    init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
+    initialize_model_parallel(backend="gloo")
+
+
+def main() -> int:
+    """Check; returns the exit code."""
+    start_host(Path(tempfile.mkdtemp()) / "rendezvous")
+    failed = []
+    checks = {f: lambda path, f=f: check_family(f, path) for f in HOSTS_OWN}
+    checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
+    checks["algorithm MTPC"] = lambda path: check_algorithm()
+    checks["several ranks"] = lambda path: check_ranks()
+    for name, check in checks.items():
+        with tempfile.TemporaryDirectory() as kept:
+            try:
+                check(Path(kept))
+                print(f"{name}: as promised", flush=True)
+            except Exception:
+                failed.append(name)
+                print(f"{name}: FAILED\n{traceback.format_exc()}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,205 @@
+"""Does SGLang emit and accept the same with mtpc's draft as with its own, on one checkpoint?
+
+    tests/peers/sglang_setup.sh VENV
+    python tests/peers/sglang_plugin.py --sglang-python VENV/bin/python [--cases mimo glm4_moe]
+
+Makes tiny checkpoints (seconds of training, so that drafts are accepted in part; and one whose
+every draft is right), decodes them greedily in float32 under Triton's interpreter with the host's
+own draft and with ours, and compares tokens and, request by request, how many steps accepted how
+many drafts. Tokens are compared with mtpc's plain decoding, too; which class ran in which of the
+host's phases is read from the log of the plugin for CPUs. Two minutes a run, of which most is the
+host's start. Exits with 1 where something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import tiny  # noqa: E402
+
+import mtpc  # noqa: E402
+
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+CASES: dict[str, dict[str, Any]] = {
+    "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "glm4_moe": HEADS,
+    "mimo-accepting": {},
+}
+BATCHES = [[[5, 9, 17, 33]], [[3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]]
+NEW_TOKENS = 16
+DRAFTS: dict[str, dict[str, Any]] = {
+    "host": {"env": {}, "options": {"speculative_algorithm": "NEXTN"}},
+    "mtpc": {
+        "env": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mtpc.integrations.sglang.models"},
+        "options": {"speculative_algorithm": "NEXTN"},
+    },
+    "mtpc-graph": {
+        "env": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mtpc.integrations.sglang.models"},
+        "options": {"speculative_algorithm": "MTPC"},
+    },
+}
+PHASES = {"EXTEND", "DRAFT_EXTEND_V2", "DECODE"}
+"""The host's phases that a draft model runs in; the target verifies."""
+
+
+def main() -> int:
+    """Compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sglang-python", type=Path, required=True, metavar="VENV/bin/python")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS)[1:])
+    parser.add_argument("--steps", type=int, default=3, help="drafts a round (default: 3)")
+    parser.add_argument("--page-size", type=int, default=1, help="the host's (default: 1)")
+    args = parser.parse_args()
+    faults: list[str] = []
+    with tempfile.TemporaryDirectory() as kept:
+        for case in args.cases:
+            directory = make_checkpoint(case, Path(kept) / case)
+            plain = decode_plainly(directory, batches_of(case))
+            host = run_host(args, case, directory, "host")
+            for draft in ("host", *args.drafts):
+                found = host if draft == "host" else run_host(args, case, directory, draft)
+                report(case, draft, found)
+                faults += check(f"{case}, {draft}", found, host, plain)
+                faults += check_classes(f"{case}, {draft}", found["log"], draft)
+                faults += check_acceptance(case, draft, found["answers"], args.steps)
+    print("\n".join(faults) or "All agree.")
+    return 1 if faults else 0
+
+
+def make_checkpoint(case: str, directory: Path) -> Path:
+    """The checkpoint of a case."""
+    if case.endswith("-accepting"):
+        return tiny.make_full_acceptance_checkpoint(directory)
+    return tiny.make_trained_checkpoint(case, directory, **CASES[case])
+
+
+def batches_of(case: str) -> list[list[list[int]]]:
+    """Prompts, batch by batch.
+
+    MiMo's layer never sees the token at position 0, whose embedding it zeroes: after a prompt of
+    one token no draft of the first round can be right, on whatever checkpoint.
+    """
+    if not case.endswith("-accepting"):
+        return BATCHES
+    return [[[*prompt, 8][:12] for prompt in batch] for batch in BATCHES]
+
+
+def decode_plainly(directory: Path, batches: list[list[list[int]]]) -> list[list[int]]:
+    """mtpc's own plain decoding of every prompt."""
+    options = {"spec_tokens": 0, "dtype": "float32", "backend": "eager", "max_len": 128}
+    model = mtpc.compile(directory, batch_buckets=(1,), **options)
+    prompts = [prompt for batch in batches for prompt in batch]
+    return [
+        model.generate([prompt], max_new_tokens=NEW_TOKENS, ignore_eos=True)[0]
+        for prompt in prompts
+    ]
+
+
+def run_host(args: argparse.Namespace, case: str, directory: Path, draft: str) -> dict[str, Any]:
+    """SGLang with a draft, in a process of its own: its answers, and the log of forwards."""
+    log = directory / f"{draft}.log"
+    options = {
+        "model_path": str(directory),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "attention_backend": "triton",
+        "disable_cuda_graph": True,
+        "speculative_num_steps": args.steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": args.steps + 1,
+        "page_size": args.page_size,
+        "max_total_tokens": 512,
+        "max_running_requests": 4,
+        "context_length": 128,
+        "disable_overlap_schedule": True,
+        "log_level": "warning",
+        "random_seed": 0,
+        **DRAFTS[draft]["options"],
+    }
+    job = {"options": options, "batches": batches_of(case), "new_tokens": NEW_TOKENS}
+    fixed = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "SGLANG_ON_CPU_LOG": str(log)}
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "SGLANG" not in k}
+    child = str(Path(__file__).with_name("sglang_child.py"))
+    done = subprocess.run(
+        [str(args.sglang_python.absolute()), child, json.dumps(job)],
+        env={**kept, **fixed, **DRAFTS[draft]["env"]},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+    if not lines:
+        raise SystemExit(f"SGLang failed on {directory.name}, {draft}:\n{done.stderr[-4000:]}")
+    return {"answers": json.loads(lines[-1]), "log": log.read_text().splitlines()}
+
+
+def report(case: str, draft: str, found: dict[str, Any]) -> None:
+    """Print what a run did."""
+    histograms = [answer["histogram"] for answer in found["answers"]]
+    lengths = [round(answer["accept_length"], 2) for answer in found["answers"]]
+    print(f"{case}, {draft}: steps by drafts accepted {histograms}, accept length {lengths}")
+    for name, count in sorted(classes(found["log"]).items()):
+        print(f"  {name}: {count} forwards")
+    sys.stdout.flush()
+
+
+def classes(log: list[str]) -> dict[str, int]:
+    """Forwards by class and phase."""
+    counts: dict[str, int] = {}
+    for line in log:
+        name = line.rpartition(" ")[0]
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def check(what: str, found: dict[str, Any], host: dict[str, Any], plain: list[Any]) -> list[str]:
+    """Faults: tokens or accepted drafts that are not the host's own draft's."""
+    faults = []
+    pairs = zip(found["answers"], host["answers"], plain, strict=True)
+    for index, (mine, theirs, tokens) in enumerate(pairs):
+        if mine["tokens"] != tokens:
+            faults.append(f"{what}: prompt {index}: {mine['tokens']}, plain decoding {tokens}")
+        if mine != theirs:
+            faults.append(f"{what}: prompt {index}: {mine}, with the host's own draft {theirs}")
+    return faults
+
+
+def check_classes(what: str, log: list[str], draft: str) -> list[str]:
+    """Faults: phases in which the draft's class did not run."""
+    package = "sglang." if draft == "host" else "mtpc."
+    drafts = {name for name in classes(log) if "NextN" in name or "MTP " in name}
+    phases = {name.split()[1] for name in drafts if name.startswith(package)}
+    foreign = sorted(name for name in drafts if not name.startswith(package))
+    # The chain's one graph is in the place of the forwards that the host would run as DECODE.
+    expected = PHASES - {"DECODE"} if draft == "mtpc-graph" else PHASES
+    if phases == expected and not foreign:
+        return []
+    return [f"{what}: ran in {sorted(phases)}, expected {sorted(expected)}; others: {foreign}"]
+
+
+def check_acceptance(case: str, draft: str, answers: list[Any], steps: int) -> list[str]:
+    """Faults: drafts of a kind that the case is there for did not occur."""
+    total = [sum(column) for column in zip(*(a["histogram"] for a in answers), strict=True)]
+    if case.endswith("-accepting"):
+        if all(answer["accept_length"] == steps + 1 for answer in answers):
+            return []
+        return [f"{case}, {draft}: accept length is not {steps + 1} throughout"]
+    if total[0] and total[-1] and any(total[1:-1]):
+        return []
+    return [f"{case}, {draft}: full, partial and no acceptance did not all occur: {total}"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
