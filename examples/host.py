@@ -74,6 +74,8 @@ class Host:
 
     def add(self, prompt: list[int], max_new: int, stop_ids: tuple[int, ...] = ()) -> Request:
         """Queue a request."""
+        if not 0 < max_new <= self.model.options.max_len - len(prompt):
+            raise ValueError(f"{len(prompt)} + {max_new} tokens; max_len holds fewer")
         request = Request(list(prompt), max_new, stop_ids)
         if self.model.pages_for(len(prompt) + max_new) > self.model.options.page_count - 1:
             raise ValueError("the request is longer than the whole pool")
@@ -120,7 +122,7 @@ class Host:
     def take(self, request: Request, row: RowResult) -> None:
         """What a step emitted; here a server streams, looks for stop strings, decides."""
         request.output += row.token_ids
-        request.is_finished = row.stop_reason is not None
+        request.is_finished |= row.stop_reason is not None
 
     def _admit(self) -> None:
         """First come, first served, where the pool has room for all there is to prefill."""

@@ -152,7 +152,7 @@ def _tasks(options: CompileOptions, spec_tokens: tuple[int, ...], split: bool) -
     for k in spec_tokens:
         for key in largest_first(step_keys(replace(options, spec_tokens=k))):
             yield Task(k, key)
-            if split and k > 0:
+            if split and key.spec_tokens > 0:
                 yield Task(k, key, "verify")
                 yield Task(k, key, "propose")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.backends import make_backend
-from mtpc.errors import CapacityError
+from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, expand_latent
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
 from mtpc.integrations.draft import DraftOptions, TracedDraft
@@ -102,6 +102,19 @@ class Hosted:
         self.draft(ids[0, 1:], positions, features[0])
         return ids[:, 1:], features
 
+    def pool_bits(self) -> list[Tensor]:
+        """Copies of the pools, a row a slot, to be compared bit by bit."""
+        return [pool.clone().flatten(0, 1).view(torch.int64) for pool in self.pools.values()]
+
+    def chained_slots(self) -> list[int]:
+        """Where a chain has its rows: behind each request's own."""
+        slots = []
+        for length, pages in zip(LENS, self.table.tolist(), strict=True):
+            for position in range(length, length + STEPS):
+                page = pages[position // self.page_size]
+                slots.append(page * self.page_size + position % self.page_size)
+        return sorted(slots)
+
     def uncached(self, ids: Tensor, features: Tensor) -> Tensor:
         """What an MTP layer returns in the last of these rows, [1, H]."""
         return tiny.run_mtp_uncached(self.family, self.target, self.layer, ids, features)[:, -1]
@@ -146,8 +159,12 @@ def test_the_chain_drafts_what_uncached_steps_draft(
         expected.append(torch.cat(drafts[1:]))
     chain = hosted.make_chain((1, 4), backend)
     rows = (torch.cat(firsts), torch.cat(fed), torch.tensor(LENS), hosted.table)
+    before = hosted.pool_bits()
     for _ in range(2):
         assert chain.propose(*rows).tolist() == torch.stack(expected).tolist()
+        for old, new in zip(before, hosted.pool_bits(), strict=True):
+            changed = (old != new).flatten(1).any(1).nonzero().flatten().tolist()
+            assert changed == hosted.chained_slots()
     one = chain.propose(*(row[2:] for row in rows))
     assert one.tolist() == [expected[2].tolist()]
     assert len({tuple(drafts.tolist()) for drafts in expected}) > 1
@@ -173,6 +190,6 @@ def test_too_many_requests_are_refused() -> None:
 
 
 def test_more_than_one_attention_is_refused() -> None:
-    draft: Any = SimpleNamespace(sites=[], family=SimpleNamespace(name="odd"))
-    with pytest.raises(Exception, match="attends 0 times"):
+    draft: Any = SimpleNamespace(sites=[None, None], family=SimpleNamespace(name="odd"))
+    with pytest.raises(UnsupportedModelError, match="attends 2 times"):
         DraftChain(draft, torch.zeros(4, 4), HostPools({}, 1), ChainPlan(1, (1,), 4), Any)  # type: ignore[arg-type]

@@ -533,7 +533,8 @@ def test_on_the_null_device(hosted: Callable[..., Any], oracle: Callable[..., Or
     """Captured on the host's addresses, as on a device; binding leaves buffers as they were."""
     model = hosted("mimo", 1, backend="null")
     shared, steps = tensors_for(model)
-    poison(shared)
+    for tensors in (shared, *steps.values()):
+        poison(tensors)
     before = {name: bits(tensor).clone() for name, tensor in shared.items()}
     model.bind(shared, steps)
     assert all(torch.equal(bits(tensor), before[name]) for name, tensor in shared.items())

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import FAMILY_NAMES, TINY
 
 import mtpc
 from mtpc.backends import make_backend
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
-from mtpc.host.contract import CONTRACT, Term, contract_table, host_buffers, term_of
+from mtpc.host.contract import CONTRACT, HostBuffer, Term, contract_table, host_buffers, term_of
+from mtpc.host.hosted import _as_stated
 from mtpc.layout import Layout, dtype_name
 from mtpc.models.load import load
 
@@ -67,11 +69,13 @@ def test_every_buffer_has_its_row(layouts: dict[str, Layout]) -> None:
             assert dtype_name(spec.dtype) in dtypes, where
             assert term.pad in (None, spec.pad), where
             assert ("host" in term.by) == (spec.writer in ("host", "both")), where
-            sizes = {**SIZES, "R": layouts_rows(term)}
+            rows = layouts_rows(term)
+            sizes = {**SIZES, "R": rows, "R+1": rows + 1}
             dims, shape = term.dims.strip("[]").split(", "), layout.shape(name)
             assert len(dims) == len(shape) or "..." in dims, where
             for dim, size in zip(dims, shape, strict=False):
-                assert sizes.get(dim, 0) in (0, size), f"{where}: {dim} is {size}"
+                stated = int(dim) if dim.isdigit() else sizes.get(dim, 0)
+                assert stated in (0, size), f"{where}: {dim} is {size}"
         buffers = host_buffers(layout, layout)
         paged = {n for n in buffers if n.startswith("kv.") and buffers[n].shape[0] == 89}
         assert {n for n, buffer in buffers.items() if buffer.is_paged} == paged
@@ -127,3 +131,17 @@ def test_import_is_light() -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_tensors_are_bound_with_the_strides_that_were_stated() -> None:
+    """A dimension of size 1 may have any stride; a parameter is taken as the tensor it is."""
+    buffer = HostBuffer("state.stop_ids", (1, 8), torch.int64, -1, ("host",), "")
+    row = torch.zeros(4, 16, dtype=torch.int64)[2:3, :8]
+    parameter = torch.nn.Parameter(row, requires_grad=False)
+    assert row.is_contiguous()
+    assert row.stride() != buffer.strides
+    for tensor in (row, parameter):
+        bound = _as_stated({buffer.name: buffer}, {buffer.name: tensor})[buffer.name]
+        assert bound.stride() == buffer.strides
+        assert bound.data_ptr() == row.data_ptr()
+        assert type(bound) is torch.Tensor

@@ -12,6 +12,7 @@ from test_theorem import PROMPTS
 
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend
+from mtpc.build import _tasks
 from mtpc.capture.graph import operators
 from mtpc.capture.program import Program
 from mtpc.capture.split import split_step
@@ -35,6 +36,14 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
         return made[key]
 
     return get
+
+
+def test_what_proposes_nothing_is_not_built_in_halves() -> None:
+    """K by load has plain decoding among its steps."""
+    tasks = list(_tasks(CompileOptions.parse({"spec_tokens": "auto"}), (3,), split=True))
+    plain = {task.part for task in tasks if task.key.spec_tokens == 0}
+    assert plain == {"step"}
+    assert {task.part for task in tasks} == {"step", "verify", "propose"}
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY)

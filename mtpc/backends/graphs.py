@@ -105,7 +105,7 @@ def capture_step(run: Run, graph: StepGraph, graphs: Graphs) -> Captured:
     pools of any size need no copy.
     """
     before = graphs.pool_bytes()
-    with _empty_batch(graph):
+    with empty_batch(graph):
         for _ in range(WARM_UPS):
             graphs.warm_up(run)
         replay = graphs.record(run)
@@ -121,9 +121,13 @@ def static_tensors(graph: StepGraph) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _empty_batch(graph: StepGraph) -> Iterator[None]:
-    """Padding in every buffer of the batch; afterwards all small buffers as they were."""
-    small = {n: t for n, t in graph.buffers().items() if not n.startswith("kv.")}
+def empty_batch(graph: StepGraph) -> Iterator[None]:
+    """Padding in every buffer of the batch; afterwards all small buffers as they were.
+
+    But for what crosses from `verify` to `propose`, which stays as an empty batch left it: the
+    second half, captured next, must not run on whatever stood there.
+    """
+    small = {n: t for n, t in graph.buffers().items() if not n.startswith(("kv.", "cross."))}
     saved = {name: tensor.clone() for name, tensor in small.items()}
     try:
         for name, tensor in small.items():

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.graphs import empty_batch
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
 from mtpc.passes.base import Pass
@@ -116,15 +117,12 @@ class NullDevice:
     def capture(self, run: Run, graph: StepGraph) -> Run:
         """Record one run; returns the replay.
 
-        Capture happens on live buffers, as on a device: their contents are put back after it.
+        Capture happens on live buffers, as on a device; see `graphs.empty_batch`.
         """
         static = {**graph.buffers(), **dict(graph.module.named_parameters())}
         tape = Tape(addresses={name: tensor.data_ptr() for name, tensor in static.items()})
-        saved = {name: tensor.clone() for name, tensor in graph.buffers().items()}
-        with torch.inference_mode(), _Recorder(tape):
+        with empty_batch(graph), torch.inference_mode(), _Recorder(tape):
             graph.module()
-        for name, tensor in graph.buffers().items():
-            tensor.copy_(saved[name])
         self.tapes[graph.name] = tape
         return _Replay(tape, graph, static)
 

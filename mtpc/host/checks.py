@@ -80,8 +80,9 @@ def _check_tensor(buffer: HostBuffer, tensor: Any, device: str) -> list[str]:
             f"has strides {tensor.stride()}; expected {buffer.strides}: a slice of whole pages of "
             "your pool, or a copy made by .contiguous()"
         )
-    if tensor.device.type != torch.device(device).type:
-        problems.append(f"is on {tensor.device}; expected {device}")
+    here = torch.empty(0, device=device).device  # With the number of the current GPU.
+    if tensor.device != here:
+        problems.append(f"is on {tensor.device}; expected {here}")
     if tensor.requires_grad:
         problems.append("requires a gradient; expected a plain tensor: .detach() it")
     return problems

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mtpc.compiler import StepCompiler
 
 Parts = dict[tuple[StepKey, Part], Lowered]
-_ENGINES = ("prefix_caching", "require_sha256")
+_ENGINE_OPTIONS = ("prefix_caching", "require_sha256")
 """Options that say what the engine, or the cache of its programs, does."""
 
 
@@ -55,7 +55,7 @@ def compile_host(
     """
     if form not in get_args(Form):
         raise OptionError(f"form is {form!r}; expected one of {', '.join(get_args(Form))}")
-    for name in _ENGINES:
+    for name in _ENGINE_OPTIONS:
         if name in options:
             raise OptionError(f"{name} belongs to mtpc.compile; a host that schedules has no such")
     parsed, start = CompileOptions.parse(options), time.perf_counter()

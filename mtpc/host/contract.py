@@ -99,8 +99,8 @@ CONTRACT = (
     Term("batch.out_token_ids", "[R, K+1]", "int64", 0, ("verify",),
          "result: emitted tokens; the first num_emitted count"),
     Term("batch.num_emitted", "[R]", "int32", 0, ("verify",),
-         "result: 1 to K+1; 0 for a row that is off, a chunk that is not a prompt's last, and "
-         "where logits are not finite"),
+         "result: 1 to K+1; 0 for a row that is off and a chunk that is not a prompt's last; where "
+         "logits are not finite, those before"),
     Term("batch.num_accepted", "[R]", "int32", 0, ("verify",), "result: drafts that were right"),
     Term("batch.stop_reason", "[R]", "int32", 0, ("verify",),
          "result: 0 goes on, 1 length, 2 stop token, 3 non-finite logits"),

@@ -112,9 +112,14 @@ class HostedModel:
         """Slots that requests may have: 1 to this. Slot 0 is scratch."""
         return max(self.options.batch_buckets)
 
-    def pages_for(self, num_committed: int) -> int:
-        """Pages a request must own before a step that begins with that many committed tokens."""
-        return self.options.blocks_per_request(num_committed + 1)
+    def pages_for(self, num_committed: int, num_input: int = 1) -> int:
+        """Pages a request must own before a step.
+
+        Args:
+            num_committed: committed tokens that the step begins with.
+            num_input: tokens that are certain in it: 1 to decode, a prefill chunk's length.
+        """
+        return self.options.blocks_per_request(num_committed + num_input)
 
     def bind(
         self,
@@ -134,9 +139,20 @@ class HostedModel:
             CheckpointError: weights, read now, hold NaN or infinity.
         """
         check_tensors((self.buffers, shared), (self._step_buffers, steps), self.device)
+        common = _as_stated(self.buffers, shared)
         runs = {
-            (key, part): lowered.bind({**shared, **steps[key]})
+            (key, part): lowered.bind(common | _as_stated(self._step_buffers[key], steps[key]))
             for (key, part), lowered in self._parts.items()
         }
         self._check()
         return HostProgram(shared, steps, runs)
+
+
+def _as_stated(
+    buffers: Mapping[str, HostBuffer], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Plain tensors with the strides that were compiled for, over the same memory.
+
+    Along a dimension of size 1 a contiguous tensor may have any stride; packages compare them.
+    """
+    return {n: tensors[n].detach().as_strided(b.shape, b.strides) for n, b in buffers.items()}

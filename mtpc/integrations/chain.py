@@ -145,6 +145,7 @@ class DraftChain:
         buffers["batch.features"][:count].copy_(features)
         buffers["batch.context_lens"][:count].copy_(context_lens)
         buffers["batch.block_table"][:count, :columns].copy_(block_table)
+        buffers["batch.block_table"][:count, columns:].zero_()
         buffers["batch.active"][:count].fill_(True)
         buffers["batch.active"][count:].fill_(False)
         captured.run()

@@ -17,7 +17,7 @@ void normalise(A* values, int64_t n, int64_t stride, A epsilon) {
 }
 
 template <class A>
-void soften(A* row, int64_t n, A epsilon) {
+void softmax_row(A* row, int64_t n, A epsilon) {
   const A peak = *std::max_element(row, row + n);
   A sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += row[i] = std::exp(row[i] - peak);
@@ -25,8 +25,8 @@ void soften(A* row, int64_t n, A epsilon) {
 }
 
 template <class A>
-void balance(A* matrix, int64_t n, int64_t rounds, A epsilon) {
-  for (int64_t i = 0; i < n; ++i) soften(matrix + i * n, n, epsilon);
+void sinkhorn_matrix(A* matrix, int64_t n, int64_t rounds, A epsilon) {
+  for (int64_t i = 0; i < n; ++i) softmax_row(matrix + i * n, n, epsilon);
   for (int64_t round = 0; round < rounds; ++round) {
     if (round > 0) {
       for (int64_t i = 0; i < n; ++i) normalise(matrix + i * n, n, 1, epsilon);
@@ -50,10 +50,10 @@ Tensor sinkhorn(const Tensor& logits, int64_t rounds, double epsilon) {
   // An exponential or a division is worth some ten multiply-adds.
   run_tasks(count, worker_count(20 * count * rounds * n * n), [&](int64_t t) {
     if (wide) {
-      balance(static_cast<double*>(out.mutable_data_ptr()) + t * n * n, n, rounds, epsilon);
+      sinkhorn_matrix(static_cast<double*>(out.mutable_data_ptr()) + t * n * n, n, rounds, epsilon);
     } else {
       const auto narrow = static_cast<float>(epsilon);
-      balance(static_cast<float*>(out.mutable_data_ptr()) + t * n * n, n, rounds, narrow);
+      sinkhorn_matrix(static_cast<float*>(out.mutable_data_ptr()) + t * n * n, n, rounds, narrow);
     }
   });
   return out;

@@ -11,6 +11,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Entry point of group `sglang.srt.plugins`; the host calls it once in each process."""
-    from mtpc.integrations.sglang.worker import register_algorithm
+    from mtpc.integrations.sglang.algorithm import register_algorithm
 
     register_algorithm()

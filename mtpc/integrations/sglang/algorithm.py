@@ -1,0 +1,89 @@
+"""The algorithm `MTPC` as SGLang's scheduler, pools and options see it.
+
+The host runs this in each of its processes, whether the algorithm is used or not: it imports
+little, and the worker only where one is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from mtpc.errors import OptionError
+
+NAME = "MTPC"
+
+
+class MTPCAlgorithm(CustomSpecAlgo):
+    """To the host's scheduler and pools, what its EAGLE is."""
+
+    # The host asks these of every algorithm; its own answers rest on `is_eagle` and its like.
+    supports_grammar_overlap = SpeculativeAlgorithm.supports_grammar_overlap
+    carries_draft_hidden_states = SpeculativeAlgorithm.carries_draft_hidden_states
+    build_disagg_draft_input = SpeculativeAlgorithm.build_disagg_draft_input
+    create_future_map = SpeculativeAlgorithm.create_future_map
+    need_topk = SpeculativeAlgorithm.need_topk
+
+    def is_eagle(self) -> bool:
+        return True
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Defaults that the host gives its own EAGLE, whose name it looks for."""
+        if server_args.speculative_draft_model_path is None:
+            server_args.speculative_draft_model_path = server_args.model_path
+            server_args.speculative_draft_model_revision = server_args.revision
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = 48
+        if server_args.device == "cpu":
+            server_args.disable_overlap_schedule = True
+        server_args.enable_mixed_chunk = False
+
+
+def check_arguments(server_args: Any) -> None:
+    """Refuse what one graph of a chain does not carry.
+
+    Raises:
+        OptionError: drafts that are not a chain, or of a number that is not fixed.
+    """
+    steps, drafts = (
+        server_args.speculative_num_steps,
+        server_args.speculative_num_draft_tokens,
+    )
+    wrong = None
+    if steps is None or server_args.speculative_eagle_topk != 1:
+        wrong = f"steps {steps}, topk {server_args.speculative_eagle_topk}"
+    elif drafts != steps + 1:
+        wrong = f"{drafts} draft tokens for {steps} steps"
+    for option in (
+        "speculative_adaptive",
+        "speculative_use_rejection_sampling",
+        "speculative_token_map",
+        "enable_multi_layer_eagle",
+    ):
+        if getattr(server_args, option):
+            wrong = option
+    if wrong:
+        raise OptionError(
+            f"--speculative-algorithm {NAME}: found {wrong}; expected --speculative-num-steps N, "
+            "--speculative-eagle-topk 1, --speculative-num-draft-tokens N+1, and none of adaptive "
+            "speculation, rejection sampling, a token map, multi-layer EAGLE"
+        )
+
+
+def register_algorithm() -> None:
+    """Make the name known to the host."""
+    register = SpeculativeAlgorithm.register(
+        NAME,
+        supports_overlap=True,
+        validate_server_args=check_arguments,
+        spec_class=MTPCAlgorithm,
+    )
+    register(_worker)
+
+
+def _worker(server_args: Any) -> type:
+    from mtpc.integrations.sglang.worker import MTPCWorker
+
+    return MTPCWorker
