@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 from mtpc.errors import MtpcError
 from mtpc.server.answers import Answer
 from mtpc.server.bodies import read_json
-from mtpc.server.connections import Connections
+from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
 from mtpc.server.generation import make_job
@@ -184,6 +184,25 @@ async def _any_error(request: Request, error: Exception) -> Response:
     return Response(answer.body(), answer.status, answer.headers)
 
 
+def _noting_body(scope: Scope, receive: Receive, connection: GuardedProtocol) -> Receive:
+    """`receive`, which also tells the connection once that the request's body is read."""
+    is_read = not any(
+        name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]
+    )
+    if is_read:
+        connection.body_read()
+
+    async def read() -> Message:
+        nonlocal is_read
+        message = await receive()
+        if not is_read and message["type"] == "http.request" and not message.get("more_body"):
+            is_read = True
+            connection.body_read()
+        return message
+
+    return read
+
+
 class Gate:
     """Before everything else: the key, the connection's limits, and the count of answers."""
 
@@ -198,6 +217,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         connection = self._connections.begin(scope)
+        if connection is not None:
+            receive = _noting_body(scope, receive, connection)
         path = scope["path"]
         label = path if path in PATHS else "other"
 
