@@ -163,6 +163,25 @@ def test_slow_heads_and_idle_connections(server: Running) -> None:
         assert time.monotonic() - start < 5, "keep_alive_seconds"
 
 
+def test_heads_of_some_size(server: Running) -> None:
+    """Either parser takes nearly 64 KiB, in whatever parts they come."""
+    data = post(body(), "/v1/completions", *BIG)
+    with connect(server) as client:
+        client.sendall(data[:40000])
+        time.sleep(0.1)
+        client.sendall(data[40000:])
+        assert status_of(read_all(client)) == 200
+    if server.service.options.http == "h11":
+        with connect(server) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nx: ")
+            for _ in range(65):
+                client.sendall(b"y" * 1010)
+            assert status_of(read_all(client)) == 400, "it says so; httptools is just cut off"
+
+
+BIG = ("content-type: application/json", *(f"x-{i}: {'y' * 990}" for i in range(50)))
+
+
 def test_endless_heads(server: Running) -> None:
     with connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\n")
@@ -345,6 +364,14 @@ def test_longer_than_the_pool(word_spec: mtpc.SpecModel, monkeypatch: pytest.Mon
         answer = exchange(running, post(body(max_tokens=20)))
         assert status_of(answer) == 400
         assert error_of(answer)["code"] == "context_length_exceeded"
+        # Three pages of four, less two rounds of two drafts, leave eight; the chat takes them all.
+        models = httpx.get(f"{running.url}/v1/models").json()["data"]
+        assert models[0]["max_model_len"] == 8
+        talk = {"model": NAME, "messages": [{"role": "user", "content": "w7 w8"}], "temperature": 0}
+        said = httpx.post(
+            f"{running.url}/v1/chat/completions", json={**talk, "ignore_eos": True}
+        ).json()
+        assert said["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
         monkeypatch.undo()
         assert status_of(exchange(running, post(body(max_tokens=20)))) == 200, "it fits again"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -55,13 +56,20 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("source", [TEMPLATE, QWEN_LIKE])
+WITH_TOOLS = (
+    "{% if tools is none %}no tools {% endif %}{% if documents is none %}none {% endif %}"
+    "{{ eos_token }}{{ image_token }}{% if add_bos_token is defined %}bos{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, QWEN_LIKE, WITH_TOOLS])
 def test_rendered_as_transformers_renders(word_spec: mtpc.SpecModel, source: str) -> None:
     """Message texts are data: nothing in them is run."""
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-        word_spec.served.directory, eos_token="w1"
+        word_spec.served.directory, eos_token="w1", extra_special_tokens={"image_token": "w9"}
     )
-    ours = ChatTemplate(source, {"bos_token": "w5", "eos_token": "w1"})
+    ours = ChatTemplate(source, {"bos_token": "w5", "eos_token": "w1", "image_token": "w9"})
     for messages in (MESSAGES, MESSAGES[1:]):
         expected = tokenizer.apply_chat_template(
             messages, chat_template=source, tokenize=False, add_generation_prompt=True
@@ -78,6 +86,11 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path, None).render([], {}) == "a<s>"
     config.write_text(json.dumps({"chat_template": "b{{ x }}", "bos_token": {"content": "<s>"}}))
     assert load_chat_template(tmp_path, None).render([], {"x": 1, "messages": 2}) == "b1"
+    tokens = {"image_token": {"content": "<i>"}, "eos_token": "</s>", "add_bos_token": True,
+              "pad_token": None, "chat_template": WITH_TOOLS}  # fmt: skip
+    config.write_text(json.dumps(tokens))
+    assert load_chat_template(tmp_path, None).render([], {}) == "no tools none </s><i>"
+    assert load_chat_template(tmp_path, None).render([], {"tools": [1]}) == "none </s><i>"
     (tmp_path / "chat_template.jinja").write_text("c{{ messages[0].content }}")
     assert load_chat_template(tmp_path, None).render(MESSAGES, {}) == "cbe brief"
     (tmp_path / "own").write_text("d{{ add_generation_prompt }}")
@@ -102,6 +115,7 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
         "{{ 1 / 0 }}",
         "{{ raise_exception('not so') }}",
         "{{ messages[0].content + 1 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
 def test_templates_are_boxed_in(source: str) -> None:
@@ -394,6 +408,21 @@ def test_no_tokenizer(checkpoint: Callable[..., Path], capsys: Any) -> None:
     model: Any = SimpleNamespace(served=ServedModel("it", 96, (), directory))
     with pytest.raises(RequestError, match="it has no tokenizer"):
         run_server(model, ServerOptions(), print)
+
+
+def test_a_taken_port_is_said_before_compiling(
+    word_spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it compiles")
+
+    monkeypatch.setattr(mtpc, "compile", never)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(word_spec.served.directory), "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
 def test_who_is_warned(capsys: pytest.CaptureFixture[str]) -> None:
