@@ -484,8 +484,15 @@ def test_other_addresses(word_spec: mtpc.SpecModel) -> None:
 def test_address_in_use(word_spec: mtpc.SpecModel) -> None:
     from mtpc.errors import OptionError
     from mtpc.server.options import ServerOptions
-    from mtpc.server.run import run_server
+    from mtpc.server.run import bind, run_server
 
+    with bind(ServerOptions(port=0)) as first:
+        options = ServerOptions(port=first.getsockname()[1])
+        second = bind(options)  # Both compile; the first one to be done has it.
+        first.listen()
+        with pytest.raises(OptionError, match="cannot listen on"):
+            run_server(word_spec, options, print, second)
+        assert second.fileno() == -1
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -56,6 +56,9 @@ class Detokeniser:
             self._before, self._pending, self._waits = self._pending, [], 0
         elif is_over:  # They say nothing. The next ones' neighbours are those before them.
             self._pending, self._waits = [], 0
+            nearest = self._before[-MAX_WAITS:]
+            if self._decode(nearest):
+                self._before = nearest
         return piece
 
 

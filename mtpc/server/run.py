@@ -82,6 +82,11 @@ def run_server(
     template = load_chat_template(served.directory, options.chat_template)
     name = options.model_name or served.directory.resolve().name
     bound = listener or bind(options)
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:  # Another has bound it, too, and was quicker.
+        bound.close()
+        raise _unavailable(options, error) from None
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
 
         async def serve() -> None:
@@ -105,12 +110,16 @@ def bind(options: ServerOptions) -> socket.socket:
         listener.bind((options.host, options.port))
     except (OSError, UnicodeError) as error:
         listener.close()
-        raise OptionError(
-            f"cannot listen on {options.host} port {options.port}: {error}; choose another with "
-            "--host and --port"
-        ) from None
+        raise _unavailable(options, error) from None
     listener.setblocking(False)
     return listener
+
+
+def _unavailable(options: ServerOptions, error: Exception) -> OptionError:
+    return OptionError(
+        f"cannot listen on {options.host} port {options.port}: {error}; choose another with "
+        "--host and --port"
+    )
 
 
 async def _serve(
