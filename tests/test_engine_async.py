@@ -15,6 +15,7 @@ from test_theorem import PROMPTS, poison
 
 import mtpc
 from mtpc.engine.async_engine import AsyncEngine
+from mtpc.engine.text import TextAssembler
 from mtpc.errors import CapacityError, OptionError, RequestError, ServingError
 
 
@@ -235,6 +236,33 @@ def test_closing_tells_those_who_wait(spec: mtpc.SpecModel) -> None:
     assert is_empty(spec)
 
 
+def test_commands_that_fail(spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that were made together with one that fails get their answers, and the end comes;
+    so it does where the last commands fail."""
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("no room in the queue")
+
+    async def main() -> None:
+        engine = serving(spec)
+        monkeypatch.setattr(spec.engine, "submit", breaks)
+        monkeypatch.setattr(spec.engine, "abort", breaks)
+        task = asyncio.create_task(collect(engine, PROMPTS[3], 30))
+        calls = [asyncio.create_task(engine.call(lambda i=i: i)) for i in range(3)]
+        with engine._wake:  # All are there before the thread takes the first.
+            engine.start()
+            await asyncio.sleep(0)
+        assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [0, 1, 2]
+        with pytest.raises(ServingError, match="no room in the queue"):
+            await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(engine.aclose(), 10)
+        assert isinstance(engine._ended.result(), RuntimeError)
+
+    asyncio.run(main())
+    monkeypatch.undo()
+    assert is_empty(spec)
+
+
 def test_bad_requests_are_refused_at_once(spec: mtpc.SpecModel) -> None:
     """One clear error each; the others go on."""
 
@@ -251,6 +279,9 @@ def test_bad_requests_are_refused_at_once(spec: mtpc.SpecModel) -> None:
                     await collect(engine, prompt, new)
             with pytest.raises(RequestError, match="stop strings need a text prompt"):
                 await anext(engine.generate([3], 3, stop="a"))
+            text = TextAssembler(spec.served.decode)
+            with pytest.raises(RequestError, match="text is for prompts of token ids"):
+                await anext(engine.generate("a", 3, text=text))
             assert len(await good) == 20
 
     asyncio.run(main())

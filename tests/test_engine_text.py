@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.async_engine import AsyncEngine
-from mtpc.engine.text import Detokeniser, StopStrings, TextAssembler, stop_strings
+from mtpc.engine.text import MAX_WAITS, Detokeniser, StopStrings, TextAssembler, stop_strings
 from mtpc.errors import RequestError
 from mtpc.serving import ServedModel
 
@@ -53,6 +53,40 @@ def test_a_character_of_four_bytes_comes_in_one_piece() -> None:
     detokeniser = Detokeniser(SERVED.decode)
     assert len(ids) >= 4
     assert [detokeniser.push([i]) for i in ids][-1].strip() == "🦁"
+
+
+class Counted:
+    """A decoder of words with spaces between them; 0 is a special token, 1 half a character."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def __call__(self, ids: list[int]) -> str:
+        self.decoded += len(ids)
+        return " ".join("\ufffd" if i == 1 else f"w{i}" for i in ids if i)
+
+
+@pytest.mark.parametrize("ids", [[0], [1], [0, 0, 1]], ids=str)
+def test_what_is_no_text_costs_no_more_than_its_length(ids: list[int]) -> None:
+    """Special tokens or broken bytes for ever, and a word before and behind them."""
+    count = 4096
+    whole = [*[5] * count, *(ids * count)[:count], 6, 7]
+    decode = Counted()
+    detokeniser = Detokeniser(decode)
+    pieces = [detokeniser.push(whole[:count])]  # Of a consumer that was late.
+    for k in range(count, len(whole)):
+        pieces.append(detokeniser.push(whole[k : k + 1], last=k == len(whole) - 1))
+    assert decode.decoded < 5 * MAX_WAITS * count
+    assert "".join(pieces) == decode(whole)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 100, 200])
+def test_a_late_consumers_character_is_whole(length: int) -> None:
+    """However many tokens came at once before it."""
+    ids = SERVED.encode("a lion " * length + "🦁")
+    detokeniser = Detokeniser(SERVED.decode)
+    pieces = [detokeniser.push(ids[:-3]), *(detokeniser.push([i]) for i in ids[-3:])]
+    assert "".join(pieces) == SERVED.decode(ids)
 
 
 def stopped(text: str, strings: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from served import is_idle, serving, until
 from word_model import word, words
 
 import mtpc
+from mtpc.server.answers import Answer
+from mtpc.server.chat import ChatTemplate
 from mtpc.server.run import Running
+from mtpc.serving import ServedModel
 
 NAME = "tiny"
 CHAT = [{"role": "user", "content": "w7 w8"}]
@@ -285,6 +289,31 @@ def test_async_client(server: Running, spec: mtpc.SpecModel) -> None:
     assert asyncio.run(main()) == expected
 
 
+def test_long_work_is_done_beside_the_loop(
+    client: openai.OpenAI, spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates and tokenising of long bodies, and the JSON of whole answers."""
+    where: dict[str, str] = {}
+
+    def note(place: type, name: str) -> None:
+        real = getattr(place, name)
+
+        def noted(self: Any, *given: Any) -> Any:
+            where[name] = threading.current_thread().name
+            return real(self, *given)
+
+        monkeypatch.setattr(place, name, noted)
+
+    for place, name in ((ChatTemplate, "render"), (ServedModel, "encode"), (Answer, "whole")):
+        note(place, name)
+    for padding, beside in ((0, {"whole"}), (5000, {"whole", "render", "encode"})):
+        messages = [{"role": "user", "content": " " * padding + "w7 w8"}]
+        done = chat(client, messages=messages)
+        assert done.choices[0].message.content == words(offline(spec, CHAT_IDS))
+        loop = {name for name, thread in where.items() if thread == "server-under-test"}
+        assert where.keys() - loop == beside
+
+
 # --------------------------------------------------------------------------------- refusals
 
 
@@ -313,6 +342,7 @@ def test_async_client(server: Running, spec: mtpc.SpecModel) -> None:
         ({"logit_bias": {"96": 1}}, "logit_bias", "expected ids in 0..95"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"stream_options": {"x": 1}}, "stream_options.x", "include_usage alone"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
         ({"echo": True}, "echo", "expected false"),
         ({"best_of": 2}, "best_of", "expected 1"),
         ({"suffix": "w3"}, "suffix", "more is not supported"),
@@ -353,6 +383,16 @@ def test_refused_completions(
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": 2}, "logprobs", "true or false"),
         ({"extra_body": {"prompt": "w7"}}, "prompt", "not supported"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"messages": []}}},
+            "chat_template_kwargs",
+            "has messages, which is not its to say",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"add_generation_prompt": False}}},
+            "chat_template_kwargs",
+            "has add_generation_prompt",
+        ),
     ],
 )
 def test_refused_chats(

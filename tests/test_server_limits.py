@@ -82,8 +82,12 @@ def test_malformed_bodies(server: Running, data: bytes, code: str | None, messag
 
 
 def test_surrogate_pairs_are_text(server: Running) -> None:
-    answer = exchange(server, post(body(prompt="w7 \U0001f600").replace(b"\xf0", b"\xf0")))
-    assert status_of(answer) == 200
+    """Escaped as two halves, as JSON may have it, or as they are."""
+    fields = {"model": NAME, "prompt": "w7 \U0001f600", "max_tokens": 4}
+    for is_ascii in (True, False):
+        data = json.dumps(fields, ensure_ascii=is_ascii).encode()
+        assert (rb"\ud83d\ude00" in data) == is_ascii
+        assert status_of(exchange(server, post(data))) == 200
 
 
 def test_no_http(server: Running) -> None:
@@ -159,6 +163,25 @@ def test_slow_heads_and_idle_connections(server: Running) -> None:
         assert time.monotonic() - start < 5, "keep_alive_seconds"
 
 
+def test_heads_of_some_size(server: Running) -> None:
+    """Either parser takes nearly 64 KiB, in whatever parts they come."""
+    data = post(body(), "/v1/completions", *BIG)
+    with connect(server) as client:
+        client.sendall(data[:40000])
+        time.sleep(0.1)
+        client.sendall(data[40000:])
+        assert status_of(read_all(client)) == 200
+    if server.service.options.http == "h11":
+        with connect(server) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nx: ")
+            for _ in range(65):
+                client.sendall(b"y" * 1010)
+            assert status_of(read_all(client)) == 400, "it says so; httptools is just cut off"
+
+
+BIG = ("content-type: application/json", *(f"x-{i}: {'y' * 990}" for i in range(50)))
+
+
 def test_endless_heads(server: Running) -> None:
     with connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\n")
@@ -173,15 +196,71 @@ def test_endless_heads(server: Running) -> None:
         assert b" 200 " not in read_all(client)
 
 
+def kept(data: bytes, *where: str) -> bytes:
+    return post(data, *where).replace(b"connection: close\r\n", b"")
+
+
+def read_one(stream: Any) -> tuple[int, bytes]:
+    """One answer, after which the connection stays: status and body."""
+    status, length = int(stream.readline().split()[1]), 0
+    while (line := stream.readline().strip()) != b"":
+        name, _, value = line.partition(b":")
+        length = int(value) if name.lower() == b"content-length" else length
+    return status, stream.read(length)
+
+
 def test_keep_alive_serves_many(server: Running) -> None:
-    with httpx.Client(base_url=server.url) as client:
-        for _ in range(5):
-            answer = client.post("/v1/completions", content=body(), headers=JSON)
-            assert answer.status_code == 200
-        wrong = client.post("/v1/completions", content=b"{", headers=JSON)
-        assert wrong.status_code == 400
-        assert client.get("/health").status_code == 200
-    assert len(server.service.counters.responses) >= 2
+    """On one connection: answers, refusals, and answers again."""
+    with connect(server) as client, client.makefile("rb") as stream:
+        for data, status in ((body(), 200), (body(), 200), (b"{", 400), (body(), 200)):
+            client.sendall(kept(data))
+            assert read_one(stream)[0] == status
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert read_one(stream) == (200, b"")
+
+
+def test_answers_before_the_body(word_spec: mtpc.SpecModel, server: Running) -> None:
+    """Whoever is still writing 256 KiB gets them, and may go on with the same connection."""
+    parser = server.service.options.http
+    options: dict[str, Any] = dict(model_name=NAME, api_key="k", http=parser)
+    key, large = "authorization: Bearer k", b" " * 2**18
+    json_type = "content-type: application/json"
+    with serving(word_spec, **options) as running:
+        for where, status in (
+            (("/v1/completions",), 401),
+            (("/nowhere", key), 404),
+            (("/v1/models", key), 405),
+            (("/v1/completions", key, "content-type: text/plain"), 415),
+        ):
+            head, _, data = kept(large, *where).partition(b"\r\n\r\n")
+            with connect(running) as client, client.makefile("rb") as stream:
+                client.sendall(head + b"\r\n\r\n" + data[:1000])
+                assert read_one(stream)[0] == status
+                for begin in range(1000, len(data), 2**14):
+                    client.sendall(data[begin : begin + 2**14])
+                    time.sleep(0.002)
+                client.sendall(kept(body(), "/v1/completions", key, json_type))
+                assert read_one(stream)[0] == 200
+
+
+def test_endless_heads_behind_a_request(server: Running, word_spec: mtpc.SpecModel) -> None:
+    """While the client's own long request runs: its connection goes, and the request with it."""
+    if server.service.options.http == "h11":
+        pytest.skip("h11 reads nothing behind a request that runs")
+    left = server.service.counters.disconnects
+    with connect(server) as client:
+        client.sendall(kept(body(max_tokens=55, ignore_eos=True, n=60)))
+        until(lambda: server.service.in_flight == 60)
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        sent = 0
+        try:
+            for number in range(4000):
+                sent += client.send(f"x-{number}: {'y' * 200}\r\n".encode())
+                time.sleep(0 if number % 100 else 0.001)
+        except OSError:
+            pass
+        until(lambda: is_idle(server, word_spec))
+    assert server.service.counters.disconnects == left + 1
 
 
 JSON = {"content-type": "application/json"}
@@ -285,8 +364,16 @@ def test_longer_than_the_pool(word_spec: mtpc.SpecModel, monkeypatch: pytest.Mon
         answer = exchange(running, post(body(max_tokens=20)))
         assert status_of(answer) == 400
         assert error_of(answer)["code"] == "context_length_exceeded"
+        # Three pages of four, less two rounds of two drafts, leave eight; the chat takes them all.
+        models = httpx.get(f"{running.url}/v1/models").json()["data"]
+        assert models[0]["max_model_len"] == 8
+        talk = {"model": NAME, "messages": [{"role": "user", "content": "w7 w8"}], "temperature": 0}
+        said = httpx.post(
+            f"{running.url}/v1/chat/completions", json={**talk, "ignore_eos": True}
+        ).json()
+        assert said["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
         monkeypatch.undo()
-    assert status_of(answer) == 400
+        assert status_of(exchange(running, post(body(max_tokens=20)))) == 200, "it fits again"
 
 
 def test_api_keys(word_spec: mtpc.SpecModel) -> None:
@@ -397,8 +484,15 @@ def test_other_addresses(word_spec: mtpc.SpecModel) -> None:
 def test_address_in_use(word_spec: mtpc.SpecModel) -> None:
     from mtpc.errors import OptionError
     from mtpc.server.options import ServerOptions
-    from mtpc.server.run import run_server
+    from mtpc.server.run import bind, run_server
 
+    with bind(ServerOptions(port=0)) as first:
+        options = ServerOptions(port=first.getsockname()[1])
+        second = bind(options)  # Both compile; the first one to be done has it.
+        first.listen()
+        with pytest.raises(OptionError, match="cannot listen on"):
+            run_server(word_spec, options, print, second)
+        assert second.fileno() == -1
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -186,19 +189,53 @@ def test_sigterm_drains(word_spec: mtpc.SpecModel) -> None:
         assert server.wait(20) == 0
 
 
-def test_second_sigterm_and_drain_seconds(word_spec: mtpc.SpecModel) -> None:
-    """Streams that do not end in time are told so, and the exit code is 0 still."""
-    with serving(word_spec, model_name=NAME, drain_seconds=0.2) as running:
+@pytest.mark.parametrize(("drain_seconds", "stops"), [(0.2, 1), (60, 2)])
+def test_second_sigterm_and_drain_seconds(
+    word_spec: mtpc.SpecModel, drain_seconds: float, stops: int
+) -> None:
+    """Streams that do not end in time, or at a second signal, are told so."""
+    with serving(word_spec, model_name=NAME, drain_seconds=drain_seconds) as running:
         data = {"model": NAME, "prompt": [7], "max_tokens": 60, "n": 60, "stream": True,
                 "ignore_eos": True}  # fmt: skip
         with httpx.stream("POST", f"{running.url}/v1/completions", json=data, timeout=60) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
-            running.stop()
+            for _ in range(stops):
+                running.stop()
             last = [line for line in lines if line][-1]
         assert (
             json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine was closed"
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_drain_waits_for_prompts(
+    word_spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A request that was admitted is answered, also one whose prompt is being tokenised."""
+    real, has_begun, may_go = word_spec.served.encode, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> list[int]:
+        has_begun.set()
+        assert may_go.wait(20)
+        return real(*given)
+
+    monkeypatch.setitem(word_spec.served.__dict__, "encode", slow)
+    data = {"model": NAME, "prompt": " " * 5000 + "w7", "max_tokens": 20, "temperature": 0,
+            "ignore_eos": True, "stream": stream}  # fmt: skip
+    with serving(word_spec, model_name=NAME, drain_seconds=60) as running:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{running.url}/v1/completions", json=data, timeout=60)
+            assert has_begun.wait(20)
+            running.stop()
+            until(lambda: running.service.is_draining)
+            may_go.set()
+            answer = asked.result()
+        assert answer.status_code == 200
+        chunks = re.findall(r"data: ({.*)", answer.text) if stream else [answer.text]
+        text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+    monkeypatch.undo()
+    assert text == word_spec.generate("w7", 20, ignore_eos=True)
 
 
 def test_without_the_extra() -> None:

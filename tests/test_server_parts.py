@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -55,13 +56,20 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("source", [TEMPLATE, QWEN_LIKE])
+WITH_TOOLS = (
+    "{% if tools is none %}no tools {% endif %}{% if documents is none %}none {% endif %}"
+    "{{ eos_token }}{{ image_token }}{% if add_bos_token is defined %}bos{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, QWEN_LIKE, WITH_TOOLS])
 def test_rendered_as_transformers_renders(word_spec: mtpc.SpecModel, source: str) -> None:
     """Message texts are data: nothing in them is run."""
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-        word_spec.served.directory, eos_token="w1"
+        word_spec.served.directory, eos_token="w1", extra_special_tokens={"image_token": "w9"}
     )
-    ours = ChatTemplate(source, {"bos_token": "w5", "eos_token": "w1"})
+    ours = ChatTemplate(source, {"bos_token": "w5", "eos_token": "w1", "image_token": "w9"})
     for messages in (MESSAGES, MESSAGES[1:]):
         expected = tokenizer.apply_chat_template(
             messages, chat_template=source, tokenize=False, add_generation_prompt=True
@@ -78,6 +86,11 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path, None).render([], {}) == "a<s>"
     config.write_text(json.dumps({"chat_template": "b{{ x }}", "bos_token": {"content": "<s>"}}))
     assert load_chat_template(tmp_path, None).render([], {"x": 1, "messages": 2}) == "b1"
+    tokens = {"image_token": {"content": "<i>"}, "eos_token": "</s>", "add_bos_token": True,
+              "pad_token": None, "chat_template": WITH_TOOLS}  # fmt: skip
+    config.write_text(json.dumps(tokens))
+    assert load_chat_template(tmp_path, None).render([], {}) == "no tools none </s><i>"
+    assert load_chat_template(tmp_path, None).render([], {"tools": [1]}) == "none </s><i>"
     (tmp_path / "chat_template.jinja").write_text("c{{ messages[0].content }}")
     assert load_chat_template(tmp_path, None).render(MESSAGES, {}) == "cbe brief"
     (tmp_path / "own").write_text("d{{ add_generation_prompt }}")
@@ -102,6 +115,7 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
         "{{ 1 / 0 }}",
         "{{ raise_exception('not so') }}",
         "{{ messages[0].content + 1 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
 def test_templates_are_boxed_in(source: str) -> None:
@@ -221,8 +235,8 @@ def test_decoding_is_the_tokenizers(word_spec: mtpc.SpecModel, tmp_path: Path) -
 class Wire:
     """A transport that only notes that it was cut."""
 
-    def __init__(self) -> None:
-        self.is_cut, self.unsent = False, 0
+    def __init__(self, server: str = "127.0.0.2") -> None:
+        self.is_cut, self.unsent, self.server = False, 0, server
 
     def abort(self) -> None:
         self.is_cut = True
@@ -231,26 +245,30 @@ class Wire:
         return self.is_cut
 
     def get_extra_info(self, name: str) -> tuple[str, int]:
-        return ("127.0.0.1", 5)
+        return {"peername": ("127.0.0.1", 5), "sockname": (self.server, 80)}[name]
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
+
+
+SCOPE = {"client": ("127.0.0.1", 5), "server": ("127.0.0.2", 80)}
+
+
+def connection(options: ServerOptions) -> tuple[Connections, Any, Wire]:
+    connections, wire = Connections(options, asyncio.Protocol), Wire()
+    protocol = connections.protocol()
+    protocol.connection_made(wire)
+    return connections, protocol, wire
 
 
 def test_times_of_a_connection() -> None:
     """Only heads and unread answers are timed, whatever the order of one request's end and the
     next one's begin."""
     options = ServerOptions(header_seconds=0.05, write_seconds=0.05)
-    scope = {"client": ("127.0.0.1", 5)}
-
-    def connection() -> tuple[Connections, Any, Wire]:
-        connections, wire = Connections(options, asyncio.Protocol), Wire()
-        protocol = connections.protocol()
-        protocol.connection_made(wire)
-        return connections, protocol, wire
+    scope = SCOPE
 
     async def main() -> None:
-        connections, protocol, wire = connection()
+        connections, protocol, wire = connection(options)
         first = connections.begin(scope)
         protocol.data_received(b"next head")
         second = connections.begin(scope)
@@ -264,7 +282,7 @@ def test_times_of_a_connection() -> None:
         protocol.data_received(b"half a head")
         await asyncio.sleep(0.2)
         assert wire.is_cut
-        connections, protocol, wire = connection()
+        connections, protocol, wire = connection(options)
         connections.begin(scope)
         protocol.pause_writing()
         protocol.resume_writing()
@@ -274,11 +292,72 @@ def test_times_of_a_connection() -> None:
         protocol.pause_writing()
         await asyncio.sleep(0.2)
         assert wire.is_cut
-        connections, protocol, wire = connection()
+        connections, protocol, wire = connection(options)
+        one = connections.begin(scope)
+        one.body_read()
+        protocol.data_received(b"half a head, sent too early")
+        one.end()
+        await asyncio.sleep(0.2)
+        assert wire.is_cut, "timed from the end of the request before"
+        connections, protocol, wire = connection(options)
         newer = connections.protocol()
         newer.connection_made(Wire())
         protocol.connection_lost(None)
         assert connections.begin(scope) is newer, "another with the same port has come"
+        elsewhere = connections.protocol()
+        elsewhere.connection_made(Wire("127.0.0.3"))
+        assert connections.begin(scope) is newer, "the same port, to another address of ours"
+        assert connections.begin({**scope, "server": ("127.0.0.3", 80)}) is elsewhere
+
+    asyncio.run(main())
+
+
+def test_slow_readers_are_borne() -> None:
+    """A client that reads on is waited for, one that stops is not: what counts is progress."""
+
+    async def main() -> None:
+        _, protocol, wire = connection(ServerOptions(write_seconds=0.1))
+        wire.unsent = 100
+        protocol.pause_writing()
+        for _ in range(25):
+            await asyncio.sleep(0.02)
+            assert not wire.is_cut
+            wire.unsent -= 1
+        await asyncio.sleep(0.4)
+        assert wire.is_cut
+
+    asyncio.run(main())
+
+
+def test_bytes_of_a_connection() -> None:
+    """What is no body is bounded while a request runs, too; the rest of an unread body is let in,
+    up to some times the limit."""
+    options = ServerOptions(max_body_bytes=2**16)
+    block = bytes(2**14)
+
+    def taken(protocol: Any, wire: Wire) -> int:
+        for count in range(200):
+            if wire.is_cut:
+                return count
+            protocol.data_received(block)
+        return 200
+
+    async def main() -> None:
+        connections, protocol, wire = connection(options)
+        one = connections.begin(SCOPE)
+        one.body_read()
+        assert taken(protocol, wire) == 6, "a next head, and no end of it"
+        connections, protocol, wire = connection(options)
+        one = connections.begin(SCOPE)
+        assert taken(protocol, wire) == 42, "a body that nobody reads"
+        connections, protocol, wire = connection(options)
+        one = connections.begin(SCOPE)
+        one.end()
+        for _ in range(16):
+            protocol.data_received(block)
+        assert not wire.is_cut, "answered before the body was there"
+        connections.begin(SCOPE).body_read()
+        assert taken(protocol, wire) == 6
 
     asyncio.run(main())
 
@@ -329,6 +408,21 @@ def test_no_tokenizer(checkpoint: Callable[..., Path], capsys: Any) -> None:
     model: Any = SimpleNamespace(served=ServedModel("it", 96, (), directory))
     with pytest.raises(RequestError, match="it has no tokenizer"):
         run_server(model, ServerOptions(), print)
+
+
+def test_a_taken_port_is_said_before_compiling(
+    word_spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it compiles")
+
+    monkeypatch.setattr(mtpc, "compile", never)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(word_spec.served.directory), "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
 def test_who_is_warned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -459,6 +459,15 @@ def test_greedy_steps_refuse_sampling(generator: Any, monkeypatch: pytest.Monkey
     assert not asks(config(temperature=0.5))
     assert asks(config(do_sample=True))
     assert asks(config(repetition_penalty=1.1))
+    assert not asks(config(min_length=0, suppress_tokens=None))
+    for fields in (
+        {"suppress_tokens": [5]},
+        {"bad_words_ids": [[5]]},
+        {"sequence_bias": {(5,): -2.0}},
+        {"min_length": 3},
+        {"min_new_tokens": 3},
+    ):
+        assert asks(config(**fields)), fields
 
 
 def test_threads(generator: Any) -> None:

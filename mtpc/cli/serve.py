@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack, closing
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,17 +32,20 @@ def command(args: argparse.Namespace) -> int:
     require_packages()
     if checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
         raise RequestError(f"{checkpoint} has no tokenizer.json; a server needs one")
-    with show_progress(sys.stderr) as tell:
-        tell("import torch")
-        compile_model = mtpc.compile
-        from mtpc.server.run import run_server
+    with ExitStack() as stack:
+        with show_progress(sys.stderr) as tell:
+            tell("import torch")
+            compile_model = mtpc.compile
+            from mtpc.server.run import bind, run_server
 
-        set_threads(args.threads, checkpoint)
-        tell(f"load {checkpoint}")
-        model = compile_model(checkpoint, progress=stage_listener(tell), **options)
-    for reason in model.stats.fallbacks:
-        _say(f"note: {reason}")
-    run_server(model, server, lambda running: _announce(running, server))
+            # Before minutes are spent: a port that is taken is said at once.
+            listener = stack.enter_context(closing(bind(server)))
+            set_threads(args.threads, checkpoint)
+            tell(f"load {checkpoint}")
+            model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+        for reason in model.stats.fallbacks:
+            _say(f"note: {reason}")
+        run_server(model, server, lambda running: _announce(running, server), listener)
     _say("stopped")
     return 0
 

@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -91,6 +92,15 @@ class _Mailbox:
             token_ids, self._token_ids = self._token_ids, []
             logprobs, self._logprobs = self._logprobs, None
             return StepOutput(-1, token_ids, self._reason, logprobs)
+
+
+def _attempt(function: Callable[[], object]) -> BaseException | None:
+    """Call it; returns its error, so that what comes after it is still done."""
+    try:
+        function()
+    except BaseException as error:
+        return error
+    return None
 
 
 class AsyncEngine:
@@ -218,6 +228,8 @@ class AsyncEngine:
         """
         strings = stop_strings(stop)
         if isinstance(prompt, str):
+            if text is not None:
+                raise RequestError("text is for prompts of token ids; a text prompt has its own")
             text, prompt = TextAssembler(self.served.decode, strings), self.served.encode(prompt)
         elif strings:
             raise RequestError("stop strings need a text prompt; give stop_ids for token ids")
@@ -275,13 +287,15 @@ class AsyncEngine:
             self._is_closing = True
             mailboxes, self._mailboxes = self._mailboxes, {}
             commands, self._commands = self._commands, []
-        for command in commands:  # Among them what was withdrawn meanwhile.
-            command()
-        for request, mailbox in mailboxes.items():
+        # All are told, and the end is, whatever fails on the way; the first error is told.
+        # Among the commands is what was withdrawn meanwhile.
+        errors = [error, *(_attempt(command) for command in commands)]
+        for request in mailboxes:
             request.on_output = None
-            self.engine.abort(request.request_id)
-            mailbox.fail(error)
-        self._ended.set_result(error)
+            errors.append(_attempt(partial(self.engine.abort, request.request_id)))
+        first = next((one for one in errors if one is not None), None)
+        failed = [_attempt(partial(mailbox.fail, first)) for mailbox in mailboxes.values()]
+        self._ended.set_result(next((one for one in (first, *failed) if one is not None), None))
 
     def _tell(self, mailbox: _Mailbox) -> None:
         """Wake a consumer: with all others of this step, or now where another thread steps."""
@@ -320,9 +334,10 @@ class AsyncEngine:
         """Wait until there is something to do; returns whether to go on."""
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self._is_closing or self.engine.has_work)
-            commands, self._commands = self._commands, []
-            is_closing = self._is_closing
-        for command in commands:
+            count, is_closing = len(self._commands), self._is_closing
+        for _ in range(count):
+            with self._wake:  # One by one: should it fail, the others are there at the end.
+                command = self._commands.pop(0)
             command()
         self._give_turn()  # An abort tells its consumer, too.
         return not is_closing

@@ -167,6 +167,13 @@ class Engine:
             self.scheduler.add(request)
         return request.request_id
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that `check` lets in, prompt and continuation together."""
+        options = self.options
+        room = self.pages.count * options.page_size - 2 * options.spec_tokens
+        return min(options.sequence_limit, room)
+
     def check(self, request: Request) -> None:
         """Refuse what can never be served; see `add`."""
         prompt, limit = request.prompt_ids, self.options.sequence_limit

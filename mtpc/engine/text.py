@@ -16,6 +16,9 @@ Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens left out."""
 _HALF = "\ufffd"
 """What bytes decode to that are no character, or not yet."""
+MAX_WAITS = 64
+"""Times that tokens are decoded again in the hope that they become a character. Characters have a
+few bytes; what is none for so long is not going to be one."""
 
 
 class Detokeniser:
@@ -23,6 +26,8 @@ class Detokeniser:
 
     Decoders look at neighbours (a word's leading space, the bytes of a character), so the tokens
     of the last piece are decoded again with the new ones, and the difference is the new piece.
+    Tokens that make no piece, as special ones or bytes that are no text, wait at most `MAX_WAITS`
+    pushes, so that a long text of them costs no more than that times its length.
 
     Args:
         decode: decodes any ids.
@@ -34,17 +39,26 @@ class Detokeniser:
     def __init__(self, decode: Decode):
         self._decode = decode
         self.token_ids: list[int] = []
-        self._begin = self._end = 0  # Tokens of the last piece; those behind it are pending.
+        self._before: list[int] = []  # Of the last piece.
+        self._pending: list[int] = []
+        self._waits = 0
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
         """What these tokens complete; `last` gives out half a character, too."""
         self.token_ids += token_ids
-        text = self._decode(self.token_ids[self._begin :])
-        if text.endswith(_HALF) and not last:
+        self._pending += token_ids
+        self._waits += 1
+        text, is_over = self._decode(self._before + self._pending), self._waits > MAX_WAITS
+        if text.endswith(_HALF) and not (last or is_over):
             return ""
-        piece = text[len(self._decode(self.token_ids[self._begin : self._end])) :]
+        piece = text[len(self._decode(self._before)) :]
         if piece:
-            self._begin, self._end = self._end, len(self.token_ids)
+            self._before, self._pending, self._waits = self._pending, [], 0
+        elif is_over:  # They say nothing. The next ones' neighbours are those before them.
+            self._pending, self._waits = [], 0
+            nearest = self._before[-MAX_WAITS:]
+            if self._decode(nearest):
+                self._before = nearest
         return piece
 
 

@@ -79,10 +79,13 @@ class Answer:
         }
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        """The answer of a request that does not stream; all pieces of each choice."""
-        body = self._head(False)
-        body["choices"] = [self._choice(i, pieces) for i, pieces in enumerate(choices)]
-        return json.dumps({**body, "usage": usage.json()}).encode()
+        """The answer of a request that does not stream; all pieces of each choice.
+
+        Each choice is encoded by itself: an encoder holds the interpreter from begin to end.
+        """
+        frame = json.dumps(self._head(False))[:-1]
+        said = ", ".join(json.dumps(self._choice(i, each)) for i, each in enumerate(choices))
+        return f'{frame}, "choices": [{said}], "usage": {json.dumps(usage.json())}}}'.encode()
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)

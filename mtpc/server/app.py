@@ -7,6 +7,8 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,8 +20,8 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from mtpc.errors import MtpcError
 from mtpc.server.answers import Answer
-from mtpc.server.bodies import read_json
-from mtpc.server.connections import Connections
+from mtpc.server.bodies import parse_json, read_body
+from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
 from mtpc.server.generation import make_job
@@ -29,8 +31,8 @@ from mtpc.server.service import Service
 OPEN_PATHS = ("/health",)
 """What needs no key."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
-LONG_TEXT = 4096
-"""Characters from which on a prompt is tokenised beside the event loop."""
+LONG_BODY = 4096
+"""Bytes from which on a request is made token ids beside the event loop."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger("mtpc.server")
 
@@ -73,33 +75,33 @@ class Endpoints:
         service, start_s = self._service, time.perf_counter()
         service.check_ready()
         options = service.options
-        body = await read_json(request, options.max_body_bytes, options.body_seconds)
-        fields = check_fields("chat" if is_chat else "completions", body)
+        body = await read_body(request, options.max_body_bytes, options.body_seconds)
+        fields = check_fields("chat" if is_chat else "completions", parse_json(body))
         self._check_model(fields["model"])
         count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
-        with service.admitted(count):  # Tokenising is work, too.
-            prompts = await self._prompts(fields, is_chat)
-        job = make_job(fields, prompts, service.engine, is_chat, options.max_tokens)
-        answer = Answer(
-            is_chat,
-            fields["model"],
-            service.engine.served.decode,
-            job.choices[0].sampling.logprobs is not None,
-            bool(fields.get("stream_options")),
-        )
-        return Reply(service, job, answer, bool(fields.get("stream")), start_s)
+        # From here on the server's end waits for it, through the reply.
+        with ExitStack() as admission:
+            admission.enter_context(service.admitted(count))
+            is_long = len(body) > LONG_BODY
+            make = partial(self._prompts, fields, is_chat)
+            prompts = await asyncio.to_thread(make) if is_long else make()
+            job = make_job(fields, prompts, service.engine, is_chat, options.max_tokens)
+            answer = Answer(
+                is_chat,
+                fields["model"],
+                service.engine.served.decode,
+                job.choices[0].sampling.logprobs is not None,
+                bool(fields.get("stream_options")),
+            )
+            is_stream = bool(fields.get("stream"))
+            return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
 
-    async def _prompts(self, fields: dict[str, Any], is_chat: bool) -> list[list[int]]:
+    def _prompts(self, fields: dict[str, Any], is_chat: bool) -> list[list[int]]:
         """Token ids of each prompt."""
         encode = self._service.engine.served.encode
         given = [self._conversation(fields)] if is_chat else fields["prompt"]
-        length = sum(len(prompt) for prompt in given if isinstance(prompt, str))
-
-        def encode_all() -> list[list[int]]:
-            # A template writes the special tokens that its model wants.
-            return [encode(p, not is_chat) if isinstance(p, str) else p for p in given]
-
-        return await asyncio.to_thread(encode_all) if length > LONG_TEXT else encode_all()
+        # A template writes the special tokens that its model wants.
+        return [encode(p, not is_chat) if isinstance(p, str) else p for p in given]
 
     def _conversation(self, fields: dict[str, Any]) -> str:
         template = self._service.template
@@ -126,7 +128,7 @@ class Endpoints:
             "object": "model",
             "created": service.created,
             "owned_by": "mtpc",
-            "max_model_len": service.engine.engine.options.sequence_limit,
+            "max_model_len": service.engine.engine.longest,
         }
 
 
@@ -184,6 +186,25 @@ async def _any_error(request: Request, error: Exception) -> Response:
     return Response(answer.body(), answer.status, answer.headers)
 
 
+def _noting_body(scope: Scope, receive: Receive, connection: GuardedProtocol) -> Receive:
+    """`receive`, which also tells the connection once that the request's body is read."""
+    is_read = not any(
+        name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]
+    )
+    if is_read:
+        connection.body_read()
+
+    async def read() -> Message:
+        nonlocal is_read
+        message = await receive()
+        if not is_read and message["type"] == "http.request" and not message.get("more_body"):
+            is_read = True
+            connection.body_read()
+        return message
+
+    return read
+
+
 class Gate:
     """Before everything else: the key, the connection's limits, and the count of answers."""
 
@@ -198,6 +219,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         connection = self._connections.begin(scope)
+        if connection is not None:
+            receive = _noting_body(scope, receive, connection)
         path = scope["path"]
         label = path if path in PATHS else "other"
 

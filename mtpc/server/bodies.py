@@ -15,8 +15,8 @@ DISCARDED = 8
 would lose the answer when the connection closes."""
 
 
-async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
-    """A request's body.
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """A request's body, declared as JSON.
 
     Args:
         request: whose body nobody has read.
@@ -24,8 +24,8 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
         seconds: until it must be here.
 
     Raises:
-        ApiError: 400 (no JSON, no UTF-8), 408 (too slow), 413 (too large), 415 (not declared as
-            JSON: what a browser sends to a local server unasked is not).
+        ApiError: 408 (too slow), 413 (too large), 415 (not declared as JSON: what a browser sends
+            to a local server unasked is not).
         ClientDisconnect: the client left.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -33,9 +33,17 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
         raise ApiError(415, f"content-type is {media or 'missing'}; expected application/json")
     try:
         async with asyncio.timeout(seconds):
-            body = await _read(request, max_bytes)
+            return await _read(request, max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body was not here within {seconds:g} s") from None
+
+
+def parse_json(body: bytes) -> Any:
+    """What a body says.
+
+    Raises:
+        ApiError: 400 (no JSON, no UTF-8).
+    """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

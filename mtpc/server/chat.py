@@ -22,7 +22,15 @@ from mtpc.errors import CheckpointError, RequestError
 
 _TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 """transformers' tag around what the assistant said, of use in training only."""
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+)
+"""What templates end with, given other messages or variables than they were written for."""
 
 
 class ChatTemplate:
@@ -62,6 +70,8 @@ class ChatTemplate:
             RequestError: the template refuses these messages, or does what the sandbox forbids.
         """
         variables = {
+            "tools": None,
+            "documents": None,
             **self._special_tokens,
             **kwargs,
             "messages": messages,
@@ -69,7 +79,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except _FAULTS as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
 
@@ -93,7 +103,7 @@ def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | Non
         source = _default(config.get("chat_template"))
     if source is None:
         return None
-    tokens = {name: _text(config.get(name)) for name in _SPECIAL_TOKENS}
+    tokens = {name: _text(token) for name, token in config.items() if name.endswith("_token")}
     return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
 
 
@@ -105,8 +115,12 @@ def _default(entry: Any) -> str | None:
 
 
 def _text(token: Any) -> str | None:
-    """A special token is written as its text, or as an object with more facts."""
-    return token.get("content") if isinstance(token, dict) else token
+    """A special token is written as its text, or as an object with more facts.
+
+    What else has such a name is none, as `add_bos_token`: true or false.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

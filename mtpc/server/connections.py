@@ -8,14 +8,17 @@ by the client's address.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, MutableMapping
 from typing import Any, cast
 
+from mtpc.server.bodies import DISCARDED
 from mtpc.server.options import ServerOptions
 
 MAX_HEAD_BYTES = 2**16
 """Of a request line and headers."""
-Peer = tuple[str, int]
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""The client's address and port, and ours: together they are one connection's alone."""
 
 
 class Connections:
@@ -28,7 +31,7 @@ class Connections:
 
     def __init__(self, options: ServerOptions, make: Callable[..., asyncio.Protocol]):
         self.options, self._make = options, make
-        self.by_peer: dict[Peer, GuardedProtocol] = {}
+        self.by_ends: dict[Ends, GuardedProtocol] = {}
         self.timed_out = 0
         self.refused = 0
 
@@ -38,8 +41,10 @@ class Connections:
 
     def begin(self, scope: MutableMapping[str, Any]) -> GuardedProtocol | None:
         """A request's head has arrived; None where its connection is gone already."""
-        client = scope.get("client")
-        connection = self.by_peer.get(tuple(client)) if client else None
+        client, server = scope.get("client"), scope.get("server")
+        if client is None or server is None:
+            return None
+        connection = self.by_ends.get((tuple(client), tuple(server)))
         if connection is not None:
             connection.begin()
         return connection
@@ -52,23 +57,27 @@ class GuardedProtocol:
         self._all, self._inner = connections, inner
         self._options = connections.options
         self._transport: Any = None
-        self._peer: Peer | None = None
+        self._ends: Ends | None = None
         self._is_refused = self._is_paused = False
         # A client may send the next request before the application has left the one before.
-        self._num_requests = self._head_bytes = 0
+        self._num_requests = 0
+        # What came since the last head, or since the body behind it, was complete.
+        self._head_bytes, self._is_body_read = 0, True
+        self._unsent: float = math.inf
         self._head_timer = _Timer(self._options.header_seconds, self._give_up)
         self._write_timer = _Timer(self._options.write_seconds, self._give_up_unread)
 
     def connection_made(self, transport: Any) -> None:
         """Take it, or close it where there are too many."""
         self._transport = transport
-        if len(self._all.by_peer) >= self._options.max_connections:
+        if len(self._all.by_ends) >= self._options.max_connections:
             self._is_refused = True
             self._all.refused += 1
             transport.abort()
             return
-        self._peer = transport.get_extra_info("peername")[:2]
-        self._all.by_peer[self._peer] = self
+        peer, ours = (transport.get_extra_info(name)[:2] for name in ("peername", "sockname"))
+        self._ends = (peer, ours)
+        self._all.by_ends[self._ends] = self
         self._head_timer.start()
         self._inner.connection_made(transport)
 
@@ -76,24 +85,28 @@ class GuardedProtocol:
         """Forget it."""
         if self._is_refused:
             return
-        assert self._peer is not None
-        if self._all.by_peer.get(self._peer) is self:  # Else its port has a new connection.
-            del self._all.by_peer[self._peer]
+        assert self._ends is not None
+        if self._all.by_ends.get(self._ends) is self:  # Else its port has a new connection.
+            del self._all.by_ends[self._ends]
         self._head_timer.stop()
         self._write_timer.stop()
         self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        """Hand on; before a request's head is complete time and bytes are limited."""
+        """Hand on; bytes are limited always, time where no request is open.
+
+        The body of a request that was answered before it was read may still come: what its
+        client writes on must be taken, or the answer is lost.
+        """
         if self._is_refused or self._transport.is_closing():
             return
-        if not self._num_requests:
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._transport.abort()
-                return
-            self._head_bytes += len(data)
-            if not self._head_timer.is_running:
-                self._head_timer.start()
+        rest = 0 if self._is_body_read else (DISCARDED + 1) * self._options.max_body_bytes
+        if self._head_bytes > MAX_HEAD_BYTES + rest:
+            self._transport.abort()
+            return
+        self._head_bytes += len(data)
+        if not self._num_requests and not self._head_timer.is_running:
+            self._head_timer.start()
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -103,7 +116,7 @@ class GuardedProtocol:
     def pause_writing(self) -> None:
         """The client does not read, and the buffer is full."""
         self._is_paused = True
-        self._write_timer.start()
+        self._time_writing()
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
@@ -114,24 +127,42 @@ class GuardedProtocol:
 
     def begin(self) -> None:
         """A request's head is complete, and the application has it."""
-        self._num_requests, self._head_bytes = self._num_requests + 1, 0
+        self._num_requests += 1
+        self._head_bytes, self._is_body_read = 0, False
         self._head_timer.stop()
         if not self._is_paused:
             self._write_timer.stop()
 
+    def body_read(self) -> None:
+        """The request has no body, or the application has all of it: what comes is a next head."""
+        self._head_bytes, self._is_body_read = 0, True
+
     def end(self) -> None:
         """The application is done. What is not yet sent keeps the connection for a while only."""
         self._num_requests -= 1
-        is_unsent = not self._num_requests and self._transport.get_write_buffer_size()
-        if is_unsent and not self._write_timer.is_running:
-            self._write_timer.start()
+        if self._num_requests:
+            return
+        if self._head_bytes and self._is_body_read and not self._head_timer.is_running:
+            self._head_timer.start()  # Of a next head that has begun already.
+        if self._transport.get_write_buffer_size() and not self._write_timer.is_running:
+            self._time_writing()
 
     def _give_up(self) -> None:
         self._all.timed_out += 1
         self._transport.abort()
 
+    def _time_writing(self) -> None:
+        # How much there is to send is known later: uvicorn may be in the midst of writing.
+        self._unsent = math.inf
+        self._write_timer.start()
+
     def _give_up_unread(self) -> None:
-        if self._transport.get_write_buffer_size():
+        """Wait on for a client that reads, however slowly."""
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent < self._unsent:
+            self._unsent = unsent
+            self._write_timer.start()
+        elif unsent:
             self._give_up()
 
 

@@ -112,6 +112,14 @@ def _stream_options(name: str, value: Any) -> bool:
     return bool(value.get("include_usage"))
 
 
+def _template_kwargs(name: str, value: Any) -> dict[str, Any]:
+    """Variables of a template, but for those that the request itself says."""
+    for key in ("messages", "add_generation_prompt"):
+        if key in _object(name, value):
+            raise ApiError(400, f"{name} has {key}, which is not its to say", name, "invalid_value")
+    return value
+
+
 def _prompts(name: str, value: Any) -> list[str | list[int]]:
     """Text, texts, token ids, or several rows of them."""
     rows = [value] if isinstance(value, str) or _is_row(value) else value
@@ -182,7 +190,7 @@ USED: Mapping[str, Mapping[str, Check]] = {
         "max_completion_tokens": _integer(1, 2**31 - 1),
         "logprobs": _boolean,
         "top_logprobs": _integer(0, 64),
-        "chat_template_kwargs": _object,  # vLLM's.
+        "chat_template_kwargs": _template_kwargs,  # vLLM's.
     },
 }
 NO_OPS: Mapping[str, Mapping[str, Check]] = {
@@ -239,6 +247,8 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
     for name in ("model", "prompt" if endpoint == "completions" else "messages"):
         if name not in checked:
             raise ApiError(400, f"{name} is missing; every request needs it", name, "missing")
+    if "stream_options" in checked and not checked.get("stream"):
+        raise ApiError(400, "stream_options needs stream: true", "stream_options")
     return checked
 
 

@@ -86,8 +86,8 @@ def make_job(
 def _default_tokens(
     prompt_tokens: int, engine: AsyncEngine, is_chat: bool, max_tokens: int | None
 ) -> int:
-    """What is left of max_len, or less; at least one, so that the engine says what is wrong."""
-    left = engine.engine.options.sequence_limit - prompt_tokens
+    """What max_len and the pool leave, or less; at least one: the engine says what is wrong."""
+    left = engine.engine.longest - prompt_tokens
     limits = [left, max_tokens or left, left if is_chat else DEFAULT_COMPLETION_TOKENS]
     return max(min(limits), 1)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+from contextlib import AbstractContextManager
 
 from starlette.types import Receive, Scope, Send
 
@@ -32,16 +33,26 @@ class Reply:
         answer: its shape.
         is_stream: as events, or as one body.
         start_s: when the request came, by `time.perf_counter`.
+        admission: its place in the service, left at the end.
     """
 
-    def __init__(self, service: Service, job: Job, answer: Answer, is_stream: bool, start_s: float):
+    def __init__(
+        self,
+        service: Service,
+        job: Job,
+        answer: Answer,
+        is_stream: bool,
+        start_s: float,
+        admission: AbstractContextManager[object],
+    ):
+        self._admission = admission
         self._service, self._job, self._answer = service, job, answer
         self._is_stream, self._start_s = is_stream, start_s
         self._has_text = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send; ends early, and the requests with it, when the client leaves."""
-        with self._service.admitted(len(self._job.choices)):
+        with self._admission:
             work = self._send_events(send) if self._is_stream else self._send_whole(send)
             if not await _unless_left(work, receive):
                 self._service.counters.disconnects += 1
@@ -55,7 +66,8 @@ class Reply:
             pieces[index].append(piece)
 
         count = await run_choices(self._service.engine, self._job, keep)
-        body = self._answer.whole(pieces, Usage(self._job.prompt_tokens, count))
+        usage = Usage(self._job.prompt_tokens, count)
+        body = await asyncio.to_thread(self._answer.whole, pieces, usage)
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, length]})
         await send({"type": "http.response.body", "body": body})

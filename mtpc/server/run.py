@@ -20,7 +20,7 @@ from mtpc.engine.async_engine import AsyncEngine
 from mtpc.errors import OptionError, RequestError
 from mtpc.server.app import make_app
 from mtpc.server.chat import load_chat_template
-from mtpc.server.connections import Connections
+from mtpc.server.connections import MAX_HEAD_BYTES, Connections
 from mtpc.server.options import ServerOptions
 from mtpc.server.service import Service
 
@@ -57,13 +57,19 @@ class Running:
         return f"http://{host}:{self.port}"
 
 
-def run_server(model: SpecModel, options: ServerOptions, ready: Callable[[Running], None]) -> None:
+def run_server(
+    model: SpecModel,
+    options: ServerOptions,
+    ready: Callable[[Running], None],
+    listener: socket.socket | None = None,
+) -> None:
     """Serve a model until SIGTERM, SIGINT or `Running.stop`.
 
     Args:
         model: compiled; with `sampling`, unless all requests are greedy.
         options: address and limits.
         ready: called once it listens.
+        listener: of `bind`, where the address was taken before; None takes it now.
 
     Raises:
         OptionError: the address cannot be listened on.
@@ -75,18 +81,27 @@ def run_server(model: SpecModel, options: ServerOptions, ready: Callable[[Runnin
         raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
     template = load_chat_template(served.directory, options.chat_template)
     name = options.model_name or served.directory.resolve().name
-    listener = _listen(options)
+    bound = listener or bind(options)
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:  # Another has bound it, too, and was quicker.
+        bound.close()
+        raise _unavailable(options, error) from None
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
 
         async def serve() -> None:
             engine = AsyncEngine(model.engine, served, options.max_requests)
-            await _serve(Service(engine, name, options, template), listener, ready)
+            await _serve(Service(engine, name, options, template), bound, ready)
 
         runner.run(serve())
 
 
-def _listen(options: ServerOptions) -> socket.socket:
-    """A bound socket. What it accepts inherits its buffer size."""
+def bind(options: ServerOptions) -> socket.socket:
+    """Take the address; nobody is let in yet. What it accepts inherits its buffer size.
+
+    Raises:
+        OptionError: the address cannot be listened on.
+    """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,12 +110,16 @@ def _listen(options: ServerOptions) -> socket.socket:
         listener.bind((options.host, options.port))
     except (OSError, UnicodeError) as error:
         listener.close()
-        raise OptionError(
-            f"cannot listen on {options.host} port {options.port}: {error}; choose another with "
-            "--host and --port"
-        ) from None
+        raise _unavailable(options, error) from None
     listener.setblocking(False)
     return listener
+
+
+def _unavailable(options: ServerOptions, error: Exception) -> OptionError:
+    return OptionError(
+        f"cannot listen on {options.host} port {options.port}: {error}; choose another with "
+        "--host and --port"
+    )
 
 
 async def _serve(
@@ -150,6 +169,7 @@ def _config(app: Any, options: ServerOptions, connections: Connections) -> uvico
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         # uvicorn wants whole seconds; 0 would close every connection after one request.
         timeout_keep_alive=max(1, round(options.keep_alive_seconds)),
         timeout_graceful_shutdown=GRACE_SECONDS,

@@ -258,11 +258,17 @@ def _options_for(job: Job) -> dict[str, Any]:
     return {"batch_buckets": (bucket,), "sampling": needs, **limit}
 
 
+_MASKS = ("suppress_tokens", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens")
+
+
 def _asks_for_sampling(config: GenerationConfig | None) -> bool:
     """Whether a model's defaults are other than plain greedy decoding."""
     if config is None:
         return False
-    return bool(config.do_sample) or config.repetition_penalty not in (None, 1)
+    if config.do_sample or config.repetition_penalty not in (None, 1):
+        return True
+    # Those that mask tokens, or push them; transformers makes no processor of what is empty or 0.
+    return any(bool(getattr(config, name, None)) for name in _MASKS)
 
 
 def _check_same_model(spec: SpecModel, model: PreTrainedModel) -> None:
