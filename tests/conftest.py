@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tiny
 from oracles import Oracle
 from store_writer import DIGEST, filled
 from word_model import word_checkpoint

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import decode, plot, report, waterfall
 from benchmarks.decoders import Decoded

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import give_kernels
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import startup, startup_child
 from benchmarks.startup import Case, Row, Sample

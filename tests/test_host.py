@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import host as example
 import pytest
 import torch
 from conftest import CPU_FAMILY_NAMES, FAMILY_NAMES, TINY
@@ -25,9 +26,6 @@ from mtpc.errors import HostError, OptionError
 from mtpc.host.contract import term_of
 from mtpc.layout import StepKey
 from mtpc.sampling_params import FLOATS, INTS
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-import host as example
 
 OPTIONS: dict[str, Any] = {
     **TINY,
