@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CPU_FAMILY_NAMES, CPU_OPTIONS, CpuBuilt, give_kernels, in_turn
+from conftest import CPU_OPTIONS, EACH_FAMILY, CpuBuilt, give_kernels, in_turn
 from oracles import Oracle
 from safetensors.torch import load_file, save_file
 from test_theorem import PROMPTS, poison
@@ -71,7 +71,7 @@ def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], An
 # ------------------------------------------------------------------------ warm equals cold
 
 
-@pytest.mark.parametrize("family", CPU_FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_warm_equals_cold(
     family: str, warm: Callable[..., Any], cpu_built: Callable[..., CpuBuilt]
 ) -> None:
@@ -88,7 +88,7 @@ def test_warm_equals_cold(
     assert restored.served == cold.served
 
 
-@pytest.mark.parametrize("family", CPU_FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_warm_equals_plain_decoding(
     family: str, warm: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:

@@ -157,3 +157,11 @@ def test_rows_of_a_round() -> None:
     KeepLast(window)(ids, rows, anchors, starts, slots, last_ids, last_features)
     assert last_ids[[3, 1, 2]].tolist() == [[0, 1], [72, 4], [6, 7]]
     assert last_features[3, :, 0].tolist() == [0, 1]
+
+
+def test_loading_leaves_the_checkpoint_as_it_was(checkpoint: Callable[..., Path]) -> None:
+    """transformers changes nested configs that it reads; the cache's key is made of them."""
+    source = Checkpoint(checkpoint("step3p7"))
+    before = json.dumps(source.config)
+    load(source, "float64", needs_mtp=True)
+    assert json.dumps(source.config) == before

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU_FAMILY_NAMES, NUM_PAGES, TINY, CpuBuilt
+from conftest import EACH_FAMILY, NUM_PAGES, TINY, CpuBuilt
 from test_theorem import PROMPTS, poison
 
 from mtpc.backends import cpu as cpu_module
@@ -22,7 +22,7 @@ Tensors = Callable[[str], torch.Tensor]
 DECODE = StepKey.decode(2, 3)
 
 
-@pytest.mark.parametrize("family", CPU_FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_compiled_equals_plain_decoding(
     family: str, cpu_built: Callable[..., CpuBuilt], oracle: Callable[..., Any]
 ) -> None:
@@ -33,7 +33,7 @@ def test_compiled_equals_plain_decoding(
     assert spec.generate(PROMPTS, 16) == wanted
 
 
-@pytest.mark.parametrize("family", CPU_FAMILY_NAMES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_compiled_equals_eager_acceptance(
     family: str, cpu_built: Callable[..., CpuBuilt], compiled: Callable[..., Any]
 ) -> None:

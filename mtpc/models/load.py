@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -179,7 +180,8 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     config_class = getattr(transformers, family.hf_config_class)
     own = ("model_type", "quantization_config")
     is_nested = "text_config" in getattr(config_class, "sub_configs", {})
-    fields = checkpoint.config if is_nested else checkpoint.text_config
+    # A copy: transformers takes entries out of nested configs that it is given.
+    fields = copy.deepcopy(checkpoint.config if is_nested else checkpoint.text_config)
     config = config_class(**{k: v for k, v in fields.items() if k not in own})
     try:
         with _quiet_transformers():
