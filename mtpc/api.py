@@ -6,7 +6,6 @@ import difflib
 import numbers
 import operator
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +25,7 @@ from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import RequestError
-from mtpc.progress import Listener, Progress
+from mtpc.progress import Listener, Progress, line_reporter
 from mtpc.restore import restore
 from mtpc.sampling_params import SamplingParams
 from mtpc.serving import ServedModel
@@ -69,12 +68,7 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         BackendError: the backend cannot run here.
         CacheError: another user could have written the cache; or it is frozen, and lacks a step.
     """
-    parsed = CompileOptions.parse(options)
-    start = time.perf_counter()
-
-    def report(line: str) -> None:
-        progress(Progress(line, None, 0, 0, time.perf_counter() - start))
-
+    parsed, report = CompileOptions.parse(options), line_reporter(progress)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
     cache = open_cache(source, parsed, report)
     spec = None

@@ -26,10 +26,10 @@ from mtpc.cache.opening import open_cache
 from mtpc.cache.steps import CachedStep, StepCache
 from mtpc.cache.store import Entry
 from mtpc.checkpoint import Checkpoint
-from mtpc.compiler import StepCompiler, largest_first
+from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
-from mtpc.layout import Part, StepKey, step_keys
+from mtpc.layout import Part, StepKey, largest_first, step_keys
 from mtpc.models.load import LoadedModel, load
 from mtpc.progress import Listener, Progress
 from mtpc.restore import pin_of

@@ -6,7 +6,7 @@ loaded model -> ModelTraces (once) -> trace_step -> passes -> backend.lower -> b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, OptionError
-from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, step_keys
+from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, largest_first, step_keys
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.progress import Listener, Progress
@@ -214,8 +214,3 @@ class StepCompiler:
 def _rows_of_one_request(key: StepKey) -> int:
     """The most: a prefill step may give all its rows to one request."""
     return key.bucket.num_tokens if key.phase == "prefill" else key.bucket.query_len
-
-
-def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:
-    """The order to compile in: what takes longest, and most memory, comes first."""
-    return sorted(keys, key=lambda key: key.bucket.num_tokens, reverse=True)

@@ -21,9 +21,9 @@ from mtpc.backends.triton_kernels.crosscompile import Compiled, cross_compile
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.cache.opening import open_store
-from mtpc.compiler import StepCompiler, largest_first
+from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
-from mtpc.layout import StepKey
+from mtpc.layout import StepKey, largest_first
 from mtpc.models.load import load
 from mtpc.progress import Listener
 

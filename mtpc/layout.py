@@ -92,6 +92,11 @@ def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
     return (*decode, StepKey.prefill(1, options.prefill_chunk, options.spec_tokens))
 
 
+def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:
+    """The order to compile in: what takes longest, and most memory, comes first."""
+    return sorted(keys, key=lambda key: key.bucket.num_tokens, reverse=True)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> `bfloat16`."""
     return str(dtype).removeprefix("torch.")

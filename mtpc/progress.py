@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,3 +30,9 @@ class Progress:
 
 
 Listener = Callable[[Progress], None]
+
+
+def line_reporter(listener: Listener) -> Callable[[str], None]:
+    """Tells lines that belong to no step, with the time from now on."""
+    start = time.perf_counter()
+    return lambda line: listener(Progress(line, None, 0, 0, time.perf_counter() - start))

@@ -75,14 +75,7 @@ def restore(
         listener(Progress("load", key, done, len(found), elapsed))
         steps[key] = binder.bind(step)
     opened.check()
-    served = ServedModel(
-        str(checkpoint.directory),
-        records[0].vocab_size,
-        checkpoint.stop_ids(),
-        checkpoint.directory,
-    )
-    settled = replace(options, max_len=records[0].max_len)
-    return Restored(served, settled, Program(steps, shared))
+    return Restored(opened.served(), opened.settled(options), Program(steps, shared))
 
 
 @dataclass(frozen=True)
@@ -98,6 +91,16 @@ class OpenedWeights:
     checkpoint: Checkpoint
     source: WeightSource
     records: Sequence[StepRecord]
+
+    def served(self) -> ServedModel:
+        """What an engine must know of the model."""
+        source = self.checkpoint
+        vocab_size = self.records[0].vocab_size
+        return ServedModel(str(source.directory), vocab_size, source.stop_ids(), source.directory)
+
+    def settled(self, options: CompileOptions) -> CompileOptions:
+        """Options as the steps were compiled with them, `max_len` settled."""
+        return replace(options, max_len=self.records[0].max_len)
 
     def check(self) -> None:
         """Refuse what was read so far if it is no use; after the steps are bound.

@@ -182,16 +182,22 @@ def test_heads_of_some_size(server: Running) -> None:
 BIG = ("content-type: application/json", *(f"x-{i}: {'y' * 990}" for i in range(50)))
 
 
+def send_endless_head(client: socket.socket) -> int:
+    """Header lines until the server closes, or 800,000 bytes; returns how many bytes went."""
+    sent = 0
+    try:
+        for number in range(4000):
+            sent += client.send(f"x-{number}: {'y' * 200}\r\n".encode())
+            time.sleep(0 if number % 100 else 0.001)
+    except OSError:
+        pass
+    return sent
+
+
 def test_endless_heads(server: Running) -> None:
     with connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\n")
-        sent = 0
-        try:
-            for number in range(4000):
-                sent += client.send(f"x-{number}: {'y' * 200}\r\n".encode())
-                time.sleep(0 if number % 100 else 0.001)
-        except OSError:
-            pass
+        sent = send_endless_head(client)
         assert sent < 800_000, "closed before all of it"
         assert b" 200 " not in read_all(client)
 
@@ -252,13 +258,7 @@ def test_endless_heads_behind_a_request(server: Running, word_spec: mtpc.SpecMod
         client.sendall(kept(body(max_tokens=55, ignore_eos=True, n=60)))
         until(lambda: server.service.in_flight == 60)
         client.sendall(b"GET /health HTTP/1.1\r\n")
-        sent = 0
-        try:
-            for number in range(4000):
-                sent += client.send(f"x-{number}: {'y' * 200}\r\n".encode())
-                time.sleep(0 if number % 100 else 0.001)
-        except OSError:
-            pass
+        send_endless_head(client)
         until(lambda: is_idle(server, word_spec))
     assert server.service.counters.disconnects == left + 1
 

@@ -26,7 +26,7 @@ from mtpc.pieces.choose import Choose, Pick, Record, SampleChoice, SampleDraft
 from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, PromptAnchors
 from mtpc.step import Step, StepModel, StepPieces
 
-_TRACE_REQS, _TRACE_TOKENS = 3, 7
+TRACE_REQS, TRACE_TOKENS = 3, 7
 """Sizes used while tracing; any two different numbers above 1 that nothing else in a model has."""
 
 
@@ -37,7 +37,7 @@ class ModelTraces(nn.Module):
         super().__init__()
         device = next(model.target.parameters()).device
         metadata, metadata_dims = _example_metadata(layout, device)
-        ids = torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=device)
+        ids = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=device)
         token_dim = {0: Dim.DYNAMIC}
         self.target = export_piece(model.target, (ids, *metadata), (token_dim, *metadata_dims))
         features = _example_features(self.target)
@@ -61,13 +61,13 @@ def _example_metadata(
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     blocks = layout.shape("state.block_table")[1]
     tensors = (
-        torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=device),
-        torch.full((_TRACE_TOKENS,), -1, dtype=torch.int64, device=device),
-        torch.zeros(_TRACE_REQS, blocks, dtype=torch.int32, device=device),
-        torch.zeros(_TRACE_REQS, dtype=torch.int32, device=device),
-        torch.zeros(_TRACE_REQS + 1, dtype=torch.int32, device=device),
-        torch.zeros(_TRACE_REQS, dtype=torch.int64, device=device),
-        torch.zeros(_TRACE_REQS, dtype=torch.int32, device=device),
+        torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=device),
+        torch.full((TRACE_TOKENS,), -1, dtype=torch.int64, device=device),
+        torch.zeros(TRACE_REQS, blocks, dtype=torch.int32, device=device),
+        torch.zeros(TRACE_REQS, dtype=torch.int32, device=device),
+        torch.zeros(TRACE_REQS + 1, dtype=torch.int32, device=device),
+        torch.zeros(TRACE_REQS, dtype=torch.int64, device=device),
+        torch.zeros(TRACE_REQS, dtype=torch.int32, device=device),
     )
     return tensors, tuple({0: Dim.DYNAMIC} for _ in tensors)
 
@@ -76,7 +76,7 @@ def _example_features(target: fx.GraphModule) -> Tensor:
     """Zeros of the shape and dtype that the traced target returns."""
     output = next(n for n in target.graph.nodes if n.op == "output").args[0]
     value = (output[0] if isinstance(output, (tuple, list)) else output).meta["val"]
-    shape = (_TRACE_TOKENS, *value.shape[1:])
+    shape = (TRACE_TOKENS, *value.shape[1:])
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,10 +18,9 @@ from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.host.hosted import Form, HostedModel, parts_of
 from mtpc.host.parts import CachedPart, GraphPart, Lowered, PackagePart
-from mtpc.layout import Layout, Part, StepKey, step_keys
-from mtpc.progress import Listener, Progress
+from mtpc.layout import Layout, Part, StepKey, largest_first, step_keys
+from mtpc.progress import Listener, line_reporter
 from mtpc.restore import open_weights
-from mtpc.serving import ServedModel
 
 if TYPE_CHECKING:
     from mtpc.capture.graph import StepGraph
@@ -58,11 +55,7 @@ def compile_host(
     for name in _ENGINE_OPTIONS:
         if name in options:
             raise OptionError(f"{name} belongs to mtpc.compile; a host that schedules has no such")
-    parsed, start = CompileOptions.parse(options), time.perf_counter()
-
-    def report(line: str) -> None:
-        progress(Progress(line, None, 0, 0, time.perf_counter() - start))
-
+    parsed, report = CompileOptions.parse(options), line_reporter(progress)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
     cache = open_cache(source, parsed, report)
     hosted = None
@@ -77,7 +70,7 @@ def compile_host(
 
 def _wanted(options: CompileOptions, form: Form) -> list[tuple[StepKey, Part]]:
     """Every graph, those of large steps first: a device's memory pool then holds the small."""
-    keys = sorted(step_keys(options), key=lambda key: key.bucket.num_tokens, reverse=True)
+    keys = largest_first(step_keys(options))
     return [(key, part) for key in keys for part in parts_of(key, form)]
 
 
@@ -97,12 +90,7 @@ def _restore(
         return None
     weights = WeightTable({})
     parts: Parts = {key: CachedPart(found[key], weights, opened.source) for key in wanted}
-    first = records[0]
-    served = ServedModel(
-        str(source.directory), first.vocab_size, source.stop_ids(), source.directory
-    )
-    settled = replace(options, max_len=first.max_len)
-    notes = Counter(source.notes)
+    served, settled, notes = opened.served(), opened.settled(options), Counter(source.notes)
     return HostedModel(served, settled, form, "cpu", notes, parts, opened.check, cache)
 
 

@@ -20,7 +20,7 @@ from torch.export import Dim
 from mtpc.backends import Backend
 from mtpc.backends.base import Run
 from mtpc.capture.graph import StepGraph, WeightTable
-from mtpc.capture.trace import LeafTracer, export_piece
+from mtpc.capture.trace import TRACE_REQS, TRACE_TOKENS, LeafTracer, export_piece
 from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
 from mtpc.layout import BufferSpec, Layout, StepKey
@@ -31,8 +31,6 @@ from mtpc.pieces.choose import Pick
 from mtpc.pieces.metadata import ChainMetadata
 
 aten = torch.ops.aten
-_TRACE_REQS, _TRACE_TOKENS = 3, 7
-"""Sizes used while tracing; any two different numbers above 1 that nothing else in a model has."""
 
 
 @dataclass(frozen=True)
@@ -291,11 +289,11 @@ def _export(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Layer and head with symbolic numbers of rows and requests, traced once for all buckets."""
     weight = head.weight
-    rows = torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=weight.device)
-    requests = torch.zeros(_TRACE_REQS, dtype=torch.int32, device=weight.device)
-    features = weight.new_zeros(_TRACE_TOKENS, weight.shape[1])
-    tables = requests.new_zeros(_TRACE_REQS, pools.num_blocks)
-    starts = requests.new_zeros(_TRACE_REQS + 1)
+    rows = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=weight.device)
+    requests = torch.zeros(TRACE_REQS, dtype=torch.int32, device=weight.device)
+    features = weight.new_zeros(TRACE_TOKENS, weight.shape[1])
+    tables = requests.new_zeros(TRACE_REQS, pools.num_blocks)
+    starts = requests.new_zeros(TRACE_REQS + 1)
     example = (rows, features, rows.clone(), rows.clone(), tables, requests, starts)
     dims = tuple({0: Dim.DYNAMIC} for _ in example)
     return export_piece(layer, example, dims), export_piece(head, (features,), dims[:1])

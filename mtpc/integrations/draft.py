@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from mtpc.capture.trace import export_piece
+from mtpc.capture.trace import TRACE_TOKENS, export_piece
 from mtpc.checkpoint import check_finite, listing
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, SiteRecorder
@@ -39,9 +39,6 @@ from mtpc.models.mtp_layers import (
     layer_tensors,
 )
 from mtpc.passes.canonicalise import drop_identities
-
-_TRACE_TOKENS = 7
-"""Rows while tracing: a number that nothing else in a model has."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +212,8 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
 
 def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
     """The rows as a graph with a symbolic number of tokens, over the layer's own tensors."""
-    floats = torch.zeros(_TRACE_TOKENS, width, dtype=options.dtype, device=options.device)
-    positions = torch.zeros(_TRACE_TOKENS, dtype=torch.int64, device=options.device)
+    floats = torch.zeros(TRACE_TOKENS, width, dtype=options.dtype, device=options.device)
+    positions = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=options.device)
     example = (floats, positions, torch.zeros_like(floats))
     traced = export_piece(rows, example, tuple({0: Dim.DYNAMIC} for _ in example))
     # Besides casts that cast nothing: latents are expanded by the model, and used as they are.
