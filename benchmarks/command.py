@@ -97,9 +97,9 @@ def write_results(
             writer.writerows(rows)
     if args.markdown:
         table = [columns, ["---"] * len(columns), *cells]
-        facts = [f"{k}: {', '.join(f'{n} {v}' for n, v in c.items())}" for k, c in context.items()]
+        about = [f"{k}: {', '.join(f'{n} {v}' for n, v in c.items())}" for k, c in context.items()]
         lines = [*(f"| {' | '.join(line)} |" for line in table), ""]
-        args.markdown.write_text("\n".join([*lines, *(f"- {n}" for n in (*notes, *facts)), ""]))
+        args.markdown.write_text("\n".join([*lines, *(f"- {n}" for n in (*notes, *about)), ""]))
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,11 +39,12 @@ from benchmarks.vllm_decoder import VllmProcess
 PROMPT_TOKENS, NEW_TOKENS = (8, 32, 64, 128), (16, 32, 64, 96)
 MAX_LEN = 256
 COLUMNS = ("load", "engine", "K", "tokens/s", "vs vLLM", "TTFT p50 s", "TTFT p99 s",
-           "gap p50 ms", "gap p99 ms", "ms/token p50", "samples")  # fmt: skip
+           "gap p50 ms", "gap p99 ms", "ms/token p50", "host gap", "samples")  # fmt: skip
 NOTES = (
     "tokens/s: all new tokens, over the time from the first arrival to the last token.",
     "TTFT: from a request's arrival to its first token. gap: between a request's outputs, of one "
     "or more tokens. ms/token: of a request, after its first token.",
+    "host gap: of the time in which mtpc had work, the part between its replays.",
     "vs vLLM: tokens/s over those of vLLM with the same K, on the same requests in the same run.",
     "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
 )
@@ -61,12 +62,28 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Run:
+    """What a server made of requests.
+
+    Attributes:
+        traces: see `arrivals.serve`.
+        child_cpu_s: CPU seconds of other processes that count as ours.
+        host_gap_share: of the time with work, the part between replays; None if it is not known.
+    """
+
+    traces: list[Trace]
+    child_cpu_s: float = 0.0
+    host_gap_share: float | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One run of a load: when requests came, what each got when, and others' share of the CPU."""
 
     at_s: list[float]
     traces: list[Trace]
     foreign_share: float
+    host_gap_share: float | None = None
 
 
 class MtpcServer:
@@ -87,9 +104,13 @@ class MtpcServer:
         for output in self._engine.step():
             yield self._names[output.request_id], len(output.token_ids)
 
-    def run(self, arrivals: Sequence[Arrival]) -> tuple[list[Trace], float]:
-        """Traces, and CPU seconds of other processes that count as ours."""
-        return serve(self, arrivals), 0.0
+    def run(self, arrivals: Sequence[Arrival]) -> Run:
+        """Serve them."""
+        stats = self._engine.stats
+        gap_s, replay_s = stats.host_gap_s, stats.replay_s
+        traces = serve(self, arrivals)
+        gap_s, replay_s = stats.host_gap_s - gap_s, stats.replay_s - replay_s
+        return Run(traces, host_gap_share=gap_s / (gap_s + replay_s))
 
 
 class VllmServer:
@@ -100,10 +121,10 @@ class VllmServer:
     def __init__(self, process: VllmProcess):
         self._process, self.spec_tokens = process, process.spec_tokens
 
-    def run(self, arrivals: Sequence[Arrival]) -> tuple[list[Trace], float]:
-        """Traces, and the CPU seconds of its process."""
+    def run(self, arrivals: Sequence[Arrival]) -> Run:
+        """Have its process serve them."""
         answer = self._process.ask({"arrivals": [asdict(arrival) for arrival in arrivals]})
-        return answer["traces"], answer["cpu_s"]
+        return Run(answer["traces"], answer["cpu_s"])
 
 
 @dataclass
@@ -135,6 +156,7 @@ class Row:
     gap_p50_ms: float
     gap_p99_ms: float
     ms_per_token_p50: float
+    host_gap_share: float | None
     samples: int
     discarded: int
     disturbed: bool
@@ -158,9 +180,10 @@ def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell)
                 continue
             watch = CpuWatch()
             arrivals = draw(case.load, args.seed + turn)
-            traces, child_cpu_s = case.server.run(arrivals)
+            run = case.server.run(arrivals)
             at_s = [arrival.at_s for arrival in arrivals]
-            sample = Sample(at_s, traces, watch.foreign_share(child_cpu_s))
+            foreign_share = watch.foreign_share(run.child_cpu_s)
+            sample = Sample(at_s, run.traces, foreign_share, run.host_gap_share)
             case.samples.append(sample)
             disturbed = sample.foreign_share > args.max_foreign
             tell(
@@ -200,6 +223,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
     kept = clean or case.samples
     first = [[trace[0][0] for trace in sample.traces] for sample in kept]
     gaps = [[gap for trace in sample.traces for gap in gaps_ms(trace)] for sample in kept]
+    host = [s.host_gap_share for s in kept if s.host_gap_share is not None]
     pace = [[p for p in map(ms_per_token, sample.traces) if p is not None] for sample in kept]
 
     def over_samples(values: list[list[float]], percent: int) -> float:
@@ -215,6 +239,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
         gap_p50_ms=over_samples(gaps, 50),
         gap_p99_ms=over_samples(gaps, 99),
         ms_per_token_p50=over_samples(pace, 50),
+        host_gap_share=median(host) if host else None,
         samples=len(kept),
         discarded=len(case.samples) - len(kept),
         disturbed=not clean,
@@ -240,6 +265,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
                 f"{row.gap_p50_ms:.1f}",
                 f"{row.gap_p99_ms:.1f}",
                 f"{row.ms_per_token_p50:.1f}",
+                "-" if row.host_gap_share is None else f"{row.host_gap_share:.2%}",
                 f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
             ]
         )
