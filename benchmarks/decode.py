@@ -7,7 +7,8 @@
 Per workload (a model with random or accepting weights) one set of weights is loaded, every engine
 and every K is built on it, and their samples are taken in turns; then all of it is freed before
 the next. GLM-4 is there for `generate(use_mtp=True)`, which transformers has for no dense model:
-mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for.
+mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for. Shapes with
+experts, and with latent attention, are run on demand: `--workloads glm4-moe-random deepseek-random`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks import vllm_host
 from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.command import add_result_files, positive, teller, working_directory, write_results
 from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
-from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.models import MOE_SHAPES, SHAPES, Checkpoint, write_checkpoint
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.vllm_decoder import VllmDecoder, VllmProcess
@@ -54,11 +55,13 @@ class Workload:
         model: family name.
         weights: "random" or "accepting".
         is_peer: it exists for the peers' sake: transformers drafts here, at batch 1.
+        has_experts: of `MOE_SHAPES`, not of `SHAPES`.
     """
 
     model: str
     weights: str
     is_peer: bool = False
+    has_experts: bool = False
 
     def batches(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Batch sizes to run of those asked for."""
@@ -74,7 +77,12 @@ WORKLOADS = {
     "mimo-accepting": Workload("mimo", "accepting"),
     "glm4-random": Workload("glm4_moe", "random", is_peer=True),
     "glm4-accepting": Workload("glm4_moe", "accepting", is_peer=True),
+    "glm4-moe-random": Workload("glm4_moe", "random", has_experts=True),
+    "glm4-moe-accepting": Workload("glm4_moe", "accepting", has_experts=True),
+    "deepseek-random": Workload("deepseek_v3", "random", has_experts=True),
+    "deepseek-accepting": Workload("deepseek_v3", "accepting", has_experts=True),
 }
+DEFAULT = ("mimo-random", "mimo-accepting", "glm4-random")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +114,7 @@ def _measure(
     tell: Tell,
 ) -> list[Row]:
     """All rows of one workload; nothing it loads outlives the call."""
-    shape = SHAPES[args.shape]
+    shape = (MOE_SHAPES if workload.has_experts else SHAPES)[args.shape]
     tell(f"write {directory}")
     accepting = workload.weights == "accepting"
     checkpoint = write_checkpoint(directory, workload.model, shape, accepting, args.seed)
@@ -117,9 +125,14 @@ def _measure(
             closing.callback(decoder.close)
             decoders.append(decoder)
         cases = [
-            Case(workload.model, workload.weights, decoder, batch, step_bytes)
+            Case(
+                workload.model,
+                workload.weights,
+                decoder,
+                batch,
+                checkpoint.step_bytes(decoder.spec_tokens, decoder.engine == INT8, batch),
+            )
             for decoder in decoders
-            for step_bytes in [checkpoint.step_bytes(decoder.spec_tokens, decoder.engine == INT8)]
             for batch in workload.batches(args.batches)
         ]
         sample_in_turns(cases, plan, shape.vocab_size, probe, tell)
@@ -190,7 +203,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the models")
-    add("--workloads", nargs="+", choices=WORKLOADS, help="default: all but glm4-accepting")
+    add("--workloads", nargs="+", choices=WORKLOADS, help=f"default: {' '.join(DEFAULT)}")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
@@ -213,8 +226,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.workloads is None:
         args.workloads = [
             name
-            for name, workload in WORKLOADS.items()
-            if not workload.is_peer or (args.peers and workload.weights == "random")
+            for name in DEFAULT
+            if args.peers or not WORKLOADS[name].is_peer
         ]
     return args
 

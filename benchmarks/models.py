@@ -31,8 +31,18 @@ INITIALIZER_RANGE = 0.02
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Of all layers but the first, the MTP layer's too: `chosen` of `count` for each token, and
+    one that all tokens share."""
+
+    count: int
+    chosen: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense decoder with one MTP layer."""
+    """Sizes of a decoder with one MTP layer; dense where it has no experts."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -40,12 +50,27 @@ class Shape:
     vocab_size: int
     num_attention_heads: int
     num_key_value_heads: int
+    experts: Experts | None = None
 
 
 SHAPES = {
     "tiny": Shape(64, 2, 128, 512, 4, 2),
     "0.5b": Shape(1024, 28, 4096, 32768, 16, 4),
 }
+MOE_SHAPES = {
+    "tiny": Shape(64, 2, 128, 512, 4, 2, Experts(4, 2, 32)),
+    "0.5b": Shape(1024, 10, 4096, 32768, 16, 4, Experts(32, 4, 512)),
+}
+"""Of the names in `SHAPES`, with experts."""
+LATENT: dict[str, int | None] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+"""DeepSeek-V3's latent attention, but for the rank of its queries (1536 at 7168 hidden units). It
+is the one that vLLM has kernels for."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +83,8 @@ class Checkpoint:
         target_bytes: the target's layers and norms, without embedding and head.
         head_bytes: the head, which target and draft share.
         draft_bytes: the MTP layer.
+        expert_bytes: of `target_bytes` and `draft_bytes`, those of experts that tokens choose.
+        experts: how many there are, and how many a token chooses; None where all are read.
     """
 
     directory: Path
@@ -65,14 +92,27 @@ class Checkpoint:
     target_bytes: int
     head_bytes: int
     draft_bytes: int
+    expert_bytes: tuple[int, int] = (0, 0)
+    experts: Experts | None = None
 
-    def step_bytes(self, spec_tokens: int, int8_drafts: bool = False) -> int:
+    def step_bytes(self, spec_tokens: int, int8_drafts: bool = False, batch: int = 1) -> int:
         """Weights read by one step: the target once, the draft K times, the head by each.
 
-        int8 drafts take half the bytes, of models without experts.
+        int8 drafts take half the bytes, of models without experts. Of the experts those count that
+        tokens are expected to choose, were their choices independent: a verified row is a token,
+        and so is a request that drafts.
         """
-        drafts = spec_tokens * (self.draft_bytes + self.head_bytes)
-        return self.target_bytes + self.head_bytes + (drafts // 2 if int8_drafts else drafts)
+        target_experts, draft_experts = self.expert_bytes
+        target = self.target_bytes - self._idle(target_experts, batch * (spec_tokens + 1))
+        draft = self.draft_bytes - self._idle(draft_experts, batch)
+        drafts = spec_tokens * (draft + self.head_bytes)
+        return target + self.head_bytes + (drafts // 2 if int8_drafts else drafts)
+
+    def _idle(self, expert_bytes: int, tokens: int) -> int:
+        """Of the experts' bytes, those that no token is expected to choose."""
+        if self.experts is None:
+            return 0
+        return round(expert_bytes * (1 - self.experts.chosen / self.experts.count) ** tokens)
 
     def load_target(self) -> Any:
         """The target as transformers loads it, without the MTP layer's tensors.
@@ -99,8 +139,8 @@ def write_checkpoint(
 
     Args:
         directory: where to; created if it is not there.
-        family_name: a name in mtpc's family table, "mimo" or "glm4_moe".
-        shape: sizes.
+        family_name: a name in mtpc's family table: "mimo", "glm4_moe" or "deepseek_v3".
+        shape: sizes; with experts for "deepseek_v3".
         accepting: weights of which every greedy draft is accepted, instead of random ones.
         seed: of the random weights.
     """
@@ -120,19 +160,27 @@ def _config(family: ModelFamily, shape: Shape) -> Any:
     """A config with one layer too many.
 
     transformers builds the MTP layer of GLM-4 MoE with experts whatever the config says, and at
-    least two of them: they are all chosen for every token, and with the shared ones they hold as
-    much as a dense layer's feed-forward.
+    least two of them. In a dense shape they are all chosen for every token, and with the shared
+    ones they hold as much as a dense layer's feed-forward.
     """
-    sizes = {**vars(shape), "num_hidden_layers": shape.num_hidden_layers + 1}
-    if family.name == "glm4_moe":
+    sizes: dict[str, Any] = {**vars(shape), "num_hidden_layers": shape.num_hidden_layers + 1}
+    experts = sizes.pop("experts")
+    if experts:
+        sizes |= dict(first_k_dense_replace=1, n_shared_experts=1)
+    elif family.name == "glm4_moe":
+        sizes |= dict(first_k_dense_replace=shape.num_hidden_layers, n_shared_experts=2)
+        experts = Experts(2, 2, shape.intermediate_size // 4)
+    if experts:
         sizes |= dict(
-            first_k_dense_replace=shape.num_hidden_layers,
-            head_dim=shape.hidden_size // shape.num_attention_heads,
-            moe_intermediate_size=shape.intermediate_size // 4,
-            n_routed_experts=2,
-            num_experts_per_tok=2,
-            n_shared_experts=2,
+            moe_intermediate_size=experts.intermediate_size,
+            n_routed_experts=experts.count,
+            num_experts_per_tok=experts.chosen,
         )
+    if family.name == "glm4_moe":
+        sizes["head_dim"] = shape.hidden_size // shape.num_attention_heads
+    if family.name == "deepseek_v3":
+        heads = dict(num_key_value_heads=shape.num_attention_heads)
+        sizes |= dict(**LATENT, **heads, n_group=1, topk_group=1, topk_method="noaux_tc")
     return getattr(transformers, family.hf_config_class)(
         **sizes,
         initializer_range=INITIALIZER_RANGE,
@@ -181,10 +229,13 @@ def _weigh(directory: Path, family: ModelFamily, shape: Shape) -> Checkpoint:
     def total(names: Iterable[str]) -> int:
         return sum(tensors[name].nbytes for name in names)
 
+    chosen = {name for name in tensors if ".mlp.experts." in name}
     return Checkpoint(
         directory,
         family,
         target_bytes=total(tensors.keys() - apart),
         head_bytes=total(["lm_head.weight"]),
         draft_bytes=total(draft),
+        expert_bytes=(total(chosen - set(draft)), total(chosen & set(draft))),
+        experts=shape.experts,
     )

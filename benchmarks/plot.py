@@ -78,7 +78,7 @@ def _draw_speed(axes: Axes, rows: list[Row], batch: int) -> None:
     values = [row["tokens_per_s"] for row in rows]
     bars = axes.bar(range(len(rows)), values, color=[COLOURS[row["engine"]] for row in rows])
     axes.bar_label(bars, fmt="%.0f", padding=2)
-    _finish(axes, rows)
+    finish(axes, rows)
 
 
 def _draw_steps(axes: Axes, rows: list[Row], batch: int) -> None:
@@ -90,10 +90,11 @@ def _draw_steps(axes: Axes, rows: list[Row], batch: int) -> None:
     for index, row in enumerate(rows):
         limit = row["efficiency"] * row["ms_per_step"]
         axes.hlines(limit, index - 0.4, index + 0.4, color=LIMIT, linewidth=2)
-    _finish(axes, rows)
+    finish(axes, rows)
 
 
-def _finish(axes: Axes, rows: list[Row]) -> None:
+def finish(axes: Axes, rows: Sequence[Row]) -> None:
+    """Name the bars by engine and K."""
     axes.set_xticks(range(len(rows)), [_label(row) for row in rows], rotation=45, ha="right")
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)

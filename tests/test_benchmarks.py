@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import transformers
 
+import mtpc
 from benchmarks import decode, plot, report, waterfall
 from benchmarks.decoders import Decoded
-from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.models import MOE_SHAPES, SHAPES, Checkpoint, write_checkpoint
 from benchmarks.sampling import Case, Row, Sample, summarise
 from mtpc.models.glm4_moe import GLM4_MOE
 
@@ -109,6 +110,24 @@ def test_step_bytes_are_the_checkpoints(tmp_path: Path) -> None:
     assert mimo.step_bytes(3) == mimo.target_bytes + 4 * head + 3 * mimo.draft_bytes
     stored = (mimo.directory / "model.safetensors").stat().st_size
     assert mimo.target_bytes + mimo.draft_bytes + 2 * head == pytest.approx(stored, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_step_bytes_count_experts_once(family: str, tmp_path: Path) -> None:
+    """One token reads the experts it chooses; many tokens read all, as if the layers were dense."""
+    shape = MOE_SHAPES["tiny"]
+    checkpoint = write_checkpoint(tmp_path, family, shape, accepting=True)
+    expert = 3 * 2 * shape.hidden_size * 32
+    assert checkpoint.expert_bytes == (4 * expert, 4 * expert)
+    everything = checkpoint.target_bytes + checkpoint.head_bytes
+    assert checkpoint.step_bytes(0) == everything - 2 * expert
+    assert checkpoint.step_bytes(0, batch=2) == everything - expert
+    assert checkpoint.step_bytes(0, batch=64) == everything
+    one_draft = checkpoint.draft_bytes + checkpoint.head_bytes - 2 * expert
+    assert checkpoint.step_bytes(1) == everything - expert + one_draft
+    model = mtpc.compile(tmp_path, spec_tokens=2, backend="eager", max_len=64, batch_buckets=[2])
+    model.generate([[1, 2, 3], [4, 5]], max_new_tokens=8)
+    assert model.stats.acceptance_rate == 1.0
 
 
 class _NoDecoder:

@@ -1,0 +1,81 @@
+"""The serving benchmark's results as a picture.
+
+    python -m benchmarks.plot_serving benchmarks/results/serving-0.5b.json PICTURE.png
+
+One column of panels per load, and one row per figure: tokens per second, the time to the first
+token, and the gap between outputs, the two latter as the median and the 99th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.plot import COLOURS, Row, finish
+
+LATENCIES = (
+    ("TTFT, s", "ttft_p50_s", "ttft_p99_s"),
+    ("gap between outputs, ms", "gap_p50_ms", "gap_p99_ms"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plot_serving", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("results", type=Path, help="JSON that benchmarks.serving wrote")
+    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
+    args = parser.parse_args(argv)
+    mpl.rcParams["font.size"] = 9
+    _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)
+    return 0
+
+
+def _figure(results: dict[str, Any]) -> Figure:
+    rows: list[Row] = results["rows"]
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    figure = Figure(figsize=(3.6 * len(loads), 9), layout="constrained")
+    axes = figure.subplots(1 + len(LATENCIES), len(loads), squeeze=False)
+    for column, load in enumerate(loads):
+        of_load = [row for row in rows if row["load"] == load]
+        _draw_speed(axes[0, column], of_load, load)
+        for panel, (title, *names) in zip(axes[1:, column], LATENCIES, strict=True):
+            _draw_latency(panel, of_load, title, names)
+    machine, versions, told = (results[name] for name in ("machine", "versions", "arguments"))
+    figure.suptitle(
+        f"{told['shape']} MiMo shape, {told['weights']} weights, {machine['cpu']}, "
+        f"{machine['threads']} threads, torch {versions['torch']}, commit {versions['commit']}"
+    )
+    return figure
+
+
+def _draw_speed(axes: Axes, rows: Sequence[Row], load: str) -> None:
+    axes.set_title(f"{load}: tokens/s")
+    values = [row["tokens_per_s"] for row in rows]
+    bars = axes.bar(range(len(rows)), values, color=[COLOURS[row["engine"]] for row in rows])
+    axes.bar_label(bars, fmt="%.0f", padding=2)
+    finish(axes, rows)
+
+
+def _draw_latency(axes: Axes, rows: Sequence[Row], title: str, names: Sequence[str]) -> None:
+    """The 99th percentile as a pale bar, the median as a full one in front of it."""
+    axes.set_title(f"{title}: median, and p99 (pale)")
+    colours = [COLOURS[row["engine"]] for row in rows]
+    for name, alpha in zip(reversed(names), (0.4, 1.0), strict=True):
+        bars = axes.bar(range(len(rows)), [row[name] for row in rows], color=colours, alpha=alpha)
+        if alpha < 1:
+            axes.bar_label(bars, fmt="%.3g", padding=2)
+    finish(axes, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
