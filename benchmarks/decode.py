@@ -8,7 +8,7 @@ Per workload (a model with random or accepting weights) one set of weights is lo
 and every K is built on it, and their samples are taken in turns; then all of it is freed before
 the next. GLM-4 is there for `generate(use_mtp=True)`, which transformers has for no dense model:
 mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for. Shapes with
-experts, and with latent attention, are run on demand: `--workloads glm4-moe-random deepseek-random`.
+experts, and with latent attention, run on demand: `--workloads glm4-moe-random deepseek-random`.
 """
 
 from __future__ import annotations
@@ -224,11 +224,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
     if args.workloads is None:
-        args.workloads = [
-            name
-            for name in DEFAULT
-            if args.peers or not WORKLOADS[name].is_peer
-        ]
+        args.workloads = [name for name in DEFAULT if args.peers or not WORKLOADS[name].is_peer]
     return args
 
 

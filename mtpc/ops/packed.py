@@ -7,11 +7,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.ops.experts import experts
+from mtpc.ops.ragged import keep_rows
 from mtpc.packing import unpack
 
 
 @torch.library.custom_op("mtpc::packed_linear", mutates_args=())
-def packed_linear(x: Tensor, weight: Tensor, features: int, bias: Tensor | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    features: int,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
     """x W^T + bias.
 
     Args:
@@ -19,16 +26,21 @@ def packed_linear(x: Tensor, weight: Tensor, features: int, bias: Tensor | None 
         weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.packing.pack` makes it.
         features: N.
         bias: bfloat16 [N].
+        rows: int32 or int64 [1], how many leading rows of x are in use; others give zeros.
 
     Returns:
         bfloat16 [..., N].
     """
-    return F.linear(x, unpack(weight, features), bias)
+    return keep_rows(F.linear(x, unpack(weight, features), bias), rows)
 
 
 @packed_linear.register_fake
 def fake_packed_linear(
-    x: Tensor, weight: Tensor, features: int, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    features: int,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Shape and dtype of the result."""
     return x.new_empty((*x.shape[:-1], features))
@@ -43,6 +55,7 @@ def packed_experts(
     expert_weights: Tensor,
     limit: float = 0.0,
     limit_input: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """`mtpc::experts` on packed weights.
 
@@ -54,15 +67,17 @@ def packed_experts(
         expert_weights: [T, k].
         limit: as in `mtpc::experts`.
         limit_input: as there.
+        rows: as in `packed_linear`; who is not in use chooses no expert.
 
     Returns:
         bfloat16 [T, H].
     """
     wide = unpack(gate_up, gate_up.shape[1] * gate_up.shape[3])
     narrow = unpack(down, x.shape[1])
-    return experts(x, wide, narrow, expert_ids, expert_weights, limit, limit_input)
+    mixed = experts(x, wide, narrow, expert_ids, expert_weights, limit, limit_input)
+    return keep_rows(mixed, rows)
 
 
 @packed_experts.register_fake
-def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0, limit_input=False):  # type: ignore[no-untyped-def]
+def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0, limit_input=False, rows=None):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

@@ -15,6 +15,7 @@ from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
+from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.passes.trim_draft_head import TrimDraftHead
 from mtpc.passes.verifier import Verifier
 
@@ -44,6 +45,7 @@ def full_pipeline(
         QuantiseDraft(),
         MergeProjections(),
         PackWeights(),
+        SkipIdleRows(),
     )
 
 

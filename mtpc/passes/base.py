@@ -63,11 +63,13 @@ def run_pipeline(
             return
 
 
-def emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+def emit(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any
+) -> fx.Node:
     """Append a call at the graph's insertion point, with its fake value; `like` lends its piece."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     with fake_mode_of(graph):
-        value = target(*fx.node.map_aggregate(args, _fake))
+        value = target(*fx.node.map_aggregate(args, _fake), **fx.node.map_aggregate(kwargs, _fake))
     node.meta = {"val": value, "piece": like.meta.get("piece", "step")}
     return node
 

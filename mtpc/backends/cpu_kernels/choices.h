@@ -26,16 +26,16 @@ struct Choices {
   int64_t slots = 0;
 };
 
-/// Groups rows by expert. Ids outside the table choose nothing; weights are rounded to T.
+/// Groups the first rows by expert. Ids outside the table choose nothing; weights are rounded to T.
 template <class T>
 Choices<Accumulator<T>> group_rows(
-    const Tensor& expert_ids, const Tensor& expert_weights, int64_t experts) {
+    const Tensor& expert_ids, const Tensor& expert_weights, int64_t experts, int64_t rows) {
   using A = Accumulator<T>;
   const Indices ids(expert_ids, "expert_ids", 2);
   const int64_t choices = expert_ids.size(1);
   std::vector<Choice<A>> all(experts);
   std::vector<A> weights(choices);
-  for (int64_t row = 0; row < expert_ids.size(0); ++row) {
+  for (int64_t row = 0; row < rows; ++row) {
     read(weights.data(), expert_weights, row * expert_weights.stride(0), choices);
     for (int64_t k = 0; k < choices; ++k) {
       const int64_t expert = ids(row, k);

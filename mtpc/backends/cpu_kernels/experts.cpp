@@ -105,7 +105,7 @@ class Experts {
         x_(x),
         gate_up_(gate_up),
         down_(down),
-        choices_(group_rows<T>(ids, weights, shape.experts)),
+        choices_(group_rows<T>(ids, weights, shape.experts, ids.size(0))),
         active_(choices_.slots * shape.intermediate) {}
 
   void run(const Tensor& out) {

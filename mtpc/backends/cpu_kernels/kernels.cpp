@@ -92,12 +92,15 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "Tensor expert_weights, float limit=0.0, bool limit_input=False) -> Tensor");
   library.def(
       "packed_experts(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, "
-      "Tensor expert_weights, float limit=0.0, bool limit_input=False) -> Tensor");
+      "Tensor expert_weights, float limit=0.0, bool limit_input=False, Tensor? rows=None) "
+      "-> Tensor");
   library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
   library.def(
-      "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None) -> Tensor");
+      "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None, "
+      "Tensor? rows=None) -> Tensor");
   library.def(
-      "quantised_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None) -> Tensor");
+      "quantised_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, "
+      "Tensor? rows=None) -> Tensor");
   library.def(
       "gated_delta_rule(Tensor rows, Tensor conv_weight, Tensor a_log, Tensor dt_bias, "
       "Tensor(a!) recurrent, Tensor(b!) history, Tensor(c!) standing, Tensor state_slots, "

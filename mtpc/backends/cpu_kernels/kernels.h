@@ -28,16 +28,18 @@ Tensor experts(
 
 Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit, bool limit_input);
+    const Tensor& expert_weights, double limit, bool limit_input,
+    const std::optional<Tensor>& rows);
 
 void pack(const Tensor& weight, const Tensor& packed);
 
 Tensor packed_linear(
-    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias);
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rows);
 
 Tensor quantised_linear(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
-    const std::optional<Tensor>& bias);
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows);
 
 Tensor gated_delta_rule(
     const Tensor& rows, const Tensor& conv_weight, const Tensor& a_log, const Tensor& dt_bias,

@@ -59,17 +59,19 @@ void check(const Tensor& x, const Tensor& weight, int64_t features,
 }  // namespace
 
 Tensor packed_linear(
-    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias) {
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rows) {
   check(x, weight, features, bias);
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor out = empty_rows(x, features);
   std::vector<float> biases(bias ? features : 0);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
   const int64_t inputs = x.size(x.dim() - 1);
+  const int64_t used = used_rows(rows, inputs == 0 ? 0 : x.numel() / inputs);
+  zero_from(out, used, features);
   run({static_cast<const BFloat16*>(dense.const_data_ptr()),
        static_cast<const BFloat16*>(weight.const_data_ptr()), bias ? biases.data() : nullptr,
-       static_cast<BFloat16*>(out.mutable_data_ptr()), inputs == 0 ? 0 : x.numel() / inputs,
-       inputs, features});
+       static_cast<BFloat16*>(out.mutable_data_ptr()), used, inputs, features});
   return out;
 }
 

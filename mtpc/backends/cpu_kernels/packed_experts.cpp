@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "choices.h"
@@ -14,6 +15,7 @@ namespace {
 
 struct Shape {
   int64_t tokens, hidden, experts, intermediate;
+  int64_t used;  // Leading tokens; of others the result is zero.
   Limit limit;
 };
 
@@ -24,7 +26,7 @@ class PackedExperts {
       : s_(shape),
         gate_up_(static_cast<const BFloat16*>(gate_up.const_data_ptr())),
         down_(static_cast<const BFloat16*>(down.const_data_ptr())),
-        choices_(group_rows<BFloat16>(ids, weights, shape.experts)),
+        choices_(group_rows<BFloat16>(ids, weights, shape.experts, shape.used)),
         inputs_(choices_.slots * shape.hidden),
         active_(choices_.slots * shape.intermediate) {
     gather(static_cast<const BFloat16*>(x.const_data_ptr()));
@@ -108,13 +110,14 @@ bool is_packed(const Tensor& weight, int64_t tiles, int64_t inputs) {
 }
 
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-            const Tensor& weights, Limit limit) {
+            const Tensor& weights, const std::optional<Tensor>& rows, Limit limit) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 && ids.dim() == 2 &&
           weights.dim() == 2 && x.scalar_type() == ScalarType::BFloat16,
       "mtpc_cpu::packed_experts: expected bfloat16 x [T, H], packed gate_up and down of 5 "
       "dimensions, expert_ids [T, k], expert_weights [T, k]");
-  const Shape s{x.size(0), x.size(1), down.size(0), 2 * down.size(2), limit};
+  const Shape s{x.size(0),        x.size(1), down.size(0),
+                2 * down.size(2), used_rows(rows, x.size(0)), limit};
   STD_TORCH_CHECK(
       s.intermediate % kFeatures == 0 && gate_up.size(0) == s.experts &&
           is_packed(gate_up, 2 * s.intermediate / kFeatures, s.hidden) &&
@@ -131,8 +134,10 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit, bool limit_input) {
-  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
+    const Tensor& expert_weights, double limit, bool limit_input,
+    const std::optional<Tensor>& rows) {
+  const Shape shape =
+      check(x, gate_up, down, expert_ids, expert_weights, rows, {limit, limit_input});
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor weights = adjacent_last(expert_weights);
   const Tensor out = torch::stable::new_empty(dense, {shape.tokens, shape.hidden});

@@ -79,19 +79,20 @@ void check(const Tensor& x, const Tensor& weight, const Tensor& scales,
 
 Tensor quantised_linear(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
-    const std::optional<Tensor>& bias) {
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
   check(x, weight, scales, bias);
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const int64_t features = scales.size(0), inputs = x.size(x.dim() - 1);
   const Tensor out = empty_rows(x, features);
   std::vector<float> biases(features);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
-  const int64_t rows = inputs == 0 ? 0 : x.numel() / inputs;
-  const Rows integers(dense, rows, inputs);
+  const int64_t used = used_rows(rows, inputs == 0 ? 0 : x.numel() / inputs);
+  zero_from(out, used, features);
+  const Rows integers(dense, used, inputs);
   const float* scale = static_cast<const float*>(scales.const_data_ptr());
   const auto* weights = static_cast<const uint8_t*>(weight.const_data_ptr());
   // An instruction does twice the work that it does in bfloat16.
-  const int64_t workers = worker_count(rows * features * inputs / 2);
+  const int64_t workers = worker_count(used * features * inputs / 2);
   run_stream(count_tiles(features), workers, [&](int64_t tile) {
     const int64_t begin = tile * kFeatures;
     const int64_t count = std::min<int64_t>(kFeatures, features - begin);
@@ -104,7 +105,7 @@ Tensor quantised_linear(
       write(out, row * features + begin, values, count);
     };
     for_products<Int8Quads>(
-        integers.integers(), rows, inputs / 4, weights + begin * inputs, finish);
+        integers.integers(), used, inputs / 4, weights + begin * inputs, finish);
   });
   return out;
 }

@@ -1,0 +1,118 @@
+"""skip-idle-rows: work on the rows that a step has, not on those that its bucket could have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+import mtpc.ops.packed
+import mtpc.ops.quantised  # noqa: F401  (these register the ops that take a number of rows)
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import emit, is_call
+
+aten = torch.ops.aten
+
+_PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
+"""Of a forward's metadata, in the order in which the step writes it."""
+_SKIPPING = (
+    torch.ops.mtpc.packed_linear.default,
+    torch.ops.mtpc.packed_experts.default,
+    torch.ops.mtpc.quantised_linear.default,
+)
+"""Operators with an argument `rows`."""
+
+
+@dataclass(frozen=True)
+class SkipIdleRows:
+    """Tell products on packed weights how many leading rows are in use.
+
+    A step is compiled for a bucket's rows, a prefill for a whole chunk. A batch of five in a
+    bucket of eight, or a prompt of eight tokens in a chunk of 64, would pay for all of them: where
+    rows are many the processor is the limit, and the time is theirs. How many rows come before the
+    last one in use follows from the metadata that each forward of the step publishes; a kernel's
+    result for a row does not depend on how many there are, so no row in use changes. It changes
+    nothing where no operator takes packed weights.
+    """
+
+    name: ClassVar[str] = "skip-idle-rows"
+
+    def apply(self, graph: StepGraph) -> int:
+        counts = _Counts(graph.graph)
+        rewrites = 0
+        for node in list(graph.graph.nodes):
+            counts.follow(node)
+            rows = counts.of(node) if is_call(node, *_SKIPPING) else None
+            if rows is not None:
+                node.kwargs = {**node.kwargs, "rows": rows}
+                rewrites += 1
+        return rewrites
+
+
+@dataclass
+class _Counts:
+    """How many rows are in use, of the forward that was published last.
+
+    Attributes:
+        graph: walked in order.
+        published: the last value that was written to each of `_PUBLISHED`.
+        requests: node int [1], and the size that it is a part of.
+        tokens: the same of flat tokens.
+        selected: features of one row a request, though the forward may have more.
+    """
+
+    graph: fx.Graph
+    published: dict[str, fx.Node] = field(default_factory=dict)
+    requests: tuple[int, fx.Node] | None = None
+    tokens: tuple[int, fx.Node] | None = None
+    selected: set[fx.Node] = field(default_factory=set)
+
+    def follow(self, node: fx.Node) -> None:
+        """Look at a node; where metadata has been published, count its rows."""
+        if is_call(node, aten.copy_.default):
+            into, value = node.args[:2]
+            if is_call(into, aten.slice.Tensor):
+                into = into.args[0]  # type: ignore[union-attr]
+            name = str(into.target)  # type: ignore[union-attr]
+            if name in _PUBLISHED and isinstance(value, fx.Node):
+                self.published[name] = value
+            if name == _PUBLISHED[-1] and len(self.published) == len(_PUBLISHED):
+                self._count(node)
+        elif _has_features(node) and (
+            is_call(node, aten.index_select.default)
+            or not self.selected.isdisjoint(node.all_input_nodes)
+        ):
+            self.selected.add(node)
+
+    def of(self, node: fx.Node) -> fx.Node | None:
+        """The count for an operator's rows; None if they are of another kind, or one.
+
+        Sizes alone do not tell: [1, 16, H] are 16 tokens, or 16 parts of the one request's row.
+        """
+        counted = self.requests if node in self.selected else self.tokens
+        x: Any = node.args[0]
+        lead = [size for size in x.meta["val"].shape[:-1] if size != 1]
+        return counted[1] if counted is not None and lead == [counted[0]] else None
+
+    def _count(self, node: fx.Node) -> None:
+        """Count behind a node: requests up to the last one that is on, and its last token."""
+        positions, lens, starts = (self.published[name] for name in _PUBLISHED)
+        num_reqs, device = lens.meta["val"].shape[0], lens.meta["val"].device
+        ordinals = (1, num_reqs + 1)
+        with self.graph.inserting_before(node.next):
+            ordinal = emit(
+                self.graph, aten.arange.start, ordinals, node, dtype=torch.int32, device=device
+            )
+            is_on = emit(self.graph, aten.gt.Scalar, (lens, 0), node)
+            marked = emit(self.graph, aten.mul.Tensor, (ordinal, is_on), node)
+            requests = emit(self.graph, aten.amax.default, (marked, [0], True), node)
+            tokens = emit(self.graph, aten.index_select.default, (starts, 0, requests), node)
+        self.requests = (num_reqs, requests)
+        self.tokens = (positions.meta["val"].shape[0], tokens)
+
+
+def _has_features(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,147 @@
+"""skip-idle-rows: kernels leave out rows that are not in use, and nothing that is used changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import make_mixture
+from conftest import EACH_FAMILY, TINY
+from test_packed_weights import bf16
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mtpc
+from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.ops.ragged import keep_rows
+from mtpc.packing import pack, quantise, row_scales
+
+load_kernels()
+NAMESPACES = (torch.ops.mtpc_cpu, torch.ops.mtpc)
+PACKED = ("pack-weights", "quantise-draft")
+K = 2
+
+
+def linear(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
+    return namespace.packed_linear(x, pack(bf16(70, 96)), 70, bf16(70), rows)
+
+
+def quantised(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
+    weight = bf16(70, 96)
+    return namespace.quantised_linear(x, pack(quantise(weight)), row_scales(weight), None, rows)
+
+
+def experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
+    mix = make_mixture(len(x), dtype=torch.bfloat16, hidden=96, intermediate=64)
+    weights = (pack(mix.gate_up), pack(mix.down), mix.ids, mix.weights)
+    return namespace.packed_experts(x, *weights, 0.4, True, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("used", [0, 1, 12, 13, 20, 99])
+@pytest.mark.parametrize("call", [linear, quantised, experts])
+@pytest.mark.parametrize("namespace", NAMESPACES, ids=["kernel", "reference"])
+def test_idle_rows_are_zero_and_others_as_ever(
+    namespace: Any, call: Callable[..., Tensor], used: int, dtype: torch.dtype
+) -> None:
+    """What stands in idle rows is never looked at: not even that it is not a number."""
+    x = bf16(20, 96, seed=1)
+    expected = call(namespace, x, None)
+    found = call(namespace, torch.cat([x[:used], torch.full_like(x[used:], torch.nan)]),
+                 torch.tensor([used], dtype=dtype))  # fmt: skip
+    assert torch.equal(found[:used], expected[:used])
+    assert not found[used:].any()
+    assert bool(expected.any(-1).all())
+
+
+def test_rows_are_counted_over_leading_dimensions() -> None:
+    x = bf16(1, 20, 96)
+    for namespace in NAMESPACES:
+        found = linear(namespace, x, torch.tensor([7]))
+        assert found.shape == (1, 20, 70)
+        assert not found[0, 7:].any()
+        assert torch.equal(found[0, :7], linear(namespace, x, None)[0, :7])
+    assert keep_rows(x, None) is x
+
+
+def test_schemas_and_fakes() -> None:
+    for namespace in NAMESPACES:
+        torch.library.opcheck(
+            namespace.packed_linear.default,
+            (bf16(3, 96), pack(bf16(70, 96)), 70, None, torch.tensor([2])),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def compiled(directory: Path, **options: Any) -> mtpc.SpecModel:
+    fixed = {"backend": "eager", "dtype": "bfloat16", "spec_tokens": K, "batch_buckets": (5,)}
+    return mtpc.compile(directory, **{**fixed, **TINY, "enabled_passes": PACKED, **options})
+
+
+PROMPTS = [[5, 9, 17, 33], [3], list(range(40, 51))]
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_nothing_that_is_used_changes(family: str, checkpoint: Callable[..., Path]) -> None:
+    """Three requests of unlike length in a bucket of five, on the same reference operators: the
+    same tokens, and as many drafts accepted at each position, as without the pass."""
+    seen = []
+    for disabled in ((), ("skip-idle-rows",)):
+        model = compiled(checkpoint(family), disabled_passes=disabled)
+        seen.append((model.generate(PROMPTS, max_new_tokens=12), tuple(model.stats.accepted)))
+        skipping = [call for call in calls(model) if "rows" in call.kwargs]
+        assert bool(skipping) == (not disabled)
+    assert seen[0] == seen[1]
+    assert sum(seen[0][1]) > 0
+
+
+def test_parts_of_a_row_are_not_rows(checkpoint: Callable[..., Path]) -> None:
+    """DeepSeek-V4's output projection has two groups a row: as many as a chunk here has tokens."""
+    directory = checkpoint("deepseek_v4")
+    options = {"prefill_chunk": 2, "batch_buckets": (1,), "spec_tokens": 1}
+    found, expected = (
+        compiled(directory, **options, disabled_passes=disabled).generate(PROMPTS, 8)
+        for disabled in ((), ("skip-idle-rows",))
+    )
+    assert found == expected
+
+
+def calls(model: mtpc.SpecModel) -> list[torch.fx.Node]:
+    """Calls on packed weights in the graphs of a model."""
+    nodes = [n for step in model.program.steps.values() for n in step.graph.graph.nodes]
+    return [n for n in nodes if n.op == "call_function" and "packed" in str(n.target)]
+
+
+class Counted(TorchDispatchMode):
+    """Notes how many rows each product was told of, by how many it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, set[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mtpc.packed_linear.default:
+            given = args[0].numel() // args[0].shape[-1]
+            rows = args[4] if len(args) > 4 else None
+            self.seen.setdefault(given, set()).add(given if rows is None else int(rows))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_counted(checkpoint: Callable[..., Path]) -> None:
+    """Chunks of 8 for prompts of 4, 1, and 11 tokens; then as many of five requests as there are."""
+    model = compiled(checkpoint("mimo"), enabled_passes=("pack-weights",))
+    for length, prompt in zip((9, 9, 9), PROMPTS, strict=True):
+        model.engine.add(prompt, length)
+    with Counted() as counted:
+        while any(not r.is_prefilled for r in model.engine.running) or model.engine.waiting:
+            model.engine.step()
+    assert {4, 1, 8, 3} <= counted.seen[8]
+    with Counted() as counted:
+        while model.engine.has_work:
+            model.engine.step()
+    verified, requests = counted.seen[5 * (K + 1)], counted.seen[5]
+    assert verified == {(K + 1) * count for count in requests}
+    assert max(requests) == 3
