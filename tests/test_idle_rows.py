@@ -131,7 +131,7 @@ class Counted(TorchDispatchMode):
 
 
 def test_what_is_counted(checkpoint: Callable[..., Path]) -> None:
-    """Chunks of 8 for prompts of 4, 1, and 11 tokens; then those of five requests that there are."""
+    """Chunks of 8 for prompts of 4, 1, and 11 tokens; then the requests of five that there are."""
     model = compiled(checkpoint("mimo"), enabled_passes=("pack-weights",))
     for length, prompt in zip((9, 9, 9), PROMPTS, strict=True):
         model.engine.add(prompt, length)
