@@ -69,7 +69,7 @@ class Checkpoint:
     def step_bytes(self, spec_tokens: int, int8_drafts: bool = False) -> int:
         """Weights read by one step: the target once, the draft K times, the head by each.
 
-        int8 drafts take half the bytes, of models without experts.
+        int8 drafts take half the bytes.
         """
         drafts = spec_tokens * (self.draft_bytes + self.head_bytes)
         return self.target_bytes + self.head_bytes + (drafts // 2 if int8_drafts else drafts)

@@ -35,9 +35,19 @@ void pack(const Tensor& weight, const Tensor& packed);
 Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias);
 
+Tensor packed_head_linear(const Tensor& x, const Tensor& weight, int64_t features);
+
+Tensor float32_linear(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
+
 Tensor quantised_linear(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
     const std::optional<Tensor>& bias);
+
+Tensor quantised_experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& gate_up_scales, const Tensor& down,
+    const Tensor& down_scales, const Tensor& expert_ids, const Tensor& expert_weights,
+    double limit, bool limit_input);
 
 Tensor gated_delta_rule(
     const Tensor& rows, const Tensor& conv_weight, const Tensor& a_log, const Tensor& dt_bias,
