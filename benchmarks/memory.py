@@ -33,7 +33,8 @@ COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "rati
 NOTES = (
     "weights: the checkpoint's tensors; resident: growth since the imports, after decoding.",
     "ratio: resident over weights, pool and buffers; the goal is at most 1.08.",
-    "peak: most that was resident at any moment, less what was after the imports.",
+    "peak: most that was resident at any moment, less what was after the imports; of a warm start,"
+    " that is packing.",
 )
 
 
@@ -89,10 +90,12 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
                                            s.buffers.values())]  # fmt: skip
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     weights = sum(f.stat().st_size for f in Path(job["directory"]).glob("*.safetensors"))
+    state, resident = sum(storages.values()), _status("VmRSS") - before
     return dict(
         weights_bytes=weights,
-        state_bytes=sum(storages.values()),
-        resident_bytes=_status("VmRSS") - before,
+        state_bytes=state,
+        resident_bytes=resident,
+        ratio=resident / (weights + state),
         peak_bytes=_status("VmHWM") - before,
     )
 
@@ -105,12 +108,11 @@ def _status(field: str) -> int:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    ratio = row["resident_bytes"] / (row["weights_bytes"] + row["state_bytes"])
     sizes = (row[f"{name}_bytes"] / MIB for name in ("weights", "state", "resident"))
     return [
         row["start"],
         *(f"{size:.0f}" for size in sizes),
-        f"{ratio:.2f}",
+        f"{row['ratio']:.2f}",
         f"{row['peak_bytes'] / MIB:.0f}",
     ]
 

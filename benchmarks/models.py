@@ -98,9 +98,9 @@ class Checkpoint:
     def step_bytes(self, spec_tokens: int, int8_drafts: bool = False, batch: int = 1) -> int:
         """Weights read by one step: the target once, the draft K times, the head by each.
 
-        int8 drafts take half the bytes, of models without experts. Of the experts those count that
-        tokens are expected to choose, were their choices independent: a verified row is a token,
-        and so is a request that drafts.
+        int8 drafts take half the bytes. Of the experts those count that tokens are expected to
+        choose, were their choices independent: a verified row is a token, and so is a request
+        that drafts.
         """
         target_experts, draft_experts = self.expert_bytes
         target = self.target_bytes - self._idle(target_experts, batch * (spec_tokens + 1))

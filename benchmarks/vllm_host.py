@@ -3,8 +3,9 @@
 Runs under vLLM's interpreter, where mtpc is not installed: the standard library, and vllm.
 
 As a program it works on demand: it reads a job, a line of JSON, and answers with one, until its
-input ends. `{"prompts": [[...]], "new_tokens": N}` decodes a batch; `{"arrivals": [...]}` serves
-requests as they arrive (see `arrivals`).
+input ends. `{"prompts": [[...]], "new_tokens": N}` decodes a batch; `{"prefill": [[...]]}` takes
+prompts to their first tokens; `{"arrivals": [...]}` serves requests as they arrive (see
+`arrivals`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,19 @@ def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, 
     )
 
 
+def first_tokens(engine: Any, prefill: list[list[int]]) -> dict[str, float]:
+    """Prompts to their first new tokens, one after another: seconds, CPU seconds."""
+    from vllm import SamplingParams
+
+    cpu, start = time.process_time(), time.perf_counter()
+    for index, prompt in enumerate(prefill):
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+    return dict(seconds=time.perf_counter() - start, cpu_s=time.process_time() - cpu)
+
+
 class VllmServer:
     """vLLM's engine under load."""
 
@@ -118,6 +132,10 @@ def serve_all(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(traces=traces, cpu_s=time.process_time() - cpu)
 
 
+_WORK = {"prompts": decode, "prefill": first_tokens, "arrivals": serve_all}
+"""What a job is, by the name of its input."""
+
+
 def main(options: str) -> None:
     """Start, say so, and decode what comes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -128,8 +146,8 @@ def main(options: str) -> None:
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         job = json.loads(line)
-        work = serve_all if "arrivals" in job else decode
-        print(json.dumps(work(engine, **job)), file=answers)
+        (kind,) = _WORK.keys() & job.keys()
+        print(json.dumps(_WORK[kind](engine, **job)), file=answers)
 
 
 if __name__ == "__main__":

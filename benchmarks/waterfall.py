@@ -36,7 +36,11 @@ from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.sampling import Plan, Tell
 
 COLUMNS = ("K", "batch", "part", "ms", "share")
-LINEARS = ("mtpc_cpu::packed_linear", "mtpc_cpu::quantised_linear", "mtpc_cpu::packed_experts")
+LINEARS = tuple(
+    f"mtpc_cpu::{name}"
+    for name in ("packed_linear", "packed_head_linear", "packed_experts", "float32_linear",
+                 "quantised_linear", "quantised_experts")
+)  # fmt: skip
 PROMPT_TOKENS, HEADROOM, WARM_UP_STEPS = 32, 8, 3
 NOTES = (
     "limit: reading the step's weights once each at the bandwidth around the measurement.",

@@ -279,6 +279,12 @@ def cxx_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
+def cpu_level() -> str | None:
+    """The instruction-set level to compile for and to run: `MTPC_CPU_LEVEL`; None is what suits
+    this very processor best. See `mtpc.backends.cpu_kernels.levels`."""
+    return os.environ.get("MTPC_CPU_LEVEL") or None
+
+
 _COMPILER_VARIABLES = re.compile(
     "(TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO|AOT_INDUCTOR|MKL|ONEDNN|DNNL|KMP|GOMP)_.*"
     "|ATEN_CPU_CAPABILITY|CFLAGS|CXXFLAGS|CPATH|LDFLAGS"

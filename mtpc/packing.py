@@ -37,8 +37,9 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def can_quantise(weight: Tensor) -> bool:
-    """Whether a weight has an int8 form: matrices with a multiple of four inputs."""
-    return weight.is_floating_point() and weight.dim() == 2 and weight.shape[-1] % _GROUP_BYTES == 0
+    """Whether a weight has an int8 form: matrices with a multiple of four inputs, and stacks."""
+    is_matrix = weight.dim() in (2, 3) and weight.shape[-1] % _GROUP_BYTES == 0
+    return weight.is_floating_point() and is_matrix
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -89,13 +90,15 @@ def _groups(weight: Tensor) -> Tensor:
 
 
 def row_scales(weight: Tensor) -> Tensor:
-    """One step of each row's int8 form: float32 [N] of a weight [N, K]; 0 for rows of zeros."""
+    """One step of each row's int8 form: float32 [..., N] of a weight [..., N, K]; 0 for rows of
+    zeros."""
     return weight.abs().amax(-1).float() / LARGEST
 
 
 def quantise(weight: Tensor) -> Tensor:
-    """The int8 form of a weight [N, K]: uint8, 128 more than the nearest multiple of its scale."""
-    scales = row_scales(weight)[:, None]
+    """The int8 form of a weight [..., N, K]: uint8, 128 more than the nearest multiple of its
+    row's scale."""
+    scales = row_scales(weight)[..., None]
     return torch.where(scales == 0, 0, weight.float() / scales).round_().add_(ZERO).to(torch.uint8)
 
 

@@ -10,7 +10,7 @@ values it was built with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -40,17 +40,36 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """A part of each of a matrix' blocks of rows (one a head, as a rule), as a stack of matrices.
+
+    Attributes:
+        count: equal blocks.
+        start: first row of each that is taken.
+        stop: the row after the last.
+        transposed: each matrix is transposed.
+        part: the matrix.
+    """
+
+    count: int
+    start: int
+    stop: int
+    transposed: bool
+    part: Recipe
+
+
+@dataclass(frozen=True)
 class Convert:
     """A matrix in a form of `mtpc.packing`: packed; packed in int8; the scales of the latter.
 
-    What is converted is plain: names, joins and rows of them, not converted again.
+    What is converted is plain: names, joins, rows and blocks of them, not converted again.
     """
 
     op: Conversion
     part: Recipe
 
 
-Recipe: TypeAlias = "str | Join | Rows | Convert"
+Recipe: TypeAlias = "str | Join | Rows | Blocks | Convert"
 TensorOf: TypeAlias = Callable[[str], Tensor]
 
 
@@ -69,10 +88,17 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
     if isinstance(recipe, Rows):
         whole = make(recipe.part, tensor_of, fill)
         return torch.cat([whole[start:stop] for start, stop in recipe.runs])
+    if isinstance(recipe, Blocks):
+        return _take_blocks(recipe, make(recipe.part, tensor_of, fill))
     parts = [make(part, tensor_of, fill) for part in recipe.parts]
     if recipe.op == "stack":
         return torch.stack(parts)
     return torch.cat(parts, 0 if recipe.op == "cat" else 1)
+
+
+def _take_blocks(recipe: Blocks, whole: Tensor) -> Tensor:
+    blocks = whole.view(recipe.count, -1, whole.shape[-1])[:, recipe.start : recipe.stop]
+    return (blocks.transpose(1, 2) if recipe.transposed else blocks).contiguous()
 
 
 def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
@@ -82,7 +108,11 @@ def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
         to.copy_(packing.row_scales(part))
 
     def round_and_fill(part: Tensor, to: Tensor) -> None:
-        fill(packing.quantise(part), to)
+        if part.dim() == 2:
+            fill(packing.quantise(part), to)
+            return
+        for matrix, place in zip(part, to, strict=True):  # Rounding takes four bytes a weight.
+            round_and_fill(matrix, place)
 
     convert: Fill
     if recipe.op == "scales":
@@ -97,7 +127,7 @@ def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
 
 
 def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
-    """Shape and dtype of what a recipe of names and joins gives, without making it."""
+    """Shape and dtype of what a recipe without conversions gives, without making it."""
     if isinstance(recipe, str):
         return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
     if isinstance(recipe, Convert):
@@ -105,6 +135,10 @@ def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype
     if isinstance(recipe, Rows):
         (_, *inner), dtype = _extent(recipe.part, tensor_of)
         return [sum(stop - start for start, stop in recipe.runs), *inner], dtype
+    if isinstance(recipe, Blocks):
+        (*_, inputs), dtype = _extent(recipe.part, tensor_of)
+        matrix = [recipe.stop - recipe.start, inputs]
+        return [recipe.count, *(matrix[::-1] if recipe.transposed else matrix)], dtype
     parts = [_extent(part, tensor_of) for part in recipe.parts]
     (first, *inner), dtype = parts[0]
     if recipe.op == "stack":
@@ -143,7 +177,7 @@ def names(recipe: Recipe) -> Iterator[str]:
     """Every tensor a recipe takes."""
     if isinstance(recipe, str):
         yield recipe
-    elif isinstance(recipe, (Convert, Rows)):
+    elif isinstance(recipe, (Convert, Rows, Blocks)):
         yield from names(recipe.part)
     else:
         for part in recipe.parts:
@@ -158,18 +192,23 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
         return Convert(recipe.op, substitute(recipe.part, recipe_of))
     if isinstance(recipe, Rows):
         return Rows(recipe.runs, substitute(recipe.part, recipe_of))
+    if isinstance(recipe, Blocks):
+        return replace(recipe, part=substitute(recipe.part, recipe_of))
     return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
 
 
 def to_json(recipe: Recipe) -> Any:
     """A name, or the operation with what it takes: `{"cat": [...]}`, `{"pack": ...}`,
-    `{"rows": [[[0, 8], [9, 12]], ...]}`."""
+    `{"rows": [[[0, 8], [9, 12]], ...]}`, `{"blocks": [[4, 0, 8, true], ...]}`."""
     if isinstance(recipe, str):
         return recipe
     if isinstance(recipe, Convert):
         return {recipe.op: to_json(recipe.part)}
     if isinstance(recipe, Rows):
         return {"rows": [[list(run) for run in recipe.runs], to_json(recipe.part)]}
+    if isinstance(recipe, Blocks):
+        taken = [recipe.count, recipe.start, recipe.stop, recipe.transposed]
+        return {"blocks": [taken, to_json(recipe.part)]}
     return {recipe.op: [to_json(part) for part in recipe.parts]}
 
 
@@ -183,4 +222,7 @@ def from_json(value: Any) -> Recipe:
     if op == "rows":
         runs, part = parts
         return Rows(tuple((start, stop) for start, stop in runs), from_json(part))
+    if op == "blocks":
+        taken, part = parts
+        return Blocks(*taken, from_json(part))
     return Join(op, tuple(map(from_json, parts)))

@@ -350,7 +350,7 @@ def test_the_processor_in_the_key(
 ) -> None:
     """An AVX-512 machine's code is not for a machine without."""
     before = fields_of(checkpoint("mimo"))
-    monkeypatch.setattr("mtpc.cache.machine._cpu", lambda: ("Zen 9", ["avx2"]))
+    monkeypatch.setattr("mtpc.cache.machine._cpu", lambda: ("Zen 9", frozenset({"avx2"})))
     after = fields_of(checkpoint("mimo"))
     assert changed_fields(before, after) == {"machine.cpu", "machine.instruction_sets"}
 

@@ -40,9 +40,25 @@ def experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
     return namespace.packed_experts(x, *weights, 0.4, True, rows)
 
 
+def head_linear(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
+    heads = x.view(-1, 3, 32)
+    return namespace.packed_head_linear(heads, pack(bf16(3, 40, 32)), 40, rows).flatten(1)
+
+
+def quantised_experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
+    mix = make_mixture(len(x), dtype=torch.bfloat16, hidden=96, intermediate=64)
+    forms = [
+        f(w) for w in (mix.gate_up, mix.down) for f in (lambda w: pack(quantise(w)), row_scales)
+    ]
+    return namespace.quantised_experts(x, *forms, mix.ids, mix.weights, 0.4, True, rows)
+
+
+CALLS = [linear, head_linear, quantised, experts, quantised_experts]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("used", [0, 1, 12, 13, 20, 99])
-@pytest.mark.parametrize("call", [linear, quantised, experts])
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("namespace", NAMESPACES, ids=["kernel", "reference"])
 def test_idle_rows_are_zero_and_others_as_ever(
     namespace: Any, call: Callable[..., Tensor], used: int, dtype: torch.dtype

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from batches import Mixture, make_mixture
 from conftest import EACH_FAMILY, TINY, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +52,8 @@ def test_the_form_is_within_half_a_step() -> None:
 def test_what_can_be_quantised() -> None:
     assert can_quantise(torch.zeros(3, 4))
     assert not can_quantise(torch.zeros(3, 6))
-    assert not can_quantise(torch.zeros(2, 3, 4))
+    assert can_quantise(torch.zeros(2, 3, 4))
+    assert not can_quantise(torch.zeros(4))
     assert not can_quantise(torch.zeros(3, 4, dtype=torch.int8))
 
 
@@ -131,6 +135,125 @@ def test_bad_operands(change: Callable[..., tuple[Tensor, ...]], message: str) -
         OURS(*change(bf16(2, 64), pack(quantise(weight)), row_scales(weight)))
 
 
+EXPERTS = [(6, 64, 32), (4, 68, 64), (1, 4, 32)]
+"""Experts, hidden size, intermediate size."""
+
+
+def int8(mix: Mixture) -> tuple[Tensor, ...]:
+    """Arguments of `quantised_experts`."""
+    wide, narrow = ((pack(quantise(w)), row_scales(w)) for w in (mix.gate_up, mix.down))
+    return mix.x, *wide, *narrow, mix.ids, mix.weights
+
+
+def mixture(tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> Mixture:
+    experts, hidden, intermediate = sizes
+    return make_mixture(
+        tokens,
+        dtype=dtype,
+        experts=experts,
+        chosen=min(2, experts),
+        hidden=hidden,
+        intermediate=intermediate,
+    )
+
+
+@pytest.mark.parametrize("limit", [(0.0, False), (0.4, True), (0.4, False)])
+@pytest.mark.parametrize("tokens", [1, 13, 40])
+@pytest.mark.parametrize("sizes", EXPERTS)
+def test_experts_against_the_reference(
+    sizes: tuple[int, int, int], tokens: int, limit: tuple[float, bool]
+) -> None:
+    """An activation on the edge between two integers may be rounded to either: one step of it."""
+    arguments = int8(mixture(tokens, sizes, torch.float32))
+    found = torch.ops.mtpc_cpu.quantised_experts(*arguments, *limit)
+    expected = torch.ops.mtpc.quantised_experts(*arguments, *limit)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.01 * float(expected.std() + 1))
+    assert float((found - expected).norm()) <= 2e-3 * float(expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(6, 64, 32), (8, 256, 128)])
+def test_experts_are_near_the_exact_ones(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Two rounded products in a row: three per cent of the norm at most."""
+    mix = mixture(24, sizes, torch.float64)
+    exact = mix.run(torch.ops.mtpc)
+    found = torch.ops.mtpc_cpu.quantised_experts(mix.x.to(dtype), *int8(mix)[1:])
+    assert found.dtype == dtype
+    assert float((found.double() - exact).norm() / exact.norm()) < 0.03
+
+
+def test_rows_of_experts_do_not_depend_on_rows() -> None:
+    x, *weights, ids, shares = int8(mixture(29, (6, 64, 32), torch.bfloat16))
+    kernel = torch.ops.mtpc_cpu.quantised_experts
+    together = kernel(x, *weights, ids, shares)
+    with run_on(2):
+        assert torch.equal(kernel(x, *weights, ids, shares), together)
+    for row in range(29):
+        one = slice(row, row + 1)
+        assert torch.equal(kernel(x[one], *weights, ids[one], shares[one]), together[one])
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    """Their weights lie in memory that may not be read: a process that does dies."""
+    done = subprocess.run([sys.executable, "-c", _GUARDED], cwd=Path(__file__).parent, check=False)
+    assert done.returncode == 0
+
+
+_GUARDED = """
+import ctypes, mmap, torch
+from test_quantised_draft import int8, mixture
+mix = mixture(9, (4, 256, 64), torch.bfloat16)
+mix.ids.fill_(1)
+mix.ids[:, 1] = 3
+x, gate_up, wide, down, narrow, *choice = int8(mix)
+run = torch.ops.mtpc_cpu.quantised_experts
+libc = ctypes.CDLL(None, use_errno=True)
+
+def guarded(weight):
+    memory = mmap.mmap(-1, weight.nbytes)
+    copy = torch.frombuffer(memory, dtype=torch.uint8).view(weight.shape).copy_(weight)
+    for expert in (0, 2):
+        place, size = copy[expert].data_ptr(), copy[expert].nbytes
+        assert place % mmap.PAGESIZE == 0 == size % mmap.PAGESIZE
+        assert libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(size), 0) == 0
+    return copy
+
+expected = run(x, gate_up, wide, down, narrow, *choice)
+assert torch.equal(run(x, guarded(gate_up), wide, guarded(down), narrow, *choice), expected)
+"""
+
+
+def test_experts_schema_and_fake() -> None:
+    arguments = int8(mixture(3, (4, 64, 32), torch.bfloat16))
+    for namespace in (torch.ops.mtpc_cpu, torch.ops.mtpc):
+        op = namespace.quantised_experts.default
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_experts_misfits_are_refused() -> None:
+    x, gate_up, wide, down, narrow, ids, shares = int8(mixture(3, (4, 64, 32), torch.bfloat16))
+    kernel = torch.ops.mtpc_cpu.quantised_experts
+    for arguments, message in (
+        ((x[:, :32], gate_up, wide, down, narrow, ids, shares), "do not fit"),
+        ((x, gate_up.int(), wide, down, narrow, ids, shares), "gate_up uint8"),
+        ((x, gate_up, wide, down, narrow[:, :3], ids, shares), "down uint8"),
+        ((x, gate_up, wide, down, narrow, ids[:2], shares), r"must be \[T, k\]"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            kernel(*arguments)
+
+
+def test_recipes_of_stacks() -> None:
+    """Of a whole stack, and of experts one by one."""
+    stack = torch.stack([bf16(64, 8, seed=seed) for seed in range(3)])
+    tensors = {"stack": stack, **{f"e{i}": stack[i] for i in range(3)}}
+    for part in ("stack", Join("stack", ("e0", "e1", "e2"))):
+        made = recipes.make(Convert("quantise", part), tensors.__getitem__)
+        assert torch.equal(made, pack(quantise(stack)))
+        scales = recipes.make(Convert("scales", part), tensors.__getitem__)
+        assert torch.equal(scales, row_scales(stack))
+
+
 def test_recipes_are_carried_out_part_by_part() -> None:
     tensors = {"a": bf16(64, 8), "b": bf16(40, 8, seed=1), "c": bf16(32, 8, seed=2)}
     for names in (("a", "b"), ("b", "c")):
@@ -152,6 +275,10 @@ def test_the_pass_takes_drafts_and_leaves_the_target(
     calls = list(operators(graph.graph))
     quantised = [node for node, op in calls if op is REFERENCE.default]
     plain = [node for node, op in calls if op is torch.ops.aten.linear.default]
+    kinds = {op for node, op in calls if node.meta["piece"].startswith("drafts.")}
+    assert torch.ops.mtpc.experts.default not in kinds
+    has_experts = any("experts" in name for name in loaded.weights() if "mtp" in name)
+    assert (torch.ops.mtpc.quantised_experts.default in kinds) == has_experts
     heads = [node for node in quantised if "lm_head" in str(node.args[1])]
     assert len(heads) == 3  # One a draft; the target's is as it was.
     head = "draft_heads.0" if family == "deepseek_v4" else "target_head"

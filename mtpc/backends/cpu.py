@@ -23,10 +23,13 @@ from torch import Tensor, fx
 
 from mtpc.backends.base import Report, Run
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.backends.package import CALLS, LIBRARY, Package, open_package, signature
+from mtpc.cache.machine import cpu_flags
 from mtpc.cache.store import EntryStore
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, get_tensor
+from mtpc.config import cpu_level
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
 
@@ -38,6 +41,9 @@ _INDUCTOR = {
     # A fused loop would keep in float32 what the graph says is bfloat16, and what is fused differs
     # between graphs: plain decoding and speculation would round differently.
     "emulate_precision_casts": True,
+    # A loop is given to several threads from this many elements a thread on. At Inductor's 512, a
+    # norm of a single row is split where several rows are not, and adds up in another order.
+    "cpp.min_chunk_size": 16384,
 }
 _INLINED_ELEMENTS = 8
 """Inductor writes one-dimensional constants of up to this many elements into its code."""
@@ -122,13 +128,14 @@ class CpuBackend:
         """AOTInductor's archive of a graph."""
         path = Path(self._scratch.name) / f"{name}.pt2"
         try:
+            settings = compile_settings()
             with torch.no_grad(), warnings.catch_warnings():
                 # torch's own code, on its own data structures.
                 warnings.filterwarnings("ignore", message=".*treespec.*")
                 program = torch.export.export(module, tuple(inputs), strict=False)
                 _drop_assertions(program.graph)
                 torch._inductor.aoti_compile_and_package(
-                    program, package_path=str(path), inductor_configs=_INDUCTOR
+                    program, package_path=str(path), inductor_configs=settings
                 )
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             raise BackendError(
@@ -136,6 +143,25 @@ class CpuBackend:
                 "compiler, backend='eager' runs without one"
             ) from error
         return path
+
+
+def compile_settings() -> dict[str, object]:
+    """Inductor's settings; with its choice of instructions where `MTPC_CPU_LEVEL` names a level.
+
+    Raises:
+        BackendError: this torch generates code for the processor at hand only.
+    """
+    if cpu_level() is None:
+        return dict(_INDUCTOR)
+    if not hasattr(torch._inductor.config.cpp, "march"):
+        raise BackendError(
+            f"MTPC_CPU_LEVEL is set, but torch {torch.__version__} compiles for the processor at "
+            "hand only: unset it, or install torch 2.13"
+        )
+    level = chosen_level(cpu_flags())
+    # One lane is what Inductor calls code without explicit vectors.
+    lanes = level.vector_bits if level.vector_bits > 128 else 1
+    return {**_INDUCTOR, "cpp.march": level.march, "cpp.simdlen": lanes}
 
 
 def _drop_assertions(graph: fx.Graph) -> None:

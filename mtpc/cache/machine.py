@@ -14,7 +14,7 @@ import torch
 
 import mtpc
 from mtpc.cache.key import hash_of
-from mtpc.config import compiler_environment, cxx_compiler
+from mtpc.config import compiler_environment, cpu_level, cxx_compiler
 
 COMPILER = "machine.compiler"
 """The one field that may be unknown: where no compiler is installed, any will do."""
@@ -78,11 +78,9 @@ def modelling_field() -> dict[str, str]:
 
 def machine_fields() -> dict[str, str]:
     """This machine and process, as far as generated code depends on them."""
-    model, flags = _cpu()
     fields = {
         "machine.platform": f"{sys.platform} {platform.machine()}",
-        "machine.cpu": model,
-        "machine.instruction_sets": " ".join(flags),
+        **processor_fields(),
         "machine.threads": str(torch.get_num_threads()),
         "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch.deterministic": str(torch.are_deterministic_algorithms_enabled()),
@@ -92,6 +90,22 @@ def machine_fields() -> dict[str, str]:
     fields.update({f"environment.{k}": v for k, v in compiler_environment().items()})
     compiler = compiler_version()
     return fields if compiler is None else {**fields, COMPILER: compiler}
+
+
+def processor_fields() -> dict[str, str]:
+    """What code is generated for: this very processor, or the level that `MTPC_CPU_LEVEL` names,
+    which others may have, too."""
+    level = cpu_level()
+    if level is not None:
+        return {"machine.level": level}
+    model, flags = _cpu()
+    wanted = sorted(flag for flag in flags if flag.startswith(_INSTRUCTION_SETS))
+    return {"machine.cpu": model, "machine.instruction_sets": " ".join(wanted)}
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets and other features of this processor, as Linux names them."""
+    return _cpu()[1]
 
 
 def compiler_version() -> str | None:
@@ -104,14 +118,13 @@ def compiler_version() -> str | None:
     return lines[0] if done.returncode == 0 and lines else None
 
 
-def _cpu() -> tuple[str, list[str]]:
-    """The processor's name and the instruction sets it has."""
+def _cpu() -> tuple[str, frozenset[str]]:
+    """The processor's name, and all it has."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     info = {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
     flags = (info.get("flags") or info.get("Features") or "").split()
-    name = info.get("model name") or platform.processor() or "unknown"
-    return name, sorted(flag for flag in set(flags) if flag.startswith(_INSTRUCTION_SETS))
+    return info.get("model name") or platform.processor() or "unknown", frozenset(flags)
 
 
 def _inductor_settings() -> str:

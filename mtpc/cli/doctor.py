@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
-from mtpc.errors import CacheError, MtpcError
+from mtpc.errors import BackendError, CacheError, MtpcError
 
 Version = tuple[int, ...]
 VersionOf = Callable[[str], str]
@@ -150,14 +150,21 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _check_kernels() -> Finding:
-    """Whether the cpu kernels are in the cache."""
+    """Which kernels suit this processor, and whether they are in the cache."""
     from mtpc.backends.cpu_kernels.build import build_kernels
+    from mtpc.backends.cpu_kernels.levels import chosen_level, runnable
+    from mtpc.cache.machine import cpu_flags
 
+    names = [level.name for level in runnable(cpu_flags())]
     try:
-        return Finding("C++ kernels", "ok", f"built: {build_kernels(frozen=True)}")
+        level = f"level {chosen_level(cpu_flags()).name} of {', '.join(names)}"
+        return Finding("C++ kernels", "ok", f"{level}; built: {build_kernels(frozen=True)}")
+    except BackendError as error:
+        advice = f"unset MTPC_CPU_LEVEL, or set it to one of {', '.join(names)}"
+        return Finding("C++ kernels", "wrong", str(error), advice)
     except CacheError as error:
         note = "built at the first use of --backend cpu"
-        return Finding("C++ kernels", "optional", " ".join(str(error).split()), note)
+        return Finding("C++ kernels", "optional", f"{level}; {' '.join(str(error).split())}", note)
 
 
 def _check_cpu() -> Finding:

@@ -12,16 +12,19 @@ from mtpc.ops.attention import (
     write_cache,
 )
 from mtpc.ops.experts import experts
+from mtpc.ops.float32_linear import float32_linear
 from mtpc.ops.gated_delta import gated_delta_rule
-from mtpc.ops.packed import packed_experts, packed_linear
+from mtpc.ops.packed import packed_experts, packed_head_linear, packed_linear
 from mtpc.ops.sinkhorn import sinkhorn
 
 __all__ = [
     "expanded_latent_attention",
     "experts",
+    "float32_linear",
     "gated_delta_rule",
     "latent_attention",
     "packed_experts",
+    "packed_head_linear",
     "packed_linear",
     "paged_attention",
     "sinkhorn",

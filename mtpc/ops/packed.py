@@ -1,4 +1,4 @@
-"""Linear layers and experts on packed weights."""
+"""Linear layers, one for all rows or one a head, and experts on packed weights."""
 
 from __future__ import annotations
 
@@ -41,6 +41,34 @@ def fake_packed_linear(
     features: int,
     bias: Tensor | None = None,
     rows: Tensor | None = None,
+) -> Tensor:
+    """Shape and dtype of the result."""
+    return x.new_empty((*x.shape[:-1], features))
+
+
+@torch.library.custom_op("mtpc::packed_head_linear", mutates_args=())
+def packed_head_linear(
+    x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
+) -> Tensor:
+    """x_h W_h^T for each head h: the up-projections of latent attention (DeepSeek-V2, 2.1.2).
+
+    Args:
+        x: bfloat16 [T, heads, K].
+        weight: bfloat16 [heads, ceil(N / 32), K / 2, 32, 2], a packed stack [heads, N, K].
+        features: N.
+        rows: as in `packed_linear`, of the T.
+
+    Returns:
+        bfloat16 [T, heads, N].
+    """
+    plain = unpack(weight, features)
+    out = torch.matmul(x.transpose(0, 1), plain.transpose(1, 2)).transpose(0, 1)
+    return keep_rows(out.contiguous().flatten(1), rows).view(out.shape)
+
+
+@packed_head_linear.register_fake
+def fake_packed_head_linear(
+    x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
 ) -> Tensor:
     """Shape and dtype of the result."""
     return x.new_empty((*x.shape[:-1], features))

@@ -1,9 +1,10 @@
-"""Linear layers on int8 weights."""
+"""Linear layers and experts on int8 weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mtpc.ops.ragged import keep_rows
 from mtpc.packing import LARGEST, ZERO, unpack
@@ -54,3 +55,54 @@ def fake_quantised_linear(
 ) -> Tensor:
     """Shape and dtype of the result."""
     return x.new_empty((*x.shape[:-1], scales.shape[0]))
+
+
+@torch.library.custom_op("mtpc::quantised_experts", mutates_args=())
+def quantised_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float = 0.0,
+    limit_input: bool = False,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """`mtpc::experts` with the products of `mtpc::quantised_linear`, in float32 between them.
+
+    Args:
+        x: floating point [T, H].
+        gate_up: uint8 [E, 2I / 32, H / 4, 32, 4]; I is a multiple of 32.
+        gate_up_scales: float32 [E, 2I].
+        down: uint8 [E, ceil(H / 32), I / 4, 32, 4].
+        down_scales: float32 [E, H].
+        expert_ids: int64 [T, k], distinct per row.
+        expert_weights: [T, k].
+        limit: as in `mtpc::experts`.
+        limit_input: as there.
+        rows: as in `packed_linear`; who is not in use chooses no expert.
+
+    Returns:
+        [T, H], of x's dtype.
+    """
+    numbers, out = x.float(), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(down.shape[0]):
+        chosen = expert_ids == expert
+        weight = (expert_weights.float() * chosen).sum(1, keepdim=True)
+        both = quantised_linear(numbers, gate_up[expert], gate_up_scales[expert])
+        gate, up = both.chunk(2, -1)
+        if limit > 0:
+            gate, up = (gate.clamp(max=limit) if limit_input else gate), up.clamp(-limit, limit)
+        gate = F.silu(gate)
+        if limit > 0 and not limit_input:
+            gate = gate.clamp(max=limit)
+        added = quantised_linear(gate * up, down[expert], down_scales[expert]) * weight
+        out = torch.where(chosen.any(1, keepdim=True), out + added, out)
+    return keep_rows(out.to(x.dtype), rows)
+
+
+@quantised_experts.register_fake
+def _(x, *_, **__):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)

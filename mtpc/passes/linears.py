@@ -1,4 +1,4 @@
-"""Linears that share an input, and one call in place of them."""
+"""Linears that share an input, and one call in place of them; mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
+from mtpc.packing import TILE
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.recipes import Conversion, Convert, Join, Recipe
 
@@ -116,6 +117,46 @@ def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.
     if groups:
         sweep(groups[0].graph)
         refresh_values(groups[0].graph)
+
+
+def exchange_experts(
+    graph: StepGraph,
+    wanted: Callable[[fx.Node], bool],
+    has_form: Callable[[Tensor], bool],
+    call: Callable[[StepGraph, fx.Node], fx.Node],
+) -> int:
+    """Put other calls in place of wanted `mtpc::experts` whose weights fill their tiles.
+
+    Args:
+        graph: of the calls.
+        wanted: whether to take a call.
+        has_form: whether a stack of weights has the form that the new call takes.
+        call: emits it.
+
+    Returns:
+        How many were exchanged.
+    """
+    found = [
+        node
+        for node in graph.graph.nodes
+        if is_call(node, torch.ops.mtpc.experts.default)
+        and wanted(node)
+        and _fill_tiles([weight_of(graph, node.args[index]) for index in (1, 2)], has_form)
+    ]
+    for node in found:
+        with graph.graph.inserting_before(node):
+            node.replace_all_uses_with(call(graph, node))
+        graph.graph.erase_node(node)
+    if found:
+        sweep(graph)
+    return len(found)
+
+
+def _fill_tiles(weights: list[Tensor | None], has_form: Callable[[Tensor], bool]) -> bool:
+    """Whether gate and up, which are one weight, are each made of whole tiles."""
+    down = weights[1]
+    known = all(weight is not None and has_form(weight) for weight in weights)
+    return known and down is not None and down.shape[2] % TILE == 0
 
 
 def _features(node: fx.Node) -> int:

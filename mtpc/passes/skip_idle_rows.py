@@ -17,12 +17,14 @@ aten = torch.ops.aten
 
 _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Of a forward's metadata, in the order in which the step writes it."""
-_SKIPPING = (
-    torch.ops.mtpc.packed_linear.default,
-    torch.ops.mtpc.packed_experts.default,
-    torch.ops.mtpc.quantised_linear.default,
-)
-"""Operators with an argument `rows`."""
+_SKIPPING = {
+    torch.ops.mtpc.packed_linear.default: 1,
+    torch.ops.mtpc.packed_head_linear.default: 2,
+    torch.ops.mtpc.packed_experts.default: 1,
+    torch.ops.mtpc.quantised_linear.default: 1,
+    torch.ops.mtpc.quantised_experts.default: 1,
+}
+"""Operators with an argument `rows`, and how many last dimensions of the first are not rows."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class _Counts:
         """
         counted = self.requests if node in self.selected else self.tokens
         x: Any = node.args[0]
-        lead = [size for size in x.meta["val"].shape[:-1] if size != 1]
+        shape = x.meta["val"].shape[: -_SKIPPING[node.target]]
+        lead = [size for size in shape if size != 1]
         return counted[1] if counted is not None and lead == [counted[0]] else None
 
     def _count(self, node: fx.Node) -> None:

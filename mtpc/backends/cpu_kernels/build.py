@@ -1,6 +1,6 @@
-"""Compiles the kernels once per machine, toolchain and version of their sources.
+"""Compiles the kernels once per level of instructions, toolchain and version of their sources.
 
-Nothing but a C++ compiler is needed, no build system: its sources and one command.
+Nothing but a C++ compiler is needed, no build system: one command a source, and one that links.
 OpenMP is not linked: the kernels run on torch's own threads, so there is one OpenMP runtime in
 the process.
 """
@@ -8,18 +8,28 @@ the process.
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.cache.key import Fields, digest
 from mtpc.cache.lookup import KEY, find, key_bytes
-from mtpc.cache.machine import COMPILER, machine_fields, source_fields, version_fields
+from mtpc.cache.machine import (
+    COMPILER,
+    cpu_flags,
+    machine_fields,
+    source_fields,
+    version_fields,
+)
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
@@ -29,7 +39,6 @@ LIBRARY = "libmtpc_cpu.so"
 _FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     # No -ffast-math: vectors are explicit in the sources, and linking with that flag would make
     # GCC 12 flush denormals in the whole process.
     "-ffp-contract=fast",
@@ -37,13 +46,14 @@ _FLAGS = (
     "-fno-trapping-math",
     "-fvisibility=hidden",
     "-fPIC",
-    "-shared",
     # libtorch's stable ABI of 2.11: no symbols of C++ classes that change between versions.
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
 )
-_DECISIVE = ("source.kernels", "version.torch", "machine.platform", "machine.cpu",
-             "machine.instruction_sets", COMPILER)  # fmt: skip
+_DECISIVE = ("source.kernels", "version.torch", "machine.platform", COMPILER)
+_DECISIVE_IF_NATIVE = ("machine.cpu", "machine.instruction_sets")
 _ERROR_LINES = 20
+_MOST_COMPILERS = 8
+"""At once: each takes half a gigabyte."""
 _ADVICE = "install g++ >= 12 or clang++ >= 15, set CXX to it, or use backend='eager'"
 
 
@@ -53,7 +63,7 @@ def build_kernels(
     frozen: bool = False,
     environment: Fields | None = None,
 ) -> Entry | Path:
-    """The kernel library for this machine, compiled if the cache does not have it.
+    """The kernel library for this machine's level, compiled if the cache does not have it.
 
     Args:
         store: the graph cache; by default the user's.
@@ -66,11 +76,13 @@ def build_kernels(
         of a library in a temporary directory that lasts as long as the process.
 
     Raises:
-        BackendError: there is no C++ compiler, or it failed.
+        BackendError: there is no C++ compiler, or it failed; or `MTPC_CPU_LEVEL` names a level
+            that does not run here.
         CacheError: another user could have written the cache; or, frozen, it has no library.
     """
     store = store or EntryStore(cache_directory())
-    fields = kernel_fields(environment)
+    level = chosen_level(cpu_flags())
+    fields = kernel_fields(level, environment)
     entry = _find(store, fields, report)
     if entry is not None:
         return entry
@@ -83,18 +95,21 @@ def build_kernels(
     with ExitStack() as held:
         try:
             held.enter_context(store.lock(digest(fields), report))
-            return _find(store, fields, report) or _install(compiler, store, fields, report)
+            found = _find(store, fields, report)
+            return found or _Build(compiler, level, report).install(store, fields)
         except CacheWriteError as error:
             report(f"the cpu kernels are not kept: {error}")
-            return _compile_for_now(compiler, report)
+            return _Build(compiler, level, report).for_now()
 
 
-def kernel_fields(environment: Fields | None = None) -> dict[str, str]:
-    """The key of the library: its sources, how and with what they are compiled, for what cpu."""
+def kernel_fields(level: Level, environment: Fields | None = None) -> dict[str, str]:
+    """The key of a library: its sources, how and with what they are compiled, for what level."""
     if environment is None:
         environment = {**version_fields(), **source_fields(), **machine_fields()}
-    decisive = {name: environment[name] for name in _DECISIVE if name in environment}
-    return {"kind": "kernels", "flags": " ".join(_FLAGS), **decisive}
+    names = (*_DECISIVE, *(_DECISIVE_IF_NATIVE if level == NATIVE else ()))
+    decisive = {name: environment[name] for name in names if name in environment}
+    flags = " ".join((*_FLAGS, *level.flags))
+    return {"kind": "kernels", "flags": flags, "machine.level": level.name, **decisive}
 
 
 def _find(store: EntryStore, fields: Fields, report: Callable[[str], None]) -> Entry | None:
@@ -117,38 +132,61 @@ def _sources() -> list[Path]:
     return sorted(SOURCE_DIR.glob("*.cpp"))
 
 
-def _install(
-    compiler: str, store: EntryStore, fields: Fields, report: Callable[[str], None]
-) -> Entry:
-    def fill(directory: Path) -> None:
-        _compile(compiler, directory / LIBRARY, report)
-        (directory / KEY).write_bytes(key_bytes(fields))
+@dataclass(frozen=True)
+class _Build:
+    """One compilation of all sources."""
 
-    return store.write(digest(fields), fill)
+    compiler: str
+    level: Level
+    report: Callable[[str], None]
 
+    def install(self, store: EntryStore, fields: Fields) -> Entry:
+        """Into the cache."""
 
-def _compile_for_now(compiler: str, report: Callable[[str], None]) -> Path:
-    library = Path(tempfile.mkdtemp(prefix="mtpc-kernels-")) / LIBRARY
-    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
-    _compile(compiler, library, report)
-    return library
+        def fill(directory: Path) -> None:
+            self._compile(directory / LIBRARY)
+            (directory / KEY).write_bytes(key_bytes(fields))
 
+        return store.write(digest(fields), fill)
 
-def _compile(compiler: str, library: Path, report: Callable[[str], None]) -> None:
-    report(f"compiling the cpu kernels with {compiler} (once, about 30 s)")
-    _run(_command(compiler, library))
-    report(f"compiled the cpu kernels to {library}")
+    def for_now(self) -> Path:
+        """Into a directory that lasts as long as the process."""
+        library = Path(tempfile.mkdtemp(prefix="mtpc-kernels-")) / LIBRARY
+        atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
+        self._compile(library)
+        return library
 
+    def _compile(self, library: Path) -> None:
+        """Sources side by side, one a core; then the library of them."""
+        # Imported here: it takes half a second, and a library in the cache needs none of it.
+        from torch.utils.cpp_extension import include_paths
 
-def _command(compiler: str, output: Path) -> list[str]:
-    libraries = Path(torch.__file__).parent / "lib"
-    # Imported here: it takes half a second, and a library that is in the cache needs none of it.
-    from torch.utils.cpp_extension import include_paths
+        includes, sources = [f"-I{path}" for path in include_paths()], _sources()
+        what = f"the cpu kernels for {self.level.name} with {self.compiler}"
+        self.report(f"compiling {what} (once, about a minute of one core)")
+        with (
+            tempfile.TemporaryDirectory(prefix="mtpc-objects-") as scratch,
+            ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
+        ):
+            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+            jobs = [
+                pool.submit(self._object, source, output, includes)
+                for source, output in zip(sources, objects, strict=True)
+            ]
+            try:
+                for done, job in enumerate(as_completed(jobs), 1):
+                    job.result()
+                    self.report(f"compiling {what}: {done} of {len(jobs)} sources")
+            finally:
+                pool.shutdown(cancel_futures=True)
+            libraries = Path(torch.__file__).parent / "lib"
+            link = ("-shared", f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
+            _run([self.compiler, *_FLAGS, *map(str, objects), "-o", str(library), *link])
+        self.report(f"compiled the cpu kernels to {library}")
 
-    includes = [f"-I{path}" for path in include_paths()]
-    sources = [str(path) for path in _sources()]
-    link = [f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10"]
-    return [compiler, *_FLAGS, *includes, *sources, "-o", str(output), *link]
+    def _object(self, source: Path, output: Path, includes: list[str]) -> None:
+        flags = (*_FLAGS, *self.level.flags)
+        _run([self.compiler, *flags, *includes, "-c", str(source), "-o", str(output)])
 
 
 def _run(command: list[str]) -> str:

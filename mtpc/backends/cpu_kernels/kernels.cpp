@@ -99,8 +99,15 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None, "
       "Tensor? rows=None) -> Tensor");
   library.def(
+      "packed_head_linear(Tensor x, Tensor weight, int features, Tensor? rows=None) -> Tensor");
+  library.def("float32_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
+  library.def(
       "quantised_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, "
       "Tensor? rows=None) -> Tensor");
+  library.def(
+      "quantised_experts(Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor down, "
+      "Tensor down_scales, Tensor expert_ids, Tensor expert_weights, float limit=0.0, "
+      "bool limit_input=False, Tensor? rows=None) -> Tensor");
   library.def(
       "gated_delta_rule(Tensor rows, Tensor conv_weight, Tensor a_log, Tensor dt_bias, "
       "Tensor(a!) recurrent, Tensor(b!) history, Tensor(c!) standing, Tensor state_slots, "
@@ -127,7 +134,10 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("packed_experts", TORCH_BOX(&mtpc::packed_experts));
   library.impl("pack", TORCH_BOX(&mtpc::pack));
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
+  library.impl("packed_head_linear", TORCH_BOX(&mtpc::packed_head_linear));
+  library.impl("float32_linear", TORCH_BOX(&mtpc::float32_linear));
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));
+  library.impl("quantised_experts", TORCH_BOX(&mtpc::quantised_experts));
   library.impl("gated_delta_rule", TORCH_BOX(&mtpc::gated_delta_rule));
   library.impl("sinkhorn", TORCH_BOX(&mtpc::sinkhorn));
   library.impl("sample", TORCH_BOX(&mtpc::sample));

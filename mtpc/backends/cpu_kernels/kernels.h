@@ -37,9 +37,20 @@ Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& rows);
 
+Tensor packed_head_linear(
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows);
+
+Tensor float32_linear(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
+
 Tensor quantised_linear(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& rows);
+
+Tensor quantised_experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& gate_up_scales, const Tensor& down,
+    const Tensor& down_scales, const Tensor& expert_ids, const Tensor& expert_weights,
+    double limit, bool limit_input, const std::optional<Tensor>& rows);
 
 Tensor gated_delta_rule(
     const Tensor& rows, const Tensor& conv_weight, const Tensor& a_log, const Tensor& dt_bias,

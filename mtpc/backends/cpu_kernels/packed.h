@@ -57,6 +57,14 @@ struct Int8Quads {
   static Sums add(Sums sums, Groups a, Groups b) {
 #if defined(__AVX512VNNI__)
     return (Groups)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Pairs of 16 bits, which hold any product of two bytes twice over: the even bytes', the odd's.
+    const __m256i low = _mm256_set1_epi32(0x00ff00ff);
+    const __m256i even = _mm256_madd_epi16(
+        _mm256_and_si256((__m256i)a, low), _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(
+        _mm256_srli_epi16((__m256i)a, 8), _mm256_srai_epi16((__m256i)b, 8));
+    return sums + (Groups)_mm256_add_epi32(even, odd);
 #else
     for (int i = 0; i < 4; ++i) sums += (a >> 8 * i & 0xff) * (b << (24 - 8 * i) >> 24);
     return sums;

@@ -1,61 +1,16 @@
 // Linear layers on packed int8 weights.
 #include <torch/csrc/stable/ops.h>
 
-#include <cmath>
 #include <optional>
 #include <vector>
 
+#include "int8_rows.h"
 #include "kernels.h"
 #include "packed.h"
 #include "tensors.h"
 
 namespace mtpc {
 namespace {
-
-/// As in mtpc/packing.py: the largest magnitude, and what stands for zero in weights.
-constexpr float kLargest = 127;
-constexpr int32_t kZero = 128;
-
-/// Rows of x rounded to int8, each with a step of its own.
-class Rows {
- public:
-  Rows(const Tensor& x, int64_t rows, int64_t inputs)
-      : integers_(rows * inputs), steps_(rows), offsets_(rows) {
-    std::vector<float> row(inputs);
-    for (int64_t r = 0; r < rows; ++r) {
-      read(row.data(), x, r * inputs, inputs);
-      round(row, r);
-    }
-  }
-
-  const int8_t* integers() const { return integers_.get(); }
-
-  float step(int64_t row) const { return steps_[row]; }
-
-  /// What a sum of products stands for, in steps of the row and the weights.
-  float value(int64_t row, int32_t sum) const {
-    return static_cast<float>(sum - offsets_[row]);
-  }
-
- private:
-  void round(const std::vector<float>& row, int64_t r) {
-    float largest = 0;
-    for (const float x : row) largest = std::max(largest, std::abs(x));
-    const float inverse = largest == 0 ? 0 : kLargest / largest;
-    int8_t* to = integers_.get() + r * row.size();
-    int32_t total = 0;
-    for (size_t i = 0; i < row.size(); ++i) {
-      to[i] = static_cast<int8_t>(std::nearbyint(row[i] * inverse));
-      total += to[i];
-    }
-    steps_[r] = largest / kLargest;
-    offsets_[r] = total * kZero;
-  }
-
-  Buffer<int8_t> integers_;
-  std::vector<float> steps_;
-  std::vector<int32_t> offsets_;  // what the weights' zero adds to each sum
-};
 
 void check(const Tensor& x, const Tensor& weight, const Tensor& scales,
            const std::optional<Tensor>& bias) {
@@ -88,7 +43,7 @@ Tensor quantised_linear(
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
   const int64_t used = used_rows(rows, inputs == 0 ? 0 : x.numel() / inputs);
   zero_from(out, used, features);
-  const Rows integers(dense, used, inputs);
+  const Int8Rows integers = round_rows(dense, used, inputs);
   const float* scale = static_cast<const float*>(scales.const_data_ptr());
   const auto* weights = static_cast<const uint8_t*>(weight.const_data_ptr());
   // An instruction does twice the work that it does in bfloat16.
@@ -99,13 +54,12 @@ Tensor quantised_linear(
     const auto finish = [&](int64_t row, const int32_t* sums) {
       float values[kFeatures];
       for (int64_t f = 0; f < count; ++f) {
-        const float scaled = integers.step(row) * scale[begin + f];
-        values[f] = integers.value(row, sums[f]) * scaled + biases[begin + f];
+        values[f] = integers.value(row, sums[f], scale[begin + f]) + biases[begin + f];
       }
       write(out, row * features + begin, values, count);
     };
     for_products<Int8Quads>(
-        integers.integers(), used, inputs / 4, weights + begin * inputs, finish);
+        integers.row(0), used, inputs / 4, weights + begin * inputs, finish);
   });
   return out;
 }

@@ -1,0 +1,230 @@
+"""Tokens per second of a long prompt: mtpc beside its peers, in one run.
+
+    python -m benchmarks.prefill                     # the 0.5B shape, 512 tokens, K = 0 and 1
+    python -m benchmarks.prefill --vllm-python VENV/bin/python
+    python -m benchmarks.prefill --shape tiny --backend eager --no-peers
+
+From a prompt's arrival to its first new token, one prompt at a time, pages of earlier prompts not
+reused. mtpc prefills in chunks; each size of `--chunks` is an engine of its own. Samples are taken
+in turns and set against the machine as in `benchmarks.decode`, whose parts these are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import mtpc
+from benchmarks import vllm_host
+from benchmarks.bandwidth import BandwidthProbe
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
+from benchmarks.decoders import Decoded, Decoder, Prompts
+from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.vllm_decoder import VllmProcess
+
+NEW_TOKENS = 8
+"""Room behind the prompt; one token is asked for."""
+COLUMNS = ("engine", "K", "ms", "tokens/s", "GFLOP/s", "vs tf", "vs vLLM", "samples")
+NOTES = (
+    "ms: from a prompt's arrival to its first new token; medians.",
+    "GFLOP/s: of the target's layers, two a weight and token; attention and drafts not counted.",
+    "vs tf: tokens/s over transformers' generate; vs vLLM: over its CPU build's at the same K.",
+    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+)
+
+
+class MtpcPrefill:
+    """A `SpecModel` whose prefill step takes that many rows."""
+
+    def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
+        self.model, self.build_s = model, build_s
+        self.spec_tokens = model.options.spec_tokens
+        self.engine = f"mtpc, chunks of {model.options.prefill_chunk}"
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """First tokens, one prompt after another; `new_tokens` is not looked at."""
+
+        def first_token(prompt: list[int]) -> None:
+            self.model.engine.add(prompt, 1)
+            while self.model.engine.has_work:
+                self.model.engine.step()
+
+        return _timed(prompts, first_token)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class TransformersPrefill:
+    """transformers' `generate`, for one token."""
+
+    engine, spec_tokens, build_s = "transformers", 0, 0.0
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """First tokens, one prompt after another; `new_tokens` is not looked at."""
+
+        def first_token(prompt: list[int]) -> None:
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            self.model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+
+        return _timed(prompts, first_token)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class VllmPrefill:
+    """vLLM in its process, which takes the time itself."""
+
+    engine = "vLLM"
+
+    def __init__(self, process: VllmProcess) -> None:
+        self._process, self.spec_tokens = process, process.spec_tokens
+        self.build_s, self.close = process.build_s, process.close
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """First tokens, one prompt after another; `new_tokens` is not looked at."""
+        done = self._process.ask({"prefill": list(prompts)})
+        tokens = sum(len(prompt) for prompt in prompts)
+        return Decoded(len(prompts), tokens, done["seconds"], None, done["cpu_s"])
+
+
+def _timed(prompts: Prompts, first_token: Any) -> Decoded:
+    start = time.perf_counter()
+    for prompt in prompts:
+        first_token(prompt)
+    seconds = time.perf_counter() - start
+    return Decoded(len(prompts), sum(len(prompt) for prompt in prompts), seconds, None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tell, probe = teller(), BandwidthProbe(args.probe_mib << 20)
+    plan = Plan(args.prompt_tokens, NEW_TOKENS, args.repeats, args.max_foreign, args.seed)
+    with working_directory(args.workdir) as workdir, ExitStack() as closing:
+        tell(f"write {workdir / 'mimo'}")
+        shape = SHAPES[args.shape]
+        checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
+        cases = []
+        for decoder in _engines(checkpoint, args, tell):
+            closing.callback(decoder.close)
+            cases.append(Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0)))
+        sample_in_turns(cases, plan, shape.vocab_size, probe, tell)
+    rows = [summarise(case, plan.max_foreign) for case in cases]
+    lines = cells(rows, checkpoint.target_bytes)
+    write_results(args, COLUMNS, lines, NOTES, {"rows": [asdict(row) for row in rows]})
+    print_results(f"A prompt of {args.prompt_tokens} tokens", COLUMNS, lines, NOTES)
+    return 0
+
+
+def _engines(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
+    target = checkpoint.load_target()
+    if args.peers:
+        yield TransformersPrefill(target)
+    for k in args.spec_tokens:
+        for chunk in args.chunks:
+            tell(f"compile K={k}, chunks of {chunk}")
+            yield _compile(target, k, chunk, args)
+    for k in args.spec_tokens if args.vllm_python else ():
+        tell(f"start vLLM K={k}")
+        directory = checkpoint.directory.absolute()
+        options = vllm_host.arguments(str(directory), k, args.prompt_tokens + NEW_TOKENS, 1)
+        threads = torch.get_num_threads()
+        yield VllmPrefill(
+            VllmProcess(args.vllm_python, options, directory.parent / "vllm", threads)
+        )
+
+
+def _compile(target: Any, spec_tokens: int, chunk: int, args: argparse.Namespace) -> MtpcPrefill:
+    start = time.perf_counter()
+    model = mtpc.compile(
+        target,
+        spec_tokens=spec_tokens,
+        batch_buckets=(1,),
+        max_len=args.prompt_tokens + NEW_TOKENS,
+        prefill_chunk=chunk,
+        prefix_caching=False,
+        backend=args.backend,
+        enabled_passes=tuple(args.enable),
+    )
+    return MtpcPrefill(model, time.perf_counter() - start)
+
+
+def cells(rows: Sequence[Row], target_bytes: int) -> list[list[str]]:
+    """The table's body.
+
+    Args:
+        rows: measured.
+        target_bytes: of the target's layers, in bfloat16.
+    """
+    by_key = {(row.engine, row.spec_tokens): row for row in rows}
+
+    def ratio(row: Row, other: Row | None) -> str:
+        return f"{row.tokens_per_s / other.tokens_per_s:.2f}x" if other else "-"
+
+    return [
+        [
+            row.engine,
+            str(row.spec_tokens),
+            f"{row.ms_per_step:.1f}",
+            f"{row.tokens_per_s:.0f}",
+            f"{row.tokens_per_s * target_bytes / 1e9:.0f}",
+            ratio(row, by_key.get(("transformers", 0))),
+            ratio(row, by_key.get(("vLLM", row.spec_tokens))),
+            f"{row.samples}+{row.discarded}{row.disturbed * '*'}",
+        ]
+        for row in rows
+    ]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prefill", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add("--prompt-tokens", type=positive, default=512, metavar="N")
+    add("--spec-tokens", nargs="+", type=int, default=[0, 1], metavar="K")
+    add("--chunks", nargs="+", type=positive, default=[128, 512], metavar="N", help="mtpc's")
+    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
+    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
+    add("--backend", default="auto", help="mtpc's backend")
+    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
+    add("--repeats", type=positive, default=5, metavar="N", help="undisturbed samples per row")
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--probe-mib", type=positive, default=384, metavar="N", help="the probe's buffer")
+    add("--seed", type=int, default=0)
+    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add_result_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

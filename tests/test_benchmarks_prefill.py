@@ -1,0 +1,97 @@
+"""The prefill benchmark at a tiny size: its rows and its arithmetic. Never a time."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+
+from benchmarks import memory, prefill, vllm_host
+from benchmarks.decoders import Decoded
+from benchmarks.prefill import TransformersPrefill
+from benchmarks.sampling import Case, Row, Sample, summarise
+
+PROMPT_TOKENS = 40
+ARGUMENTS = (
+    *("--shape", "tiny", "--backend", "eager", "--spec-tokens", "1", "--chunks", "16", "64"),
+    *("--prompt-tokens", str(PROMPT_TOKENS), "--repeats", "2", "--max-foreign", "1"),
+    *("--probe-mib", "1"),
+)
+"""No sample counts as disturbed, so that it takes seconds."""
+
+
+def test_every_engine_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        transformers.Qwen2ForCausalLM, "_keys_to_ignore_on_load_unexpected", None, raising=False
+    )
+    files = ["--out", str(tmp_path / "p.json"), "--csv", str(tmp_path / "p.csv")]
+    assert prefill.main([*ARGUMENTS, *files]) == 0
+    rows = json.loads((tmp_path / "p.json").read_text())["rows"]
+    engines = [(row["engine"], row["spec_tokens"]) for row in rows]
+    assert engines == [("transformers", 0), ("mtpc, chunks of 16", 1), ("mtpc, chunks of 64", 1)]
+    for row in rows:
+        for sample in row["taken"]:
+            # No page was reused: every sample is of a whole prompt.
+            assert (sample["decoded"]["steps"], sample["decoded"]["tokens"]) == (1, PROMPT_TOKENS)
+    lines = list(csv.DictReader((tmp_path / "p.csv").open()))
+    assert [line["engine"] for line in lines] == [row["engine"] for row in rows]
+
+
+def _row(engine: Any, seconds: float) -> Row:
+    sample = Sample(Decoded(2, 100, seconds, None), bandwidth=1e9, foreign_share=0.0)
+    return summarise(Case("mimo", "random", engine, 1, 1000, [sample]), max_foreign=0.1)
+
+
+def test_cells() -> None:
+    """100 tokens of a target of 3 GB, 1.5 billion weights, in 2 s: 50 a second, 150 GFLOP/s."""
+    vllm = SimpleNamespace(engine="vLLM", spec_tokens=0, build_s=0.0)
+    rows = [_row(TransformersPrefill(None), 2.0), _row(vllm, 1.0)]
+    first, second = prefill.cells(rows, target_bytes=3 * 10**9)
+    assert first == ["transformers", "0", "1000.0", "50", "150", "1.00x", "0.50x", "1+0"]
+    assert second == ["vLLM", "0", "500.0", "100", "300", "2.00x", "1.00x", "1+0"]
+
+
+def test_vllm_takes_prompts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its side of the pipe, over an engine that takes three steps a request."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.left, self.log = 0, list[Any]()
+
+        def add_request(self, name: str, prompt: dict[str, Any], params: dict[str, Any]) -> None:
+            assert self.left == 0, "the one before is not done"
+            self.left = 3
+            self.log.append((prompt["prompt_token_ids"], params["max_tokens"]))
+
+        def has_unfinished_requests(self) -> bool:
+            return self.left > 0
+
+        def step(self) -> None:
+            self.left -= 1
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    engine = Engine()
+    done = vllm_host.first_tokens(engine, [[1, 2], [3]])
+    assert engine.log == [([1, 2], 1), ([3], 1)]
+    assert done.keys() == {"seconds", "cpu_s"}
+
+
+@pytest.mark.slow
+def test_memory_is_written(tmp_path: Path) -> None:
+    """Both starts, with what a process must hold and what it took while it packed."""
+    out, table = tmp_path / "memory.json", tmp_path / "memory.csv"
+    arguments = ["--shape", "tiny", "--spec-tokens", "1", "--batch-buckets", "1"]
+    assert memory.main([*arguments, "--out", str(out), "--csv", str(table)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["start"] for row in rows] == ["just compiled", "warm"]
+    for row, line in zip(rows, csv.DictReader(table.open()), strict=True):
+        assert 0 < row["state_bytes"] < row["resident_bytes"] <= row["peak_bytes"]
+        assert float(line["ratio"]) == pytest.approx(
+            row["resident_bytes"] / (row["weights_bytes"] + row["state_bytes"])
+        )
