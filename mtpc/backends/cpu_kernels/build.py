@@ -1,6 +1,7 @@
 """Compiles the kernels once per machine, toolchain and version of their sources.
 
-Nothing but a C++ compiler is needed, no build system: its sources and one command.
+Nothing but a C++ compiler is needed, no build system: sources and one command a library. There are
+two: the kernels, on libtorch's stable ABI, and what runs packages (`runner.cpp`), which is not.
 OpenMP is not linked: the kernels run on torch's own threads, so there is one OpenMP runtime in
 the process.
 """
@@ -11,7 +12,8 @@ import atexit
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 
 SOURCE_DIR = Path(__file__).parent
-LIBRARY = "libmtpc_cpu.so"
+LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"
+_RUNNER_SOURCE = SOURCE_DIR / "runner.cpp"
+_RUNNER_FLAGS = ("-std=c++20", "-O1", "-fvisibility=hidden", "-fPIC", "-shared")
 _FLAGS = (
     "-std=c++20",
     "-O3",
@@ -94,7 +98,8 @@ def kernel_fields(environment: Fields | None = None) -> dict[str, str]:
     if environment is None:
         environment = {**version_fields(), **source_fields(), **machine_fields()}
     decisive = {name: environment[name] for name in _DECISIVE if name in environment}
-    return {"kind": "kernels", "flags": " ".join(_FLAGS), **decisive}
+    flags = " ".join((*_FLAGS, "runner:", *_RUNNER_FLAGS))
+    return {"kind": "kernels", "flags": flags, **decisive}
 
 
 def _find(store: EntryStore, fields: Fields, report: Callable[[str], None]) -> Entry | None:
@@ -114,41 +119,48 @@ def _find_compiler() -> str:
 
 
 def _sources() -> list[Path]:
-    return sorted(SOURCE_DIR.glob("*.cpp"))
+    return sorted(path for path in SOURCE_DIR.glob("*.cpp") if path != _RUNNER_SOURCE)
 
 
 def _install(
     compiler: str, store: EntryStore, fields: Fields, report: Callable[[str], None]
 ) -> Entry:
     def fill(directory: Path) -> None:
-        _compile(compiler, directory / LIBRARY, report)
+        _compile(compiler, directory, report)
         (directory / KEY).write_bytes(key_bytes(fields))
 
     return store.write(digest(fields), fill)
 
 
 def _compile_for_now(compiler: str, report: Callable[[str], None]) -> Path:
-    library = Path(tempfile.mkdtemp(prefix="mtpc-kernels-")) / LIBRARY
-    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
-    _compile(compiler, library, report)
-    return library
+    directory = Path(tempfile.mkdtemp(prefix="mtpc-kernels-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _compile(compiler, directory, report)
+    return directory / LIBRARY
 
 
-def _compile(compiler: str, library: Path, report: Callable[[str], None]) -> None:
+def _compile(compiler: str, directory: Path, report: Callable[[str], None]) -> None:
     report(f"compiling the cpu kernels with {compiler} (once, about 30 s)")
-    _run(_command(compiler, library))
-    report(f"compiled the cpu kernels to {library}")
+    libraries = ((_FLAGS, _sources(), LIBRARY), (_RUNNER_FLAGS, [_RUNNER_SOURCE], RUNNER))
+    commands = [
+        _command(compiler, flags, sources, directory / name) for flags, sources, name in libraries
+    ]
+    with ThreadPoolExecutor(len(commands)) as both:
+        for done in [both.submit(_run, command) for command in commands]:
+            done.result()
+    report(f"compiled the cpu kernels to {directory / LIBRARY}")
 
 
-def _command(compiler: str, output: Path) -> list[str]:
+def _command(
+    compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path
+) -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
     # Imported here: it takes half a second, and a library that is in the cache needs none of it.
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-I{path}" for path in include_paths()]
-    sources = [str(path) for path in _sources()]
     link = [f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10"]
-    return [compiler, *_FLAGS, *includes, *sources, "-o", str(output), *link]
+    return [compiler, *flags, *includes, *map(str, sources), "-o", str(output), *link]
 
 
 def _run(command: list[str]) -> str:
