@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Protocol
 
 import torch
 
@@ -69,11 +70,15 @@ class Run:
         traces: see `arrivals.serve`.
         child_cpu_s: CPU seconds of other processes that count as ours.
         host_gap_share: of the time with work, the part between replays; None if it is not known.
+        work_s: seconds with work, replays and what is between them; None if it is not known.
+        tokens_by_k: tokens by the number of drafts of the step that emitted them, if counted.
     """
 
     traces: list[Trace]
     child_cpu_s: float = 0.0
     host_gap_share: float | None = None
+    work_s: float | None = None
+    tokens_by_k: dict[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,24 @@ class Sample:
     traces: list[Trace]
     foreign_share: float
     host_gap_share: float | None = None
+    work_s: float | None = None
+    tokens_by_k: dict[int, int] | None = None
+
+
+class Serves(Protocol):
+    """What is measured.
+
+    Attributes:
+        engine: its name.
+        spec_tokens: drafts a step, or how they are chosen.
+    """
+
+    engine: str
+    spec_tokens: int | str
+
+    def run(self, arrivals: Sequence[Arrival]) -> Run:
+        """Serve requests, and say what became of them."""
+        ...
 
 
 class MtpcServer:
@@ -92,7 +115,8 @@ class MtpcServer:
     engine = "mtpc"
 
     def __init__(self, model: mtpc.SpecModel):
-        self._engine, self.spec_tokens = model.engine, model.options.spec_tokens
+        self._engine = model.engine
+        self.spec_tokens: int | str = model.options.spec_tokens
         self._names: dict[int, str] = {}
 
     def add(self, name: str, arrival: Arrival) -> None:
@@ -110,7 +134,8 @@ class MtpcServer:
         gap_s, replay_s = stats.host_gap_s, stats.replay_s
         traces = serve(self, arrivals)
         gap_s, replay_s = stats.host_gap_s - gap_s, stats.replay_s - replay_s
-        return Run(traces, host_gap_share=gap_s / (gap_s + replay_s))
+        work_s = gap_s + replay_s
+        return Run(traces, host_gap_share=gap_s / work_s, work_s=work_s)
 
 
 class VllmServer:
@@ -119,7 +144,8 @@ class VllmServer:
     engine = "vLLM"
 
     def __init__(self, process: VllmProcess):
-        self._process, self.spec_tokens = process, process.spec_tokens
+        self._process = process
+        self.spec_tokens: int | str = process.spec_tokens
 
     def run(self, arrivals: Sequence[Arrival]) -> Run:
         """Have its process serve them."""
@@ -132,7 +158,7 @@ class Case:
     """One row to be: a load on a server."""
 
     load: Load
-    server: MtpcServer | VllmServer
+    server: Serves
     samples: list[Sample] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -149,7 +175,7 @@ class Row:
 
     load: str
     engine: str
-    spec_tokens: int
+    spec_tokens: int | str
     tokens_per_s: float
     ttft_p50_s: float
     ttft_p99_s: float
@@ -183,7 +209,8 @@ def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell)
             run = case.server.run(arrivals)
             at_s = [arrival.at_s for arrival in arrivals]
             foreign_share = watch.foreign_share(run.child_cpu_s)
-            sample = Sample(at_s, run.traces, foreign_share, run.host_gap_share)
+            seen = (run.host_gap_share, run.work_s, run.tokens_by_k)
+            sample = Sample(at_s, run.traces, foreign_share, *seen)
             case.samples.append(sample)
             disturbed = sample.foreign_share > args.max_foreign
             tell(
@@ -274,7 +301,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def servers(
     args: argparse.Namespace, workdir: Path, closing: ExitStack, tell: Tell
-) -> Iterator[MtpcServer | VllmServer]:
+) -> Iterator[Serves]:
     """mtpc and vLLM, each with drafts and without, on one checkpoint."""
     directory = workdir / "checkpoint"
     tell(f"write {directory}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 import torch
 
-from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec, Phase
+from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec, Phase, StepKey
 from mtpc.sampling_params import FLOATS, INTS
 
 R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegative=True)
@@ -92,12 +92,12 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
     )
 
 
-def sampling_specs(phase: Phase, token_mask: bool) -> tuple[BufferSpec, ...]:
+def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
     """What sampling adds; the rows by request slot are described in `ops.sampling`.
 
     Args:
-        phase: of the step.
-        token_mask: whether the host may mask tokens row by row.
+        key: of the step.
+        token_mask: whether the host may mask tokens row by row, the target's and drafts.
     """
     specs = (
         BufferSpec("state.sampling_floats", (S, len(FLOATS)), torch.float64, 0, "host"),
@@ -113,5 +113,8 @@ def sampling_specs(phase: Phase, token_mask: bool) -> tuple[BufferSpec, ...]:
     )
     if not token_mask:
         return specs
-    rows = T if phase == "decode" else R  # A prompt's last row is the only one that chooses.
-    return (*specs, BufferSpec("batch.token_mask", (rows, W), torch.int32, -1, "host"))
+    rows = T if key.phase == "decode" else R  # A prompt's last row is the only one that chooses.
+    mask = BufferSpec("batch.token_mask", (rows, W), torch.int32, -1, "host")
+    if not key.spec_tokens:
+        return (*specs, mask)
+    return (*specs, mask, BufferSpec("batch.draft_mask", (rows, K, W), torch.int32, -1, "host"))

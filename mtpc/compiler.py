@@ -111,7 +111,7 @@ class StepCompiler:
         }
         specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.state_specs())
         if options.sampling:
-            specs += sampling_specs(key.phase, options.token_mask)
+            specs += sampling_specs(key, options.token_mask)
         return Layout(specs, sizes)
 
     def _make_shared(

@@ -109,9 +109,10 @@ class Step(nn.Module):
             features, ids, context_lens, active, state_slots
         )
         rounds = (next_ids, features, metadata, anchors)
+        masks = self._draft_masks(anchors)
         if self.window > 0:
             rounds = self._widen(rounds, context_lens, active)
-        drafts = self._propose(*rounds, (lens, active, rows))
+        drafts = self._propose(*rounds, (lens, active, rows, masks))
         self._report(*report)
         last_token = aten.index_select.default(next_ids, 0, anchors)
         next_token_ids = aten.stack.default([last_token, *drafts], 1)
@@ -205,12 +206,25 @@ class Step(nn.Module):
         rows = (state.sampling_ints, state.output_counts, *reports)
         self.pieces.record(logits, emitted_ids, num_emitted, slots, *rows)
 
-    def _pick(self, logits, lens, step, slots):  # type: ignore[no-untyped-def]
+    def _draft_masks(self, anchors):  # type: ignore[no-untyped-def]
+        """The mask of each draft to be made, [R, K, W]: that of the row which was accepted last."""
+        if not hasattr(self.batch, "draft_mask"):
+            return None
+        masks = self.batch.draft_mask
+        if self.key.phase == "prefill":
+            return masks
+        return aten.index_select.default(masks, 0, anchors)
+
+    def _pick(self, logits, step, chain):  # type: ignore[no-untyped-def]
         """The draft that follows `lens` + `step` + 1 tokens of each request."""
         if not self.samples:
             return self.pieces.pick(logits)
+        lens, _, (_, slots, _), masks = chain
         before = aten.add.Tensor(lens, step) if step else lens
-        return self.pieces.pick(logits, before, slots, *self._sampling_rows())
+        rows = self._sampling_rows()
+        if masks is not None:
+            rows = (*rows, aten.select.int(masks, 1, step))
+        return self.pieces.pick(logits, before, slots, *rows)
 
     def _widen(self, rounds, context_lens, active):  # type: ignore[no-untyped-def]
         """Rows that several MTP layers work on: some earlier ones too, which rested on drafts."""
@@ -233,8 +247,7 @@ class Step(nn.Module):
         nevertheless, for a step of more drafts needs their KV of every row; what only a draft
         would need is dead code.
         """
-        lens, active, rows = chain
-        row_lens = lens
+        row_lens, active, rows, _ = chain
         last, count = self.window, self.key.spec_tokens
         drafts = []
         for step in range(max(count, self.window + 1)):
@@ -250,7 +263,7 @@ class Step(nn.Module):
                 logits = self.pieces.draft_heads[layer](features)
                 if step <= last:  # Only the row of the last accepted token goes to the head.
                     logits = aten.index_select.default(logits, 0, anchors)
-                following = self._pick(logits, lens, step, rows[1])
+                following = self._pick(logits, step, chain)
                 drafts.append(following)
             if step < last:
                 ids = self.pieces.move_up(ids, anchors, active, following)

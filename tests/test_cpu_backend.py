@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -153,3 +156,35 @@ def test_auto_falls_back_visibly(
     for choice in ({"backend": "auto", "strict": True}, {"backend": "cpu"}):
         with pytest.raises(BackendError, match="no C"):
             mtpc.compile(checkpoint("mimo"), **choice, **options)
+
+
+def test_a_replay_lets_go_of_the_interpreters_lock(cpu_built: Callable[..., CpuBuilt]) -> None:
+    """Another thread runs in the midst of a replay; not when it comes is tested, but that it can.
+
+    Nobody is made to give the lock away here: the other thread gets it where the first one lets go
+    of it, and between `inside = True` and `inside = False` only the replay can do that.
+    """
+    replay = cpu_built("mimo").spec.program.steps[DECODE].replay
+    inside, is_over, seen = False, False, 0
+
+    def watch() -> None:
+        nonlocal seen
+        while not is_over:
+            seen += inside
+            time.sleep(1e-5)
+
+    before, other = sys.getswitchinterval(), threading.Thread(target=watch)
+    sys.setswitchinterval(1e6)
+    try:
+        other.start()
+        for _ in range(20_000):
+            inside = True
+            replay()
+            inside = False
+            if seen:
+                break
+    finally:
+        is_over = True
+        sys.setswitchinterval(before)
+        other.join()
+    assert seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from conftest import CPU_OPTIONS
 from test_sampling import FILTERS, NEW
 from test_theorem import PROMPTS, poison
+from torch import Tensor
 
 import mtpc
 from mtpc import SamplingParams
+from mtpc.engine.sampling_rows import pack_bits
 
 
 def test_compiled_equals_eager(
@@ -27,12 +30,18 @@ def test_compiled_equals_eager(
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(FILTERS))]
     before = sum(eager.stats.accepted)
     poison(spec)
-    for step in spec.program.steps.values():
-        step.buffers["batch.token_mask"].fill_(-1)
+    masks = [
+        step.buffers[f"batch.{kind}_mask"]
+        for step in spec.program.steps.values()
+        for kind in ("token", "draft")
+    ]
+    for mask in masks:
+        mask.fill_(-1)
     chosen = list(FILTERS.values())
     wanted = eager.generate(prompts, NEW, sampling=chosen)
     assert spec.generate(prompts, NEW, sampling=chosen) == wanted
     assert sum(spec.stats.accepted) == sum(eager.stats.accepted) - before > 0
+    _masked(spec, eager, masks)
     both = []
     for model in (spec, eager):
         model.engine.add(PROMPTS[4], 9, (), SamplingParams(temperature=1.0, seed=4, logprobs=3))
@@ -47,3 +56,19 @@ def test_compiled_equals_eager(
         assert [i for i, _ in found.top] == [i for i, _ in expected.top]
     with pytest.raises(mtpc.errors.RequestError, match="max_logprobs"):
         spec.generate(PROMPTS[4], 3, logprobs=6)
+
+
+def _masked(spec: mtpc.SpecModel, eager: mtpc.SpecModel, masks: list[Tensor]) -> None:
+    """Rows of both masks act as `allowed_ids` do: the same texts, the same drafts accepted."""
+    allowed = tuple(range(10, 50))
+    names = ("temperature", "greedy", "all filters")
+    only = [dataclasses.replace(FILTERS[name], allowed_ids=allowed) for name in names]
+    for mask in masks:
+        mask.copy_(pack_bits(allowed, 96).expand_as(mask))
+    before = sum(spec.stats.accepted), sum(eager.stats.accepted)
+    found = spec.generate(PROMPTS[3:6], NEW, sampling=[FILTERS[name] for name in names])
+    assert found == eager.generate(PROMPTS[3:6], NEW, sampling=only)
+    accepted = sum(spec.stats.accepted) - before[0]
+    assert accepted == sum(eager.stats.accepted) - before[1] > 0
+    for mask in masks:
+        mask.fill_(-1)

@@ -1,6 +1,8 @@
 """Running a compiled package: open its library, bind tensors to its constants, call it.
 
-This is all of the cpu backend that a warm start needs: no Inductor, no export, no compiler.
+This is all of the cpu backend that a warm start needs: no Inductor, no export, no compiler. The
+runner is AOTInductor's, in an object of our own (`cpu_kernels/runner.cpp`) that lets go of Python's
+lock while a package runs: other threads go on, an event loop that serves its results for one.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ class Package:
 def open_package(directory: Path, package: Package, tensor_of: Callable[[str], Tensor]) -> Run:
     """Load a package and bind it to tensors, which it uses in place from then on.
 
+    The kernels must be loaded (`cpu_kernels.load_kernels`). What is returned runs without Python's
+    lock, and is for one thread at a time.
+
     Args:
         directory: holds LIBRARY and CALLS.
         package: how it is called.
@@ -52,12 +57,12 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
         BackendError: the library cannot be loaded here, or a tensor is not what it was made for.
     """
     try:
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(directory / LIBRARY), 1)
+        runner = torch.classes.mtpc_runner.Runner(str(directory / LIBRARY))
     except RuntimeError as error:
         raise BackendError(f"{directory / LIBRARY} cannot be loaded: {error}") from error
     tensors = {name: tensor_of(name).detach() for name in package.tensors}
     _check_signatures(package, tensors)
-    internal = {full: name for name, full in runner.get_constant_names_to_original_fqns().items()}
+    internal = dict(runner.constants())
     if internal.keys() != package.constants:
         raise BackendError(
             f"{directory / LIBRARY} does not refer to {sorted(package.constants - internal.keys())}"
@@ -65,12 +70,8 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
             "copied into the code and later writes to it would be lost"
         )
     constants = {internal[name]: tensors[name] for name in package.constants}
-    runner.update_constant_buffer(constants, False, True, True)
-    inputs = [tensors[name] for name in package.inputs]
-
-    def run() -> None:
-        runner.run(inputs)
-
+    runner.bind(constants, [tensors[name] for name in package.inputs])
+    run: Run = runner.run
     return run
 
 

@@ -1,9 +1,9 @@
 """Cutting one step into two graphs, `verify` and `propose`, for hosts with their own scheduler.
 
 The cut is found, not declared: a minimum cut weighted by bytes between what the results need
-(everything up to the buffers the host reads) and what uses the MTP layers' weights or moves a
-request's rows on (`state.*`), over the graph's data dependencies and its order of effects. Values
-that cross become static buffers `cross.*`.
+(everything up to the buffers the host reads) and what uses the MTP layers' weights or drafts'
+masks, or moves a request's rows on (`state.*`), over the graph's data dependencies and its order of
+effects. Values that cross become static buffers `cross.*`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ RESULT_BUFFERS = frozenset(
     )
 )
 """What a host reads after `verify`."""
+PROPOSE_INPUTS = ("mtp.", "batch.draft_mask")
+"""Beginnings of the names of what only `propose` reads: a host may write these masks late."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ def _minimum_cut(graph: fx.Graph, effects: Effects, free: set[fx.Node]) -> set[f
 
 
 def _drafts(node: fx.Node) -> bool:
-    """Whether a node takes a weight of an MTP layer."""
-    return any(str(arg.target).startswith("mtp.") for arg in node.all_input_nodes)
+    """Whether a node takes a weight of an MTP layer, or what a host writes between the halves."""
+    return any(str(arg.target).startswith(PROPOSE_INPUTS) for arg in node.all_input_nodes)
 
 
 def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scale: int) -> None:

@@ -9,6 +9,7 @@ costs at most its own max_new_tokens ids of memory; slot and pages come back whe
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -150,6 +151,18 @@ class AsyncEngine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mtpc-engine", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
+
+    def _end(self) -> None:
+        """At the interpreter's end, where nobody called `aclose`: after the step that runs.
+
+        A replay lets go of the interpreter's lock, and must not come back when there is none.
+        """
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
 
     async def aclose(self) -> None:
         """Stop after the step that runs; requests are aborted, their consumers told.
@@ -295,6 +308,7 @@ class AsyncEngine:
             errors.append(_attempt(partial(self.engine.abort, request.request_id)))
         first = next((one for one in errors if one is not None), None)
         failed = [_attempt(partial(mailbox.fail, first)) for mailbox in mailboxes.values()]
+        atexit.unregister(self._end)
         self._ended.set_result(next((one for one in (first, *failed) if one is not None), None))
 
     def _tell(self, mailbox: _Mailbox) -> None:
@@ -307,9 +321,9 @@ class AsyncEngine:
     def _give_turn(self) -> None:
         """Wake the consumers of what the last step brought; where they are late, let them run.
 
-        A replay may hold the interpreter's lock from begin to end. Consumers that have to get it
-        between two replays would get it late, and one after the other. Where a replay does not,
-        they run beside it, and the engine waits for nobody.
+        A replay may hold the interpreter's lock, as one of the eager backend does most of the time.
+        Consumers that have to get it between two replays would get it late, and one after the
+        other. Where a replay lets go of it, they run beside it, and the engine waits for nobody.
         """
         filled, self._filled = self._filled, []
         if not filled:

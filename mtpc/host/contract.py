@@ -112,6 +112,9 @@ CONTRACT = (
     Term("batch.token_mask", "[T, V/32]", "int32", -1, ("host",),
          "with token_mask: a bit a token, for each row of logits (prefill: [R, V/32]). Before each "
          "replay"),
+    Term("batch.draft_mask", "[T, K, V/32]", "int32", -1, ("host",),
+         "with token_mask: a bit a token, for each draft to be made, by the row that was accepted "
+         "last (prefill: [R, K, V/32]). Before `propose`"),
     Term("batch.prompt_ids", "[T]", "int64", 0, ("host",),
          "prefill: the chunk's tokens; what is behind num_input may be anything"),
     Term("batch.num_input", "[R]", "int32", 0, ("host",), "prefill: how many they are"),

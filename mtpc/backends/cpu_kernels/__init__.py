@@ -18,6 +18,7 @@ references, on each level:
 - `experts`, `packed_experts` and `quantised_experts` read each chosen expert's weights once,
   `packed_linear` its weight.
 - `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
+- No kernel needs Python's lock, and packages run without it (`torch.classes.mtpc_runner.Runner`).
 
 Sums are accumulated in float32, in float64 for float64 queries or rows. Elements of q, x, caches
 and weights are bfloat16, float16, float32 or float64; index tensors int32 or int64. Any strides
@@ -35,7 +36,7 @@ from torch import Tensor
 
 import mtpc.ops.attention
 import mtpc.ops.experts  # noqa: F401  (these register references that kernel_table names)
-from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
+from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.float32_linear import fake_float32_linear
 from mtpc.ops.gated_delta import fake_gated_delta_rule
@@ -72,7 +73,9 @@ def load_library(built: Entry | Path) -> None:
     """Load what `build_kernels` returned; does nothing where kernels are loaded already."""
     if _is_loaded():
         return
-    torch.ops.load_library(built if isinstance(built, Path) else built.directory / LIBRARY)
+    directory = built.parent if isinstance(built, Path) else built.directory
+    torch.classes.load_library(str(directory / RUNNER))
+    torch.ops.load_library(directory / LIBRARY)
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"mtpc_cpu::{name}", fake)
 

@@ -1,6 +1,7 @@
 """Compiles the kernels once per level of instructions, toolchain and version of their sources.
 
-Nothing but a C++ compiler is needed, no build system: one command a source, and one that links.
+Nothing but a C++ compiler is needed, no build system: one command a source, and one that links. A
+second library runs packages (`runner.cpp`): it is not on libtorch's stable ABI, as the kernels are.
 OpenMP is not linked: the kernels run on torch's own threads, so there is one OpenMP runtime in
 the process.
 """
@@ -35,7 +36,9 @@ from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 
 SOURCE_DIR = Path(__file__).parent
-LIBRARY = "libmtpc_cpu.so"
+LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"
+_RUNNER_SOURCE = SOURCE_DIR / "runner.cpp"
+_RUNNER_FLAGS = ("-std=c++20", "-O1", "-fvisibility=hidden", "-fPIC")
 _FLAGS = (
     "-std=c++20",
     "-O3",
@@ -108,7 +111,7 @@ def kernel_fields(level: Level, environment: Fields | None = None) -> dict[str, 
         environment = {**version_fields(), **source_fields(), **machine_fields()}
     names = (*_DECISIVE, *(_DECISIVE_IF_NATIVE if level == NATIVE else ()))
     decisive = {name: environment[name] for name in names if name in environment}
-    flags = " ".join((*_FLAGS, *level.flags))
+    flags = " ".join((*_FLAGS, *level.flags, "runner:", *_RUNNER_FLAGS))
     return {"kind": "kernels", "flags": flags, "machine.level": level.name, **decisive}
 
 
@@ -129,7 +132,7 @@ def _find_compiler() -> str:
 
 
 def _sources() -> list[Path]:
-    return sorted(SOURCE_DIR.glob("*.cpp"))
+    return sorted(path for path in SOURCE_DIR.glob("*.cpp") if path != _RUNNER_SOURCE)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class _Build:
         """Into the cache."""
 
         def fill(directory: Path) -> None:
-            self._compile(directory / LIBRARY)
+            self._compile(directory)
             (directory / KEY).write_bytes(key_bytes(fields))
 
         return store.write(digest(fields), fill)
@@ -153,40 +156,44 @@ class _Build:
         """Into a directory that lasts as long as the process."""
         library = Path(tempfile.mkdtemp(prefix="mtpc-kernels-")) / LIBRARY
         atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
-        self._compile(library)
+        self._compile(library.parent)
         return library
 
-    def _compile(self, library: Path) -> None:
-        """Sources side by side, one a core; then the library of them."""
-        # Imported here: it takes half a second, and a library in the cache needs none of it.
-        from torch.utils.cpp_extension import include_paths
-
-        includes, sources = [f"-I{path}" for path in include_paths()], _sources()
+    def _compile(self, into: Path) -> None:
+        """Sources side by side, one a core; then the libraries of them."""
+        flags = (*_FLAGS, *self.level.flags)
+        jobs = [(source, flags) for source in _sources()] + [(_RUNNER_SOURCE, _RUNNER_FLAGS)]
         what = f"the cpu kernels for {self.level.name} with {self.compiler}"
         self.report(f"compiling {what} (once, about a minute of one core)")
         with (
             tempfile.TemporaryDirectory(prefix="mtpc-objects-") as scratch,
             ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
         ):
-            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-            jobs = [
-                pool.submit(self._object, source, output, includes)
-                for source, output in zip(sources, objects, strict=True)
-            ]
+            running = [pool.submit(self._object, *job, Path(scratch)) for job in jobs]
             try:
-                for done, job in enumerate(as_completed(jobs), 1):
+                for done, job in enumerate(as_completed(running), 1):
                     job.result()
                     self.report(f"compiling {what}: {done} of {len(jobs)} sources")
             finally:
                 pool.shutdown(cancel_futures=True)
-            libraries = Path(torch.__file__).parent / "lib"
-            link = ("-shared", f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
-            _run([self.compiler, *_FLAGS, *map(str, objects), "-o", str(library), *link])
-        self.report(f"compiled the cpu kernels to {library}")
+            *kernels, runner = [job.result() for job in running]
+            self._link(kernels, into / LIBRARY)
+            self._link([runner], into / RUNNER)
+        self.report(f"compiled the cpu kernels to {into / LIBRARY}")
 
-    def _object(self, source: Path, output: Path, includes: list[str]) -> None:
-        flags = (*_FLAGS, *self.level.flags)
+    def _object(self, source: Path, flags: tuple[str, ...], into: Path) -> Path:
+        # Imported here: it takes half a second, and a library in the cache needs none of it.
+        from torch.utils.cpp_extension import include_paths
+
+        output = into / f"{source.stem}.o"
+        includes = [f"-I{path}" for path in include_paths()]
         _run([self.compiler, *flags, *includes, "-c", str(source), "-o", str(output)])
+        return output
+
+    def _link(self, objects: list[Path], library: Path) -> None:
+        libraries = Path(torch.__file__).parent / "lib"
+        link = ("-shared", f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
+        _run([self.compiler, *map(str, objects), "-o", str(library), *link])
 
 
 def _run(command: list[str]) -> str:

@@ -1,0 +1,257 @@
+"""K by load: the same requests with drafts fixed at 0, fixed at K, and chosen by the engine.
+
+    python -m benchmarks.tiers --out RESULTS.json
+
+Two checkpoints of one shape, one whose drafts are all accepted and one whose drafts hardly ever
+are; a low load, where a step has few requests, and a high one, a burst. Drafts pay where weights
+are read for few rows and the text can be predicted; `spec_tokens="auto"` is to be near the better
+of the two fixed ones everywhere, and says in which steps it handed its tokens out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import mtpc
+from benchmarks.arrivals import Arrival, serve
+from benchmarks.command import (
+    add_result_files,
+    positive,
+    print_results,
+    teller,
+    working_directory,
+    write_results,
+)
+from benchmarks.models import SHAPES, write_checkpoint
+from benchmarks.sampling import Tell
+from benchmarks.serving import (
+    MAX_LEN,
+    Case,
+    Load,
+    Run,
+    Sample,
+    ms_per_token,
+    percentile,
+    sample_in_turns,
+)
+
+WEIGHTS = ("accepting", "random")
+AUTO = "auto"
+COLUMNS = ("weights", "load", "K", "tokens/s", "of best fixed", "ms/token p50", "tokens by K",
+           "samples")  # fmt: skip
+NOTES = (
+    "tokens/s: all new tokens, over the seconds in which there was work: at a low load most are "
+    "spent waiting for requests.",
+    "of best fixed: over the tokens/s of the better fixed K, for the same weights and load.",
+    "tokens by K: where the engine chooses, the share of tokens by the K of their decode step; "
+    "each request's first token comes with its prompt, and is not among them.",
+    "The first sample of auto has what it costs to learn: each K of each bucket is run twice.",
+    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+)
+
+
+class TierServer:
+    """An engine that counts tokens by the number of drafts of the step that emitted them.
+
+    Args:
+        model: compiled.
+        weights: which checkpoint it runs.
+        spec_tokens: K, or "auto".
+    """
+
+    def __init__(self, model: mtpc.SpecModel, weights: str, spec_tokens: int | str):
+        self.engine, self.weights, self.spec_tokens = f"mtpc, {weights}", weights, spec_tokens
+        self._engine = model.engine
+        self._names: dict[int, str] = {}
+        self._tokens: Counter[int] = Counter()
+
+    def add(self, name: str, arrival: Arrival) -> None:
+        """Queue a request."""
+        self._names[self._engine.add(arrival.prompt, arrival.new_tokens)] = name
+
+    def step(self) -> Iterator[tuple[str, int]]:
+        """One iteration."""
+        before = self._engine.program.replays.copy()
+        outputs = self._engine.step()
+        for key in self._engine.program.replays - before:
+            if key.phase == "decode":
+                self._tokens[key.spec_tokens] += sum(len(o.token_ids) for o in outputs)
+        for output in outputs:
+            yield self._names[output.request_id], len(output.token_ids)
+
+    def run(self, arrivals: Sequence[Arrival]) -> Run:
+        """Serve them."""
+        stats = self._engine.stats
+        gap_s, replay_s = stats.host_gap_s, stats.replay_s
+        self._tokens.clear()
+        traces = serve(self, arrivals)
+        gap_s, replay_s = stats.host_gap_s - gap_s, stats.replay_s - replay_s
+        work_s = gap_s + replay_s
+        tokens = dict(sorted(self._tokens.items()))
+        return Run(traces, host_gap_share=gap_s / work_s, work_s=work_s, tokens_by_k=tokens)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a load came to: medians over samples.
+
+    Attributes:
+        weights: of the checkpoint.
+        load: requests to come.
+        spec_tokens: K, or "auto".
+        tokens_per_s: new tokens over seconds with work.
+        ms_per_token_p50: of a request, after its first token.
+        tokens_by_k: all kept samples' tokens of decode steps, by the step's K.
+        samples: kept.
+        discarded: dropped, for others used the CPU.
+        disturbed: whether all were, so that none was dropped.
+        taken: every sample.
+    """
+
+    weights: str
+    load: str
+    spec_tokens: int | str
+    tokens_per_s: float
+    ms_per_token_p50: float
+    tokens_by_k: dict[int, int]
+    samples: int
+    discarded: int
+    disturbed: bool
+    taken: tuple[Sample, ...]
+
+
+def tokens_per_s(sample: Sample) -> float:
+    """New tokens over the seconds in which there was work."""
+    if sample.work_s is None:
+        raise ValueError("the sample does not say how long there was work")
+    return sum(count for trace in sample.traces for _, count in trace) / sample.work_s
+
+
+def summarise(case: Case, max_foreign: float) -> Row:
+    """The row of a case that has been sampled."""
+    assert isinstance(case.server, TierServer)
+    clean = case.undisturbed(max_foreign)
+    kept = clean or case.samples
+    pace = [[p for p in map(ms_per_token, sample.traces) if p is not None] for sample in kept]
+    tokens: Counter[int] = Counter()
+    for sample in kept:
+        tokens.update(sample.tokens_by_k or {})
+    return Row(
+        weights=case.server.weights,
+        load=str(case.load),
+        spec_tokens=case.server.spec_tokens,
+        tokens_per_s=median(map(tokens_per_s, kept)),
+        ms_per_token_p50=median(percentile(of_sample, 50) for of_sample in pace),
+        tokens_by_k=dict(sorted(tokens.items())),
+        samples=len(kept),
+        discarded=len(case.samples) - len(kept),
+        disturbed=not clean,
+        taken=tuple(case.samples),
+    )
+
+
+def best_fixed(rows: Sequence[Row], row: Row) -> float:
+    """Tokens per second of the better fixed K, for a row's weights and load."""
+    return max(
+        other.tokens_per_s
+        for other in rows
+        if (other.weights, other.load) == (row.weights, row.load) and other.spec_tokens != AUTO
+    )
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's body."""
+    return [
+        [
+            row.weights,
+            row.load,
+            str(row.spec_tokens),
+            f"{row.tokens_per_s:.1f}",
+            f"{row.tokens_per_s / best_fixed(rows, row):.2f}",
+            f"{row.ms_per_token_p50:.1f}",
+            shares(row.tokens_by_k) if row.spec_tokens == AUTO else "-",
+            f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
+        ]
+        for row in rows
+    ]
+
+
+def shares(tokens: dict[int, int]) -> str:
+    """`0: 75%, 3: 25%`."""
+    total = sum(tokens.values())
+    return ", ".join(f"{k}: {count / total:.0%}" for k, count in tokens.items())
+
+
+def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
+    """Both checkpoints, each with drafts fixed at 0 and K, and chosen."""
+    for weights in WEIGHTS:
+        directory = workdir / weights
+        tell(f"write {directory}")
+        write_checkpoint(directory, "mimo", SHAPES[args.shape], weights == "accepting", args.seed)
+        for k in (0, args.spec_tokens, AUTO):
+            tell(f"compile {weights} K={k}")
+            model = mtpc.compile(
+                directory,
+                spec_tokens=k,
+                batch_buckets=args.batch_buckets,
+                max_len=MAX_LEN,
+                backend=args.backend,
+                **({"spec_tiers": args.tiers} if k == AUTO else {}),
+            )
+            yield TierServer(model, weights, k)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tell = teller()
+    loads = [Load(args.rate, args.requests), Load(None, args.requests)]
+    with working_directory(args.workdir) as workdir:
+        engines = list(servers(args, workdir, tell))
+        cases = [
+            Case(load, server)
+            for weights in WEIGHTS
+            for load in loads
+            for server in engines
+            if server.weights == weights
+        ]
+        sample_in_turns(cases, args, tell)
+    rows = [summarise(case, args.max_foreign) for case in cases]
+    write_results(args, COLUMNS, cells(rows), NOTES, {"rows": [asdict(row) for row in rows]})
+    print_results("K by load", COLUMNS, cells(rows), NOTES)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tiers", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
+    add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
+    add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
+    add("--requests", type=positive, default=24, metavar="N", help="of each load")
+    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
+    add("--backend", default="auto", help="mtpc's backend")
+    add("--repeats", type=positive, default=3, metavar="N", help="undisturbed samples per row")
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--seed", type=int, default=0)
+    add("--workdir", type=Path, help="keep the checkpoints here; default: a temporary directory")
+    add_result_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

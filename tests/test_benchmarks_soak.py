@@ -1,0 +1,76 @@
+"""The soak: its traffic does what it is for, and its verdict finds what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import soak
+
+PRESSED = {"batch_buckets": (3,), "num_pages": 20, "sampling": True}
+
+
+def test_the_traffic(compiled: Callable[..., Any], tmp_path: Path) -> None:
+    """Everything that is to happen happens, nothing is left, and the files are written."""
+    traffic = soak.Traffic(compiled("mimo", 2, **PRESSED), seed=3)
+    records = soak.soak(traffic, 500, 2, lambda text: None)
+    last = records[-1]
+    assert last.tokens >= 500
+    for name in ("finished", "aborted", "preemptions", "reused_tokens"):
+        assert getattr(last, name) > 0, name
+    assert all(record.pages_used == record.slots_used == 0 for record in records)
+    assert last.texts_changed == 0
+    soak.write_csv(records, tmp_path / "soak.csv")
+    with (tmp_path / "soak.csv").open() as file:
+        assert [int(row["tokens"]) for row in csv.DictReader(file)] == [r.tokens for r in records]
+    soak.draw_png(records, soak.Bounds(), tmp_path / "soak.png")
+    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
+
+
+def record(tokens: int, **changes: Any) -> soak.Record:
+    flat = soak.Record(tokens, tokens / 100, 500.0, 10_000, *(0,) * 10)
+    return replace(flat, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"rss_mib": 515.0, "objects": 11_900}, None),
+        ({"rss_mib": 517.0}, "grew by 17.0 MiB"),
+        ({"objects": 12_001}, "2001 Python objects"),
+        ({"pages_used": 1}, "1 pages were held"),
+        ({"slots_used": 2}, "2 slots were held"),
+        ({"texts_compared": 9, "texts_changed": 1}, "1 of 9 repeated texts"),
+    ],
+)
+def test_the_verdict(changes: dict[str, Any], message: str | None) -> None:
+    """What grows during the warm-up does not count; what grows later does."""
+    warming = [record(0, rss_mib=100.0, objects=10), record(100)]
+    records = [*warming, record(200), record(500, **changes)]
+    found = soak.faults(records, soak.Bounds())
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
+
+
+@pytest.mark.slow
+def test_a_leak_is_seen(compiled: Callable[..., Any]) -> None:
+    """An engine whose outputs are kept: the objects say so."""
+    kept: list[Any] = []
+
+    class Leaking(soak.Traffic):
+        def step(self) -> int:
+            kept.extend([self] for _ in range(40))
+            return super().step()
+
+    traffic = Leaking(compiled("mimo", 2, **PRESSED), seed=4)
+    records = soak.soak(traffic, 600, 3, lambda text: None)
+    assert any("Python objects" in fault for fault in soak.faults(records, soak.Bounds()))
+    kept.clear()
+    gc.collect()

@@ -1,0 +1,65 @@
+"""The benchmark of K by load: its figures by hand, and all of it on a tiny shape. Never a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import serving, tiers
+from benchmarks.arrivals import Arrival
+
+
+def row(spec_tokens: int | str, tokens_per_s: float, load: str = "low") -> tiers.Row:
+    by_k = {0: 30, 3: 10} if spec_tokens == "auto" else {}
+    return tiers.Row("random", load, spec_tokens, tokens_per_s, 5.0, by_k, 2, 1, False, ())
+
+
+def test_figures() -> None:
+    """Waiting for requests does not count; auto is compared with the better fixed K of its load."""
+    sample = serving.Sample([0.0, 9.0], [[(1.0, 1), (1.2, 3)], [(0.5, 2)]], 0.0, None, 1.5)
+    assert tiers.tokens_per_s(sample) == pytest.approx(6 / 1.5)
+    with pytest.raises(ValueError, match="how long there was work"):
+        tiers.tokens_per_s(serving.Sample([0.0], [[(1.0, 1)]], 0.0))
+    rows = [row(0, 20.0), row(3, 10.0), row("auto", 15.0), row(0, 99.0, "high")]
+    assert tiers.best_fixed(rows, rows[2]) == 20.0
+    table = tiers.cells(rows)
+    assert [line[4] for line in table] == ["1.00", "0.50", "0.75", "1.00"]
+    assert [line[6] for line in table] == ["-", "-", "0: 75%, 3: 25%", "-"]
+    assert {line[7] for line in table} == {"2+1"}
+
+
+def test_tokens_are_counted_by_the_k_of_their_step(compiled: Callable[..., Any]) -> None:
+    """All but a request's first token, which is its prefill's."""
+    spec = compiled("mimo", "auto", spec_tiers=(0, 1), batch_buckets=(1,))
+    server = tiers.TierServer(spec, "trained", "auto")
+    arrivals = [Arrival(0.0, [5, 6, 7], 9), Arrival(0.0, [8, 9], 12)]
+    for _ in range(2):  # A run does not count another's.
+        run = server.run(arrivals)
+        assert run.tokens_by_k is not None
+        assert sum(run.tokens_by_k.values()) == 9 + 12 - 2
+        assert run.work_s
+    assert set(spec.stats.replays) >= {k for k in spec.program.steps if k.phase == "decode"}
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--shape", "tiny", "--backend", "eager", "--requests", "2", "--rate", "50"]
+    few = ["--repeats", "1", "--max-foreign", "1", "--spec-tokens", "1", "--tiers", "0", "1"]
+    assert tiers.main([*arguments, *few, "--batch-buckets", "2", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["weights"], r["load"], r["spec_tokens"]) for r in rows] == [
+        (weights, load, k)
+        for weights in ("accepting", "random")
+        for load in ("50 requests/s", "burst of 2")
+        for k in (0, 1, "auto")
+    ]
+    assert all(r["tokens_per_s"] > 0 for r in rows)
+    for r in rows:
+        assert set(r["tokens_by_k"]) <= {"0", "1"}
+        assert r["spec_tokens"] == "auto" or set(r["tokens_by_k"]) == {str(r["spec_tokens"])}
+    assert "of best fixed" in capsys.readouterr().out
