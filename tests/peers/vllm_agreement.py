@@ -68,8 +68,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "moe_layers_enum": "99",
         "rope_theta": 1e4,
-        **dict.fromkeys(("layer_types", "sliding_window", "attention_other_setting")),
-        **dict.fromkeys(("partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")),
+        "sliding_window": 512,  # Without layer types vLLM has every other layer slide: not here.
+        **dict.fromkeys(("layer_types", "attention_other_setting", "partial_rotary_factors")),
+        **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared")),
     },
 }
 """What each family's tiny shape needs to run in vLLM on a CPU. Its latent attention has one size,
@@ -163,6 +164,29 @@ def run_mtpc(directory: Path, spec_tokens: int, family: str) -> dict[str, Any]:
     return {"tokens": tokens, "accepted": accepted, "drafted": drafted}
 
 
+def _without_torchvision(root: Path) -> Path:
+    """A torchvision with names only, for the text models that vLLM keeps beside multimodal ones.
+
+    Their modules import transformers' image processors, which import these names. The CUDA build
+    that vLLM asks for does not load beside the CPU build of torch (`vllm_setup.sh`).
+    """
+    names = "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
+    modes = f"import enum\nInterpolationMode = enum.Enum('InterpolationMode', {names!r})\n"
+    files = {
+        "__init__.py": "__version__ = '0'\n",
+        "io.py": "ImageReadMode = decode_image = None\n",
+        "transforms/__init__.py": modes,
+        "transforms/functional.py": "pil_to_tensor = None\n",
+        "transforms/v2/__init__.py": modes,
+        "transforms/v2/functional.py": "",
+    }
+    for name, text in files.items():
+        path = root / "torchvision" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
 def run_vllm(
     python: Path, directory: Path, spec_tokens: int, kept: Path, family: str
 ) -> dict[str, Any]:
@@ -173,7 +197,9 @@ def run_vllm(
     python = python.absolute()
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(job)],
-        env=os.environ | vllm_host.environment(kept, 1, python),
+        env=os.environ
+        | vllm_host.environment(kept, 1, python)
+        | {"PYTHONPATH": str(_without_torchvision(kept / "shadow"))},
         capture_output=True,
         text=True,
     )

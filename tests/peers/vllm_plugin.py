@@ -8,7 +8,7 @@ for seconds, whose drafts are accepted in part; greedy decoding on vLLM's CPU bu
 with vLLM's draft class, and with mtpc's through its plugin. Compares the tokens, and the drafts
 accepted at each position. Exits with 1 where they differ, where the other class ran, or where
 nothing, or everything, was accepted of the trained checkpoints' drafts. That vLLM's own class
-leaves the text without drafts (DeepSeek V3's does on a CPU) is noted.
+leaves the text without drafts is noted.
 """
 
 from __future__ import annotations
