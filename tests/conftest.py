@@ -38,6 +38,7 @@ FAMILY_NAMES = (
     "mimo_v2",
     "step3p7",
     "deepseek_v4",
+    "deepseek_v32",
 )
 """Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
@@ -49,7 +50,10 @@ EACH_FAMILY = [
 """For what is not the theorem: the default run takes those, the slow run all."""
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
-FEWER_BUCKETS: dict[str, dict[str, Any]] = {"deepseek_v4": {"batch_buckets": (1, 4)}}
+FEWER_BUCKETS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"batch_buckets": (1, 4)},
+    "deepseek_v32": {"batch_buckets": (1, 4)},
+}
 """Of families whose graphs are large: a bucket costs five seconds."""
 NUM_PAGES = 89
 """A prime that is no other size of these models: found in generated code, it is the pool's."""

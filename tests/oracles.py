@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from tiny import (
     family_of,
@@ -20,6 +19,7 @@ from tiny import (
 )
 
 from mtpc.checkpoint import Checkpoint
+from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import load_mtp_layer
 
 MIN_MARGIN = 1e-6
@@ -38,7 +38,7 @@ class Oracle:
 
     def __init__(self, family: str, directory: Path, dtype: torch.dtype = torch.float64):
         self.name, self.family, self.directory = family, family_of(family), directory
-        self.model: Any = getattr(transformers, self.family.hf_class).from_pretrained(
+        self.model: Any = model_class(self.family).from_pretrained(
             directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         )
         inexact = self.family.name in FLOAT32_INSIDE

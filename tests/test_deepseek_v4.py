@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mtpc.buffers import K_MAX, M, P, S
 from mtpc.engine.rows import unpaged_state
-from mtpc.errors import UnsupportedModelError
+from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.models.caches import CachePool
-from mtpc.models.deepseek_v4 import StreamDraft, StreamTarget, cache_specs
+from mtpc.models.deepseek_v4 import STORED_PREFIXES, StreamDraft, StreamTarget, cache_specs
 from mtpc.models.hf import TextRotary, share_model, stand_in, use_seams
 from mtpc.models.load import load
 from mtpc.models.mtp_layers import load_mtp_layer
@@ -150,6 +150,63 @@ def test_released_names(tmp_path: Path) -> None:
     ]
     whole = ["attn.attn_sink", "ffn.gate.bias", *streams, *(f"{name}.weight" for name in linears)]
     assert stored == {f"mtp.0.{name}" for name in whole}
+
+
+def released_name(name: str) -> str:
+    """What transformers' `save_pretrained` leaves of its own in a target's names, put right."""
+    for own, stored in STORED_PREFIXES.items():
+        if name.startswith(own):
+            name = stored + name.removeprefix(own)
+    return name.replace("attn.norm.", "attn.kv_norm.")
+
+
+def released(tmp_path: Path) -> Path:
+    """A checkpoint, not quantised, with the names and config entries of released ones."""
+    kinds = {"layer_types": KINDS[1:], "compress_rates": {KINDS[1]: 4, KINDS[2]: 128}}
+    directory = tiny.make_checkpoint("deepseek_v4", tmp_path, **kinds)
+    written = json.loads((directory / "config.json").read_text())
+    new = ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor", "rope")
+    config = {n: value for n, value in written.items() if not n.startswith(new)}
+    config |= {"compress_ratios": [4, 128, 0], "num_hash_layers": 1, "qk_rope_head_dim": 8}
+    config |= {"compress_rope_theta": 160000, "rope_theta": 10000, "topk_method": "noaux_tc"}
+    scaling = {"factor": 16, "original_max_position_embeddings": 32}
+    config["rope_scaling"] = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, **scaling}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    renamed = {released_name(name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_released_entries_and_names(tmp_path: Path) -> None:
+    """What they say is understood; names are released ones throughout, and all are explained."""
+    directory = released(tmp_path)
+    stored = load_file(directory / "model.safetensors")
+    prefixes = ("layers.", "embed.", "head.", "norm.", "hc_head_", "mtp.0.")
+    assert all(name.startswith(prefixes) for name in stored)
+    loaded = load(directory, "float32", needs_mtp=True)
+    norm = loaded.target.get_decoder().layers[1].self_attn.kv_norm.weight
+    assert torch.equal(norm, stored["layers.1.attn.kv_norm.weight"])
+    assert loaded.config.layer_types == KINDS[1:]
+    assert loaded.config.mlp_layer_types == ["hash_moe", "moe"]
+    rates = loaded.config.compress_rates
+    assert [rates[kind] for kind in KINDS[1:]] == [4, 128]
+    assert loaded.config.qk_rope_head_dim == 8
+    rope = loaded.config.rope_parameters
+    assert [rope[k]["rope_type"] for k in ("main", "compress")] == ["default", "yarn"]
+    assert weight_recipes(loaded).keys() == loaded.weights().keys()
+
+
+def test_the_released_quantisation_is_refused(tmp_path: Path) -> None:
+    """FP8 with scales that are powers of two, named X.scale: not run as anything else."""
+    directory = released(tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    name = "layers.0.attn.wq_a"
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+    tensors[f"{name}.scale"] = torch.ones(1, 1).to(torch.float8_e8m0fnu)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attn\.wq_a\.\w+ is F8_E"):
+        load(directory, None, needs_mtp=True)
 
 
 def test_every_weight_has_a_recipe_and_its_dtype(tmp_path: Path) -> None:

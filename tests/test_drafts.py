@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import FAMILY_NAMES
 from oracles import DraftOracle, QwenDraftOracle, TransformersDraftOracle
-from test_theorem import PROMPTS, poison
+from test_theorem import PROMPTS, check_theorem, poison
 
 
 def check_drafts(spec: Any, oracle: DraftOracle, prompts: list[list[int]], new: int) -> int:
@@ -45,6 +45,25 @@ def test_drafts_equal_the_wiring(
     spec = compiled(family, 3, kind, batch_buckets=(4,))
     prompts = [PROMPTS[3], PROMPTS[9]]
     assert check_drafts(spec, DraftOracle(oracle(family, kind)), prompts, 12) >= 6
+
+
+HERE = ("glm4_moe", "deepseek_v3", "qwen3_next", "step3p7")
+"""Random models that are compiled in this file by default."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *HERE,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILY_NAMES if f not in HERE),
+    ],
+)
+def test_random_models_decode_alike(
+    family: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """The theorem where next to nothing is accepted, and texts are as random as the weights."""
+    spec = compiled(family, 3, "random", batch_buckets=(4,))
+    check_theorem(spec, oracle(family, "random"), max_examples=2)
 
 
 @pytest.mark.parametrize(

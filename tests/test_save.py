@@ -22,6 +22,7 @@ SOME_NAMES = {
     "qwen3_next": ("mtp.", ("fc", "norm", "layers.0.mlp.experts.3.down_proj")),
     "mimo_v2": ("model.mtp.layers.2.", ("eh_proj", "final_layernorm", "pre_mlp_layernorm")),
     "step3p7": ("model.layers.4.", ("eh_proj", "shared_head.norm", "moe.gate_proj")),
+    "deepseek_v32": ("model.layers.2.", ("eh_proj", "self_attn.indexer.wk", "mlp.gate")),
     "deepseek_v4": ("mtp.0.", ("e_proj", "attn.kv_norm", "ffn.experts.3.w2")),
 }
 """Of the released checkpoints: the prefix of the last MTP layer, and a few names."""

@@ -216,8 +216,10 @@ def test_weights_that_do_not_fit_are_named(checkpoint: Callable[..., Path]) -> N
 
 
 def test_models_that_cannot_be_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="deepseek_v4: its MTP layers hold state"):
-        TracedDraft(checkpoint("deepseek_v4", "random"), Causal)
+    for family, role in (("deepseek_v4", "window"), ("deepseek_v32", "index, latent")):
+        message = rf"{family}: its MTP layers hold state of their own kind \({role}\)"
+        with pytest.raises(UnsupportedModelError, match=message):
+            TracedDraft(checkpoint(family, "random"), Causal)
     with pytest.raises(UnsupportedModelError, match=r"asked for, counted from 0; .* announces 1"):
         TracedDraft(checkpoint("mimo", "random"), Causal, DraftOptions(index=1))
     shutil.copytree(checkpoint("mimo", "random"), tmp_path / "fp8")

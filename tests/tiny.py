@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from mtpc.models import FAMILIES
-from mtpc.models.hf import MTPLayer
+from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
 from mtpc.models.save import save_checkpoint as write
 
@@ -84,20 +84,40 @@ def _step3p7(layers: int) -> dict[str, Any]:
     return {"text_config": text, "vision_config": {**vision, "image_size": 28, "patch_size": 14}}
 
 
+def _step3p5(layers: int) -> dict[str, Any]:
+    """Step-3.5-Flash's config, with the entries that the released one has."""
+    text = dict(_step3p7(layers)["text_config"])
+    text["num_attention_groups"] = text.pop("num_key_value_heads")
+    text["attention_other_setting"] = {
+        "num_attention_heads": text.pop("num_sliding_attention_heads")
+    }
+    text["moe_num_experts"] = text.pop("n_routed_experts")
+    text["moe_top_k"] = text.pop("num_experts_per_tok")
+    sparse = [i for i, kind in enumerate(text.pop("mlp_layer_types")) if kind == "sparse"]
+    return {**text, "moe_layers_enum": ",".join(map(str, sparse))}
+
+
+_LATENT: dict[str, Any] = dict(
+    n_group=2,
+    topk_group=1,
+    num_key_value_heads=4,
+    kv_lora_rank=32,
+    q_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=12,
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": {**_COMMON, "num_key_value_heads": 2},
     "glm4_moe": {**_COMMON, **_MOE, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True},
-    "deepseek_v3": {
+    "deepseek_v3": {**_COMMON, **_MOE, **_LATENT},
+    "deepseek_v32": {
         **_COMMON,
         **_MOE,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
+        **_LATENT,
+        "index_topk": 6,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
     },
     "qwen3_next": {
         **_COMMON,
@@ -146,6 +166,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "step3p5": _step3p5(2),
     "step3p7": _step3p7(2),
     "step3p7@3": _step3p7(3),
 }
@@ -172,7 +193,7 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     family = family_of(name)
     config = getattr(transformers, family.hf_config_class)(**{**CONFIGS[name], **changes})
-    model = getattr(transformers, family.hf_class)(config).eval()
+    model = model_class(family)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1 or "position_bias" in parameter_name:
@@ -200,7 +221,8 @@ def build_mtp_layer(name: str, target: Any, seed: int = 1, index: int = 0) -> MT
 
 def build_mtp_layers(name: str, target: Any, seed: int = 1) -> list[MTPLayer]:
     """All MTP layers that a tiny model has."""
-    return [build_mtp_layer(name, target, seed + i, i) for i in range(num_layers(name))]
+    count = text_config(target).num_nextn_predict_layers
+    return [build_mtp_layer(name, target, seed + i, i) for i in range(count)]
 
 
 def save_checkpoint(name: str, target: Any, layers: Sequence[MTPLayer], directory: Path) -> Path:

@@ -28,7 +28,7 @@ REBUILT_ROWS = (
 )
 """State that the host can write for any point of a request, from its tokens and parameters alone
 (`state.token_ids` is made by the prefill's last chunk)."""
-PAGED_ROLES = ("k", "v", "latent")
+PAGED_ROLES = ("k", "v", "latent", "index")
 """Roles of `kv.*` buffers whose rows are found by the block table, and by nothing else."""
 
 

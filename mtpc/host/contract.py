@@ -74,6 +74,8 @@ CONTRACT = (
          "keys by page. `verify` writes the target's layers, `propose` the MTP layers'"),
     Term("kv.*.v", "[N, P, H, D]", "model", None, _HALVES, "values by page, likewise"),
     Term("kv.*.latent", "[N, P, D]", "model", None, _HALVES, "latents by page, likewise"),
+    Term("kv.*.index", "[N, P, D]", "model", None, _HALVES,
+         "DeepSeek-V3.2: its indexer's keys by page, likewise"),
     Term("kv.*.ring_k", "[(S-1)n+1, P, H, D]", "model", None, _HALVES,
          "keys of a sliding window: pages 1+(s-1)n to sn belong to slot s"),
     Term("kv.*.ring_v", "[(S-1)n+1, P, H, D]", "model", None, _HALVES, "its values, likewise"),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
@@ -26,6 +25,7 @@ from mtpc.models.family import ModelFamily
 from mtpc.models.hf import (
     MTPLayer,
     TextRotary,
+    model_class,
     register_seams,
     run_mtp_layer,
     stand_in,
@@ -196,7 +196,7 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
     register_seams()
     device = torch.device(options.device)
     with torch.device("meta"):
-        target: Any = getattr(transformers, family.hf_class)(config).to(options.dtype)
+        target: Any = model_class(family)(config).to(options.dtype)
         use_seams(target.config)
         layer = build_mtp_layer(family, target, options.index).eval()
     decoder, text = target.get_decoder(), target.config.get_text_config(decoder=True)

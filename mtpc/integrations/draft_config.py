@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
@@ -32,11 +33,6 @@ def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFam
     fields = _entries(source)
     names = [architecture] if architecture else list(fields.get("architectures") or [])
     family = find_family(names)
-    if family.parts is not None:
-        raise UnsupportedModelError(
-            f"{family.name}: its MTP layers hold state of their own kind and take other features "
-            "than [T, H]; a traced draft stands on the host's attention alone"
-        )
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     if quantised:
         raise UnsupportedModelError(
@@ -47,7 +43,21 @@ def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFam
     if "text_config" not in getattr(config_class, "sub_configs", {}):
         fields = dict(fields.get("text_config") or fields)
     drop = (*_OF_THE_CHECKPOINT, "architectures")
-    return family, config_class(**{k: v for k, v in fields.items() if k not in drop})
+    config = config_class(**{k: v for k, v in fields.items() if k not in drop})
+    _check_state(family, config.get_text_config(decoder=True))
+    return family, config
+
+
+def _check_state(family: ModelFamily, config: Any) -> None:
+    """A traced draft stands on the host's attention alone: refuse MTP layers that keep more."""
+    specs = family.cache_specs(config, config.num_hidden_layers, torch.bfloat16)
+    roles = {spec.name.rpartition(".")[2].removeprefix("ring_") for spec in specs}
+    if family.parts is not None or not roles <= {"k", "v", "latent"}:
+        kinds = ", ".join(sorted(roles))
+        raise UnsupportedModelError(
+            f"{family.name}: its MTP layers hold state of their own kind ({kinds}); a traced "
+            "draft stands on the host's attention alone, over K and V or a latent"
+        )
 
 
 def _entries(source: Any) -> dict[str, Any]:

@@ -2,21 +2,25 @@
 
 from mtpc.models.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.deepseek_v4 import DEEPSEEK_V4
+from mtpc.models.deepseek_v32 import DEEPSEEK_V32
 from mtpc.models.family import ModelFamily
 from mtpc.models.glm4_moe import GLM4_MOE
 from mtpc.models.mimo import MIMO
 from mtpc.models.mimo_v2 import MIMO_V2
 from mtpc.models.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mtpc.models.step3p5 import STEP3P5
 from mtpc.models.step3p7 import STEP3P7
 
 FAMILIES: tuple[ModelFamily, ...] = (
     MIMO,
     GLM4_MOE,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     DEEPSEEK_V4,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    STEP3P5,
     STEP3P7,
     MIMO_V2,
 )

@@ -207,6 +207,17 @@ class PagedLatent:
 
 
 @dataclass(frozen=True)
+class IndexedLatent:
+    """Pools of latents, [N, P, rank + rope], and of indexer keys, [N, P, D].
+
+    `mtpc.models.deepseek_v32` uses it.
+    """
+
+    latent: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True)
 class RecurrentState:
     """State of a Gated DeltaNet layer by request slot; see `mtpc.ops.gated_delta`."""
 
@@ -271,12 +282,16 @@ class CachePool(nn.Module):
         """A `LayerCache`, or state of its own kind, for each layer, over what the buffers hold."""
         return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
 
-    def _bind(self, layer: int, roles: list[str]) -> LayerCache | RecurrentState | CompressedState:
+    def _bind(
+        self, layer: int, roles: list[str]
+    ) -> LayerCache | IndexedLatent | RecurrentState | CompressedState:
         tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
         if tensors.keys() == {"k", "v"}:
             return PagedKV(**tensors)
         if tensors.keys() == {"latent"}:
             return PagedLatent(**tensors)
+        if tensors.keys() == {"latent", "index"}:
+            return IndexedLatent(**tensors)
         if tensors.keys() == {"ring_k", "ring_v"}:
             pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)

@@ -19,4 +19,5 @@ DEEPSEEK_V3 = ModelFamily(
     cache_specs=paged_latent_specs,
     block_config=copy.deepcopy,
     shared_tensors=SHARED_WITH_TARGET,
+    released_entries={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 )

@@ -83,6 +83,7 @@ class ModelFamily:
         name: short name, as in messages and docs.
         architectures: `architectures` entries of config.json that this family serves.
         hf_class: transformers class name to build the target with.
+        own_class: makes that class where transformers has its layers, but not the class.
         hf_config_class: transformers config class name.
         wiring: the MTP layer's joints.
         num_mtp_layers: config -> number of MTP layers it announces; None where it does not say:
@@ -94,8 +95,6 @@ class ModelFamily:
         cache_specs: (config, layer index, dtype) -> per-layer state buffers, named `kv.<layer>.*`.
         shared_tensors: names in an MTP layer that checkpoints may carry and that repeat a tensor
             of the target: its "embedding" or its "head".
-        position_grids: numbers that a position has for rotary embedding; more than one (time,
-            height, width) where the model knows images; text has the same in all.
         canonical: transformers classes that no seam can express, by name, and what stands in.
         parts: how target, heads and drafts are stepped; None is as transformers runs them.
         position_grids: numbers that a position has for rotary embedding; more than one (time,
@@ -108,6 +107,8 @@ class ModelFamily:
         stored_prefixes: name prefix of the target -> prefix that checkpoints may store in its
             place (a text model inside a multimodal one, or the reverse).
         expert_names: gate, up and down projection of an expert stored by itself.
+        released_entries: of config.json: what transformers takes for granted and other readers
+            (vLLM) look up; written where the config does not say otherwise.
     """
 
     name: str
@@ -128,6 +129,8 @@ class ModelFamily:
     stored_names: tuple[tuple[str, str], ...] = ()
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    own_class: Callable[[], type[nn.Module]] | None = None
+    released_entries: Mapping[str, str] = field(default_factory=dict)
 
 
 def full_attention_after(config: Any, count: int) -> Any:

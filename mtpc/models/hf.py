@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
@@ -20,7 +21,7 @@ from transformers.integrations.moe import ExpertsInterface
 from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
-from mtpc.models.family import Canonical, MTPWiring
+from mtpc.models.family import Canonical, ModelFamily, MTPWiring
 
 SEAM_NAME = "mtpc"
 
@@ -77,6 +78,13 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
     if limit is None:
         return ops.experts(x, *weights)
     return ops.experts(x, *weights, float(limit), True)  # As `_apply_gate` of such modules.
+
+
+def model_class(family: ModelFamily) -> Any:
+    """The class of a family's target."""
+    if family.own_class is not None:
+        return family.own_class()
+    return getattr(transformers, family.hf_class)
 
 
 def register_seams() -> None:

@@ -20,7 +20,14 @@ from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.caches import CachePool
-from mtpc.models.hf import MTPLayer, StepParts, TextRotary, share_model, stand_in
+from mtpc.models.hf import (
+    MTPLayer,
+    StepParts,
+    TextRotary,
+    model_class,
+    share_model,
+    stand_in,
+)
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.serving import ServedModel
 
@@ -185,7 +192,7 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     config = config_class(**{k: v for k, v in fields.items() if k not in own})
     try:
         with _quiet_transformers():
-            model, info = getattr(transformers, family.hf_class).from_pretrained(
+            model, info = model_class(family).from_pretrained(
                 **_weights_for_transformers(checkpoint),
                 config=config,
                 dtype=getattr(torch, dtype) if dtype else "auto",
@@ -257,6 +264,12 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
         raise UnsupportedModelError(
             f"{type(model).__name__} is a multimodal model; expected its text model: load it with "
             f"transformers.{family.hf_class}, or pass the checkpoint's directory"
+        )
+    if not isinstance(model, model_class(family)):
+        raise UnsupportedModelError(
+            f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
+            f"transformers' {family.hf_class}, whose modules mtpc steps: pass the checkpoint's "
+            "directory"
         )
     if checkpoint is None and needs_mtp:
         raise CheckpointError(

@@ -45,6 +45,7 @@ def save_checkpoint(
     text = config.get("text_config", config)
     announced = [name for name in MTP_COUNT_NAMES if name in text] or MTP_COUNT_NAMES[-1:]
     text.update(dict.fromkeys(announced, len(mtp_layers)))
+    text.update({**family.released_entries, **text})
     path.write_text(json.dumps(config, indent=2) + "\n")
     return directory
 

@@ -2,9 +2,9 @@
 
     python tests/peers/vllm_agreement.py --vllm-python VENV/bin/python [--families mimo glm4_moe]
 
-Trains a tiny checkpoint per family (seconds), decodes it greedily in float32 with mtpc and with
-vLLM's CPU build for each K, and compares the tokens, and the drafts accepted at each position.
-Not part of the default tests: vLLM takes half a minute to start. Exits with 1 where they differ.
+Trains a tiny checkpoint per family (seconds), decodes it greedily with mtpc and with vLLM's CPU
+build for each K, and compares the tokens, and the drafts accepted at each position. Not part of
+the default tests: vLLM takes half a minute to start. Exits with 1 where they differ.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import tiny  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import mtpc  # noqa: E402
 from benchmarks import vllm_host  # noqa: E402
@@ -34,12 +35,54 @@ from mtpc.models.load import load  # noqa: E402
 
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """vLLM's CPU attention takes heads of 32 and more."""
+RECURRENT: dict[str, Any] = {
+    **HEADS,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
-    "deepseek_v3": {"topk_method": "noaux_tc", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v3": {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "qwen3_next": RECURRENT,
+    "qwen3_5": RECURRENT,
+    "qwen3_5_moe": RECURRENT,
+    "step3p5": {
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": 4,
+        "num_attention_groups": 2,
+        "head_dim": 32,
+        "moe_layers_enum": "99",
+        "rope_theta": 1e4,
+        "sliding_window": 512,  # Without layer types vLLM has every other layer slide: not here.
+        **dict.fromkeys(("layer_types", "attention_other_setting", "partial_rotary_factors")),
+        **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared")),
+    },
 }
-"""What each family's tiny shape needs to run in vLLM: its latent attention has one size."""
+"""What each family's tiny shape needs to run in vLLM on a CPU. Its latent attention has one size,
+its recurrent kernel takes heads of 128, and its unscaled rotary embedding is wrong for DeepSeek's
+heads (`vllm_parts.py`): released ones are scaled, too. Of Step-3.5 it runs neither the router
+(sigmoid without groups) nor, with MTP, lists of layer types (it cuts off what they say of MTP
+layers)."""
+DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
+"""Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
+argmax."""
+TRAINING_STEPS = dict.fromkeys(DTYPES, 30)
+"""Margins that bfloat16 does not move: both programs round, at other places."""
 ZEROED = ("mimo", "glm4_moe", "deepseek_v3")
 """Families whose MTP layer vLLM gives a zero embedding at position 0. Of these transformers, and
 mtpc, do so for none but mimo; it decides what is drafted, not what is emitted."""
@@ -58,10 +101,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as kept:
         for family in args.families:
             directory = Path(kept) / family
-            tiny.make_trained_checkpoint(family, directory, **CHANGES[family])
+            make_trained(family, directory, CHANGES[family])
             for k in args.spec_tokens:
-                ours = run_mtpc(directory, k, family in ZEROED)
-                theirs = run_vllm(args.vllm_python, directory, k, Path(kept) / "caches")
+                ours = run_mtpc(directory, k, family)
+                theirs = run_vllm(args.vllm_python, directory, k, Path(kept) / "caches", family)
                 same = ours == theirs
                 alike &= same
                 print(f"{family} K={k}: {'agree' if same else 'DIFFER'}")
@@ -73,12 +116,36 @@ def main() -> int:
     return 0 if alike else 1
 
 
-def run_mtpc(directory: Path, spec_tokens: int, zeroed: bool) -> dict[str, Any]:
+def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
+    """A checkpoint trained for seconds, as vLLM reads it."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    target = tiny.build_target(family, **eager, **changes)
+    layers = tiny.build_mtp_layers(family, target)
+    tiny.train(family, target, layers, TRAINING_STEPS.get(family, 18))
+    tiny.save_checkpoint(family, target, layers, directory)
+    if family == "step3p5":
+        _as_released(directory, changes)
+
+
+def _as_released(directory: Path, changes: dict[str, Any]) -> None:
+    """Step-3.5's config under the names that vLLM reads, and each MTP layer with a head."""
+    path = directory / "config.json"
+    names = ("architectures", "model_type", "dtype")
+    written = {name: value for name, value in json.loads(path.read_text()).items() if name in names}
+    config = {**tiny.CONFIGS["step3p5"], **changes, **written, "use_head_wise_attn_gate": True}
+    path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    name = f"model.layers.{config['num_hidden_layers']}.shared_head.head.weight"
+    save_file({**tensors, name: tensors["lm_head.weight"].clone()}, path, metadata={"format": "pt"})
+
+
+def run_mtpc(directory: Path, spec_tokens: int, family: str) -> dict[str, Any]:
     """Tokens, and per position what was drafted and accepted; the first embedding as vLLM's."""
     options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=128)
-    loaded = load(directory, "float32", needs_mtp=spec_tokens > 0)
+    loaded = load(directory, DTYPES.get(family, "float32"), needs_mtp=spec_tokens > 0)
     for layer in loaded.mtp_layers:
-        layer.wiring = replace(layer.wiring, zero_first_embedding=zeroed)
+        layer.wiring = replace(layer.wiring, zero_first_embedding=family in ZEROED)
     compiler = StepCompiler(loaded, options, make_backend("eager"))
     spec = mtpc.SpecModel(loaded.served(), compiler.options, compiler.compile(), loaded)
     # vLLM counts all drafts of a request's last step; our statistics only those handed out. So
@@ -97,15 +164,42 @@ def run_mtpc(directory: Path, spec_tokens: int, zeroed: bool) -> dict[str, Any]:
     return {"tokens": tokens, "accepted": accepted, "drafted": drafted}
 
 
-def run_vllm(python: Path, directory: Path, spec_tokens: int, kept: Path) -> dict[str, Any]:
+def _without_torchvision(root: Path) -> Path:
+    """A torchvision with names only, for the text models that vLLM keeps beside multimodal ones.
+
+    Their modules import transformers' image processors, which import these names. The CUDA build
+    that vLLM asks for does not load beside the CPU build of torch (`vllm_setup.sh`).
+    """
+    names = "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
+    modes = f"import enum\nInterpolationMode = enum.Enum('InterpolationMode', {names!r})\n"
+    files = {
+        "__init__.py": "__version__ = '0'\n",
+        "io.py": "ImageReadMode = decode_image = None\n",
+        "transforms/__init__.py": modes,
+        "transforms/functional.py": "pil_to_tensor = None\n",
+        "transforms/v2/__init__.py": modes,
+        "transforms/v2/functional.py": "",
+    }
+    for name, text in files.items():
+        path = root / "torchvision" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def run_vllm(
+    python: Path, directory: Path, spec_tokens: int, kept: Path, family: str
+) -> dict[str, Any]:
     """The same of vLLM, in a process of its own."""
     options = vllm_host.arguments(str(directory), spec_tokens, 128, max_seqs=1, eager=True)
-    options |= {"dtype": "float32", "disable_log_stats": False}
+    options |= {"dtype": DTYPES.get(family, "float32"), "disable_log_stats": False}
     job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
     python = python.absolute()
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(job)],
-        env=os.environ | vllm_host.environment(kept, 1, python),
+        env=os.environ
+        | vllm_host.environment(kept, 1, python)
+        | {"PYTHONPATH": str(_without_torchvision(kept / "shadow"))},
         capture_output=True,
         text=True,
     )

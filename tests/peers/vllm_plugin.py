@@ -8,7 +8,7 @@ for seconds, whose drafts are accepted in part; greedy decoding on vLLM's CPU bu
 with vLLM's draft class, and with mtpc's through its plugin. Compares the tokens, and the drafts
 accepted at each position. Exits with 1 where they differ, where the other class ran, or where
 nothing, or everything, was accepted of the trained checkpoints' drafts. That vLLM's own class
-leaves the text without drafts (DeepSeek V3's does on a CPU) is noted.
+leaves the text without drafts is noted.
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "peers")]
 
 import tiny  # noqa: E402
-from vllm_agreement import CHANGES, HEADS, NEW_TOKENS, PROMPTS  # noqa: E402
+from vllm_agreement import (  # noqa: E402
+    CHANGES,
+    DTYPES,
+    NEW_TOKENS,
+    PROMPTS,
+    make_trained,
+)
 
 from benchmarks import vllm_host  # noqa: E402
 
-SHAPES: dict[str, dict[str, Any]] = {
-    **CHANGES,
-    "deepseek_v3": {**CHANGES["deepseek_v3"], "n_group": 1},
-    "qwen3_next": {**HEADS, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
-}
-"""vLLM's recurrent kernel on a CPU takes heads of 128. With groups of experts its DeepSeek V3
-does not compute on a CPU what transformers does, from which our draft layer is."""
-DTYPES = {"qwen3_next": "bfloat16"}
-"""It takes bfloat16 only. The others run in float32, where rounding moves no argmax."""
-TRAINING_STEPS = {"qwen3_next": 30}
-"""Margins that bfloat16 does not move: both classes round, at other places."""
+FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
+"""Whose draft classes the plugin takes the place of."""
 OURS = "mtpc.integrations.vllm.draft_model.TracedMTP"
 NAME = "vllm:spec_decode_num_"
 Case: TypeAlias = tuple[str, str]
@@ -54,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", type=Path, required=True, metavar="VENV/bin/python")
     parser.add_argument("--dist", type=Path, required=True, help="where mtpc is installed")
-    parser.add_argument("--families", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--spec-tokens", nargs="+", type=int, default=[1, 3])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--compiled", action="store_true", help="not enforce_eager")
@@ -64,7 +61,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name)
         for family, kind in cases:
-            KINDS[kind](family, kept / f"{family}-{kind}")
+            KINDS[kind](family, kept / f"{family}-{kind}", CHANGES[family])
         host = run(cases, [0, *args.spec_tokens], False, kept, args)
         ours = run(cases, args.spec_tokens, True, kept, args)
     bad = sum(compare(case, host, ours, args.spec_tokens) for case in cases)
@@ -72,18 +69,9 @@ def main() -> int:
     return 1 if bad else 0
 
 
-def make_trained(family: str, directory: Path) -> None:
-    """A checkpoint trained for seconds."""
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    target = tiny.build_target(family, **eager, **SHAPES[family])
-    layers = tiny.build_mtp_layers(family, target)
-    tiny.train(family, target, layers, TRAINING_STEPS.get(family, 18))
-    tiny.save_checkpoint(family, target, layers, directory)
-
-
-def make_random(family: str, directory: Path) -> None:
+def make_random(family: str, directory: Path, changes: dict[str, Any]) -> None:
     """A random checkpoint."""
-    tiny.make_checkpoint(family, directory, **SHAPES[family])
+    tiny.make_checkpoint(family, directory, **changes)
 
 
 KINDS = {"random": make_random, "trained": make_trained}

@@ -1,0 +1,67 @@
+"""Step-3.5-Flash: Step-3.7's text model by itself.
+
+transformers (5.17 to 5.23) has the layers and the config (`Step3p7TextModel`, whose model type is
+"step3p5"), but no causal language model of them outside of Step-3.7's multimodal one. The class
+here is that model and a head, under the names of the released checkpoints.
+
+Source: the released config's entries and tensor names, as vLLM's `step3p5` reads them; all else is
+Step-3.7's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from mtpc.models.step3p7 import STEP3P7
+
+CLASS_NAME = "Step3p5ForCausalLM"
+
+
+@cache
+def step3p5_class() -> type[nn.Module]:
+    """The causal language model, made when it is first asked for: its base classes take long."""
+    from transformers import GenerationMixin
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.models.step3p7 import modeling_step3p7 as hf
+
+    class Step3p5ForCausalLM(hf.Step3p7PreTrainedModel, GenerationMixin):
+        """`Step3p7TextModel` and a head that is not shared with the embedding."""
+
+        config_class = hf.Step3p7TextConfig
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.model = hf.Step3p7TextModel(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Tensor | None = None, **options: Any) -> Any:
+            """As transformers' causal language models: ids [B, L] -> logits [B, L, V]."""
+            out = self.model(input_ids=input_ids, **options)
+            logits = self.lm_head(out.last_hidden_state)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+
+    # Of Step-3.7's way from stored names to modules: all but what moves the text model inside.
+    known = get_checkpoint_conversion_mapping("step3p7")
+    inner = [t for t in known if any("moe" in p or "share" in p for p in t.source_patterns)]
+    register_checkpoint_conversion_mapping(CLASS_NAME, inner, overwrite=True)
+    return Step3p5ForCausalLM
+
+
+STEP3P5 = replace(
+    STEP3P7,
+    name="step3p5",
+    architectures=(CLASS_NAME,),
+    hf_class=CLASS_NAME,
+    hf_config_class="Step3p7TextConfig",
+    own_class=step3p5_class,
+    stored_prefixes={},
+)
