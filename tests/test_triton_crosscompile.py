@@ -65,16 +65,50 @@ def _mla(reqs: int, rows: int, heads: int = 128) -> list[Launch]:
     return plans.plan_latent_attention(q, _fake(4096, 16, 576), *_indices(reqs, 2048), 0.07, 512)[0]
 
 
-def _experts(tokens: int, sizes: tuple[int, int, int], chosen: int = 8) -> list[Launch]:
+def _experts(
+    tokens: int, sizes: tuple[int, int, int], chosen: int = 8, *limit: float | bool
+) -> list[Launch]:
     count, hidden, inner = sizes
     ids, weights = _fake(tokens, chosen, dtype=torch.int64), _fake(tokens, chosen)
     gate_up, down = _fake(count, 2 * inner, hidden), _fake(count, hidden, inner)
-    return plans.plan_experts(_fake(tokens, hidden), gate_up, down, ids, weights)[0]
+    return plans.plan_experts(_fake(tokens, hidden), gate_up, down, ids, weights, *limit)[0]
 
 
 def _write(tokens: int) -> list[Launch]:
     slots = _fake(tokens, dtype=torch.int64)
     return plans.plan_write_cache(_fake(4096, 16, 8, 128), _fake(tokens, 8, 128), slots)[0]
+
+
+def _delta(
+    reqs: int, rows: int, heads: tuple[int, int] = (16, 32), drafts: int = 3, dtype=BF16
+) -> list[Launch]:  # type: ignore[no-untyped-def]
+    """Qwen3-Next: key and value heads of 128, a convolution over four rows."""
+    channels = (2 * heads[0] + heads[1]) * 128
+    tokens, fields, slots = reqs * rows, channels + 2 * heads[1], reqs + 1
+    weights = (_fake(channels, 4, dtype=dtype), _fake(heads[1]), _fake(heads[1]))
+    state = (
+        _fake(slots, heads[1], 128, 128, dtype=torch.float32),
+        _fake(slots, 3 + drafts, fields, dtype=dtype),
+        _fake(slots, dtype=torch.int32),
+    )
+    indices = (
+        _fake(reqs, dtype=torch.int64),
+        _fake(reqs, dtype=torch.int32),
+        _fake(reqs + 1, dtype=torch.int32),
+        _fake(reqs, dtype=torch.int32),
+    )
+    args = (_fake(tokens, fields, dtype=dtype), *weights, *state, *indices)
+    return plans.plan_gated_delta_rule(*args)[0]
+
+
+def _int8(tokens: int, features: int, inputs: int) -> list[Launch]:
+    weight = _fake(-(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8)
+    scales = _fake(features, dtype=torch.float32)
+    return plans.plan_quantised_linear(_fake(tokens, inputs), weight, scales)[0]
+
+
+def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
+    return plans.plan_sinkhorn(_fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
 
 SHIPPED: dict[str, Callable[[], list[Launch]]] = {
@@ -87,6 +121,17 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "DeepSeek-V3, 64 x 1 rows": lambda: _mla(64, 1),
     "DeepSeek-V3 experts, 4 rows": lambda: _experts(4, (256, 7168, 2048)),
     "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
+    "Step-3.7's bounded experts, 4 rows": lambda: _experts(4, (288, 4096, 1280), 8, 7.0),
+    "DeepSeek-V4's bounded experts, 64 rows": lambda: _experts(
+        64, (256, 4096, 2048), 6, 10.0, True
+    ),
+    "Qwen3-Next's state, 1 x 4 rows": lambda: _delta(1, 4),
+    "Qwen3-Next's state, 64 x 1 rows without drafts": lambda: _delta(64, 1, drafts=0),
+    "Qwen3-Next's state, prompt of 512": lambda: _delta(1, 512),
+    "Qwen3.5's state (48 heads), float32": lambda: _delta(4, 4, (16, 48), dtype=torch.float32),
+    "int8 head of GLM-4.5, 1 row": lambda: _int8(1, 151_552, 4096),
+    "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
+    "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "cache write, 16 rows": lambda: _write(16),
 }
 
@@ -188,5 +233,11 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["out_ptr"],
         ["hidden_ptr"],
         ["part_ptr"],
+        ["out_ptr"],
+        ["terms_ptr"],
+        ["out_ptr", "state_ptr"],
+        ["history_ptr", "out_ptr", "standing_ptr"],
+        ["integers_ptr", "scales_ptr"],
+        ["out_ptr"],
         ["out_ptr"],
     ]

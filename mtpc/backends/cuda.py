@@ -19,11 +19,12 @@ from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
 
-_INDUCTOR = {
+INDUCTOR = {
     # We capture the whole step ourselves; Inductor's graphs would copy its inputs.
     "triton.cudagraphs": False,
     "emulate_precision_casts": True,
 }
+"""Inductor's options for a step."""
 
 
 class CudaBackend:
@@ -122,7 +123,7 @@ def lower_by_inductor(graph: StepGraph) -> Run:
     module, tensors = lift_tensors(graph)
     try:
         with torch.no_grad():
-            compiled = torch._inductor.compile(module, [*tensors], options=dict(_INDUCTOR))
+            compiled = torch._inductor.compile(module, [*tensors], options=dict(INDUCTOR))
     except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
         raise BackendError(f"Inductor could not compile {graph.name}: {error}") from error
 

@@ -15,8 +15,11 @@ from mtpc.backends.triton_kernels.launch import run
 from mtpc.backends.triton_kernels.plans import (
     Plan,
     plan_experts,
+    plan_gated_delta_rule,
     plan_latent_attention,
     plan_paged_attention,
+    plan_quantised_linear,
+    plan_sinkhorn,
     plan_write_cache,
 )
 
@@ -64,10 +67,50 @@ def latent_attention(
 
 @triton_op("mtpc_triton::experts", mutates_args=())
 def experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float = 0.0,
+    limit_input: bool = False,
 ) -> Tensor:
     """`mtpc::experts`."""
-    return _run(plan_experts(x, gate_up, down, expert_ids, expert_weights))
+    return _run(plan_experts(x, gate_up, down, expert_ids, expert_weights, limit, limit_input))
+
+
+@triton_op("mtpc_triton::gated_delta_rule", mutates_args=("recurrent", "history", "standing"))
+def gated_delta_rule(
+    rows: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    recurrent: Tensor,
+    history: Tensor,
+    standing: Tensor,
+    state_slots: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    certain_lens: Tensor,
+) -> Tensor:
+    """`mtpc::gated_delta_rule`."""
+    weights, state = (conv_weight, a_log, dt_bias), (recurrent, history, standing)
+    indices = (state_slots, seq_lens, query_start_loc, certain_lens)
+    return _run(plan_gated_delta_rule(rows, *weights, *state, *indices))
+
+
+@triton_op("mtpc_triton::quantised_linear", mutates_args=())
+def quantised_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`mtpc::quantised_linear`."""
+    return _run(plan_quantised_linear(x, weight, scales, bias))
+
+
+@triton_op("mtpc_triton::sinkhorn", mutates_args=())
+def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
+    """`mtpc::sinkhorn`."""
+    return _run(plan_sinkhorn(logits, rounds, epsilon))
 
 
 def _run(plan: Plan) -> Tensor:
