@@ -90,6 +90,10 @@ class DirectGraphs:
         """There is no pool."""
         return 0
 
+    def free_bytes(self) -> int | None:
+        """Nobody counts."""
+        return None
+
 
 class NullMachine:
     """The null device: every step of the benchmark, and no meaningful number."""

@@ -30,12 +30,13 @@ def triton_bindings() -> tuple[Binding, ...]:
     """
     load_kernels()
     return tuple(
-        Binding("triton", reference, target, _refuses)
+        Binding("triton", reference, target, refuses)
         for reference, target in kernel_table().items()
     )
 
 
-def _refuses(node: fx.Node, graph: StepGraph) -> str | None:
+def refuses(node: fx.Node, graph: StepGraph) -> str | None:
+    """Why our kernels cannot take a call, or None."""
     tensors = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype not in ELEMENTS:

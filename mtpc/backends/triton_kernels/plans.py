@@ -103,18 +103,26 @@ PLANS: dict[str, Callable[..., Plan]] = {
 """Every op exists as mtpc::NAME, the reference, and as mtpc_triton::NAME."""
 
 
+NAMESPACES = ("mtpc_triton", "mtpc_loaded")
+
+
 def step_launches(graph: StepGraph) -> list[Launch]:
     """What a legalised step launches of our kernels, in order, on fake tensors."""
     launches: list[Launch] = []
     with fake_mode_of(graph.graph):
         for node in graph.graph.nodes:
-            namespace, _, name = str(node.target).partition(".")
-            if node.op == "call_function" and namespace == "mtpc_triton":
-                plan = PLANS[name.partition(".")[0]]
-                args = fx.node.map_aggregate(node.args, _value)
-                kwargs = fx.node.map_aggregate(node.kwargs, _value)
-                launches += plan(*args, **kwargs)[0]
+            namespace = str(node.target).partition(".")[0]
+            if node.op == "call_function" and namespace in NAMESPACES:
+                launches += node_launches(node)
     return launches
+
+
+def node_launches(node: fx.Node) -> list[Launch]:
+    """What one call launches, of an operator of ours or of its reference; in a fake mode."""
+    _, name, _ = str(node.target).split(".")
+    args = fx.node.map_aggregate(node.args, _value)
+    kwargs = fx.node.map_aggregate(node.kwargs, _value)
+    return PLANS[name](*args, **kwargs)[0]
 
 
 def _value(argument: Any) -> Any:
