@@ -115,19 +115,24 @@ class Checkpoint:
         return round(expert_bytes * (1 - self.experts.chosen / self.experts.count) ** tokens)
 
     def load_target(self) -> Any:
-        """The target as transformers loads it, without the MTP layer's tensors.
+        """The target as transformers loads it."""
+        return load_target(self.directory, self.family)
 
-        transformers takes the class attribute set here both for names to skip and, in
-        `generate(use_mtp=True)`, for names to load; its own value holds the layer numbers of the
-        released models only.
-        """
-        model_class = getattr(transformers, self.family.hf_class)
-        num_layers = json.loads((self.directory / "config.json").read_text())["num_hidden_layers"]
-        prefix = re.escape(self.family.layer_prefix(num_layers, 0))
-        model_class._keys_to_ignore_on_load_unexpected = [prefix]
-        return model_class.from_pretrained(
-            self.directory, dtype=torch.bfloat16, local_files_only=True
-        ).eval()
+
+def load_target(directory: Path, family: ModelFamily) -> Any:
+    """The target as transformers loads it, without the MTP layer's tensors.
+
+    transformers takes the class attribute set here both for names to skip and, in
+    `generate(use_mtp=True)`, for names to load; its own value holds the layer numbers of the
+    released models only.
+    """
+    model_class = getattr(transformers, family.hf_class)
+    num_layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    prefix = re.escape(family.layer_prefix(num_layers, 0))
+    model_class._keys_to_ignore_on_load_unexpected = [prefix]
+    return model_class.from_pretrained(
+        directory, dtype=torch.bfloat16, local_files_only=True
+    ).eval()
 
 
 def write_checkpoint(
@@ -150,8 +155,8 @@ def write_checkpoint(
         _config(family, shape), dtype=torch.bfloat16
     )
     if accepting:
-        _make_successor_model(model)
-    layer = _split_off_mtp_layer(model, family, accepting)
+        make_successor_model(model)
+    layer = split_off_mtp_layer(model, family, accepting)
     save_checkpoint(model, (layer,), directory, family)
     return _weigh(directory, family, shape)
 
@@ -192,7 +197,7 @@ def _config(family: ModelFamily, shape: Shape) -> Any:
 
 
 @torch.no_grad()
-def _make_successor_model(model: Any) -> None:
+def make_successor_model(model: Any) -> None:
     """Make a model that maps every token to its successor in a random permutation."""
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
@@ -202,14 +207,18 @@ def _make_successor_model(model: Any) -> None:
 
 
 @torch.no_grad()
-def _split_off_mtp_layer(model: Any, family: ModelFamily, accepting: bool) -> MTPLayer:
-    """Make an MTP layer of a model's last decoder layer, and take that away from the model."""
+def split_off_mtp_layer(model: Any, family: ModelFamily, accepting: bool) -> MTPLayer:
+    """Make an MTP layer of a model's last decoder layer, and take that away from the model.
+
+    On the model's device.
+    """
     config, block = model.config, model.model.layers[-1]
     del model.model.layers[-1]
     config.num_hidden_layers -= 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
-    layer = MTPLayer(family.wiring, config, block, find_norm_class(block)).bfloat16()
+    device = model.get_input_embeddings().weight.device
+    layer = MTPLayer(family.wiring, config, block, find_norm_class(block)).to(device).bfloat16()
     if accepting:
         halves = [torch.eye(config.hidden_size), torch.zeros_like(torch.eye(config.hidden_size))]
         projection = torch.cat(halves[::-1] if family.wiring.hidden_first else halves, 1)

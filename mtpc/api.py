@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mtpc.backends import choose_backend
-from mtpc.cache.opening import open_cache
+from mtpc.cache.opening import open_cache, open_store
 from mtpc.cache.steps import StepCache
 from mtpc.capture.program import Program
 from mtpc.checkpoint import Checkpoint
@@ -104,14 +104,20 @@ def _compile(
     # Imported here: a warm start needs none of transformers, export and Inductor.
     from mtpc.ahead import CachingCompiler
     from mtpc.backends.cpu import CpuBackend
+    from mtpc.backends.cuda import CudaBackend
+    from mtpc.budget import settle_pages
     from mtpc.compiler import StepCompiler
     from mtpc.models.load import load, place
 
     # First: that there is no GPU should not be said after minutes of loading.
     store = cache.store if cache else None
+    if options.backend == "cuda" and options.use_cache:
+        store = open_store(options)  # Kernels may have been built elsewhere; steps are not.
     backend, fallback = choose_backend(options.backend, options.strict, report, store)
     loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
     loaded = place(loaded, backend.device)
+    if isinstance(backend, CudaBackend):
+        options = settle_pages(loaded, options, backend, report)
     compiler = StepCompiler(loaded, options, backend, progress)
     if cache is not None and isinstance(backend, CpuBackend):
         caching = CachingCompiler(compiler, backend, cache)

@@ -123,7 +123,8 @@ def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
     else:
         out, rows, convert = packing.allocate_packed(shape, dtype), packing.TILE, fill
     _place(recipe.part, out, rows, tensor_of, convert)
-    return out
+    # Packed in the host's memory, wherever the weight is: that is where huge pages are.
+    return out.to(tensor_of(next(names(recipe.part))).device)
 
 
 def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:

@@ -104,8 +104,9 @@ class Mixture:
     ids: Tensor
     weights: Tensor
 
-    def run(self, ops: object) -> Tensor:
-        return ops.experts(self.x, self.gate_up, self.down, self.ids, self.weights)  # type: ignore[attr-defined]
+    def run(self, ops: object, *limit: float | bool) -> Tensor:
+        arguments = (self.x, self.gate_up, self.down, self.ids, self.weights, *limit)
+        return ops.experts(*arguments)  # type: ignore[attr-defined]
 
 
 def make_mixture(

@@ -28,13 +28,21 @@ class Target:
 class Step(nn.Module):
     """Every operator once."""
 
-    def forward(self, rows, kv, latent, mixture, indices, keys):  # type: ignore[no-untyped-def]
+    def forward(self, rows, kv, latent, mixture, indices, keys, delta, int8, logits):  # type: ignore[no-untyped-def]
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
         attended = ops.paged_attention(rows, kv, kv, *indices, 0.1)
         absorbed = ops.latent_attention(rows, latent, *indices, 0.1, 48)
         mixed = ops.experts(*mixture)
-        return attended, absorbed, mixed
+        stepped = ops.gated_delta_rule(*delta)
+        return (
+            attended,
+            absorbed,
+            mixed,
+            stepped,
+            ops.quantised_linear(*int8),
+            ops.sinkhorn(*logits),
+        )
 
 
 def main() -> None:
@@ -56,6 +64,13 @@ def main() -> None:
             ),
             (new(2, 4, dtype=torch.int32), *lengths),
             (new(8, 2, 64), new(8, dtype=torch.int64)),
+            (
+                *(new(8, 72), new(64, 4), new(4), new(4)),
+                *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=torch.int32)),
+                *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+            ),
+            (new(8, 64), new(2, 16, 32, 4, dtype=torch.uint8), new(64, dtype=torch.float32)),
+            (new(8, 4, 4, dtype=torch.float32), 20, 1e-6),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

@@ -15,6 +15,6 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=$venv/bin/python
 fi
 export PYTHONPATH=$PWD
-TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_step.py \
-    tests/test_cuda_backend.py tests/test_aiter.py "$@"
+TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_delta.py \
+    tests/test_triton_step.py tests/test_cuda_backend.py tests/test_aiter.py "$@"
 exec "$PYTHON" -m pytest tests/test_triton_crosscompile.py "$@"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from conftest import run_on
-from torch import Tensor
+from deltas import CHANNELS, DRAFTS, HEADS, TOLERANCE, Layer, close, make_rows, plain, two_steps
 
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.buffers import K_MAX, S
@@ -22,76 +19,6 @@ from mtpc.models.hf import StepContext, share_model
 
 load_kernels()
 OPS = {"reference": torch.ops.mtpc, "kernel": torch.ops.mtpc_cpu}
-KEY_HEADS, HEADS, KEY, VALUE, WIDTH = 2, 4, 8, 12, 4
-CHANNELS = 2 * KEY_HEADS * KEY + HEADS * VALUE
-DRAFTS, SLOTS = 3, 5
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-@dataclass
-class Layer:
-    """Weights of one layer and the state of all slots, NaN and wild until it is written."""
-
-    ops: Any
-    dtype: torch.dtype = torch.float64
-    weights: tuple[Tensor, ...] = field(init=False)
-    state: tuple[Tensor, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        shapes = ((CHANNELS, WIDTH), (HEADS,), (HEADS,))
-        self.weights = tuple(
-            torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes
-        )
-        wide = torch.promote_types(self.dtype, torch.float32)
-        kept = (SLOTS, DRAFTS + WIDTH - 1, CHANNELS + 2 * HEADS)
-        self.state = (
-            torch.full((SLOTS, HEADS, KEY, VALUE), torch.nan, dtype=wide),
-            torch.full(kept, torch.nan, dtype=self.dtype),
-            torch.full((SLOTS,), 2**30, dtype=torch.int32),
-        )
-
-    def run(
-        self,
-        rows: Sequence[Tensor],
-        slots: Sequence[int],
-        lens: Sequence[int],
-        certain: Sequence[int],
-        padding: int = 0,
-    ) -> list[Tensor]:
-        """One step of ragged requests with committed `lens`; outputs of each."""
-        counts = [len(r) for r in rows]
-        on = torch.tensor([slot != SCRATCH_SLOT for slot in slots])
-        seq_lens = torch.tensor([a + b for a, b in zip(lens, counts, strict=True)])
-        out = self.ops.gated_delta_rule(
-            torch.cat([*rows, torch.full((padding, CHANNELS + 2 * HEADS), torch.nan)]).to(
-                self.dtype
-            ),
-            *self.weights,
-            *self.state,
-            torch.tensor(slots),
-            torch.where(on, seq_lens, 0).int(),
-            torch.tensor([0, *counts]).cumsum(0).int(),
-            torch.tensor(certain, dtype=torch.int32),
-        )
-        assert not out[sum(counts) :].any()
-        return list(out[: sum(counts)].split(counts))
-
-
-def make_rows(count: int, seed: int = 0) -> Tensor:
-    """Inputs of `count` positions."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, CHANNELS + 2 * HEADS, generator=generator, dtype=torch.float64)
-
-
-def plain(layer: Layer, rows: Tensor) -> Tensor:
-    """All positions at once, all certain, in slot 4."""
-    return layer.run([rows], [4], [0], [len(rows)])[0]
-
-
-def close(found: Tensor, wanted: Tensor) -> None:
-    tolerance = TOLERANCE[wanted.dtype]
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -203,17 +130,6 @@ def test_the_module_equals_transformers(family: str) -> None:
             found = ours(x[None], cache_params=context)[0, 2 : 2 + accepted]
             close(found, wanted[committed : committed + accepted])
             committed += accepted
-
-
-def two_steps(ops: Any, dtype: torch.dtype) -> tuple[list[Tensor], Layer]:
-    """A ragged prefill of three requests, one of them too long to be kept, and a verify step."""
-    layer = Layer(ops, dtype)
-    first = [make_rows(11, seed=1), make_rows(1, seed=2), make_rows(4, seed=3)]
-    found = layer.run(first, [4, 1, 2], [0, 0, 0], [11, 1, 4])
-    second = [make_rows(4, seed=4), make_rows(4, seed=5), make_rows(4, seed=6)]
-    found += layer.run(second, [1, 4, 2], [1, 11, 4], [1, 1, 1])
-    third = [make_rows(2, seed=7), make_rows(4, seed=8), make_rows(3, seed=9)]
-    return [*found, *layer.run(third, [2, 1, 4], [7, 5, 12], [1, 1, 1], padding=1)], layer
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

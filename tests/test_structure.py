@@ -28,7 +28,7 @@ ORDER = (
     ("capture.program", "backends"),
     ("cache.record", "cache.steps", "cache.model", "cache.binding", "cache.opening"),
     ("compiler", "restore"),
-    ("ahead",),
+    ("ahead", "budget"),
     ("build", "cross"),
     ("engine",),
     ("api",),

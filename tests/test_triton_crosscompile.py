@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
 
+import triton
+
+from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cross import CrossBackend
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.memory import intermediate_bytes
 from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels import plans
 from mtpc.backends.triton_kernels.crosscompile import RESOURCES, Specialisation, cross_compile
 from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.limits import triton_bindings
+from mtpc.backends.triton_kernels.loading import loaded_bindings
+from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.passes import Verifier
 
 BF16 = torch.bfloat16
 SPILLS = {"hip": 0, "cuda": 64}
@@ -65,16 +80,50 @@ def _mla(reqs: int, rows: int, heads: int = 128) -> list[Launch]:
     return plans.plan_latent_attention(q, _fake(4096, 16, 576), *_indices(reqs, 2048), 0.07, 512)[0]
 
 
-def _experts(tokens: int, sizes: tuple[int, int, int], chosen: int = 8) -> list[Launch]:
+def _experts(
+    tokens: int, sizes: tuple[int, int, int], chosen: int = 8, *limit: float | bool
+) -> list[Launch]:
     count, hidden, inner = sizes
     ids, weights = _fake(tokens, chosen, dtype=torch.int64), _fake(tokens, chosen)
     gate_up, down = _fake(count, 2 * inner, hidden), _fake(count, hidden, inner)
-    return plans.plan_experts(_fake(tokens, hidden), gate_up, down, ids, weights)[0]
+    return plans.plan_experts(_fake(tokens, hidden), gate_up, down, ids, weights, *limit)[0]
 
 
 def _write(tokens: int) -> list[Launch]:
     slots = _fake(tokens, dtype=torch.int64)
     return plans.plan_write_cache(_fake(4096, 16, 8, 128), _fake(tokens, 8, 128), slots)[0]
+
+
+def _delta(
+    reqs: int, rows: int, heads: tuple[int, int] = (16, 32), drafts: int = 3, dtype=BF16
+) -> list[Launch]:  # type: ignore[no-untyped-def]
+    """Qwen3-Next: key and value heads of 128, a convolution over four rows."""
+    channels = (2 * heads[0] + heads[1]) * 128
+    tokens, fields, slots = reqs * rows, channels + 2 * heads[1], reqs + 1
+    weights = (_fake(channels, 4, dtype=dtype), _fake(heads[1]), _fake(heads[1]))
+    state = (
+        _fake(slots, heads[1], 128, 128, dtype=torch.float32),
+        _fake(slots, 3 + drafts, fields, dtype=dtype),
+        _fake(slots, dtype=torch.int32),
+    )
+    indices = (
+        _fake(reqs, dtype=torch.int64),
+        _fake(reqs, dtype=torch.int32),
+        _fake(reqs + 1, dtype=torch.int32),
+        _fake(reqs, dtype=torch.int32),
+    )
+    args = (_fake(tokens, fields, dtype=dtype), *weights, *state, *indices)
+    return plans.plan_gated_delta_rule(*args)[0]
+
+
+def _int8(tokens: int, features: int, inputs: int) -> list[Launch]:
+    weight = _fake(-(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8)
+    scales = _fake(features, dtype=torch.float32)
+    return plans.plan_quantised_linear(_fake(tokens, inputs), weight, scales)[0]
+
+
+def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
+    return plans.plan_sinkhorn(_fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
 
 SHIPPED: dict[str, Callable[[], list[Launch]]] = {
@@ -87,6 +136,17 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "DeepSeek-V3, 64 x 1 rows": lambda: _mla(64, 1),
     "DeepSeek-V3 experts, 4 rows": lambda: _experts(4, (256, 7168, 2048)),
     "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
+    "Step-3.7's bounded experts, 4 rows": lambda: _experts(4, (288, 4096, 1280), 8, 7.0),
+    "DeepSeek-V4's bounded experts, 64 rows": lambda: _experts(
+        64, (256, 4096, 2048), 6, 10.0, True
+    ),
+    "Qwen3-Next's state, 1 x 4 rows": lambda: _delta(1, 4),
+    "Qwen3-Next's state, 64 x 1 rows without drafts": lambda: _delta(64, 1, drafts=0),
+    "Qwen3-Next's state, prompt of 512": lambda: _delta(1, 512),
+    "Qwen3.5's state (48 heads), float32": lambda: _delta(4, 4, (16, 48), dtype=torch.float32),
+    "int8 head of GLM-4.5, 1 row": lambda: _int8(1, 151_552, 4096),
+    "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
+    "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "cache write, 16 rows": lambda: _write(16),
 }
 
@@ -145,15 +205,102 @@ def test_what_the_key_depends_on() -> None:
     """Shapes in constants, alignment of integers, dtypes and targets; not addresses or grids."""
     hip, cuda = TARGETS["hip:gfx942"], TARGETS["cuda:90"]
     with FakeTensorMode():
-        fields = [Specialisation.of(_write(tokens)[0]).fields(hip) for tokens in (16, 48)]
+        fields = [Specialisation.of(_write(tokens)[0], hip).fields for tokens in (16, 48)]
         assert fields[0] == fields[1]
-        wanted = Specialisation.of(_gqa(1, 4, (96, 8), (128, 128))[0])
-        other = Specialisation.of(_gqa(1, 4, (96, 8), (128, 64))[0])
-    assert "num_tokens" not in wanted.aligned
-    assert "q_token" in wanted.aligned
+        launch = _gqa(2, 4, (96, 8), (128, 128))[0]
+        other = Specialisation.of(_gqa(2, 4, (96, 8), (128, 64))[0], hip)
+        near = Specialisation.of(_far(1 << 10)[0], hip)
+        far = Specialisation.of(_far(1 << 20)[0], hip)
+    wanted = Specialisation.of(launch, hip)
+    assert (wanted.marks["num_tokens"], wanted.marks["q_token"]) == ("", "D")
     assert wanted.signature["q_ptr"] == "*bf16"
-    assert wanted.fields(hip) != other.fields(hip)
-    assert wanted.fields(hip) != wanted.fields(cuda)
+    assert wanted.fields != other.fields
+    assert wanted.fields != Specialisation.of(launch, cuda).fields
+    assert (near.marks["cache_ptr"], far.marks["cache_ptr"]) == ("DS", "D"), "4 GiB"
+    assert wanted.fields["version.triton"]
+
+
+def _far(pages: int) -> list[Launch]:
+    slots = _fake(16, dtype=torch.int64)
+    return plans.plan_write_cache(_fake(pages, 16, 128), _fake(16, 128), slots)[0]
+
+
+def _child(action: str, store: Path, target: str, triton_cache: Path) -> list[list[Any]]:
+    """tests/loaded_kernels.py with a cache of Triton's that it has for itself."""
+    script = Path(__file__).parent / "loaded_kernels.py"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(triton_cache)}
+    done = subprocess.run(
+        [sys.executable, str(script), action, str(store), target],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) if action == "load" else []
+
+
+@pytest.mark.parametrize("target", ["hip:gfx942", "cuda:90"])
+def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) -> None:
+    """Triton's own launcher asks its cache for the very code; without ours it would compile.
+
+    A damaged entry is refused with its reason, and compiled instead.
+    """
+    tmp_path.chmod(0o755)
+    store = tmp_path / "store"
+    _child("build", store, target, tmp_path / "elsewhere")
+    found = _child("load", store, target, tmp_path / "here")
+    assert len(found) == 16
+    assert all(reason is None for _, reason, _ in found)
+    assert all(was_there for _, _, was_there in found), found
+    for code in store.glob("entries/*/triton.json"):
+        if json.loads(code.read_bytes())["name"] == "sinkhorn_kernel":
+            code.chmod(0o644)
+            code.write_bytes(b"{}")
+    *rest, (name, reason, was_there) = _child("load", store, target, tmp_path / "fresh")
+    assert all(was_there for _, _, was_there in rest)
+    assert name == "sinkhorn_kernel"
+    assert not was_there
+    assert "triton.json" in reason
+
+
+def test_steps_are_bound_to_what_was_built(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose kernels are all in the cache takes them; what is not there is noted."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
+    tmp_path.chmod(0o755)
+    store, target = EntryStore(tmp_path / "store"), TARGETS["cuda:90"]
+    assert loaded_bindings(store, target) == loaded_bindings(None, target) == ()
+    loaded = load(checkpoint("mimo"), "bfloat16", True)
+    options = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8)
+    compiler = StepCompiler(loaded, options, CrossBackend())
+    launches = step_launches(compiler.rewritten(StepKey.decode(2, 1)))
+    attend = next(x for x in launches if x.name == "paged_attention_kernel")
+    parts = [attend.arguments[name] for name in ("acc_ptr", "stats_ptr")]
+    estimate = intermediate_bytes(compiler.rewritten(StepKey.decode(2, 1)))
+    assert estimate > sum(part.nbytes for part in parts) > 0, "scratch memory is counted"
+    cross_compile([x for x in launches if x.name != "write_cache_kernel"], target, store)
+
+    def bind() -> tuple[set[str], list[str]]:
+        notes: list[str] = []
+        compiler = StepCompiler(loaded, options, EagerBackend())
+        graph = compiler.rewritten(StepKey.decode(2, 1))
+        bindings = (*loaded_bindings(store, target), *triton_bindings())
+        BindKernels(bindings, notes.append).apply(graph)
+        Verifier(propagate=True)(graph, "legalise-gpu")
+        ours = {str(node.target) for node in graph.graph.nodes if ".default" in str(node.target)}
+        return {name for name in ours if name.startswith("mtpc")}, notes
+
+    names, notes = bind()
+    assert names == {"mtpc_triton.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert set(notes) == {
+        "mtpc::write_cache does not run on code built for cuda:90 (write_cache_kernel was not "
+        "built for cuda:90 at these sizes): triton"
+    }
+    cross_compile(launches, target, store)
+    names, notes = bind()
+    assert names == {"mtpc_loaded.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert not notes
+    other = loaded_bindings(store, TARGETS["cuda:80"])
+    assert other == (), "nothing was built for it, and nobody is told"
 
 
 def test_build_for_a_target_prints_a_table(
@@ -188,5 +335,11 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["out_ptr"],
         ["hidden_ptr"],
         ["part_ptr"],
+        ["out_ptr"],
+        ["terms_ptr"],
+        ["out_ptr", "state_ptr"],
+        ["history_ptr", "out_ptr", "standing_ptr"],
+        ["integers_ptr", "scales_ptr"],
+        ["out_ptr"],
         ["out_ptr"],
     ]

@@ -25,6 +25,7 @@ from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.backends.triton_kernels.combine import splits_for
 from mtpc.backends.triton_kernels.tiles import num_tiles
 from mtpc.errors import BackendError
+from mtpc.packing import pack, quantise, row_scales
 
 load_kernels()
 OURS = torch.ops.mtpc_triton
@@ -254,6 +255,105 @@ def test_experts_takes_strided_rows_and_int32_ids() -> None:
     expected = mix.run(REFERENCE)
     mix.x, mix.ids = mix.x.t().contiguous().t(), mix.ids.int()
     close(mix.run(OURS), expected)
+
+
+@pytest.mark.parametrize("limit_input", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", range(1, 6))
+def test_experts_with_a_limit(dtype: torch.dtype, tokens: int, limit_input: bool) -> None:
+    """Bounds that bind on both sides, of gate and of up."""
+    mix = make_mixture(tokens, dtype=dtype)
+    expected = mix.run(REFERENCE, 0.5, limit_input)
+    assert not torch.allclose(expected, mix.run(REFERENCE), atol=0.05), "the limit binds"
+    assert not torch.allclose(expected, mix.run(REFERENCE, 0.5, not limit_input), atol=0.01)
+    close(mix.run(OURS, 0.5, limit_input), expected, scale=2)
+
+
+def test_a_limit_keeps_nan() -> None:
+    mix = make_mixture(3)
+    mix.x[1] = float("nan")
+    for limit_input in (False, True):
+        out = mix.run(OURS, 0.5, limit_input)
+        assert out[1].isnan().all()
+        assert out[[0, 2]].isfinite().all()
+
+
+# ---- sinkhorn --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 80])
+@pytest.mark.parametrize(("n", "rounds"), [(1, 1), (2, 20), (4, 1), (4, 20), (7, 3)])
+def test_sinkhorn_equals_the_reference(n: int, rounds: int, tokens: int) -> None:
+    logits = 4 * torch.randn(tokens, n, n, generator=torch.Generator().manual_seed(n))
+    expected = REFERENCE.sinkhorn(logits, rounds, 1e-6)
+    close(OURS.sinkhorn(logits, rounds, 1e-6), expected)
+    turned = logits.mT.contiguous().mT
+    close(OURS.sinkhorn(turned, rounds, 1e-6), expected)
+
+
+def test_sinkhorn_of_extreme_and_poisoned_matrices() -> None:
+    """Padding is NaN: it stays in its matrix. Large logits do not overflow."""
+    logits = torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0))
+    logits[1], logits[3] = float("nan"), logits[3] * 1e4
+    expected = REFERENCE.sinkhorn(logits, 20, 1e-6)
+    found = OURS.sinkhorn(logits, 20, 1e-6)
+    assert found[1].isnan().all()
+    others = [0, 2, 3, 4]
+    close(found[others], expected[others])
+    assert OURS.sinkhorn(logits[:0], 20, 1e-6).shape == (0, 4, 4)
+
+
+# ---- quantised_linear ------------------------------------------------------------------------
+
+
+def _quantised(features: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.randn(features, inputs, generator=torch.Generator().manual_seed(features))
+    weight[-1] = 0
+    return pack(quantise(weight)), row_scales(weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 70])
+@pytest.mark.parametrize("sizes", [(64, 64), (32, 4), (1, 64), (31, 68), (33, 132)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_quantised_linear_equals_the_reference(
+    sizes: tuple[int, int], tokens: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """Integers are the reference's, so only the last rounding can differ."""
+    weight, scales = _quantised(*sizes)
+    x = torch.randn(tokens, sizes[1], generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    bias = torch.linspace(-1, 1, sizes[0]).to(dtype) if has_bias else None
+    expected = REFERENCE.quantised_linear(x, weight, scales, bias)
+    found = OURS.quantised_linear(x, weight, scales, bias)
+    close(found, expected)
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=3e-7, atol=3e-7)
+
+
+def test_quantised_linear_rounds_halves_to_even_as_the_reference_does() -> None:
+    """127 is the largest, so a step is 1: 0.5 -> 0, 1.5 -> 2, -2.5 -> -2."""
+    weight, scales = _quantised(32, 8)
+    x = torch.tensor([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.4999]])
+    assert torch.equal(
+        OURS.quantised_linear(x, weight, scales), REFERENCE.quantised_linear(x, weight, scales)
+    )
+
+
+def test_quantised_linear_of_zeros_nan_and_strides() -> None:
+    weight, scales = _quantised(40, 64)
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1))
+    x[0, 1], x[1, 2, 7], x[2, 0, 3] = 0, float("nan"), float("inf")
+    expected = REFERENCE.quantised_linear(x, weight, scales)
+    found = OURS.quantised_linear(x, weight, scales)
+    assert found.shape == (3, 5, 40)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert found[1, 2].isnan().all()
+    assert not found[0, 1].any()
+    close(found.nan_to_num(), expected.nan_to_num())
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(
+        OURS.quantised_linear(turned, weight, scales), found, rtol=0, atol=0, equal_nan=True
+    )
 
 
 # ---- write_cache -----------------------------------------------------------------------------

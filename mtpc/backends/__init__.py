@@ -19,7 +19,7 @@ def _cpu(report: Report, store: EntryStore | None) -> Backend:
 def _cuda(report: Report, store: EntryStore | None) -> Backend:
     from mtpc.backends.cuda import open_cuda
 
-    return open_cuda(report)
+    return open_cuda(report, store)
 
 
 def _eager(report: Report, store: EntryStore | None) -> Backend:

@@ -15,15 +15,17 @@ from torch import Tensor, fx
 from mtpc.backends.base import Report, Run
 from mtpc.backends.bindings import Binding, BindKernels
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
+from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
 
-_INDUCTOR = {
+INDUCTOR = {
     # We capture the whole step ourselves; Inductor's graphs would copy its inputs.
     "triton.cudagraphs": False,
     "emulate_precision_casts": True,
 }
+"""Inductor's options for a step."""
 
 
 class CudaBackend:
@@ -65,12 +67,20 @@ class CudaBackend:
         self.captured[graph.name] = captured
         return captured.replay
 
+    def free_bytes(self) -> int | None:
+        """Device memory that is still to be had; None where nobody counts it."""
+        return self._graphs.free_bytes()
+
     def _note(self, line: str) -> None:
         self.notes[line] += 1
 
 
-def open_cuda(report: Report = lambda line: None) -> CudaBackend:
+def open_cuda(report: Report = lambda line: None, store: EntryStore | None = None) -> CudaBackend:
     """The backend of this machine's GPU.
+
+    Args:
+        report: hears what was found.
+        store: the graph cache, where `mtpc build --target` left code objects.
 
     Raises:
         BackendError: there is no GPU that torch can use, or no Triton; the message says which.
@@ -86,6 +96,9 @@ def open_cuda(report: Report = lambda line: None) -> CudaBackend:
         found = aiter_bindings()
         bindings += found.bindings
         report(found.message)
+    from mtpc.backends.triton_kernels.loading import device_target, loaded_bindings
+
+    bindings += loaded_bindings(store, device_target())
     bindings += triton_bindings()
     graphs = TorchGraphs(torch.device("cuda", torch.cuda.current_device()))
     return CudaBackend(graphs, lower_by_inductor, bindings)
@@ -122,7 +135,7 @@ def lower_by_inductor(graph: StepGraph) -> Run:
     module, tensors = lift_tensors(graph)
     try:
         with torch.no_grad():
-            compiled = torch._inductor.compile(module, [*tensors], options=dict(_INDUCTOR))
+            compiled = torch._inductor.compile(module, [*tensors], options=dict(INDUCTOR))
     except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
         raise BackendError(f"Inductor could not compile {graph.name}: {error}") from error
 

@@ -37,6 +37,10 @@ class Graphs(Protocol):
         """Device memory that the process holds, the pool included."""
         ...
 
+    def free_bytes(self) -> int | None:
+        """Device memory that is still to be had; None where nobody counts it."""
+        ...
+
 
 class TorchGraphs:
     """`torch.cuda.CUDAGraph`, which is a HIP graph where torch is built for ROCm."""
@@ -67,6 +71,13 @@ class TorchGraphs:
     def pool_bytes(self) -> int:
         """What torch's allocator has reserved."""
         return torch.cuda.memory_reserved(self._device)
+
+    def free_bytes(self) -> int | None:
+        """What the device has left, and what torch's allocator holds unused."""
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
+        return torch.cuda.mem_get_info(self._device)[0] + unused
 
 
 @dataclass(frozen=True)

@@ -133,11 +133,13 @@ class NullGraphs:
     Attributes:
         tapes: what was recorded, in order.
         warm_ups: runs outside any graph.
+        free: bytes that the device shall have left; None: nobody counts them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free: int | None = None) -> None:
         self.tapes: list[Tape] = []
         self.warm_ups = 0
+        self.free = free
 
     def warm_up(self, run: Run) -> None:
         """Run."""
@@ -168,6 +170,10 @@ class NullGraphs:
             for tensor in entry.outputs
         }
         return sum(storages.values())
+
+    def free_bytes(self) -> int | None:
+        """As given."""
+        return self.free
 
 
 class _Replay:

@@ -1,18 +1,20 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
-`mtpc_triton::` has `write_cache`, `paged_attention`, `latent_attention` and `experts`. They take
-what the reference ops in `mtpc::` take and mean the same. This module imports no Triton, which
-only torch's builds for GPUs bring along; all others here do.
+`mtpc_triton::` has `write_cache`, `paged_attention`, `latent_attention`, `experts`,
+`gated_delta_rule`, `quantised_linear` and `sinkhorn`; `mtpc_loaded::` has the same, for code that
+was compiled elsewhere. They take what the reference ops in `mtpc::` take and mean the same. This
+module imports no Triton, which only torch's builds for GPUs bring along; all others here do.
 
 What they guarantee:
 
 - Grids depend on the bucket's sizes only. Lengths, block tables and slots are read on the device,
   so one captured graph serves every length up to max_len.
-- No atomics: a result is the same bits in every run. An attention row's bits depend, at one
-  bucket, neither on other requests nor on how many rows and how much context its request has.
+- No atomics: a result is the same bits in every run. A row's bits, of attention and of the gated
+  delta rule, depend, at one bucket, neither on other requests nor on how many rows and how much
+  context its request has, nor on whether it was replayed.
 - No cache position that no row attends to is read, nor the weights of an expert nobody chose.
 
-Sums are float32. Elements are bfloat16, float16 or float32.
+Sums are float32, of int8 products int32. Elements are bfloat16, float16 or float32.
 """
 
 from __future__ import annotations
@@ -47,14 +49,12 @@ def load_kernels() -> None:
         raise BackendError(f"the GPU kernels need Triton: {error}. {_ADVICE}") from error
 
 
-def kernel_table() -> dict[Any, Any]:
+def kernel_table(namespace: str = "mtpc_triton") -> dict[Any, Any]:
     """Reference op overload -> our op overload; `load_kernels` must have been called."""
     from mtpc.backends.triton_kernels.plans import PLANS
 
-    return {
-        getattr(torch.ops.mtpc, name).default: getattr(torch.ops.mtpc_triton, name).default
-        for name in PLANS
-    }
+    ours = getattr(torch.ops, namespace)
+    return {getattr(torch.ops.mtpc, name).default: getattr(ours, name).default for name in PLANS}
 
 
 __all__ = ["ELEMENTS", "kernel_table", "load_kernels"]

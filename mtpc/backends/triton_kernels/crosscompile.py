@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.launch import Launch
@@ -31,9 +31,11 @@ from mtpc.cache.store import Entry, EntryStore
 from mtpc.errors import BackendError, DamagedEntryError
 
 KIND = "gpu-kernel"
-RESOURCES = "kernel.json"
+RESOURCES, METADATA = "kernel.json", "triton.json"
 ALIGNMENT = 16
 """Bytes, and for integers divisors, that compiled code takes for granted where its key says so."""
+_NEAR = 2**31 - 1
+"""Bytes of a tensor up to which AMD's code addresses it by 32 bits."""
 _ELEMENTS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
@@ -74,52 +76,57 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """A kernel with all that its code depends on but the target.
+    """A kernel with all that its code depends on, as Triton's own launcher would see it.
 
     Attributes:
         kernel: the `triton.jit` function.
+        target: what it is compiled for.
         signature: Triton's type of each parameter, by name.
-        constants: values of `constexpr` parameters.
-        aligned: parameters that are multiples of ALIGNMENT.
+        constants: values of `constexpr` parameters, and of integers that are 1.
+        marks: of each parameter: "D" for multiples of ALIGNMENT, "S" for near tensors on AMD.
         threads: in a program.
         num_stages: of software pipelining.
     """
 
     kernel: Any
+    target: Target
     signature: dict[str, str]
     constants: dict[str, Any]
-    aligned: tuple[str, ...]
+    marks: dict[str, str]
     threads: int
     num_stages: int
 
     @classmethod
-    def of(cls, launch: Launch) -> Specialisation:
+    def of(cls, launch: Launch, target: Target) -> Specialisation:
         """The code that a launch needs. Tensors are taken to start at a multiple of 16 bytes."""
-        signature, aligned = {}, []
+        constants, signature, marks = dict(launch.constants), {}, {}
         for name in launch.kernel.arg_names:
-            if name in launch.constants:
-                signature[name] = "constexpr"
-                continue
-            value = launch.arguments[name]
-            is_tensor = isinstance(value, Tensor)
-            signature[name] = f"*{_ELEMENTS[value.dtype]}" if is_tensor else "i32"
-            if is_tensor or value % ALIGNMENT == 0:
-                aligned.append(name)
-        constants = dict(launch.constants)
-        tail = (tuple(aligned), launch.threads, launch.num_stages)
-        return cls(launch.kernel, signature, constants, *tail)
+            value = launch.arguments.get(name, 1)
+            if isinstance(value, Tensor):
+                signature[name] = f"*{_ELEMENTS[value.dtype]}"
+                is_near = value.untyped_storage().nbytes() <= _NEAR
+                marks[name] = "DS" if target.vendor == "hip" and is_near else "D"
+            elif name in launch.constants or value == 1:
+                signature[name], marks[name] = "constexpr", ""
+                constants.setdefault(name, 1)
+            else:
+                signature[name] = "i32" if abs(value) <= _NEAR else "i64"
+                marks[name] = "D" if value % ALIGNMENT == 0 else ""
+        tail = (marks, launch.threads, launch.num_stages)
+        return cls(launch.kernel, target, signature, constants, *tail)
 
-    def fields(self, target: Target) -> dict[str, str]:
+    @property
+    def fields(self) -> dict[str, str]:
         """The key of its code object."""
         return {
             "kind": KIND,
-            "target": target.name,
+            "target": self.target.name,
             "kernel": self.kernel.__name__,
             # Triton's digest of its source and of all device functions that it calls.
             "source": self.kernel.cache_key,
             "signature": json.dumps(self.signature),
             "constants": json.dumps(self.constants, sort_keys=True),
-            "aligned": " ".join(self.aligned),
+            "marks": json.dumps(self.marks),
             "threads": str(self.threads),
             "num_stages": str(self.num_stages),
             "version.triton": metadata.version("triton"),
@@ -144,24 +151,24 @@ def cross_compile(
                 "Triton only interprets kernels in this process (TRITON_INTERPRET is set); unset "
                 "it to compile them"
             )
-        wanted = Specialisation.of(launch)
-        name = digest(wanted.fields(target))
+        wanted = Specialisation.of(launch, target)
+        name = digest(wanted.fields)
         if name not in made:
-            made[name] = _obtain(wanted, target, store)
+            made[name] = _obtain(wanted, store)
     return tuple(made.values())
 
 
-def _obtain(wanted: Specialisation, target: Target, store: EntryStore) -> Compiled:
-    fields = wanted.fields(target)
+def _obtain(wanted: Specialisation, store: EntryStore) -> Compiled:
+    fields = wanted.fields
     entry, was_there = _find(store, fields), True
     if entry is None:
         with store.lock(digest(fields), lambda line: None):
             entry = _find(store, fields)
             if entry is None:
                 was_there = False
-                entry = store.write(digest(fields), lambda into: _fill(into, wanted, target))
+                entry = store.write(digest(fields), lambda into: _fill(into, wanted))
     resources = Resources(**json.loads(entry.read(RESOURCES)))
-    return Compiled(wanted.kernel.__name__, target, entry, resources, was_there)
+    return Compiled(wanted.kernel.__name__, wanted.target, entry, resources, was_there)
 
 
 def _find(store: EntryStore, fields: dict[str, str]) -> Entry | None:
@@ -175,9 +182,9 @@ def _find(store: EntryStore, fields: dict[str, str]) -> Entry | None:
         return None
 
 
-def _fill(directory: Path, wanted: Specialisation, target: Target) -> None:
+def _fill(directory: Path, wanted: Specialisation) -> None:
     """Compile into an entry's directory."""
-    compiled = compile_for(wanted, target)
+    compiled, target = compile_for(wanted), wanted.target
     code = compiled.asm[target.binary]
     resources = _resources(compiled, code, target)
     if resources.shared_bytes > target.shared_bytes:
@@ -187,34 +194,44 @@ def _fill(directory: Path, wanted: Specialisation, target: Target) -> None:
         )
     (directory / f"kernel.{target.binary}").write_bytes(code)
     (directory / RESOURCES).write_text(json.dumps(asdict(resources), indent=1) + "\n")
-    (directory / KEY).write_bytes(key_bytes(wanted.fields(target)))
+    (directory / METADATA).write_bytes(_metadata(compiled))
+    (directory / KEY).write_bytes(key_bytes(wanted.fields))
 
 
-def compile_for(wanted: Specialisation, target: Target) -> Any:
+def _metadata(compiled: Any) -> bytes:
+    """Triton's own record of a compiled kernel, as it keeps it."""
+    path = next(p for n, p in compiled.metadata_group.items() if n.endswith(".json"))
+    return Path(path).read_bytes()
+
+
+def compile_for(wanted: Specialisation) -> Any:
     """Triton's compiled kernel, which holds every stage's text and the code object.
 
     Raises:
         BackendError: the message is the compiler's.
     """
-    names = wanted.kernel.arg_names
+    target, device = wanted.target, gpu_target(wanted.target)
+    names, mark = wanted.kernel.arg_names, make_backend(device).parse_attr
     constants = {(names.index(name),): value for name, value in wanted.constants.items()}
-    aligned: dict[tuple[int], list[list[Any]]] = {
-        (names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in wanted.aligned
-    }
-    source = ASTSource(wanted.kernel, wanted.signature, constants, aligned)
-    arch = int(target.arch) if target.vendor == "cuda" else target.arch
+    attributes = {(names.index(name),): mark(marks) for name, marks in wanted.marks.items()}
+    source = ASTSource(wanted.kernel, wanted.signature, constants, attributes)
     options = {
         "num_warps": max(1, wanted.threads // target.warp_size),
         "num_stages": wanted.num_stages,
         "enable_fp_fusion": True,  # Said explicitly: Triton's default is about to change.
     }
     try:
-        device = GPUTarget(target.vendor, arch, target.warp_size)
         return triton.compile(source, target=device, options=options)
     except (RuntimeError, triton.TritonError) as error:
         raise BackendError(
             f"Triton could not compile {wanted.kernel.__name__} for {target.name}: {error}"
         ) from error
+
+
+def gpu_target(target: Target) -> GPUTarget:
+    """A target as Triton names it."""
+    arch = int(target.arch) if target.vendor == "cuda" else target.arch
+    return GPUTarget(target.vendor, arch, target.warp_size)
 
 
 def _resources(compiled: Any, code: bytes, target: Target) -> Resources:

@@ -29,10 +29,24 @@ def _chosen(ids, choice, expert):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _glu(gate, up, LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) * up, bounded as `mtpc::experts` says; selects, unlike minima, keep NaN."""
+    if LIMIT > 0:
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        if LIMIT_INPUT:
+            gate = tl.where(gate > LIMIT, LIMIT, gate)
+    gate = gate / (1 + tl.exp(-gate))
+    if LIMIT > 0 and not LIMIT_INPUT:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+    return gate * up
+
+
+@triton.jit
 def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, ids_ptr, hidden_ptr, num_tokens, x_stride,
     H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr,
 ):  # fmt: skip
     """hidden[t, j] = silu(gate x) * (up x) of row t's expert j; weight [E, 2I, H]."""
     expert = tl.program_id(0)
@@ -56,7 +70,7 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
         mask = inner[None] & (k < H)[:, None]
         gate += dot(x, tl.load(at, mask=mask, other=0.0), WIDEN)
         up += dot(x, tl.load(at + INNER * H, mask=mask, other=0.0), WIDEN)
-    value = gate / (1 + tl.exp(-gate)) * up
+    value = _glu(gate, up, LIMIT, LIMIT_INPUT)
     out = hidden_ptr + (tokens * CHOICES + choice)[:, None] * INNER + feature[None]
     tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=hit[:, None] & inner[None])
 
@@ -121,6 +135,7 @@ def expert_launches(
     weights: tuple[Tensor, Tensor],
     choices: tuple[Tensor, Tensor],
     out: Tensor,
+    limit: tuple[float, bool] = (0.0, False),
 ) -> list[Launch]:
     """Launches of `mtpc::experts`.
 
@@ -129,6 +144,7 @@ def expert_launches(
         weights: gate_up [E, 2I, H] and down [E, H, I], contiguous.
         choices: expert_ids int64 [T, k], distinct per row, and expert_weights [T, k].
         out: [T, H], contiguous.
+        limit: of the activations, and whether it bounds what goes into silu.
     """
     gate_up, down = (adjacent(w, "expert weights").contiguous() for w in weights)
     ids, scales = (t.contiguous() for t in choices)
@@ -143,6 +159,7 @@ def expert_launches(
     shared = dict(sizes, INNER=inner, BLOCK_T=tile, BLOCK_F=_FEATURES,
                   BLOCK_K=_DEPTH if x.dtype.itemsize == 2 else _DEPTH // 2,
                   WIDEN=widen(expert_down_kernel, x))  # fmt: skip
+    bounded = dict(shared, LIMIT=float(limit[0]), LIMIT_INPUT=limit[1])
     first = dict(x_ptr=x, weight_ptr=gate_up, ids_ptr=ids, hidden_ptr=hidden,
                  num_tokens=num_tokens, x_stride=x.stride(0))  # fmt: skip
     second = dict(hidden_ptr=hidden, weight_ptr=down, ids_ptr=ids, scale_ptr=scales, part_ptr=part,
@@ -152,7 +169,7 @@ def expert_launches(
     grid_up = (count, -(-inner // _FEATURES), row_tiles)
     grid_down = (count, -(-width // _FEATURES), row_tiles)
     return [
-        Launch(expert_gate_up_kernel, grid_up, first, shared, threads=128),
+        Launch(expert_gate_up_kernel, grid_up, first, bounded, threads=128),
         Launch(expert_down_kernel, grid_down, second, shared, threads=128),
         Launch(expert_sum_kernel, (num_tokens, -(-width // block), 1), third,
                dict(sizes, BLOCK=block), threads=128),

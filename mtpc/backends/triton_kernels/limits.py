@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor, fx
 
 from mtpc.backends.bindings import Binding
 from mtpc.backends.triton_kernels import ELEMENTS, kernel_table, load_kernels
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import dtype_name
+from mtpc.packing import LARGEST
 
 _MAX_HEAD_DIM = 1024
 """A row of a head must fit into registers, as part of a tile."""
-
-
-_EXPERTS_ARGUMENTS = 5
-"""Of `mtpc::experts`, up to the choices' weights; a limit stands behind them."""
+_MAX_KEY_DIM = 256
+"""Of the gated delta rule, which has whole columns of its state in registers."""
+_MAX_INPUTS = (2**31 - 1) // LARGEST**2
+"""Products of int8 that an int32 sum surely holds."""
+_MAX_STREAMS = 64
+"""Rows of a matrix that is normalised in registers."""
 
 
 def triton_bindings() -> tuple[Binding, ...]:
@@ -26,19 +30,54 @@ def triton_bindings() -> tuple[Binding, ...]:
     """
     load_kernels()
     return tuple(
-        Binding("triton", reference, target, _refuses)
+        Binding("triton", reference, target, refuses)
         for reference, target in kernel_table().items()
     )
 
 
-def _refuses(node: fx.Node, graph: StepGraph) -> str | None:
+def refuses(node: fx.Node, graph: StepGraph) -> str | None:
+    """Why our kernels cannot take a call, or None."""
     tensors = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype not in ELEMENTS:
             return f"{dtype_name(tensor.dtype)}; it takes {', '.join(map(dtype_name, ELEMENTS))}"
-    first = tensors[0]
-    if node.target is torch.ops.mtpc.experts.default and len(node.args) > _EXPERTS_ARGUMENTS:
-        return "experts with a limit; it takes plain SwiGLU"
-    if "attention" in str(node.target) and first.shape[-1] > _MAX_HEAD_DIM:
-        return f"head dim {first.shape[-1]}; it takes up to {_MAX_HEAD_DIM}"
+    name = str(node.target).removeprefix("mtpc.").removesuffix(".default")
+    return _SIZES[name](node, tensors) if name in _SIZES else None
+
+
+def _attention(node: fx.Node, tensors: list[Tensor]) -> str | None:
+    dim = tensors[0].shape[-1]
+    return f"head dim {dim}; it takes up to {_MAX_HEAD_DIM}" if dim > _MAX_HEAD_DIM else None
+
+
+def _gated_delta(node: fx.Node, tensors: list[Tensor]) -> str | None:
+    dim = tensors[4].shape[2]
+    if dim > _MAX_KEY_DIM:
+        return f"key head dim {dim}; it takes up to {_MAX_KEY_DIM}"
     return None
+
+
+def _quantised_linear(node: fx.Node, tensors: list[Tensor]) -> str | None:
+    inputs = tensors[0].shape[-1]
+    if inputs > _MAX_INPUTS:
+        return f"{inputs} inputs; its int32 sums hold {_MAX_INPUTS}"
+    return None
+
+
+def _sinkhorn(node: fx.Node, tensors: list[Tensor]) -> str | None:
+    size, epsilon = tensors[0].shape[-1], node.args[2]
+    if size > _MAX_STREAMS:
+        return f"matrices of {size} rows; it takes up to {_MAX_STREAMS}"
+    if not isinstance(epsilon, float) or epsilon <= 0:
+        return f"epsilon {epsilon}; it takes one above 0"
+    return None
+
+
+_SIZES: dict[str, Callable[[fx.Node, list[Tensor]], str | None]] = {
+    "gated_delta_rule": _gated_delta,
+    "latent_attention": _attention,
+    "paged_attention": _attention,
+    "quantised_linear": _quantised_linear,
+    "sinkhorn": _sinkhorn,
+}
+"""Limits of size, by operator."""

@@ -1,34 +1,39 @@
-"""The kernels as operators `mtpc_triton::`; importing this needs Triton and registers them.
+"""The kernels as operators; importing this needs Triton and registers them.
 
-`triton_op` leaves the launches visible to Inductor, which then plans their memory and embeds
-their binaries; `mtpc.ops` says what each operator means.
+Each exists twice. `mtpc_triton::` leaves its launches visible to Inductor, which then plans their
+memory, and compiles them itself. `mtpc_loaded::` launches as a plain Triton program does, so that
+code objects which Triton finds in its cache are used (`loading`); inside a device graph, where
+launches cost nothing, that is all the difference. `mtpc.ops` says what each operator means.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.library import triton_op
+from torch.library import custom_op, triton_op
 
 from mtpc.backends.triton_kernels.launch import run
 from mtpc.backends.triton_kernels.plans import (
+    PLANS,
     Plan,
     plan_experts,
+    plan_gated_delta_rule,
     plan_latent_attention,
     plan_paged_attention,
+    plan_quantised_linear,
+    plan_sinkhorn,
     plan_write_cache,
 )
 
 
-@triton_op("mtpc_triton::write_cache", mutates_args=("cache",))
 def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
     """`mtpc::write_cache`."""
     launches, _ = plan_write_cache(cache, rows, slot_mapping)
     run(launches)
 
 
-@triton_op("mtpc_triton::paged_attention", mutates_args=())
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -47,7 +52,6 @@ def paged_attention(
     return _run(plan_paged_attention(q, k_cache, v_cache, *indices, scale, **options))
 
 
-@triton_op("mtpc_triton::latent_attention", mutates_args=())
 def latent_attention(
     q: Tensor,
     latent_cache: Tensor,
@@ -62,12 +66,48 @@ def latent_attention(
     return _run(plan_latent_attention(q, latent_cache, *indices, scale, latent_rank))
 
 
-@triton_op("mtpc_triton::experts", mutates_args=())
 def experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float = 0.0,
+    limit_input: bool = False,
 ) -> Tensor:
     """`mtpc::experts`."""
-    return _run(plan_experts(x, gate_up, down, expert_ids, expert_weights))
+    return _run(plan_experts(x, gate_up, down, expert_ids, expert_weights, limit, limit_input))
+
+
+def gated_delta_rule(
+    rows: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    recurrent: Tensor,
+    history: Tensor,
+    standing: Tensor,
+    state_slots: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    certain_lens: Tensor,
+) -> Tensor:
+    """`mtpc::gated_delta_rule`."""
+    weights, state = (conv_weight, a_log, dt_bias), (recurrent, history, standing)
+    indices = (state_slots, seq_lens, query_start_loc, certain_lens)
+    return _run(plan_gated_delta_rule(rows, *weights, *state, *indices))
+
+
+def quantised_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`mtpc::quantised_linear`."""
+    return _run(plan_quantised_linear(x, weight, scales, bias))
+
+
+def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
+    """`mtpc::sinkhorn`."""
+    return _run(plan_sinkhorn(logits, rounds, epsilon))
 
 
 def _run(plan: Plan) -> Tensor:
@@ -75,3 +115,34 @@ def _run(plan: Plan) -> Tensor:
     run(launches)
     assert out is not None
     return out
+
+
+_STATE = ("recurrent", "history", "standing")
+_OPERATORS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+    (write_cache, ("cache",)),
+    (paged_attention, ()),
+    (latent_attention, ()),
+    (experts, ()),
+    (gated_delta_rule, _STATE),
+    (quantised_linear, ()),
+    (sinkhorn, ()),
+)
+"""Every operator, with the arguments that it writes."""
+
+
+def _register() -> None:
+    for function, written in _OPERATORS:
+        name = function.__name__
+        triton_op(f"mtpc_triton::{name}", function, mutates_args=written)
+        loaded = custom_op(f"mtpc_loaded::{name}", function, mutates_args=written)
+        loaded.register_fake(_fake(name))
+
+
+def _fake(name: str) -> Callable[..., Tensor | None]:
+    def fake(*args: Any, **kwargs: Any) -> Tensor | None:
+        return PLANS[name](*args, **kwargs)[1]
+
+    return fake
+
+
+_register()

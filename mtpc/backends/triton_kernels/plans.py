@@ -14,8 +14,11 @@ from torch import Tensor, fx
 from mtpc.backends.triton_kernels.attention import paged_attention_launches
 from mtpc.backends.triton_kernels.cache_write import write_cache_launches
 from mtpc.backends.triton_kernels.experts import expert_launches
+from mtpc.backends.triton_kernels.gated_delta import gated_delta_launches
 from mtpc.backends.triton_kernels.latent import latent_attention_launches
 from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.quantised import quantised_linear_launches
+from mtpc.backends.triton_kernels.sinkhorn import sinkhorn_launches
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 
@@ -49,13 +52,43 @@ def plan_latent_attention(  # type: ignore[no-untyped-def]
 
 
 def plan_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
-) -> Plan:
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    limit: float = 0.0, limit_input: bool = False,
+) -> Plan:  # fmt: skip
     """`mtpc::experts`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return [], out
-    return expert_launches(x, (gate_up, down), (expert_ids, expert_weights), out), out
+    choices, bound = (expert_ids, expert_weights), (limit, limit_input)
+    return expert_launches(x, (gate_up, down), choices, out, bound), out
+
+
+def plan_gated_delta_rule(
+    rows: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor,
+    recurrent: Tensor, history: Tensor, standing: Tensor,
+    state_slots: Tensor, seq_lens: Tensor, query_start_loc: Tensor, certain_lens: Tensor,
+) -> Plan:  # fmt: skip
+    """`mtpc::gated_delta_rule`."""
+    weights, state = (conv_weight, a_log, dt_bias), (recurrent, history, standing)
+    indices = (state_slots, seq_lens, query_start_loc, certain_lens)
+    out = rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
+    return gated_delta_launches(rows, weights, state, indices, out), out
+
+
+def plan_quantised_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> Plan:
+    """`mtpc::quantised_linear`."""
+    flat = x.reshape(-1, x.shape[-1])
+    out = x.new_empty((flat.shape[0], scales.shape[0]))
+    launches = quantised_linear_launches(flat, weight, scales, bias, out) if len(flat) else []
+    return launches, out.view(*x.shape[:-1], -1)
+
+
+def plan_sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
+    """`mtpc::sinkhorn`."""
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    return sinkhorn_launches(logits, rounds, epsilon, out) if len(logits) else [], out
 
 
 PLANS: dict[str, Callable[..., Plan]] = {
@@ -63,8 +96,14 @@ PLANS: dict[str, Callable[..., Plan]] = {
     "paged_attention": plan_paged_attention,
     "latent_attention": plan_latent_attention,
     "experts": plan_experts,
+    "gated_delta_rule": plan_gated_delta_rule,
+    "quantised_linear": plan_quantised_linear,
+    "sinkhorn": plan_sinkhorn,
 }
 """Every op exists as mtpc::NAME, the reference, and as mtpc_triton::NAME."""
+
+
+NAMESPACES = ("mtpc_triton", "mtpc_loaded")
 
 
 def step_launches(graph: StepGraph) -> list[Launch]:
@@ -72,13 +111,18 @@ def step_launches(graph: StepGraph) -> list[Launch]:
     launches: list[Launch] = []
     with fake_mode_of(graph.graph):
         for node in graph.graph.nodes:
-            namespace, _, name = str(node.target).partition(".")
-            if node.op == "call_function" and namespace == "mtpc_triton":
-                plan = PLANS[name.partition(".")[0]]
-                args = fx.node.map_aggregate(node.args, _value)
-                kwargs = fx.node.map_aggregate(node.kwargs, _value)
-                launches += plan(*args, **kwargs)[0]
+            namespace = str(node.target).partition(".")[0]
+            if node.op == "call_function" and namespace in NAMESPACES:
+                launches += node_launches(node)
     return launches
+
+
+def node_launches(node: fx.Node) -> list[Launch]:
+    """What one call launches, of an operator of ours or of its reference; in a fake mode."""
+    _, name, _ = str(node.target).split(".")
+    args = fx.node.map_aggregate(node.args, _value)
+    kwargs = fx.node.map_aggregate(node.kwargs, _value)
+    return PLANS[name](*args, **kwargs)[0]
 
 
 def _value(argument: Any) -> Any:

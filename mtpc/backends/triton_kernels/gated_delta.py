@@ -1,0 +1,230 @@
+"""The gated delta rule on state rows, in three launches.
+
+`delta_terms` convolves and norms every position that is run, in parallel: the step's rows, and
+those that the step before had as drafts and that were accepted, whose inputs are in `history`.
+`delta_state` goes through a request's positions one by one, each program with one value head's
+columns of the state in registers, stored once, after the certain rows. `remember_rows` then writes
+what the others read. Prompts take as many turns as they have rows: there is no chunked form.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.errors import BackendError
+
+_COLUMNS, _REMEMBERED = 32, 1024
+"""Columns of the state that a program has; inputs that a program remembers."""
+_EPSILON: tl.constexpr = tl.constexpr(1e-6)
+"""As in `mtpc.ops.gated_delta`."""
+
+
+@triton.jit
+def _silu(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rounded before and after, as if the convolution were a module of its own."""
+    x = x.to(DTYPE).to(tl.float32)
+    return (x / (1 + tl.exp(-x))).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _beta(b, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (1 / (1 + tl.exp(-b.to(tl.float32)))).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _decay(a, a_log, bias):  # type: ignore[no-untyped-def]
+    """exp(-exp(a_log) softplus(a + dt_bias))."""
+    x = a.to(tl.float32) + bias.to(tl.float32)
+    softplus = tl.where(x <= 20, tl.log(1 + tl.exp(tl.minimum(x, 20.0))), x)  # NaN stays NaN.
+    return tl.exp(-tl.exp(a_log.to(tl.float32)) * softplus)
+
+
+@triton.jit
+def delta_terms_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, conv_ptr, history_ptr, standing_ptr, slots_ptr, lens_ptr, starts_ptr, terms_ptr,
+    num_reqs, num_tokens,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, REPLAYED: tl.constexpr, ROOT: tl.constexpr,
+    BLOCK: tl.constexpr, R_PAD: tl.constexpr, W_PAD: tl.constexpr,
+):  # fmt: skip
+    """terms [T + R REPLAYED, C]: unit queries and keys, values; float32.
+
+    A program has one position and one head: of queries, keys or values, in this order.
+    """
+    entry, head, reqs = tl.program_id(0), tl.program_id(1), tl.arange(0, R_PAD)
+    KEYS: tl.constexpr = 2 * KEY_HEADS * D
+    FIELDS: tl.constexpr = KEYS + HEADS * (DV + 2)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    owner = tl.sum(((reqs < num_reqs) & (ends <= entry)).to(tl.int32))
+    is_row, replay = entry < num_tokens, entry - num_tokens
+    request = tl.where(is_row, owner, replay // REPLAYED)
+    length = tl.load(lens_ptr + request, mask=request < num_reqs, other=0).to(tl.int32)
+    if length <= 0:
+        return
+    start = tl.load(starts_ptr + request).to(tl.int32)
+    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    stood = tl.load(standing_ptr + slot, mask=committed > 0, other=0).to(tl.int32)
+    position = tl.where(is_row, committed + entry - start, stood + replay % REPLAYED)
+    if is_row | (position < committed):
+        lane, is_value = tl.arange(0, BLOCK), head >= 2 * KEY_HEADS
+        first = tl.where(is_value, KEYS + (head - 2 * KEY_HEADS) * DV, head * D)
+        inside = lane < tl.where(is_value, DV, D)
+        tap, channel = tl.arange(0, W_PAD)[:, None], (first + lane)[None]
+        at, mask = position - WIDTH + 1 + tap, (tap < WIDTH) & inside[None]
+        new = rows_ptr + (start + at - committed).to(tl.int64) * FIELDS + channel
+        old = history_ptr + (slot * KEPT + at % KEPT) * FIELDS + channel
+        x = tl.load(new, mask=mask & (at >= committed), other=0.0).to(tl.float32)
+        older = mask & (at >= 0) & (at < committed)
+        x += tl.load(old, mask=older, other=0.0).to(tl.float32)
+        w = tl.load(conv_ptr + channel * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
+        x = _silu(tl.sum(x * w, 0), rows_ptr.dtype.element_ty)
+        unit = x * tl.rsqrt(tl.sum(x * x, 0) + _EPSILON) * tl.where(head < KEY_HEADS, ROOT, 1.0)
+        to = terms_ptr + entry.to(tl.int64) * (FIELDS - 2 * HEADS) + first + lane
+        tl.store(to, tl.where(is_value, x, unit), mask=inside)
+
+
+@triton.jit
+def delta_state_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, terms_ptr, a_log_ptr, bias_ptr, state_ptr, history_ptr, standing_ptr, slots_ptr,
+    lens_ptr, starts_ptr, certain_ptr, out_ptr, num_tokens,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Rows of requests that are on -> out [T, HEADS, DV]; state [S, HEADS, D, DV]."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    KEYS: tl.constexpr = HEADS // GROUP * D
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * DV
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    if length <= 0:
+        return
+    start = tl.load(starts_ptr + request).to(tl.int32)
+    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    stood = tl.load(standing_ptr + slot, mask=committed > 0, other=0).to(tl.int32)
+    sure = tl.minimum(committed + tl.load(certain_ptr + request).to(tl.int32), length)
+    d, dv = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    key_at, value_at = head // GROUP * D + d, 2 * KEYS + head * DV + dv
+    a_log, bias = tl.load(a_log_ptr + head), tl.load(bias_ptr + head)
+    cell = state_ptr + ((slot * HEADS + head) * D + d[:, None]) * DV + dv[None]
+    inside = (d < D)[:, None] & (dv < DV)[None]
+    known = (d < tl.where(stood > 0, D, 0))[:, None] & (dv < DV)[None]
+    state = tl.load(cell, mask=known, other=0.0)
+    # Where no step ever has drafts, the state has seen all that is committed.
+    position = stood if REPLAYED > 0 else committed
+    if sure <= position:
+        tl.store(cell, state, mask=inside)
+    while position < length:
+        now, row = position >= committed, start + position - committed
+        entry = tl.where(now, row, num_tokens + request * REPLAYED + position - stood)
+        terms = terms_ptr + entry.to(tl.int64) * CHANNELS
+        q = tl.load(terms + key_at, mask=d < D, other=0.0)
+        k = tl.load(terms + KEYS + key_at, mask=d < D, other=0.0)
+        v = tl.load(terms + value_at, mask=dv < DV, other=0.0)
+        new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS)
+        old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
+        gates = tl.where(now, new, old) + CHANNELS + head
+        beta = _beta(tl.load(gates), rows_ptr.dtype.element_ty)
+        state *= _decay(tl.load(gates + HEADS), a_log, bias)
+        delta = (v - tl.sum(state * k[:, None], 0)) * beta
+        state += k[:, None] * delta[None]
+        found = tl.sum(state * q[:, None], 0).to(out_ptr.dtype.element_ty)
+        to = out_ptr + (row.to(tl.int64) * HEADS + head) * DV + dv
+        tl.store(to, found, mask=dv < tl.where(now, DV, 0))
+        position += 1
+        if position == sure:
+            tl.store(cell, state, mask=inside)
+
+
+@triton.jit
+def remember_rows_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, history_ptr, standing_ptr, slots_ptr, lens_ptr, starts_ptr, certain_ptr, out_ptr,
+    num_reqs, num_tokens,
+    KEPT: tl.constexpr, FIELDS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+    R_PAD: tl.constexpr,
+):  # fmt: skip
+    """Programs 0..T-1: history takes their row, or out is zero there; the next R: standing."""
+    token, reqs = tl.program_id(0), tl.arange(0, R_PAD)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    owner = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
+    is_row = token < num_tokens
+    request = tl.where(is_row, owner, token - num_tokens)
+    length = tl.load(lens_ptr + request, mask=request < num_reqs, other=0).to(tl.int32)
+    if length > 0:
+        start = tl.load(starts_ptr + request).to(tl.int32)
+        committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+        slot = tl.load(slots_ptr + request).to(tl.int64)
+        position = committed + token - start
+        if is_row & (position >= length - KEPT):
+            row = tl.load(rows_ptr + token.to(tl.int64) * FIELDS + column, mask=column < FIELDS)
+            to = history_ptr + (slot * KEPT + position % KEPT) * FIELDS + column
+            tl.store(to, row, mask=column < FIELDS)
+        sure = tl.minimum(committed + tl.load(certain_ptr + request).to(tl.int32), length)
+        first = (is_row == 0) & (tl.program_id(1) == 0)
+        tl.store(standing_ptr + slot, sure.to(standing_ptr.dtype.element_ty), mask=first)
+    else:
+        zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+        to = out_ptr + token.to(tl.int64) * OUT + column
+        tl.store(to, zeros, mask=column < tl.where(is_row, OUT, 0))
+
+
+def gated_delta_launches(
+    rows: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    state: tuple[Tensor, Tensor, Tensor],
+    indices: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+) -> list[Launch]:
+    """Launches of `mtpc::gated_delta_rule`.
+
+    Args:
+        rows: [T, C + 2 HV], T > 0.
+        weights: conv_weight [C, W], a_log [HV], dt_bias [HV].
+        state: recurrent [S, HV, Dk, Dv], history [S, B, C + 2 HV], standing [S]; contiguous.
+        indices: state_slots [R], seq_lens [R], query_start_loc [R+1], certain_lens [R].
+        out: [T, HV, Dv], contiguous; all of it is written.
+
+    Raises:
+        BackendError: the state is not contiguous.
+    """
+    for tensor in state:
+        if not tensor.is_contiguous():
+            raise BackendError(
+                f"recurrent state with strides {tuple(tensor.stride())}; expected contiguous"
+            )
+    recurrent, history, standing = state
+    rows, (conv, a_log, bias) = rows.contiguous(), (t.contiguous() for t in weights)
+    slots, lens, starts, certain = (t.contiguous() for t in indices)
+    heads, dim, value_dim = recurrent.shape[1:]
+    (num_tokens, fields), num_reqs = rows.shape, slots.shape[0]
+    width, kept = conv.shape[1], history.shape[1]
+    key_heads = (conv.shape[0] - heads * value_dim) // (2 * dim)
+    replayed = max(0, kept - width + 1)
+    entries = num_tokens + num_reqs * replayed
+    terms = rows.new_empty((entries, conv.shape[0]), dtype=torch.float32)
+    held = dict(rows_ptr=rows, history_ptr=history, standing_ptr=standing, slots_ptr=slots,
+                lens_ptr=lens, starts_ptr=starts, num_tokens=num_tokens)  # fmt: skip
+    sizes = dict(HEADS=heads, D=dim, DV=value_dim, KEPT=kept, REPLAYED=replayed)
+    first = dict(
+        sizes | dict(REPLAYED=max(1, replayed)), KEY_HEADS=key_heads, WIDTH=width, ROOT=dim**-0.5,
+        BLOCK=power_of_two(max(dim, value_dim)), R_PAD=power_of_two(num_reqs),
+        W_PAD=power_of_two(width),
+    )  # fmt: skip
+    second = dict(sizes, GROUP=heads // key_heads, BLOCK_D=power_of_two(dim), BLOCK_V=_COLUMNS)
+    block = min(power_of_two(fields), _REMEMBERED)
+    third = dict(KEPT=kept, FIELDS=fields, OUT=heads * value_dim, BLOCK=block,
+                 R_PAD=power_of_two(num_reqs))  # fmt: skip
+    return [
+        Launch(delta_terms_kernel, (entries, 2 * key_heads + heads, 1),
+               dict(held, conv_ptr=conv, terms_ptr=terms, num_reqs=num_reqs), first, threads=64),
+        Launch(delta_state_kernel, (num_reqs, heads, -(-value_dim // _COLUMNS)),
+               dict(held, terms_ptr=terms, a_log_ptr=a_log, bias_ptr=bias, state_ptr=recurrent,
+                    certain_ptr=certain, out_ptr=out), second, threads=128),
+        Launch(remember_rows_kernel, (num_tokens + num_reqs, -(-fields // block), 1),
+               dict(held, certain_ptr=certain, out_ptr=out, num_reqs=num_reqs), third, threads=128),
+    ]  # fmt: skip

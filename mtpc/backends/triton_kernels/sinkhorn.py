@@ -1,0 +1,62 @@
+"""Sinkhorn-Knopp normalisation of small matrices: all rounds in registers, one launch.
+
+A program has a few matrices, each of them whole, so that no round reads what another wrote.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+
+_ELEMENTS = 512
+"""Of the matrices that a program has: a few registers a thread. Four streams: 32 matrices."""
+
+
+@triton.jit
+def sinkhorn_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, out_ptr, count,
+    N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
+    """logits, out [count, N, N]; sums are float32."""
+    matrix = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, N_PAD)
+    there = (i < N)[None, :, None] & (i < N)[None, None, :]
+    at = matrix[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
+    mask = (matrix < count)[:, None, None] & there
+    logits = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    peak = tl.max(tl.where(there, logits, float("-inf")), 2)
+    # Rows of padding have no peak; what they would come to is masked out.
+    peak = tl.where((i < N)[None], peak, 0.0)
+    mixed = tl.where(there, tl.exp(logits - peak[:, :, None]), 0.0)
+    total = tl.where((i < N)[None], tl.sum(mixed, 2), 1.0)
+    mixed = tl.where(there, mixed / total[:, :, None] + EPSILON, 0.0)
+    mixed = mixed / (tl.sum(mixed, 1) + EPSILON)[:, None, :]
+    for _ in range(ROUNDS - 1):
+        mixed = mixed / (tl.sum(mixed, 2) + EPSILON)[:, :, None]
+        mixed = mixed / (tl.sum(mixed, 1) + EPSILON)[:, None, :]
+    tl.store(out_ptr + at, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def sinkhorn_launches(logits: Tensor, rounds: int, epsilon: float, out: Tensor) -> list[Launch]:
+    """Launches of `mtpc::sinkhorn`.
+
+    Args:
+        logits: [T, n, n].
+        rounds: >= 1.
+        epsilon: above 0, or padding would divide by zero.
+        out: [T, n, n], contiguous.
+    """
+    logits = logits.contiguous()
+    count, size, _ = logits.shape
+    padded = power_of_two(size)
+    block = max(1, _ELEMENTS // padded**2)
+    arguments = dict(logits_ptr=logits, out_ptr=out, count=count)
+    constants = dict(
+        N=size, N_PAD=padded, BLOCK=block, ROUNDS=rounds, EPSILON=float(epsilon)
+    )  # fmt: skip
+    grid = (-(-count // block), 1, 1)
+    return [Launch(sinkhorn_kernel, grid, arguments, constants, threads=64)]

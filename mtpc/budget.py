@@ -1,0 +1,140 @@
+"""Device memory, planned before the KV pool is made: weights are there, graphs come, pages follow.
+
+    free memory - what graphs will take - state of fixed size = pages
+
+Graphs are traced and rewritten on a pool of one request's pages, which is given back; what their
+intermediates take does not depend on the pool.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtpc.backends.base import Report
+from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.memory import intermediate_bytes
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.errors import CapacityError
+from mtpc.models.load import LoadedModel
+
+ALLOWANCE = 256 << 20
+"""For what no graph tells: libraries' workspaces, the device's own copies of captured graphs, gaps
+between blocks. On paper: never measured."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a program will take on its device.
+
+    Attributes:
+        steps: bytes of intermediates at most, by step.
+        fixed: bytes of state whose size does not depend on pages.
+        page: bytes of a page, of all layers together.
+    """
+
+    steps: Mapping[str, int]
+    fixed: int
+    page: int
+
+    @property
+    def graphs(self) -> int:
+        """Bytes of the pool that all graphs share: one of them runs at a time."""
+        return max(self.steps.values()) + ALLOWANCE
+
+    def pages(self, free: int) -> int:
+        """Pages for which there is memory."""
+        return max(0, free - self.graphs - self.fixed) // max(1, self.page)
+
+    def line(self, free: int, wanted: int) -> str:
+        """What is planned, for people."""
+        largest = max(self.steps, key=self.steps.__getitem__)
+        return (
+            f"{free / _MIB:.0f} MiB free: graphs {self.graphs / _MIB:.0f} MiB ({largest}: "
+            f"{self.steps[largest] / _MIB:.1f} MiB, allowance {ALLOWANCE / _MIB:.0f} MiB), state "
+            f"{self.fixed / _MIB:.1f} MiB; {self.pages(free)} pages of {self.page / 1024:.1f} KiB "
+            f"fit, {wanted} are wanted"
+        )
+
+
+@torch.no_grad()
+def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: CudaBackend) -> MemoryPlan:
+    """Estimate every step of a program.
+
+    Args:
+        loaded: the model, on the backend's device.
+        options: settled by `for_model` or not.
+        backend: whose kernels the steps are bound to.
+    """
+    notes = backend.notes.copy()
+    options = options.for_model(getattr(loaded.config, "max_position_embeddings", None))
+    few = options.blocks_per_request(options.sequence_limit) + 1
+    compiler = StepCompiler(loaded, replace(options, num_pages=few), backend)
+    steps = {str(key): intermediate_bytes(compiler.rewritten(key)) for key in compiler.keys}
+    backend.notes = notes  # The steps proper will take theirs.
+    more = StepCompiler(loaded, replace(options, num_pages=few + 1), backend).layout(
+        compiler.keys[0]
+    )
+    less = compiler.layout(compiler.keys[0])
+    sizes = [
+        sum(layout.nbytes(name) for name, spec in layout.items() if spec.shared)
+        for layout in (less, more)
+    ]
+    page = sizes[1] - sizes[0]
+    return MemoryPlan(steps, sizes[0] - few * page, page)
+
+
+def settle_pages(
+    loaded: LoadedModel, options: CompileOptions, backend: CudaBackend, report: Report
+) -> CompileOptions:
+    """Options whose KV pool fits beside the graphs; they stay as they are where all of it fits.
+
+    Args:
+        loaded: the model, on the backend's device.
+        options: as asked for.
+        backend: knows how much memory is free.
+        report: hears the plan.
+
+    Raises:
+        CapacityError: `num_pages` was asked for and does not fit, or not even one request does.
+    """
+    free = backend.free_bytes()
+    if free is None:
+        return options
+    plan = plan_memory(loaded, options, backend)
+    settled = options.for_model(getattr(loaded.config, "max_position_embeddings", None))
+    return fit_pages(plan, settled, free, report, backend.notes)
+
+
+def fit_pages(
+    plan: MemoryPlan, options: CompileOptions, free: int, report: Report, notes: Counter[str]
+) -> CompileOptions:
+    """Options whose KV pool fits; where it had to be cut, a note says so.
+
+    Args:
+        plan: what else there is.
+        options: settled by `for_model`.
+        free: bytes that the device has left.
+        report: hears the plan.
+        notes: counts what is otherwise than asked for.
+
+    Raises:
+        CapacityError: as `settle_pages`.
+    """
+    wanted, fit = options.page_count, plan.pages(free)
+    line, least = plan.line(free, wanted), options.blocks_per_request(2) + 1
+    report(line)
+    if wanted <= fit:
+        return options
+    if options.num_pages is not None or fit < least:
+        raise CapacityError(
+            f"the KV pool does not fit the device: {line}, and {least} at least; lower num_pages, "
+            "max_len or batch_buckets"
+        )
+    notes[f"a KV pool of {fit} pages instead of {wanted}: {line}"] += 1
+    return replace(options, num_pages=fit)

@@ -1,0 +1,108 @@
+"""Kernels built for a GPU that is not here, and found by Triton's own launcher; in a process each.
+
+    loaded_kernels.py build STORE TARGET   # compile every kernel into a graph cache
+    loaded_kernels.py load STORE TARGET    # hand them to Triton, and have it prepare each launch
+
+`load` prints, per launch, what seeding said and whether Triton found the code in its cache. The
+driver that it asks for a device only says which one there would be: nothing is launched.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from mtpc.backends.targets import TARGETS, Target
+from mtpc.backends.triton_kernels import plans
+from mtpc.backends.triton_kernels.crosscompile import cross_compile, gpu_target
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.loading import CodeObjects
+from mtpc.cache.store import EntryStore
+
+
+class Driver:
+    """As much of a driver as preparing a launch asks."""
+
+    def __init__(self, target: Target):
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return gpu_target(self._target)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def launches() -> list[Launch]:
+    """Each operator once; strides and counts of 1, of multiples of 16, and of others."""
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    indices = (new(2, 4, dtype=int32), new(2, dtype=int32), new(3, dtype=int32))
+    one = (new(1, 3, dtype=int32), new(1, dtype=int32), new(2, dtype=int32))
+    kv, latent = new(10, 16, 2, 64), new(10, 16, 80)
+    choices = (new(1, 2, dtype=int64), new(1, 2))
+    delta = (
+        *(new(8, 72), new(64, 4), new(4), new(4)),
+        *(new(3, 4, 8, 8, dtype=float32), new(3, 6, 72), new(3, dtype=int32)),
+        *(new(2, dtype=int64), *indices[1:], new(2, dtype=int32)),
+    )
+    made = [
+        plans.plan_write_cache(kv, new(8, 2, 64), new(8, dtype=int64)),
+        plans.plan_paged_attention(new(8, 4, 64), kv, kv, *indices, 0.1),
+        plans.plan_paged_attention(new(1, 4, 64), kv, kv, *one, 0.1, 32, 5.0, new(4)),
+        plans.plan_latent_attention(new(8, 4, 80), latent, *indices, 0.1, 64),
+        plans.plan_experts(new(1, 64), new(6, 64, 64), new(6, 64, 32), *choices, 7.0, True),
+        plans.plan_gated_delta_rule(*delta),
+        plans.plan_quantised_linear(
+            new(8, 64), new(2, 16, 32, 4, dtype=torch.uint8), new(64, dtype=float32)
+        ),
+        plans.plan_sinkhorn(new(8, 4, 4, dtype=float32), 20, 1e-6),
+    ]
+    return [launch for plan, _ in made for launch in plan]
+
+
+def prepare(launch: Launch, target: Target) -> bool:
+    """Have Triton prepare a launch as it does on a device; whether its cache had the code."""
+    hits: list[bool] = []
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        hits.append(cache_hit)
+
+    triton.knobs.compilation.listener = listen
+    launch.kernel.run(
+        grid=launch.grid,
+        warmup=True,
+        **launch.arguments,
+        **launch.constants,
+        num_warps=max(1, launch.threads // target.warp_size),
+        num_stages=launch.num_stages,
+    )
+    # A launch that was prepared before is asked of nobody.
+    return all(hits)
+
+
+def main(action: str, root: str, name: str) -> None:
+    store, target = EntryStore(Path(root)), TARGETS[name]
+    triton.runtime.driver.set_active(Driver(target))
+    if action == "build":
+        cross_compile(launches(), target, store)
+        return
+    objects = CodeObjects(store, target)
+    found = [(x.name, objects.seed([x]), prepare(x, target)) for x in launches()]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
