@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Of a forward's metadata, in the order in which the step writes it."""
-_SKIPPING = {
+_SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.packed_linear.default: 1,
     torch.ops.mtpc.packed_head_linear.default: 2,
     torch.ops.mtpc.packed_experts.default: 1,
