@@ -223,6 +223,6 @@ def from_json(value: Any) -> Recipe:
         runs, part = parts
         return Rows(tuple((start, stop) for start, stop in runs), from_json(part))
     if op == "blocks":
-        taken, part = parts
-        return Blocks(*taken, from_json(part))
+        (count, start, stop, transposed), part = parts
+        return Blocks(count, start, stop, transposed, from_json(part))
     return Join(op, tuple(map(from_json, parts)))
