@@ -37,7 +37,8 @@ def test_float32_linear_against_float64(
         assert found.dtype == torch.float32
         bound = (exact.abs() + magnitude * size[1]) * 2**-23
         assert bool(((found.double() - exact).abs() <= bound).all())
-        torch.testing.assert_close(found, REFERENCE.float32_linear(x, weight, add))
+        reference = REFERENCE.float32_linear(x, weight, add)
+        torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -57,8 +57,8 @@ def _blocks(graph: StepGraph, node: fx.Node) -> tuple[fx.Node, Blocks] | None:
 def _exchange(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) -> None:
     x: Any = node.args[0]
     turned = "t" if blocks.transposed else "n"
-    name = f"packed.{blocks.part}".replace(".", "_").replace("packed_", "packed.", 1)
-    name += f"_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"
+    source = str(weight.target).replace(".", "_")
+    name = f"packed.{source}_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"
     with graph.graph.inserting_before(node):
         packed = emit_weight(graph, name, Convert("pack", blocks), weight)
         args = (x.args[0], packed, node.meta["val"].shape[-1])
