@@ -66,7 +66,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_attention_groups": 2,
         "head_dim": 32,
-        "moe_layers_enum": "99",
+        "moe_layers_enum": "1",
         "rope_theta": 1e4,
         "sliding_window": 512,  # Without layer types vLLM has every other layer slide: not here.
         **dict.fromkeys(("layer_types", "attention_other_setting", "partial_rotary_factors")),
@@ -76,8 +76,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What each family's tiny shape needs to run in vLLM on a CPU. Its latent attention has one size,
 its recurrent kernel takes heads of 128, and its unscaled rotary embedding is wrong for DeepSeek's
 heads (`vllm_parts.py`): released ones are scaled, too. Of Step-3.5 it runs neither the router
-(sigmoid without groups) nor, with MTP, lists of layer types (it cuts off what they say of MTP
-layers)."""
+(sigmoid without groups: routed experts are zero here, and only the shared one counts) nor, with
+MTP, lists of layer types (it cuts off what they say of MTP layers)."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 """Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
 argmax."""
@@ -121,6 +121,8 @@ def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = tiny.build_target(family, **eager, **changes)
     layers = tiny.build_mtp_layers(family, target)
+    if family == "step3p5":
+        target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
     tiny.train(family, target, layers, TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
     if family == "step3p5":
