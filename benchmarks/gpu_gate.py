@@ -16,7 +16,7 @@ from tests import tiny
 FAMILIES = (
     "mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "mimo_v2", "step3p7", "deepseek_v4",
 )  # fmt: skip
-PROMPTS = [[5, 9, 14, 3, 7, 22, 31, 8, 60, 44, 2], [41, 8], [17, 90, 33, 12, 5]]
+PROMPTS = [[7] * 9, [2, 2, 2, 3, 4, 5], [41, 8], [17, 90, 33, 12, 5]]
 NEW_TOKENS = 16
 COMPARED = "compiled, K=3 = reference, K=0 and 3"
 
@@ -37,10 +37,10 @@ def check_family(name: str, machine: Machine, directory: Path) -> Row:
     same_drafts &= ours.stats.accepted == drafting.stats.accepted
     row = Row("gate", machine.name, name, COMPARED, 3, 2)
     row.acceptance = ours.stats.acceptance_rate
-    row.passed = text == wanted and same_drafts and 0 < row.acceptance < 1
-    notes = [] if text == wanted else ["another text"]
-    notes += [] if same_drafts else ["other drafts accepted"]
-    row.note = "; ".join([*notes, *backend.notes])
+    faults = [] if text == wanted else ["another text"]
+    faults += [] if same_drafts else ["other drafts accepted"]
+    faults += [] if 0 < row.acceptance < 1 else ["acceptance was not partial: it shows little"]
+    row.passed, row.note = not faults, "; ".join([*faults, *backend.notes])
     return row
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from test_null_device import _graph
 from test_theorem import PROMPTS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mtpc
 from mtpc.api import SpecModel
@@ -29,6 +30,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CaptureError, OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.recipes import Conversion, Convert, Join, make
 
 OPTIONS = dict(spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
 
@@ -149,6 +151,17 @@ def test_the_first_candidate_whose_limits_hold_is_taken(checkpoint: Callable[...
 def test_an_op_without_candidates_is_noted(checkpoint: Callable[..., Path]) -> None:
     _, notes = _bind(checkpoint("glm4_moe"))
     assert "mtpc::experts has no GPU kernel: the PyTorch reference, which is slow" in notes
+
+
+@pytest.mark.parametrize("op", get_args(Conversion))
+def test_converted_weights_are_where_the_weights_are(op: Conversion) -> None:
+    """Joined ones, too; packing itself happens in the host's memory."""
+    with FakeTensorMode():
+        # Stands for a GPU, whose fake tensors torch's builds for the CPU cannot index.
+        weight = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+        for part in ("one", Join("cat", ("one", "other"))):
+            made = make(Convert(op, part), lambda name: weight)
+            assert made.device.type == "meta"
 
 
 # ---- lowering --------------------------------------------------------------------------------
