@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mtpc.models
 from benchmarks.gpu_machine import Machine
 from benchmarks.gpu_rows import Row
 from mtpc.api import SpecModel
@@ -13,9 +14,7 @@ from mtpc.config import CompileOptions
 from mtpc.models.load import load, place
 from tests import tiny
 
-FAMILIES = (
-    "mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "mimo_v2", "step3p7", "deepseek_v4",
-)  # fmt: skip
+FAMILIES = tuple(family.name for family in mtpc.models.FAMILIES)
 PROMPTS = [[7] * 9, [2, 2, 2, 3, 4, 5], [41, 8], [17, 90, 33, 12, 5]]
 NEW_TOKENS = 16
 COMPARED = "compiled, K=3 = reference, K=0 and 3"

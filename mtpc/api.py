@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mtpc.backends import choose_backend
-from mtpc.cache.opening import open_cache, open_store
+from mtpc.cache.opening import kernel_store, open_cache
 from mtpc.cache.steps import StepCache
 from mtpc.capture.program import Program
 from mtpc.checkpoint import Checkpoint
@@ -110,9 +110,7 @@ def _compile(
     from mtpc.models.load import load, place
 
     # First: that there is no GPU should not be said after minutes of loading.
-    store = cache.store if cache else None
-    if options.backend == "cuda" and options.use_cache:
-        store = open_store(options)  # Kernels may have been built elsewhere; steps are not.
+    store = kernel_store(options, cache)
     backend, fallback = choose_backend(options.backend, options.strict, report, store)
     loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
     loaded = place(loaded, backend.device)

@@ -8,6 +8,7 @@ intermediates take does not depend on the pool.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class MemoryPlan:
 
     Attributes:
         steps: bytes of intermediates at most, by step.
-        fixed: bytes of state whose size does not depend on pages.
+        fixed: bytes of state whose size does not depend on pages, and of weights that passes make.
         page: bytes of a page, of all layers together.
     """
 
@@ -44,8 +45,9 @@ class MemoryPlan:
 
     @property
     def graphs(self) -> int:
-        """Bytes of the pool that all graphs share: one of them runs at a time."""
-        return max(self.steps.values()) + ALLOWANCE
+        """Bytes of the pool that all graphs share, for one of them runs at a time; and of a step's
+        warm-up, which does not use the pool that the largest has filled by then."""
+        return sum(sorted(self.steps.values())[-2:]) + ALLOWANCE
 
     def pages(self, free: int) -> int:
         """Pages for which there is memory."""
@@ -85,8 +87,9 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: CudaBacke
         sum(layout.nbytes(name) for name, spec in layout.items() if spec.shared)
         for layout in (less, more)
     ]
-    page = sizes[1] - sizes[0]
-    return MemoryPlan(steps, sizes[0] - few * page, page)
+    page, weights = sizes[1] - sizes[0], compiler.weights
+    made = sum(weights[name].nbytes for name in weights.recipes)
+    return MemoryPlan(steps, sizes[0] - few * page + made, page)
 
 
 def settle_pages(
@@ -107,6 +110,7 @@ def settle_pages(
     if free is None:
         return options
     plan = plan_memory(loaded, options, backend)
+    gc.collect()  # Its graphs are cycles, and hold weights that passes have made.
     settled = options.for_model(getattr(loaded.config, "max_position_embeddings", None))
     return fit_pages(plan, settled, free, report, backend.notes)
 

@@ -60,6 +60,8 @@ def test_the_key_of_a_level_names_no_processor(monkeypatch: pytest.MonkeyPatch) 
     assert kernel_fields(NAMES["avx2"]) == before[0]
     assert kernel_fields(NATIVE) != before[1]
     assert kernel_fields(NAMES["avx512"]) != before[0]
+    monkeypatch.setenv("MTPC_CPU_LEVEL", "native")  # A name for this machine, not for a level.
+    assert "Zen 9" in kernel_fields(NATIVE).values()
 
 
 def test_steps_of_a_named_level_are_for_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtpc
+from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.ops.ragged import keep_rows
 from mtpc.packing import pack, quantise, row_scales
 
 load_kernels()
 NAMESPACES = (torch.ops.mtpc_cpu, torch.ops.mtpc)
-PACKED = ("pack-weights", "quantise-draft")
+PACKED = ("pack-weights", "quantise-draft", "skip-idle-rows")
 K = 2
 
 
@@ -114,6 +115,18 @@ def test_nothing_that_is_used_changes(family: str, checkpoint: Callable[..., Pat
     assert sum(seen[0][1]) > 0
 
 
+def test_the_backend_decides(checkpoint: Callable[..., Path]) -> None:
+    """Only the cpu's kernels leave rows out; elsewhere int8 drafts take no number of rows."""
+    assert "skip-idle-rows" in CpuBackend.enables
+    model = compiled(checkpoint("mimo"), enabled_passes=("quantise-draft",))
+    assert [call for call in calls(model) if "rows" in call.kwargs] == []
+
+
+def test_rows_is_one_number() -> None:
+    with pytest.raises(RuntimeError, match="one integer"):
+        linear(torch.ops.mtpc_cpu, bf16(3, 96), torch.tensor([1, 2]))
+
+
 def test_parts_of_a_row_are_not_rows(checkpoint: Callable[..., Path]) -> None:
     """DeepSeek-V4's output projection has two groups a row: as many as a chunk here has tokens."""
     directory = checkpoint("deepseek_v4")
@@ -128,7 +141,7 @@ def test_parts_of_a_row_are_not_rows(checkpoint: Callable[..., Path]) -> None:
 def calls(model: mtpc.SpecModel) -> list[torch.fx.Node]:
     """Calls on packed weights in the graphs of a model."""
     nodes = [n for step in model.program.steps.values() for n in step.graph.graph.nodes]
-    return [n for n in nodes if n.op == "call_function" and "packed" in str(n.target)]
+    return [n for n in nodes if n.op == "call_function" and "mtpc" in str(n.target)]
 
 
 class Counted(TorchDispatchMode):
@@ -148,7 +161,7 @@ class Counted(TorchDispatchMode):
 
 def test_what_is_counted(checkpoint: Callable[..., Path]) -> None:
     """Chunks of 8 for prompts of 4, 1, and 11 tokens; then the requests of five that there are."""
-    model = compiled(checkpoint("mimo"), enabled_passes=("pack-weights",))
+    model = compiled(checkpoint("mimo"), enabled_passes=("pack-weights", "skip-idle-rows"))
     for length, prompt in zip((9, 9, 9), PROMPTS, strict=True):
         model.engine.add(prompt, length)
     with Counted() as counted:

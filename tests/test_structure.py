@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,15 @@ def test_import_is_light() -> None:
     """`import mtpc` must not import torch."""
     code = "import sys, mtpc; assert 'torch' not in sys.modules; print(mtpc.__version__)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_family_is_in_the_tables() -> None:
+    """Of README.md, and of docs/models.md with every architecture that it serves."""
+    from mtpc.models import FAMILIES
+
+    pages = [(PACKAGE.parent / page).read_text() for page in ("README.md", "docs/models.md")]
+    for family in FAMILIES:
+        rows = [re.search(rf"^\| \[?{family.name}\b.*$", page, re.MULTILINE) for page in pages]
+        (brief, full) = (row.group() if row else "" for row in rows)
+        assert f"`{family.architectures[0]}`" in brief, family.name
+        assert [name for name in family.architectures if f"`{name}`" not in full] == []

@@ -60,7 +60,7 @@ class BindKernels:
         name = str(node.target).removesuffix(".default").replace(".", "::")
         candidates = [b for b in self.bindings if b.reference is node.target]
         for index, binding in enumerate(candidates):
-            reason = binding.refuses(node, graph)
+            reason = _refused_argument(node) or binding.refuses(node, graph)
             if reason is None:
                 return binding
             if binding.expected:
@@ -70,3 +70,8 @@ class BindKernels:
         if not candidates:
             self.note(f"{name} has no GPU kernel: the PyTorch reference, which is slow")
         return None
+
+
+def _refused_argument(node: fx.Node) -> str | None:
+    """What skip-idle-rows adds, if somebody enables it here: only the cpu's kernels take it."""
+    return "it takes no number of rows" if "rows" in node.kwargs else None

@@ -21,7 +21,8 @@ def intermediate_bytes(graph: StepGraph) -> int:
 
     Values live from the node that makes them to the last that takes them or a view of them, and
     our kernels' scratch memory for the node. A compiler that fuses has fewer of them, so this is
-    an upper estimate of what a graph's pool needs, but for what libraries allocate for themselves.
+    an upper estimate of what a graph's pool needs, but for what libraries allocate for themselves,
+    and for copies of a mutated buffer that a compiler may make where it cannot write in place.
     """
     effects, nodes = analyse(graph.graph), [n for n in graph.graph.nodes if n.op != "output"]
     sizes, last = dict[Root, int](), dict[Root, int]()

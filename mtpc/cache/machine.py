@@ -94,9 +94,9 @@ def machine_fields() -> dict[str, str]:
 
 def processor_fields() -> dict[str, str]:
     """What code is generated for: this very processor, or the level that `MTPC_CPU_LEVEL` names,
-    which others may have, too."""
+    which others may have, too. "native" is a name for this one."""
     level = cpu_level()
-    if level is not None:
+    if level not in (None, "native"):
         return {"machine.level": level}
     model, flags = _cpu()
     wanted = sorted(flag for flag in flags if flag.startswith(_INSTRUCTION_SETS))

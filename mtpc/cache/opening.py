@@ -23,6 +23,16 @@ def open_store(options: CompileOptions) -> EntryStore:
     return EntryStore(options.cache_dir or cache_directory())
 
 
+def kernel_store(options: CompileOptions, cache: StepCache | None) -> EntryStore | None:
+    """Where a backend keeps kernels, or finds those that were built elsewhere; None: nowhere.
+
+    A backend whose steps are not cached (cuda) may still have its kernels from a cache.
+    """
+    if cache is not None:
+        return cache.store
+    return open_store(options) if options.backend == "cuda" and options.use_cache else None
+
+
 def open_cache(
     source: Any, options: CompileOptions, tell: Callable[[str], None]
 ) -> StepCache | None:

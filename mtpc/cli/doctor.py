@@ -158,10 +158,11 @@ def _check_kernels() -> Finding:
     names = [level.name for level in runnable(cpu_flags())]
     try:
         level = f"level {chosen_level(cpu_flags()).name} of {', '.join(names)}"
-        return Finding("C++ kernels", "ok", f"{level}; built: {build_kernels(frozen=True)}")
     except BackendError as error:
         advice = f"unset MTPC_CPU_LEVEL, or set it to one of {', '.join(names)}"
         return Finding("C++ kernels", "wrong", str(error), advice)
+    try:
+        return Finding("C++ kernels", "ok", f"{level}; built: {build_kernels(frozen=True)}")
     except CacheError as error:
         note = "built at the first use of --backend cpu"
         return Finding("C++ kernels", "optional", f"{level}; {' '.join(str(error).split())}", note)

@@ -25,6 +25,9 @@ from mtpc.errors import OptionError, RequestError, ServingError
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.serving import ServedModel
 
+_LAST_STEP_S = 10.0
+"""How long the interpreter's end waits for the step that runs."""
+
 T = TypeVar("T")
 TURNS = 64
 """Steps for which the engine waits once consumers were late; then it looks again."""
@@ -156,13 +159,14 @@ class AsyncEngine:
     def _end(self) -> None:
         """At the interpreter's end, where nobody called `aclose`: after the step that runs.
 
-        A replay lets go of the interpreter's lock, and must not come back when there is none.
+        A replay lets go of the interpreter's lock, and must not come back when there is none. A
+        callback that never returns does not hold up the end.
         """
         with self._wake:
             self._is_closing = True
             self._wake.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_LAST_STEP_S)
 
     async def aclose(self) -> None:
         """Stop after the step that runs; requests are aborted, their consumers told.

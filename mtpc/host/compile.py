@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mtpc.api import print_progress
 from mtpc.backends import Backend, choose_backend
-from mtpc.cache.opening import open_cache
+from mtpc.cache.opening import kernel_store, open_cache
 from mtpc.cache.steps import CachedStep, StepCache
 from mtpc.capture.graph import WeightTable, set_tensor
 from mtpc.checkpoint import Checkpoint
@@ -123,7 +123,7 @@ class _Compilation:
         from mtpc.compiler import StepCompiler
         from mtpc.models.load import load, place
 
-        options, store = self.options, cache.store if cache else None
+        options, store = self.options, kernel_store(self.options, cache)
         backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
         loaded = place(
             load(self.source, options.dtype, needs_mtp=options.spec_tokens > 0), backend.device

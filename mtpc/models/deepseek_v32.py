@@ -46,8 +46,8 @@ class SparseLatentAttention(nn.Module):
     """Multi-head latent attention over chosen positions, in absorbed form.
 
     Chosen latents are gathered, so a row reads `index_topk` of them whatever its context; of
-    indexer keys it reads all. A rejected row's latent and key are overwritten before a row may see
-    their position.
+    indexer keys it reads those of `max_len` positions. A rejected row's latent and key are
+    overwritten before a row may see their position.
 
     Args:
         source: transformers' `DeepseekV32Attention`; its parameters are shared.

@@ -21,7 +21,7 @@ from mtpc.passes.verifier import Verifier
 
 REQUIRED = ("resize-metadata", "fuse-draft-chain")
 """Without these a graph is not valid, or not one graph."""
-OFF_BY_DEFAULT = ("merge-projections", "quantise-draft", "pack-weights")
+OFF_BY_DEFAULT = ("merge-projections", "quantise-draft", "pack-weights", "skip-idle-rows")
 """Run only where the option `enabled_passes`, or the backend, names them."""
 
 

@@ -35,8 +35,8 @@ class SkipIdleRows:
     bucket of eight, or a prompt of eight tokens in a chunk of 64, would pay for all of them: where
     rows are many the processor is the limit, and the time is theirs. How many rows come before the
     last one in use follows from the metadata that each forward of the step publishes; a kernel's
-    result for a row does not depend on how many there are, so no row in use changes. It changes
-    nothing where no operator takes packed weights.
+    result for a row does not depend on how many there are, so no row in use changes. On by default
+    where the backend has kernels that leave rows out (cpu).
     """
 
     name: ClassVar[str] = "skip-idle-rows"
@@ -91,7 +91,8 @@ class _Counts:
     def of(self, node: fx.Node) -> fx.Node | None:
         """The count for an operator's rows; None if they are of another kind, or one.
 
-        Sizes alone do not tell: [1, 16, H] are 16 tokens, or 16 parts of the one request's row.
+        Sizes alone do not tell: [1, 16, H] are 16 tokens, or 16 parts of the one request's row. The
+        step, and what select-head-rows makes of it, selects rows by `index_select` alone.
         """
         counted = self.requests if node in self.selected else self.tokens
         x: Any = node.args[0]

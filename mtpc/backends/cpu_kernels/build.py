@@ -109,8 +109,9 @@ def kernel_fields(level: Level, environment: Fields | None = None) -> dict[str, 
     """The key of a library: its sources, how and with what they are compiled, for what level."""
     if environment is None:
         environment = {**version_fields(), **source_fields(), **machine_fields()}
-    names = (*_DECISIVE, *(_DECISIVE_IF_NATIVE if level == NATIVE else ()))
-    decisive = {name: environment[name] for name in names if name in environment}
+    decisive = {name: environment[name] for name in _DECISIVE if name in environment}
+    if level == NATIVE:
+        decisive |= {name: environment[name] for name in _DECISIVE_IF_NATIVE}
     flags = " ".join((*_FLAGS, *level.flags, "runner:", *_RUNNER_FLAGS))
     return {"kind": "kernels", "flags": flags, "machine.level": level.name, **decisive}
 

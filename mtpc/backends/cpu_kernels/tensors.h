@@ -88,6 +88,7 @@ class Indices {
 /// How many leading rows are in use: the one integer of `count`, or all where there is none.
 inline int64_t used_rows(const std::optional<Tensor>& count, int64_t rows) {
   if (!count) return rows;
+  STD_TORCH_CHECK(count->numel() == 1, "mtpc_cpu: rows must be one integer");
   return std::clamp<int64_t>(Indices(*count, "rows", 1)(0), 0, rows);
 }
 
