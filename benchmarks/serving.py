@@ -205,7 +205,9 @@ def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell)
             if len(case.undisturbed(args.max_foreign)) >= args.repeats:
                 continue
             watch = CpuWatch()
-            arrivals = draw(case.load, args.seed + turn)
+            # By what has been kept: a dropped sample's requests come again, as they did to others.
+            kept = len(case.undisturbed(args.max_foreign))
+            arrivals = draw(case.load, args.seed + 1 + kept)
             run = case.server.run(arrivals)
             at_s = [arrival.at_s for arrival in arrivals]
             foreign_share = watch.foreign_share(run.child_cpu_s)
