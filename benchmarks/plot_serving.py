@@ -23,7 +23,7 @@ from benchmarks.plot import COLOURS, Row, finish
 
 LATENCIES = (
     ("TTFT, s", "ttft_p50_s", "ttft_p99_s"),
-    ("gap between outputs, ms", "gap_p50_ms", "gap_p99_ms"),
+    ("gap, ms", "gap_p50_ms", "gap_p99_ms"),
 )
 
 
