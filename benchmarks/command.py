@@ -36,6 +36,35 @@ def teller() -> Tell:
     return tell
 
 
+def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The command line of `python -m benchmarks.NAME`, described by its module's first line."""
+    description = (doc or "").split("\n")[0]
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser, repeats: int, wanted: str = "undisturbed samples per row"
+) -> None:
+    """The options that decide how often is measured, and how undisturbed.
+
+    Args:
+        parser: of a benchmark.
+        repeats: the default.
+        wanted: of what there are to be so many.
+    """
+    add = parser.add_argument
+    add("--repeats", type=positive, default=repeats, metavar="N", help=wanted)
+    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--seed", type=int, default=0)
+
+
+def add_workdir(parser: argparse.ArgumentParser) -> None:
+    """The option that `working_directory` takes."""
+    help_ = "keep checkpoints here; default: a temporary directory"
+    parser.add_argument("--workdir", type=Path, help=help_)
+
+
 @contextmanager
 def working_directory(path: Path | None) -> Iterator[Path]:
     """A directory for checkpoints and logs: the one given, which is kept, or a temporary one."""
@@ -87,7 +116,8 @@ def write_results(
         "arguments": vars(args),
     }
     if args.out:
-        args.out.write_text(json.dumps({**context, **measured}, indent=2, default=str))
+        # Without indentation: samples of serving are traces, a line a number.
+        args.out.write_text(json.dumps({**context, **measured}, default=str))
     if args.csv:
         facts = {"cpu": context["machine"]["cpu"], **context["versions"]}
         rows = [{**_numbers(row), **facts} for row in measured["rows"]]

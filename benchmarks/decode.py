@@ -29,7 +29,16 @@ import transformers
 import mtpc
 from benchmarks import vllm_host
 from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import add_result_files, positive, teller, working_directory, write_results
+from benchmarks.command import (
+    add_result_files,
+    add_sampling,
+    add_workdir,
+    new_parser,
+    positive,
+    teller,
+    working_directory,
+    write_results,
+)
 from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
 from benchmarks.models import MOE_SHAPES, SHAPES, Checkpoint, write_checkpoint
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
@@ -198,9 +207,7 @@ def _compile(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("decode", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the models")
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"default: {' '.join(DEFAULT)}")
@@ -213,12 +220,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=96, metavar="N")
-    add("--repeats", type=positive, default=3, metavar="N", help="undisturbed samples per row")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add_sampling(parser, 3)
     add("--probe-mib", type=positive, default=384, metavar="N", help="the probe's buffer")
-    add("--seed", type=int, default=0)
-    add("--workdir", type=Path, help="keep checkpoints here; default: a temporary directory")
+    add_workdir(parser)
     add_result_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:

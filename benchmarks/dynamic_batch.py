@@ -30,6 +30,8 @@ from torch.export import Dim
 
 from benchmarks.command import (
     add_result_files,
+    add_sampling,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -327,9 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dynamic_batch", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("dynamic_batch", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
     add("--buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="R")
@@ -337,10 +337,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=positive, default=64, metavar="N", help="tokens in each cache")
     add("--max-len", type=positive, default=1024, metavar="N")
     add("--calls", type=positive, default=20, metavar="N", help="per sample")
-    add("--repeats", type=positive, default=10, metavar="N", help="undisturbed samples a bucket")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
-    add("--seed", type=int, default=0)
+    add_sampling(parser, 10, "undisturbed samples a bucket")
     add_result_files(parser)
     args = parser.parse_args(argv)
     if args.context + args.rows > args.max_len:

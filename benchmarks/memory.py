@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.command import (
     add_result_files,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -118,9 +119,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("memory", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
     add("--spec-tokens", type=int, default=3, metavar="K")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.family import find_norm_class
-from mtpc.models.hf import MTPLayer
+from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.save import save_checkpoint
 
 INITIALIZER_RANGE = 0.02
@@ -126,11 +126,11 @@ def load_target(directory: Path, family: ModelFamily) -> Any:
     `generate(use_mtp=True)`, for names to load; its own value holds the layer numbers of the
     released models only.
     """
-    model_class = getattr(transformers, family.hf_class)
+    target_class = model_class(family)
     num_layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
     prefix = re.escape(family.layer_prefix(num_layers, 0))
-    model_class._keys_to_ignore_on_load_unexpected = [prefix]
-    return model_class.from_pretrained(
+    target_class._keys_to_ignore_on_load_unexpected = [prefix]
+    return target_class.from_pretrained(
         directory, dtype=torch.bfloat16, local_files_only=True
     ).eval()
 

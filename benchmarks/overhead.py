@@ -31,6 +31,9 @@ from torch import Tensor
 import mtpc
 from benchmarks.command import (
     add_result_files,
+    add_sampling,
+    add_workdir,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -376,9 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("overhead", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
     add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
@@ -387,11 +388,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=128, metavar="N")
     add("--backend", default="auto")
-    add("--repeats", type=positive, default=5, metavar="N", help="undisturbed rounds")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
-    add("--seed", type=int, default=0)
-    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add_sampling(parser, 5, "undisturbed rounds")
+    add_workdir(parser)
     add_result_files(parser)
     return parser.parse_args(argv)
 

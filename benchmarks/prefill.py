@@ -28,6 +28,9 @@ from benchmarks import vllm_host
 from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.command import (
     add_result_files,
+    add_sampling,
+    add_workdir,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -204,9 +207,7 @@ def cells(rows: Sequence[Row], target_bytes: int) -> list[list[str]]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prefill", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("prefill", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
     add("--prompt-tokens", type=positive, default=512, metavar="N")
@@ -216,12 +217,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
     add("--backend", default="auto", help="mtpc's backend")
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
-    add("--repeats", type=positive, default=5, metavar="N", help="undisturbed samples per row")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add_sampling(parser, 5)
     add("--probe-mib", type=positive, default=384, metavar="N", help="the probe's buffer")
-    add("--seed", type=int, default=0)
-    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add_workdir(parser)
     add_result_files(parser)
     return parser.parse_args(argv)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,9 @@ from benchmarks import vllm_host
 from benchmarks.arrivals import Arrival, Trace, draw_arrivals, serve
 from benchmarks.command import (
     add_result_files,
+    add_sampling,
+    add_workdir,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -110,7 +114,7 @@ class Serves(Protocol):
 
 
 class MtpcServer:
-    """mtpc's engine, in this process."""
+    """mtpc's engine, in this process; it counts tokens by the number of drafts of their step."""
 
     engine = "mtpc"
 
@@ -118,6 +122,7 @@ class MtpcServer:
         self._engine = model.engine
         self.spec_tokens: int | str = model.options.spec_tokens
         self._names: dict[int, str] = {}
+        self._tokens: Counter[int] = Counter()
 
     def add(self, name: str, arrival: Arrival) -> None:
         """Queue a request."""
@@ -125,17 +130,24 @@ class MtpcServer:
 
     def step(self) -> Iterator[tuple[str, int]]:
         """One iteration."""
-        for output in self._engine.step():
+        before = self._engine.program.replays.copy()
+        outputs = self._engine.step()
+        for key in self._engine.program.replays - before:
+            if key.phase == "decode":
+                self._tokens[key.spec_tokens] += sum(len(o.token_ids) for o in outputs)
+        for output in outputs:
             yield self._names[output.request_id], len(output.token_ids)
 
     def run(self, arrivals: Sequence[Arrival]) -> Run:
         """Serve them."""
         stats = self._engine.stats
         gap_s, replay_s = stats.host_gap_s, stats.replay_s
+        self._tokens.clear()
         traces = serve(self, arrivals)
         gap_s, replay_s = stats.host_gap_s - gap_s, stats.replay_s - replay_s
         work_s = gap_s + replay_s
-        return Run(traces, host_gap_share=gap_s / work_s, work_s=work_s)
+        tokens = dict(sorted(self._tokens.items()))
+        return Run(traces, host_gap_share=gap_s / work_s, work_s=work_s, tokens_by_k=tokens)
 
 
 class VllmServer:
@@ -347,9 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("serving", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
     add("--weights", choices=("random", "accepting"), default="random", help="accept none, or all")
@@ -359,11 +369,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
     add("--backend", default="auto", help="mtpc's backend")
-    add("--repeats", type=positive, default=3, metavar="N", help="undisturbed samples per row")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
-    add("--seed", type=int, default=0)
-    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add_sampling(parser, 3)
+    add_workdir(parser)
     add_result_files(parser)
     return parser.parse_args(argv)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import mtpc
-from benchmarks.command import positive, teller
+from benchmarks.command import new_parser, positive, teller
 from benchmarks.machine import describe_machine, describe_versions, system_field
 from benchmarks.sampling import Tell
 from mtpc.cli.demo import demo_checkpoint
@@ -309,9 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("soak", __doc__)
     add, bounds = parser.add_argument, Bounds()
     add("checkpoint", nargs="?", type=Path, help="default: the demo model")
     add("--tokens", type=positive, default=1_000_000, metavar="N")

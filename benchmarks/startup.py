@@ -32,6 +32,8 @@ import torch
 from benchmarks import startup_child as child
 from benchmarks.command import (
     add_result_files,
+    add_sampling,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -365,9 +367,7 @@ def _write(cases: Sequence[Case], args: argparse.Namespace) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.startup", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("startup", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the random model")
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
@@ -378,12 +378,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-len", type=positive, default=1024, metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=8, metavar="N", help="compared between starts")
-    add("--repeats", type=positive, default=5, metavar="N", help="undisturbed samples, warm")
+    add_sampling(parser, 5, "undisturbed samples, warm")
     add("--cold-repeats", type=positive, default=1, metavar="N", help="samples, cold")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     add("--timeout", type=positive, default=900, metavar="S", help="of one start")
-    add("--seed", type=int, default=0)
     add(
         "--workdir",
         type=Path,

@@ -21,9 +21,11 @@ from statistics import median
 import torch
 
 import mtpc
-from benchmarks.arrivals import Arrival, serve
 from benchmarks.command import (
     add_result_files,
+    add_sampling,
+    add_workdir,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -36,7 +38,7 @@ from benchmarks.serving import (
     MAX_LEN,
     Case,
     Load,
-    Run,
+    MtpcServer,
     Sample,
     ms_per_token,
     percentile,
@@ -59,7 +61,7 @@ NOTES = (
 
 
 class TierServer:
-    """An engine that counts tokens by the number of drafts of the step that emitted them.
+    """An engine on one of the checkpoints.
 
     Args:
         model: compiled.
@@ -69,34 +71,7 @@ class TierServer:
 
     def __init__(self, model: mtpc.SpecModel, weights: str, spec_tokens: int | str):
         self.engine, self.weights, self.spec_tokens = f"mtpc, {weights}", weights, spec_tokens
-        self._engine = model.engine
-        self._names: dict[int, str] = {}
-        self._tokens: Counter[int] = Counter()
-
-    def add(self, name: str, arrival: Arrival) -> None:
-        """Queue a request."""
-        self._names[self._engine.add(arrival.prompt, arrival.new_tokens)] = name
-
-    def step(self) -> Iterator[tuple[str, int]]:
-        """One iteration."""
-        before = self._engine.program.replays.copy()
-        outputs = self._engine.step()
-        for key in self._engine.program.replays - before:
-            if key.phase == "decode":
-                self._tokens[key.spec_tokens] += sum(len(o.token_ids) for o in outputs)
-        for output in outputs:
-            yield self._names[output.request_id], len(output.token_ids)
-
-    def run(self, arrivals: Sequence[Arrival]) -> Run:
-        """Serve them."""
-        stats = self._engine.stats
-        gap_s, replay_s = stats.host_gap_s, stats.replay_s
-        self._tokens.clear()
-        traces = serve(self, arrivals)
-        gap_s, replay_s = stats.host_gap_s - gap_s, stats.replay_s - replay_s
-        work_s = gap_s + replay_s
-        tokens = dict(sorted(self._tokens.items()))
-        return Run(traces, host_gap_share=gap_s / work_s, work_s=work_s, tokens_by_k=tokens)
+        self.run = MtpcServer(model).run
 
 
 @dataclass(frozen=True)
@@ -233,9 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tiers", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("tiers", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
@@ -244,11 +217,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--backend", default="auto", help="mtpc's backend")
-    add("--repeats", type=positive, default=3, metavar="N", help="undisturbed samples per row")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
-    add("--seed", type=int, default=0)
-    add("--workdir", type=Path, help="keep the checkpoints here; default: a temporary directory")
+    add_sampling(parser, 3)
+    add_workdir(parser)
     add_result_files(parser)
     return parser.parse_args(argv)
 

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +24,8 @@ import mtpc
 from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.command import (
     add_result_files,
+    add_workdir,
+    new_parser,
     positive,
     print_results,
     teller,
@@ -155,9 +156,7 @@ def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.waterfall", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = new_parser("waterfall", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
@@ -165,7 +164,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
     add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
     add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add("--workdir", type=Path, help="keep the checkpoint here; default: a temporary directory")
+    add_workdir(parser)
     add_result_files(parser)
     return parser.parse_args(argv)
 

@@ -18,9 +18,11 @@ import torch
 from mtpc.backends.base import Report
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.memory import intermediate_bytes
+from mtpc.buffers import N
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
+from mtpc.layout import Layout
 from mtpc.models.load import LoadedModel
 
 ALLOWANCE = 256 << 20
@@ -79,10 +81,8 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: CudaBacke
     compiler = StepCompiler(loaded, replace(options, num_pages=few), backend)
     steps = {str(key): intermediate_bytes(compiler.rewritten(key)) for key in compiler.keys}
     backend.notes = notes  # The steps proper will take theirs.
-    more = StepCompiler(loaded, replace(options, num_pages=few + 1), backend).layout(
-        compiler.keys[0]
-    )
     less = compiler.layout(compiler.keys[0])
+    more = Layout(less.values(), {**less.sizes, N: few + 1})
     sizes = [
         sum(layout.nbytes(name) for name, spec in layout.items() if spec.shared)
         for layout in (less, more)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import transformers
 from oracles import Oracle
 from store_writer import DIGEST, filled
 from word_model import word_checkpoint
@@ -28,6 +27,7 @@ from mtpc.capture.program import CapturedStep
 from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
+from mtpc.models.hf import model_class
 from mtpc.models.load import load
 
 FAMILY_NAMES = (
@@ -148,7 +148,7 @@ def hf_generator(checkpoint: Callable[..., Path]) -> Callable[[str, int], Any]:
 
     def get(family: str, spec_tokens: int) -> Any:
         if family not in models:
-            models[family] = getattr(transformers, tiny.family_of(family).hf_class).from_pretrained(
+            models[family] = model_class(tiny.family_of(family)).from_pretrained(
                 checkpoint(family),
                 dtype=torch.float32 if family in eager_alone else torch.float64,
                 attn_implementation="eager" if family in eager_alone else "sdpa",

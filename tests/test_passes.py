@@ -370,7 +370,7 @@ def test_every_pass_keeps_the_step(
     family: str, phase: str, compiler: Callable[..., StepCompiler]
 ) -> None:
     """After each pass the verifier holds (shapes, effects, syncs), and a rerun is idle."""
-    enabled = ("quantise-draft", "merge-projections", "pack-weights")
+    enabled = ("quantise-draft", "merge-projections", "pack-weights", "skip-idle-rows")
     built = compiler(family, verify_passes=True, enabled_passes=enabled)
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = built.rewrite(built.trace(key))

@@ -38,15 +38,21 @@ def experts(
     for expert in range(gate_up.shape[0]):
         chosen = expert_ids == expert
         weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
-        gate, up = F.linear(x, gate_up[expert]).chunk(2, -1)
-        if limit > 0:
-            gate, up = (gate.clamp(max=limit) if limit_input else gate), up.clamp(-limit, limit)
-        gate = F.silu(gate)
-        if limit > 0 and not limit_input:
-            gate = gate.clamp(max=limit)
-        rows = F.linear(gate * up, down[expert]) * weight
+        active = swiglu(F.linear(x, gate_up[expert]), limit, limit_input)
+        rows = F.linear(active, down[expert]) * weight
         out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
     return out
+
+
+def swiglu(gate_up: Tensor, limit: float, limit_input: bool) -> Tensor:
+    """silu(gate) * up of [..., 2I], gate first, with the bounds of `experts`."""
+    gate, up = gate_up.chunk(2, -1)
+    if limit > 0:
+        gate, up = (gate.clamp(max=limit) if limit_input else gate), up.clamp(-limit, limit)
+    gate = F.silu(gate)
+    if limit > 0 and not limit_input:
+        gate = gate.clamp(max=limit)
+    return gate * up
 
 
 @experts.register_fake

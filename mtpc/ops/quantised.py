@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from mtpc.ops.experts import swiglu
 from mtpc.ops.ragged import keep_rows
 from mtpc.packing import LARGEST, ZERO, unpack
 
@@ -92,13 +92,8 @@ def quantised_experts(
         chosen = expert_ids == expert
         weight = (expert_weights.float() * chosen).sum(1, keepdim=True)
         both = quantised_linear(numbers, gate_up[expert], gate_up_scales[expert])
-        gate, up = both.chunk(2, -1)
-        if limit > 0:
-            gate, up = (gate.clamp(max=limit) if limit_input else gate), up.clamp(-limit, limit)
-        gate = F.silu(gate)
-        if limit > 0 and not limit_input:
-            gate = gate.clamp(max=limit)
-        added = quantised_linear(gate * up, down[expert], down_scales[expert]) * weight
+        active = swiglu(both, limit, limit_input)
+        added = quantised_linear(active, down[expert], down_scales[expert]) * weight
         out = torch.where(chosen.any(1, keepdim=True), out + added, out)
     return keep_rows(out.to(x.dtype), rows)
 
