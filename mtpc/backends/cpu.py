@@ -79,7 +79,7 @@ class CpuBackend:
     """
 
     name = "cpu"
-    enables: tuple[str, ...] = ("pack-weights", "skip-idle-rows")
+    enables: tuple[str, ...] = ("pack-weights", "fuse-elementwise", "skip-idle-rows")
     device = "cpu"
 
     def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:

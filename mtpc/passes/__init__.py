@@ -9,6 +9,7 @@ from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.base import Pass, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_weights import PackWeights
@@ -21,7 +22,13 @@ from mtpc.passes.verifier import Verifier
 
 REQUIRED = ("resize-metadata", "fuse-draft-chain")
 """Without these a graph is not valid, or not one graph."""
-OFF_BY_DEFAULT = ("merge-projections", "quantise-draft", "pack-weights", "skip-idle-rows")
+OFF_BY_DEFAULT = (
+    "merge-projections",
+    "quantise-draft",
+    "pack-weights",
+    "fuse-elementwise",
+    "skip-idle-rows",
+)
 """Run only where the option `enabled_passes`, or the backend, names them."""
 
 
@@ -45,6 +52,7 @@ def full_pipeline(
         QuantiseDraft(),
         MergeProjections(),
         PackWeights(),
+        FuseElementwise(),
         SkipIdleRows(),
     )
 

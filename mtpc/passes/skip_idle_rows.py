@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+import mtpc.ops.fused
 import mtpc.ops.packed
 import mtpc.ops.quantised  # noqa: F401  (these register the ops that take a number of rows)
 from mtpc.capture.graph import StepGraph
@@ -23,13 +24,17 @@ _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.packed_experts.default: 1,
     torch.ops.mtpc.quantised_linear.default: 1,
     torch.ops.mtpc.quantised_experts.default: 1,
+    torch.ops.mtpc.rms_norm.default: 1,
+    torch.ops.mtpc.add_rms_norm.default: 1,
+    torch.ops.mtpc.silu_and_mul.default: 1,
+    torch.ops.mtpc.rotate.default: 2,
 }
 """Operators with an argument `rows`, and how many last dimensions of the first are not rows."""
 
 
 @dataclass(frozen=True)
 class SkipIdleRows:
-    """Tell products on packed weights how many leading rows are in use.
+    """Tell the kernels between attention's how many leading rows are in use.
 
     A step is compiled for a bucket's rows, a prefill for a whole chunk. A batch of five in a
     bucket of eight, or a prompt of eight tokens in a chunk of 64, would pay for all of them: where
@@ -119,4 +124,5 @@ class _Counts:
 
 def _has_features(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)

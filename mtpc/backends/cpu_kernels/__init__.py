@@ -1,7 +1,8 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `gated_delta_rule`,
-`sinkhorn`, `experts`, `float32_linear`; on packed weights `packed_linear`, `packed_head_linear`,
+`sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`, `add_rms_norm`, `silu_and_mul`,
+`rotate`; on packed weights `packed_linear`, `packed_head_linear`,
 `packed_experts` and, in int8, `quantised_linear` and `quantised_experts`, and `pack`, which packs
 them; for sampling `sample`, `count_tokens` and `write_logprobs`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
@@ -39,6 +40,7 @@ import mtpc.ops.experts  # noqa: F401  (these register references that kernel_ta
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.float32_linear import fake_float32_linear
+from mtpc.ops.fused import fake_add_rms_norm, fake_rms_norm, fake_rotate, fake_silu_and_mul
 from mtpc.ops.gated_delta import fake_gated_delta_rule
 from mtpc.ops.packed import fake_packed_head_linear, fake_packed_linear
 from mtpc.ops.quantised import fake_quantised_linear
@@ -47,8 +49,8 @@ from mtpc.ops.sinkhorn import fake_sinkhorn
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
          "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
-         "quantised_experts", "gated_delta_rule", "sinkhorn", "sample",
-         "count_tokens", "write_logprobs")  # fmt: skip
+         "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul", "rotate",
+         "gated_delta_rule", "sinkhorn", "sample", "count_tokens", "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
@@ -121,7 +123,7 @@ def _fake_experts(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_FAKES: dict[str, Callable[..., Tensor | None]] = {
+_FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "write_cache": _fake_write_cache,
     "paged_attention": _fake_paged_attention,
     "latent_attention": _fake_latent_attention,
@@ -132,6 +134,10 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "float32_linear": fake_float32_linear,
     "quantised_linear": fake_quantised_linear,
     "quantised_experts": _fake_experts,
+    "rms_norm": fake_rms_norm,
+    "add_rms_norm": fake_add_rms_norm,
+    "silu_and_mul": fake_silu_and_mul,
+    "rotate": fake_rotate,
     "gated_delta_rule": fake_gated_delta_rule,
     "sinkhorn": fake_sinkhorn,
     "sample": fake_sample,

@@ -112,6 +112,14 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "gated_delta_rule(Tensor rows, Tensor conv_weight, Tensor a_log, Tensor dt_bias, "
       "Tensor(a!) recurrent, Tensor(b!) history, Tensor(c!) standing, Tensor state_slots, "
       "Tensor seq_lens, Tensor query_start_loc, Tensor certain_lens) -> Tensor");
+  library.def(
+      "rms_norm(Tensor x, Tensor weight, float epsilon, bool plus_one=False, Tensor? rows=None) "
+      "-> Tensor");
+  library.def(
+      "add_rms_norm(Tensor x, Tensor added, Tensor weight, float epsilon, bool plus_one=False, "
+      "Tensor? rows=None) -> (Tensor, Tensor)");
+  library.def("silu_and_mul(Tensor gate_up, Tensor? rows=None) -> Tensor");
+  library.def("rotate(Tensor x, Tensor cos, Tensor sin, Tensor? rows=None) -> Tensor");
   library.def("sinkhorn(Tensor logits, int rounds, float epsilon) -> Tensor");
   library.def(
       "sample(Tensor logits, Tensor ids, Tensor positions, Tensor state_slots, Tensor floats, "
@@ -139,6 +147,10 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));
   library.impl("quantised_experts", TORCH_BOX(&mtpc::quantised_experts));
   library.impl("gated_delta_rule", TORCH_BOX(&mtpc::gated_delta_rule));
+  library.impl("rms_norm", TORCH_BOX(&mtpc::rms_norm));
+  library.impl("add_rms_norm", TORCH_BOX(&mtpc::add_rms_norm));
+  library.impl("silu_and_mul", TORCH_BOX(&mtpc::silu_and_mul));
+  library.impl("rotate", TORCH_BOX(&mtpc::rotate));
   library.impl("sinkhorn", TORCH_BOX(&mtpc::sinkhorn));
   library.impl("sample", TORCH_BOX(&mtpc::sample));
   library.impl("count_tokens", TORCH_BOX(&mtpc::count_tokens));

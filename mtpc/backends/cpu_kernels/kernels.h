@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
 
 namespace mtpc {
 
@@ -57,6 +58,19 @@ Tensor gated_delta_rule(
     const Tensor& recurrent, const Tensor& history, const Tensor& standing,
     const Tensor& state_slots, const Tensor& seq_lens, const Tensor& query_start_loc,
     const Tensor& certain_lens);
+
+Tensor rms_norm(
+    const Tensor& x, const Tensor& weight, double epsilon, bool plus_one,
+    const std::optional<Tensor>& rows);
+
+std::tuple<Tensor, Tensor> add_rms_norm(
+    const Tensor& x, const Tensor& added, const Tensor& weight, double epsilon, bool plus_one,
+    const std::optional<Tensor>& rows);
+
+Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows);
+
+Tensor rotate(
+    const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& rows);
 
 Tensor sinkhorn(const Tensor& logits, int64_t rounds, double epsilon);
 

@@ -11,9 +11,9 @@
 namespace mtpc {
 namespace {
 
-/// A call's operands: x is [rows, inputs], dense.
+/// A call's operands.
 struct Linear {
-  const BFloat16* x;
+  InputRows x;
   const BFloat16* weight;
   const float* bias;  // may be null
   BFloat16* out;
@@ -69,7 +69,8 @@ Tensor packed_linear(
   const int64_t inputs = x.size(x.dim() - 1);
   const int64_t used = used_rows(rows, inputs == 0 ? 0 : x.numel() / inputs);
   zero_from(out, used, features);
-  run({static_cast<const BFloat16*>(dense.const_data_ptr()),
+  const SpacedRows spaced(static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs);
+  run({spaced.rows(),
        static_cast<const BFloat16*>(weight.const_data_ptr()), bias ? biases.data() : nullptr,
        static_cast<BFloat16*>(out.mutable_data_ptr()), used, inputs, features});
   return out;

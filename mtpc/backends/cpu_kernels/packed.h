@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "simd.h"
+#include "tensors.h"
 
 namespace mtpc {
 
@@ -76,22 +77,64 @@ struct Int8Quads {
 template <class Dot>
 using TileSums = typename Dot::Sum[kMostRows][kFeatures];
 
-/// kRows dense rows of `groups` groups times one tile. Every sum runs over the inputs in order,
-/// whatever kRows is.
+/// Rows of inputs, `stride` groups apart.
+struct InputRows {
+  const Group* first;
+  int64_t stride;
+};
+
+/// Dense rows of so many inputs.
+template <class T>
+InputRows dense_rows(const T* first, int64_t inputs) {
+  return {reinterpret_cast<const Group*>(first), inputs * int64_t{sizeof(T)} / int64_t{sizeof(Group)}};
+}
+
+/// Dense rows, copied further apart where the same places of several are in one set of the first
+/// level cache: it has eight ways, and twelve rows go through it side by side.
+class SpacedRows {
+ public:
+  template <class T>
+  SpacedRows(const T* first, int64_t rows, int64_t inputs) : rows_(dense_rows(first, inputs)) {
+    const int64_t bytes = inputs * sizeof(T);
+    if (rows < kFewRows || bytes % kAliased != 0) return;
+    const int64_t spaced = bytes + 64;
+    char* to = copy_.reserve(rows * spaced);
+    for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * spaced, first + r * inputs, bytes);
+    rows_ = {reinterpret_cast<const Group*>(to), spaced / int64_t{sizeof(Group)}};
+  }
+
+  InputRows rows() const { return rows_; }
+
+ private:
+  static constexpr int64_t kFewRows = 5, kAliased = 1024;
+  Buffer<char> copy_;
+  InputRows rows_;
+};
+
+/// What to fetch meanwhile: bytes from `from` on, `step` of them with each group.
+struct Fetch {
+  const char* from;
+  int64_t step;
+};
+
+/// kRows rows of `groups` groups times one tile. Every sum runs over the inputs in order, whatever
+/// kRows is.
 template <class Dot, int kRows>
-void multiply_rows(const Group* x, int64_t groups, const Group* tile, TileSums<Dot>& out) {
+void multiply_rows(InputRows x, int64_t groups, const Group* tile, Fetch fetch,
+                   TileSums<Dot>& out) {
   typename Dot::Sums sums[kRows][kRegisters]{};
-  for (int64_t k = 0; k < groups; ++k, tile += kFeatures) {
+  for (int64_t k = 0; k < groups; ++k, tile += kFeatures, fetch.from += fetch.step) {
     Groups weights[kRegisters];
 #pragma GCC unroll 8
     for (int i = 0; i < kRegisters; ++i) {
       const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
       std::memcpy(&weights[i], from, kVectorBytes);
-      __builtin_prefetch(from + kAhead, 0, 2);
     }
+    __builtin_prefetch(fetch.from, 0, 2);
+    __builtin_prefetch(fetch.from + fetch.step / 2, 0, 2);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const Group group = x[r * groups + k];
+      const Group group = x.first[r * x.stride + k];
 #pragma GCC unroll 8
       for (int i = 0; i < kRegisters; ++i) {
         sums[r][i] = Dot::add(sums[r][i], weights[i], Groups{} + group);
@@ -109,7 +152,7 @@ void multiply_rows(const Group* x, int64_t groups, const Group* tile, TileSums<D
 }
 
 template <class Dot>
-using MultiplyRows = void (*)(const Group*, int64_t, const Group*, TileSums<Dot>&);
+using MultiplyRows = void (*)(InputRows, int64_t, const Group*, Fetch, TileSums<Dot>&);
 
 template <class Dot, int... kRows>
 constexpr std::array<MultiplyRows<Dot>, sizeof...(kRows)> multiply_table(
@@ -122,15 +165,21 @@ template <class Dot>
 inline constexpr auto kMultiply =
     multiply_table<Dot>(std::make_integer_sequence<int, kMostRows>{});
 
-/// Dense rows x [rows, groups] times one tile; body(row, its 32 sums) for each.
+/// Rows of x times one tile; body(row, its 32 sums) for each.
 template <class Dot, class Body>
-void for_products(const void* x, int64_t rows, int64_t groups, const void* tile,
-                  const Body& body) {
-  const Group* from = static_cast<const Group*>(x);
-  for (int64_t row = 0; row < rows; row += kMostRows) {
-    const int64_t count = std::min<int64_t>(kMostRows, rows - row);
+void for_products(InputRows x, int64_t rows, int64_t groups, const void* tile, const Body& body) {
+  const Group* weights = static_cast<const Group*>(tile);
+  const char* bytes = static_cast<const char*>(tile);
+  const int64_t size = groups * kFeatures * sizeof(Group);
+  const int64_t passes = (rows + kMostRows - 1) / kMostRows;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
+    // The first pass takes the tile from memory, the others from the second-level cache: each
+    // fetches its part of the next tile.
+    const int64_t step = kFeatures * sizeof(Group) / passes;
+    const Fetch fetch{bytes + (passes == 1 ? kAhead : size + pass * step * groups), step};
     TileSums<Dot> sums;
-    kMultiply<Dot>[count - 1](from + row * groups, groups, static_cast<const Group*>(tile), sums);
+    kMultiply<Dot>[count - 1]({x.first + row * x.stride, x.stride}, groups, weights, fetch, sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
   }
 }

@@ -59,7 +59,7 @@ Tensor quantised_linear(
       write(out, row * features + begin, values, count);
     };
     for_products<Int8Quads>(
-        integers.row(0), used, inputs / 4, weights + begin * inputs, finish);
+        dense_rows(integers.row(0), inputs), used, inputs / 4, weights + begin * inputs, finish);
   });
   return out;
 }

@@ -125,6 +125,25 @@ inline void store(A* p, Vec<A> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+/// The nearest bfloat16 of each lane, ties to even, as a float; NaN for NaN.
+inline Vec<float> round_bf16(Vec<float> v) {
+  typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+  const Bits bits = reinterpret_cast<Bits>(v);
+  const Bits nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+  // A NaN that has its ones in the lower half only would become an infinity.
+  return v == v ? reinterpret_cast<Vec<float>>(nearest)
+                : Vec<float>{} + std::numeric_limits<float>::quiet_NaN();
+}
+
+/// Writes a register of floats rounded to bfloat16.
+inline void narrow(BFloat16* p, Vec<float> v) {
+  typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));
+  const Bits upper = reinterpret_cast<Bits>(round_bf16(v)) >> 16;
+  const Narrow halves = __builtin_convertvector(upper, Narrow);
+  std::memcpy(p, &halves, sizeof(halves));
+}
+
 // ---- Across lanes ----------------------------------------------------------------------------
 
 template <int kWidth, class V, int... kLane>

@@ -1,0 +1,131 @@
+"""What stands between linears, one operator for each chain of elementwise ones.
+
+Each rounds where the chain that it stands for rounds, so that fusing changes no more than the order
+in which a norm adds up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtpc.ops.ragged import keep_rows
+
+
+@torch.library.custom_op("mtpc::rms_norm", mutates_args=())
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, rows: Tensor | None = None
+) -> Tensor:
+    """Root mean square normalisation (https://arxiv.org/abs/1910.07467), in float32.
+
+    Args:
+        x: [..., N], of 16 bits.
+        weight: [N], of x's dtype.
+        epsilon: added to the mean square.
+        plus_one: scale by 1 + weight, in float32 (Gemma's and Qwen3-Next's form), instead of
+            rounding first and scaling by weight (Llama's).
+        rows: int32 or int64 [1], how many leading rows of x are in use; others give zeros.
+
+    Returns:
+        As x.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    scaled = normed * (1.0 + weight.float()) if plus_one else normed.to(x.dtype) * weight
+    return keep_rows(scaled.to(x.dtype).contiguous(), rows)
+
+
+@rms_norm.register_fake
+def fake_rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, rows: Tensor | None = None
+) -> Tensor:
+    """Shape and dtype of the result."""
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("mtpc::add_rms_norm", mutates_args=())
+def add_rms_norm(
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    plus_one: bool = False,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The residual stream after a block, and what the next block reads of it.
+
+    Args:
+        x: [..., N], of 16 bits.
+        added: as x.
+        weight: as in `rms_norm`, like what follows.
+        epsilon: as there.
+        plus_one: as there.
+        rows: as there, of both results.
+
+    Returns:
+        x + added, and its norm; both as x.
+    """
+    total = keep_rows((x + added).contiguous(), rows)
+    return total, rms_norm(total, weight, epsilon, plus_one, rows)
+
+
+@add_rms_norm.register_fake
+def fake_add_rms_norm(
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    plus_one: bool = False,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Shapes and dtypes of the results."""
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.custom_op("mtpc::silu_and_mul", mutates_args=())
+def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
+    """SwiGLU's activation (https://arxiv.org/abs/2002.05202), silu(gate) * up.
+
+    Args:
+        gate_up: [..., 2I], gate first.
+        rows: as in `rms_norm`.
+
+    Returns:
+        [..., I].
+    """
+    gate, up = gate_up.chunk(2, -1)
+    return keep_rows(F.silu(gate) * up, rows)
+
+
+@silu_and_mul.register_fake
+def fake_silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Shape and dtype of the result."""
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+@torch.library.custom_op("mtpc::rotate", mutates_args=())
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Rotary position embedding (https://arxiv.org/abs/2104.09864), halves of a head paired.
+
+    Args:
+        x: [T, heads, D].
+        cos: [T, C] of x's dtype, C even and at most D; a head's features from C on stay.
+        sin: as cos.
+        rows: int32 or int64 [1], how many of the T are in use; others give zeros.
+
+    Returns:
+        As x.
+    """
+    turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+    first, second = turned.chunk(2, -1)
+    across = torch.cat([-second, first], -1)
+    turned = turned * cos[:, None] + across * sin[:, None]
+    out = torch.cat([turned, rest], -1)
+    return keep_rows(out.flatten(1), rows).view(out.shape)
+
+
+@rotate.register_fake
+def fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Shape and dtype of the result."""
+    return x.new_empty(x.shape)
