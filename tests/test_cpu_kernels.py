@@ -263,6 +263,17 @@ def test_write_cache_into_a_strided_cache() -> None:
     assert not both[:, 0].any()
 
 
+def test_write_cache_from_a_slice_of_a_joint_projection() -> None:
+    """Rows that are dense, though they do not lie side by side."""
+    joint, slots = torch.randn(3, 48), torch.tensor([0, 9, 14])
+    rows = joint[:, 16:32].unflatten(-1, (2, 8))
+    actual = torch.zeros(4, 4, 2, 8)
+    OURS.write_cache(actual, rows, slots)
+    expected = torch.zeros(4, 4, 2, 8)
+    expected.view(16, 2, 8)[slots] = rows
+    assert torch.equal(actual, expected)
+
+
 def test_write_cache_refuses_slots_beyond_the_cache() -> None:
     with pytest.raises(RuntimeError, match=r"slot 32 of row 1 is beyond the 32 slots"):
         OURS.write_cache(torch.zeros(8, 4, 2), torch.ones(2, 2), torch.tensor([3, 32]))

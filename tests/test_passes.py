@@ -20,7 +20,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import GraphError, OptionError
 from mtpc.layout import BufferSpec, Layout, StepKey
 from mtpc.models.load import load
-from mtpc.passes import Pass, Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes import OFF_BY_DEFAULT, Pass, Verifier, pass_names, run_pipeline, select_passes
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
@@ -370,7 +370,7 @@ def test_every_pass_keeps_the_step(
     family: str, phase: str, compiler: Callable[..., StepCompiler]
 ) -> None:
     """After each pass the verifier holds (shapes, effects, syncs), and a rerun is idle."""
-    enabled = ("quantise-draft", "merge-projections", "pack-weights", "skip-idle-rows")
+    enabled = OFF_BY_DEFAULT
     built = compiler(family, verify_passes=True, enabled_passes=enabled)
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = built.rewrite(built.trace(key))

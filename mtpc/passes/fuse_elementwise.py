@@ -57,7 +57,8 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
             normed = emit(graph, torch.ops.mtpc.rms_norm.default, norm, node)
     else:
         # In the sum's place, so that all who read the sum read the operator's.
-        x.prepend(weight)
+        if x < weight:
+            x.prepend(weight)
         args = (*added, weight, epsilon, plus_one)
         with graph.inserting_before(x):
             both = emit(graph, torch.ops.mtpc.add_rms_norm.default, args, x)
@@ -71,89 +72,55 @@ def _match_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
     """(x, weight, epsilon, plus_one) of a bfloat16 norm whose last operation this is."""
     if not _is_narrow(node):
         return None
-    if is_call(node, aten.mul.Tensor):
-        for weight, normed in (node.args, node.args[::-1]):
-            match = _match_scaling(normed) if is_call(normed, *_CASTS) else None
-            if match and _is_scale(weight, node):
-                return (match[0], weight, match[1], False)  # type: ignore[return-value]
-    elif is_call(node, *_CASTS) and is_call(node.args[0], aten.mul.Tensor):
-        product: Any = node.args[0]
-        for scaled, scale in (product.args, product.args[::-1]):
-            weight = _plus_one(scale)
-            match = _match_scaling_of(scaled) if weight is not None else None
-            if match and _is_scale(weight, node):
-                return (match[0], weight, match[1], True)  # type: ignore[return-value]
+    for weight, cast in _either_way(node, aten.mul.Tensor):
+        scaling = _match_scaling(_cast(cast)) if _is_narrow(cast) else None
+        if scaling and _is_scale(weight, node):
+            return (scaling[0], weight, scaling[1], False)
+    for scaled, shifted in _either_way(_cast(node), aten.mul.Tensor):
+        wide, one = _operands(shifted, aten.add.Tensor, 2)
+        weight, scaling = _cast(wide), _match_scaling(scaled)
+        if scaling and one == 1.0 and _is_scale(weight, node):
+            return (scaling[0], weight, scaling[1], True)
     return None
 
 
-def _match_scaling(cast: Any) -> tuple[fx.Node, float] | None:
-    """(x, epsilon) of x over its root mean square, rounded to x's dtype."""
-    return _match_scaling_of(cast.args[0]) if _is_narrow(cast) else None
-
-
-def _match_scaling_of(node: Any) -> tuple[fx.Node, float] | None:
+def _match_scaling(node: Any) -> tuple[fx.Node, float] | None:
     """(x, epsilon) of wide(x) * rsqrt(mean(wide(x)^2) + epsilon), in float32."""
-    if not is_call(node, aten.mul.Tensor):
-        return None
-    for wide, inverse in (node.args, node.args[::-1]):
-        if not (is_call(inverse, aten.rsqrt.default) and is_call(wide, *_CASTS)):
-            continue
-        shifted = inverse.args[0]
-        if not (is_call(shifted, aten.add.Tensor) and isinstance(shifted.args[1], float)):
-            continue
-        mean = shifted.args[0]
-        if not (is_call(mean, aten.mean.dim) and mean.args[1:] == ([-1], True)):
-            continue
-        is_square = is_call(mean.args[0], aten.pow.Tensor_Scalar) and mean.args[0].args == (wide, 2)
-        if is_square and wide.meta["val"].dtype == torch.float32 and _is_narrow(wide.args[0]):
-            return wide.args[0], shifted.args[1]
+    for wide, inverse in _either_way(node, aten.mul.Tensor):
+        (shifted,) = _operands(inverse, aten.rsqrt.default, 1)
+        mean, epsilon = _operands(shifted, aten.add.Tensor, 2)
+        square, *over = _operands(mean, aten.mean.dim, 3)
+        x, squared = _cast(wide), _operands(square, aten.pow.Tensor_Scalar, 2)
+        is_mean_square = squared == (wide, 2) and over == [[-1], True]
+        if is_mean_square and isinstance(epsilon, float) and _is_narrow(x):
+            return (x, epsilon) if wide.meta["val"].dtype == torch.float32 else None
     return None
-
-
-def _plus_one(node: Any) -> fx.Node | None:
-    """The weight of 1 + wide(weight)."""
-    if not (is_call(node, aten.add.Tensor) and node.args[1] == 1.0):
-        return None
-    wide = node.args[0]
-    return wide.args[0] if is_call(wide, *_CASTS) and _is_narrow(wide.args[0]) else None
 
 
 def _summands(x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """What x is the sum of, if both are rows like it, and the sum is not scaled."""
-    if not is_call(x, aten.add.Tensor) or len(x.args) != 2 or x.kwargs:
-        return None
+    left, right = _operands(x, aten.add.Tensor, 2)
     shape = x.meta["val"].shape
-    alike = all(
-        isinstance(term, fx.Node) and _is_narrow(term) and term.meta["val"].shape == shape
-        for term in x.args
-    )
-    return x.args if alike else None  # type: ignore[return-value]
+    alike = all(_is_narrow(term) and term.meta["val"].shape == shape for term in (left, right))
+    return (left, right) if alike and not x.kwargs else None
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
     """silu(gate) * up where both are halves of one tensor."""
-    if not is_call(node, aten.mul.Tensor) or not _is_narrow(node):
-        return False
-    for active, up in (node.args, node.args[::-1]):
-        gate = active.args[0] if is_call(active, aten.silu.default) else None  # type: ignore[union-attr]
-        both = _halves(gate, up)
-        if both is None:
+    for active, up in _either_way(node, aten.mul.Tensor):
+        (gate,) = _operands(active, aten.silu.default, 1)
+        both, *_ = _operands(gate, aten.slice.Tensor, 4)
+        if not _is_narrow(both) or not _is_narrow(node):
             continue
-        with graph.inserting_before(node):
-            fused = emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), node)
-        node.replace_all_uses_with(fused)
-        return True
+        half, odd = divmod(both.meta["val"].shape[-1], 2)
+        if odd or gate.args != (both, -1, 0, half):
+            continue
+        if _operands(up, aten.slice.Tensor, 4) == (both, -1, half, 2 * half):
+            with graph.inserting_before(node):
+                fused = emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), node)
+            node.replace_all_uses_with(fused)
+            return True
     return False
-
-
-def _halves(gate: Any, up: Any) -> fx.Node | None:
-    """The tensor whose first half one is, and whose second the other."""
-    if not (is_call(gate, aten.slice.Tensor) and is_call(up, aten.slice.Tensor)):
-        return None
-    both = gate.args[0]
-    width = both.meta["val"].shape[-1]
-    wanted = ((both, -1, 0, width // 2), (both, -1, width // 2, width))
-    return both if width % 2 == 0 and (gate.args, up.args) == wanted else None
 
 
 def _fuse_rotary(graph: fx.Graph, node: fx.Node) -> bool:
@@ -162,8 +129,8 @@ def _fuse_rotary(graph: fx.Graph, node: fx.Node) -> bool:
     if rotary is None:
         return False
     x, cos, sin = rotary
-    whole = _whole_head(node, x)
-    last, x = (node, x) if whole is None else whole
+    last, x = _whole_head(node, x)
+
     def then(target: Any, *args: Any) -> fx.Node:
         return emit(graph, target, args, last)
 
@@ -178,53 +145,62 @@ def _fuse_rotary(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _match_rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """(x, cos, sin), x [1, heads, T, C] and the others [1, 1, T, C], all bfloat16."""
-    if not is_call(node, aten.add.Tensor) or not _is_narrow(node) or len(node.args) != 2:
-        return None
-    plain, across = node.args
-    if not (is_call(plain, aten.mul.Tensor) and is_call(across, aten.mul.Tensor)):
-        return None
-    x, cos = plain.args  # type: ignore[union-attr]
-    turned, sin = across.args  # type: ignore[union-attr]
-    if not all(isinstance(n, fx.Node) and _is_narrow(n) for n in (x, cos, sin)):
+    plain, across = _operands(node, aten.add.Tensor, 2)
+    x, cos = _operands(plain, aten.mul.Tensor, 2)
+    turned, sin = _operands(across, aten.mul.Tensor, 2)
+    if not all(_is_narrow(n) for n in (node, x, cos, sin)):
         return None
     shape = node.meta["val"].shape
+    if len(shape) != 4 or shape[0] != 1 or x.meta["val"].shape != shape:
+        return None
     angles = (1, 1, *shape[2:])
-    is_row = len(shape) == 4 and shape[0] == 1 and x.meta["val"].shape == shape
-    alike = is_row and all(a.meta["val"].shape == angles for a in (cos, sin))
+    alike = all(a.meta["val"].shape == angles for a in (cos, sin))
     return (x, cos, sin) if alike and _is_half_turn(turned, x) else None
 
 
 def _is_half_turn(node: Any, x: fx.Node) -> bool:
     """Whether a node is cat(-second half of x, first half of x)."""
-    if not is_call(node, aten.cat.default) or node.args[1:] != (-1,) or len(node.args[0]) != 2:
-        return False
-    negated, first = node.args[0]
+    parts, dim = _operands(node, aten.cat.default, 2)
     half, odd = divmod(x.meta["val"].shape[-1], 2)
+    if dim != -1 or len(parts) != 2 or odd:
+        return False
+    (second,) = _operands(parts[0], aten.neg.default, 1)
     return (
-        not odd
-        and is_call(negated, aten.neg.default)
-        and is_call(negated.args[0], aten.slice.Tensor)
-        and negated.args[0].args == (x, 3, half, _END)
-        and is_call(first, aten.slice.Tensor)
-        and first.args == (x, 3, 0, half)
-    )
+        _operands(second, aten.slice.Tensor, 4) == (x, 3, half, _END)
+        and _operands(parts[1], aten.slice.Tensor, 4) == (x, 3, 0, half)
+    )  # fmt: skip
 
 
-def _whole_head(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(cat, head) where x is the first part of a head, and the rest is put behind it again."""
+def _whole_head(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(last operation, heads): where x is only the first part of a head, and the rest of it is put
+    behind it again, that and the head; else node and x."""
+    width = x.meta["val"].shape[-1]
+    head, *first = _operands(x, aten.slice.Tensor, 4)
     users = list(node.users)
-    if len(users) != 1 or not is_call(users[0], aten.cat.default):
-        return None
-    parts, width = users[0].args[0], x.meta["val"].shape[-1]
-    if users[0].args[1:] != (-1,) or len(parts) != 2 or parts[0] is not node:  # type: ignore[arg-type,index,union-attr]
-        return None
-    rest = parts[1]  # type: ignore[index,union-attr]
-    if not (is_call(x, aten.slice.Tensor) and is_call(rest, aten.slice.Tensor)):
-        return None
-    head = x.args[0]
-    if x.args != (head, 3, 0, width) or rest.args != (head, 3, width, _END):  # type: ignore[union-attr]
-        return None
-    return users[0], head  # type: ignore[return-value]
+    if first != [3, 0, width] or len(users) != 1:
+        return node, x
+    parts, dim = _operands(users[0], aten.cat.default, 2)
+    if dim != -1 or len(parts) != 2 or parts[0] is not node:
+        return node, x
+    is_whole = _operands(parts[1], aten.slice.Tensor, 4) == (head, 3, width, _END)
+    return (users[0], head) if is_whole else (node, x)
+
+
+def _operands(node: Any, target: Any, count: int) -> tuple[Any, ...]:
+    """The positional operands of a call of an operator with so many; else as many None."""
+    matches = is_call(node, target) and len(node.args) == count
+    return node.args if matches else (None,) * count
+
+
+def _either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
+    """Both orders of the operands of a call of a commutative operator."""
+    left, right = _operands(node, target, 2)
+    return () if left is None else ((left, right), (right, left))
+
+
+def _cast(node: Any) -> Any:
+    """What a cast casts."""
+    return node.args[0] if is_call(node, *_CASTS) else None
 
 
 def _is_narrow(node: Any) -> bool:
@@ -234,5 +210,5 @@ def _is_narrow(node: Any) -> bool:
 
 def _is_scale(node: Any, like: fx.Node) -> bool:
     """Whether a node is a weight with one number for each feature of another."""
-    is_weight = isinstance(node, fx.Node) and node.op == "get_attr" and _is_narrow(node)
+    is_weight = _is_narrow(node) and node.op == "get_attr"
     return is_weight and node.meta["val"].shape == like.meta["val"].shape[-1:]

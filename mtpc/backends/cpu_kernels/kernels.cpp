@@ -10,12 +10,13 @@
 namespace mtpc {
 namespace {
 
-/// Whether one slot's elements are adjacent in memory, as in any cache allocated on its own.
-bool slots_are_dense(const Tensor& cache) {
+/// Whether the elements from a dimension on are adjacent in memory: of a slot of any cache that
+/// was allocated on its own, of a row that is a slice of a joint projection's.
+bool is_dense_from(const Tensor& t, int64_t first) {
   int64_t expected = 1;
-  for (int64_t dim = cache.dim() - 1; dim >= 2; --dim) {
-    if (cache.size(dim) > 1 && cache.stride(dim) != expected) return false;
-    expected *= cache.size(dim);
+  for (int64_t dim = t.dim() - 1; dim >= first; --dim) {
+    if (t.size(dim) > 1 && t.stride(dim) != expected) return false;
+    expected *= t.size(dim);
   }
   return true;
 }
@@ -52,16 +53,16 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& slot_map
   const Tensor cast = rows.scalar_type() == cache.scalar_type()
       ? rows
       : torch::stable::to(rows, cache.scalar_type());
-  const Tensor dense = cast.is_contiguous() ? cast : torch::stable::contiguous(cast);
+  const Tensor dense = is_dense_from(cast, 1) ? cast : torch::stable::contiguous(cast);
   const Indices slots(slot_mapping, "slot_mapping", 1);
-  const bool dense_slots = slots_are_dense(cache);
+  const bool dense_slots = is_dense_from(cache, 2);
   const int64_t page_size = cache.size(1);
   const int64_t capacity = cache.size(0) * page_size;
   const int64_t width = cache.element_size();
   const int64_t row_bytes = dense.size(0) == 0 ? 0 : dense.numel() / dense.size(0) * width;
   const char* row = static_cast<const char*>(dense.const_data_ptr());
   char* data = static_cast<char*>(cache.mutable_data_ptr());
-  for (int64_t i = 0; i < dense.size(0); ++i, row += row_bytes) {
+  for (int64_t i = 0; i < dense.size(0); ++i, row += dense.stride(0) * width) {
     const int64_t slot = slots(i);
     if (slot < 0) continue;
     STD_TORCH_CHECK(
