@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +127,46 @@ def test_a_warm_start_of_fp8(checkpoint: Callable[..., Path], tmp_path: Path) ->
     texts = wanted.generate(PROMPTS[3:5], 12)
     assert cold.generate(PROMPTS[3:5], 12) == warm.generate(PROMPTS[3:5], 12) == texts
     assert any(NOTE in line for line in warm.stats.fallbacks)
+
+
+@pytest.mark.slow
+def test_a_warm_start_of_fp8_needs_no_compiler(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In bfloat16, where weights are dequantised and then packed: experts, and latent attention's
+    parts of a weight. A process without compiler gives what the bfloat16 files give."""
+    fp8, plain = quantised_pair(checkpoint("deepseek_v3"), tmp_path, (24, 40))
+    tmp_path.chmod(0o755)
+    give_kernels(tmp_path / "cache")
+    options: dict[str, Any] = {**CPU_OPTIONS, "dtype": "bfloat16"}
+    cold = mtpc.compile(fp8, cache_dir=tmp_path / "cache", **options)
+    by_hand = mtpc.compile(plain, cache_dir=tmp_path / "cache", **options)
+    wanted = by_hand.generate(PROMPTS[2:8], 16)
+    assert cold.generate(PROMPTS[2:8], 16) == wanted
+    code = f"""
+import sys, json, torch
+torch.set_num_threads(1)
+import mtpc
+options = json.loads(sys.argv[3])
+spec = mtpc.compile(sys.argv[1], cache_dir=sys.argv[2], frozen=True, **options)
+print(json.dumps(spec.generate({PROMPTS[2:8]!r}, 16)))
+heavy = ("transformers", "torch._inductor", "torch._dynamo", "sympy", "mtpc.models")
+print(json.dumps([name for name in heavy if name in sys.modules]))
+print(json.dumps([spec.stats.accepted, list(spec.stats.fallbacks)]))
+"""
+    arguments = [str(fp8), str(tmp_path / "cache"), json.dumps(options)]
+    clean = {"PATH": "/nonexistent", "CXX": "no-compiler", "HOME": os.environ.get("HOME", "/")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, heavy, (accepted, fallbacks) = map(json.loads, done.stdout.splitlines())
+    assert tokens == wanted
+    assert accepted == by_hand.stats.accepted == cold.stats.accepted
+    assert sum(accepted) > 0
+    assert heavy == []
+    assert any(NOTE in line for line in fallbacks)
+    assert not any(NOTE in line for line in by_hand.stats.fallbacks)
 
 
 def edit(directory: Path, **changes: Tensor | None) -> Path:

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mtpc import ops
 from mtpc.buffers import N, P
-from mtpc.layout import NO_SLOT, BufferSpec
+from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_latent_specs
 from mtpc.models.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.glm4_moe import nextn_layers
-from mtpc.ops.ragged import request_of
 
 
 def _halves_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,11 +41,10 @@ def _neighbours_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SparseLatentAttention(nn.Module):
-    """Multi-head latent attention over chosen positions, in absorbed form.
+    """Multi-head latent attention over chosen positions.
 
-    Chosen latents are gathered, so a row reads `index_topk` of them whatever its context; of
-    indexer keys it reads those of `max_len` positions. A rejected row's latent and key are
-    overwritten before a row may see their position.
+    A row reads the indexer keys of its context and `index_topk` latents. A rejected row's latent
+    and key are overwritten before a row may see their position.
 
     Args:
         source: transformers' `DeepseekV32Attention`; its parameters are shared.
@@ -73,21 +70,25 @@ class SparseLatentAttention(nn.Module):
         low = self.q_a_layernorm(self.q_a_proj(hidden))
         state = context.layers[self.layer_idx]
         self._write(hidden, cos, sin, state, context)
-        token = torch.arange(hidden.shape[0], device=hidden.device)
-        request = request_of(token, context.query_start_loc)
-        table = context.block_table[request.clamp(max=context.block_table.shape[0] - 1)].long()
-        # A padded row's table may hold anything; what it reads is masked.
-        table = table.clamp(0, state.latent.shape[0] - 1)
-        chosen, seen = self._choose(hidden, low, (cos, sin), table, (state.index, context))
-        place = state.latent.shape[1]
-        slots = table.gather(1, chosen // place) * place + chosen % place
-        latents = torch.where(seen[..., None], state.latent.flatten(0, 1)[slots], 0)
+        slots = self._choose(hidden, low, (cos, sin), state.index, context)
         plain, turned = (
             self.q_b_proj(low).unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
         )
-        turned = _neighbours_rotated(turned, cos, sin)
-        out = self._attend(plain, turned, latents, seen)
-        return self.o_proj(out.flatten(1).to(hidden.dtype))[None], None
+        query = torch.cat([plain, _neighbours_rotated(turned, cos, sin)], -1)
+        # What a row has chosen is a request's context, of one row, in pages of one token.
+        rows = torch.arange(slots.shape[0] + 1, device=slots.device, dtype=torch.int32)
+        seen = (slots >= 0).sum(1, dtype=torch.int32)
+        out = ops.expanded_latent_attention(
+            query,
+            state.latent.flatten(0, 1).unsqueeze(1),
+            self.kv_b_proj.weight,
+            slots,
+            seen,
+            rows,
+            self.scaling,
+            self.nope,
+        )
+        return self.o_proj(out.flatten(1))[None], None
 
     def _write(self, hidden: Tensor, cos: Tensor, sin: Tensor, state: Any, context: Any) -> None:
         """Keep the rows' latents, rotated keys behind them, and indexer keys."""
@@ -104,38 +105,17 @@ class SparseLatentAttention(nn.Module):
         hidden: Tensor,
         low: Tensor,
         angles: tuple[Tensor, Tensor],
-        table: Tensor,
-        held: tuple[Tensor, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """The positions of highest score for each row, int64 [T, k], and which of them it sees."""
-        indexer, (cache, context) = self.indexer, held
-        keys = cache[table].flatten(1, 2)
-        position = torch.arange(keys.shape[1], device=keys.device)
-        live = (context.slot_mapping != NO_SLOT)[:, None]
-        visible = (position[None] <= context.positions[:, None]) & live
-        keys = torch.where(visible[..., None], keys, 0)
+        keys: Tensor,
+        context: Any,
+    ) -> Tensor:
+        """Slots of the positions that each row attends to, int32 [T, k]; scores are float32."""
+        indexer = self.indexer
         query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, indexer.head_dim))
         query = _halves_rotated(query, *angles)
-        scores = torch.einsum("thd,tcd->tch", query.float(), keys.float()) * indexer.softmax_scale
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
-        weights = weights * indexer.n_heads**-0.5
-        total = (F.relu(scores) * weights[:, None]).sum(-1)
-        total = torch.where(visible, total, float("-inf"))
-        chosen = total.topk(min(indexer.index_topk, keys.shape[1]), -1).indices
-        return chosen, visible.gather(1, chosen)
-
-    def _attend(self, plain: Tensor, turned: Tensor, latents: Tensor, seen: Tensor) -> Tensor:
-        """[T, heads, v_head_dim] from chosen latents [T, k, rank + rope]; float32 at least."""
-        wide = torch.promote_types(plain.dtype, torch.float32)
-        up = self.kv_b_proj.weight.view(self.heads, -1, self.rank).to(wide)
-        absorbed = torch.einsum("tnd,ndr->tnr", plain.to(wide), up[:, : self.nope])
-        query, latents = torch.cat([absorbed, turned.to(wide)], -1), latents.to(wide)
-        scores = torch.einsum("tnr,tkr->tnk", query, latents) * self.scaling
-        scores = torch.where(seen[:, None], scores, float("-inf"))
-        # A padded row sees nothing: its softmax is not a number, and is dropped.
-        weights = torch.where(seen.any(1)[:, None, None], scores.softmax(-1), 0)
-        out = torch.einsum("tnk,tkr->tnr", weights, latents[..., : self.rank])
-        return torch.einsum("tnr,nvr->tnv", out, up[:, self.nope :])
+        weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        indices = (context.block_table, context.seq_lens, context.query_start_loc)
+        return ops.choose_slots(query.float(), weights, keys, *indices, indexer.index_topk)
 
 
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

@@ -11,6 +11,7 @@ from mtpc.ops.attention import (
     paged_attention,
     write_cache,
 )
+from mtpc.ops.choose_slots import choose_slots
 from mtpc.ops.experts import experts
 from mtpc.ops.float32_linear import float32_linear
 from mtpc.ops.gated_delta import gated_delta_rule
@@ -18,6 +19,7 @@ from mtpc.ops.packed import packed_experts, packed_head_linear, packed_linear
 from mtpc.ops.sinkhorn import sinkhorn
 
 __all__ = [
+    "choose_slots",
     "expanded_latent_attention",
     "experts",
     "float32_linear",

@@ -43,7 +43,7 @@ def _(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
     return None
 
 
-def _visible(
+def visible_positions(
     num_tokens: int,
     context: int,
     seq_lens: Tensor,
@@ -80,7 +80,7 @@ def _softmax_rows(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tens
     return weights / torch.where(total > 0, total, 1)
 
 
-def _gather_pages(cache: Tensor, block_table: Tensor, request: int) -> Tensor:
+def gather_pages(cache: Tensor, block_table: Tensor, request: int) -> Tensor:
     """[C, ...]: one request's pages in order, C = M * P."""
     pages = block_table[request].long().clamp(0, cache.shape[0] - 1)
     return cache[pages].flatten(0, 1)
@@ -121,10 +121,12 @@ def paged_attention(
     out = q.new_zeros((*q.shape[:2], v_cache.shape[3]))
     context = block_table.shape[1] * k_cache.shape[1]
     for request in range(block_table.shape[0]):
-        visible = _visible(q.shape[0], context, seq_lens, query_start_loc, request, sliding_window)
+        visible = visible_positions(
+            q.shape[0], context, seq_lens, query_start_loc, request, sliding_window
+        )
         attended = visible.any(0)[:, None, None]
-        keys = _gather_pages(k_cache, block_table, request).to(acc)
-        values = _gather_pages(v_cache, block_table, request).to(acc)
+        keys = gather_pages(k_cache, block_table, request).to(acc)
+        values = gather_pages(v_cache, block_table, request).to(acc)
         keys = torch.where(attended, keys, 0).repeat_interleave(groups, 1)
         values = torch.where(attended, values, 0).repeat_interleave(groups, 1)
         scores = torch.einsum("tnd,cnd->tnc", q.to(acc), keys) * scale

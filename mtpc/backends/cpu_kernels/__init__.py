@@ -1,8 +1,8 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
-`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `gated_delta_rule`,
-`sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`, `add_rms_norm`, `silu_and_mul`,
-`rotate`; on packed weights `packed_linear`, `packed_head_linear`,
+`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `choose_slots`,
+`gated_delta_rule`, `sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`,
+`add_rms_norm`, `silu_and_mul`, `rotate`; on packed weights `packed_linear`, `packed_head_linear`,
 `packed_experts` and, in int8, `quantised_linear` and `quantised_experts`, and `pack`, which packs
 them; for sampling `sample`, `count_tokens` and `write_logprobs`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
@@ -14,8 +14,8 @@ references, on each level:
 
 - A row's result is the same bits for any number of threads, of other requests in the batch, and
   of rows that its own request has: speculation can be compared with plain decoding exactly.
-- Attention costs time in proportion to seq_lens, not to the width of the block table, and reads
-  no cache position that no row attends to.
+- Attention and `choose_slots` cost time in proportion to seq_lens, not to the width of the block
+  table, and read no cache position that no row attends to.
 - `experts`, `packed_experts` and `quantised_experts` read each chosen expert's weights once,
   `packed_linear` its weight.
 - `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
@@ -39,6 +39,7 @@ import mtpc.ops.attention
 import mtpc.ops.experts  # noqa: F401  (these register references that kernel_table names)
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.cache.store import Entry, EntryStore
+from mtpc.ops.choose_slots import fake_choose_slots
 from mtpc.ops.float32_linear import fake_float32_linear
 from mtpc.ops.fused import fake_add_rms_norm, fake_rms_norm, fake_rotate, fake_silu_and_mul
 from mtpc.ops.gated_delta import fake_gated_delta_rule
@@ -47,10 +48,11 @@ from mtpc.ops.quantised import fake_quantised_linear
 from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
 from mtpc.ops.sinkhorn import fake_sinkhorn
 
-NAMES = ("write_cache", "paged_attention", "latent_attention", "experts", "packed_linear",
-         "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
-         "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul", "rotate",
-         "gated_delta_rule", "sinkhorn", "sample", "count_tokens", "write_logprobs")  # fmt: skip
+NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
+         "packed_linear", "packed_head_linear", "packed_experts", "float32_linear",
+         "quantised_linear", "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul",
+         "rotate", "gated_delta_rule", "sinkhorn", "sample", "count_tokens",
+         "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 
@@ -127,6 +129,7 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "write_cache": _fake_write_cache,
     "paged_attention": _fake_paged_attention,
     "latent_attention": _fake_latent_attention,
+    "choose_slots": fake_choose_slots,
     "experts": _fake_experts,
     "packed_linear": fake_packed_linear,
     "packed_head_linear": fake_packed_head_linear,

@@ -89,6 +89,9 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "latent_attention(Tensor q, Tensor latent_cache, Tensor block_table, Tensor seq_lens, "
       "Tensor query_start_loc, float scale, int latent_rank) -> Tensor");
   library.def(
+      "choose_slots(Tensor query, Tensor weights, Tensor index_cache, Tensor block_table, "
+      "Tensor seq_lens, Tensor query_start_loc, int count) -> Tensor");
+  library.def(
       "experts(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, "
       "Tensor expert_weights, float limit=0.0, bool limit_input=False) -> Tensor");
   library.def(
@@ -139,6 +142,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("write_cache", TORCH_BOX(&mtpc::write_cache));
   library.impl("paged_attention", TORCH_BOX(&mtpc::paged_attention));
   library.impl("latent_attention", TORCH_BOX(&mtpc::latent_attention));
+  library.impl("choose_slots", TORCH_BOX(&mtpc::choose_slots));
   library.impl("experts", TORCH_BOX(&mtpc::experts));
   library.impl("packed_experts", TORCH_BOX(&mtpc::packed_experts));
   library.impl("pack", TORCH_BOX(&mtpc::pack));

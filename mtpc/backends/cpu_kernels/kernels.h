@@ -23,6 +23,11 @@ Tensor latent_attention(
     const Tensor& q, const Tensor& latent_cache, const Tensor& block_table,
     const Tensor& seq_lens, const Tensor& query_start_loc, double scale, int64_t latent_rank);
 
+Tensor choose_slots(
+    const Tensor& query, const Tensor& weights, const Tensor& index_cache,
+    const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
+    int64_t count);
+
 Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights, double limit, bool limit_input);
