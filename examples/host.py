@@ -167,7 +167,7 @@ class Host:
         """The next chunk of what it has to prefill."""
         key, begin = self.model.prefill_key, request.num_prefilled
         batch, text = self.steps[key], request.text
-        end = min(begin + key.bucket.query_len, request.num_input)
+        end = min(begin + key.bucket.num_tokens, request.num_input)
         batch["batch.prompt_ids"][: end - begin] = torch.tensor(text[begin:end])
         batch["batch.num_input"][0] = end - begin
         batch["batch.next_prompt_id"][0] = text[end] if end < request.num_input else -1

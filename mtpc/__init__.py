@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mtpc.config import CompileOptions
     from mtpc.engine.async_engine import AsyncEngine
     from mtpc.engine.engine import Engine
+    from mtpc.engine.grammar import Grammar
     from mtpc.engine.stats import Stats
     from mtpc.host.compile import compile_host
     from mtpc.host.hosted import HostedModel
@@ -32,6 +33,7 @@ _HOMES = {
     "CompileOptions": "mtpc.config",
     "Engine": "mtpc.engine.engine",
     "AsyncEngine": "mtpc.engine.async_engine",
+    "Grammar": "mtpc.engine.grammar",
     "compile_host": "mtpc.host.compile",
     "HostedModel": "mtpc.host.hosted",
     "HostProgram": "mtpc.host.program",
@@ -45,6 +47,7 @@ __all__ = [
     "AsyncEngine",
     "CompileOptions",
     "Engine",
+    "Grammar",
     "HostProgram",
     "HostedModel",
     "SamplingParams",

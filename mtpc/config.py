@@ -19,6 +19,8 @@ measurement, and every draft costs a full pass of the draft layer."""
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 """K by load, and what it is chosen among unless `spec_tiers` says otherwise."""
 DEFAULT_MAX_LEN = 4096
+DEFAULT_PREFILL_ROWS = 4
+"""Prompts that share a prefill step where nothing is said; see `CompileOptions.prefill_rows`."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
@@ -39,7 +41,9 @@ class CompileOptions:
             max_position_embeddings where that is smaller.
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
-        prefill_chunk: tokens of one prompt that one prefill step processes.
+        prefill_chunk: prompt tokens that one prefill step processes, of one prompt or of several.
+        prefill_rows: prompts that may share one prefill step, at most the largest bucket and a
+            divisor of `prefill_chunk`; None is the most that both allow, up to 4.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
             model keeps all of its past in pages; see docs/serving.md.
         backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null", or "auto": cpu, falling
@@ -73,6 +77,7 @@ class CompileOptions:
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 64
+    prefill_rows: int | None = None
     prefix_caching: bool = True
     backend: str = "auto"
     dtype: str | None = None
@@ -110,6 +115,7 @@ class CompileOptions:
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
         object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
+        self._check_prefill_rows()
         self._check_cache()
 
     def _settle_tiers(self) -> None:
@@ -136,6 +142,25 @@ class CompileOptions:
     def tiers(self) -> tuple[int, ...]:
         """Numbers of drafts that there are decode steps for."""
         return self.spec_tiers or (self.spec_tokens,)
+
+    def _check_prefill_rows(self) -> None:
+        rows = self.prefill_rows
+        if rows is None:
+            return
+        _check_int("prefill_rows", rows, low=1, high=max(self.batch_buckets))
+        if self.prefill_chunk % rows:
+            raise OptionError(
+                f"prefill_rows is {rows}, which does not divide prefill_chunk "
+                f"{self.prefill_chunk}; give a divisor, or another chunk"
+            )
+
+    @property
+    def prefill_shape(self) -> tuple[int, int]:
+        """Rows of the prefill step, and its tokens over them; one prompt may take all tokens."""
+        most = min(DEFAULT_PREFILL_ROWS, max(self.batch_buckets))
+        divisors = [rows for rows in range(1, most + 1) if self.prefill_chunk % rows == 0]
+        rows = self.prefill_rows or max(divisors)
+        return rows, self.prefill_chunk // rows
 
     def _check_cache(self) -> None:
         if self.cache_dir is not None:

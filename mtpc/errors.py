@@ -21,6 +21,10 @@ class RequestError(MtpcError, ValueError):
     """A generation request cannot be served: empty prompt, ids out of range, too long."""
 
 
+class GrammarError(MtpcError):
+    """A request's grammar contradicts itself, or allows no token; it ends that request."""
+
+
 class CapacityError(MtpcError):
     """The page pool cannot hold even one request of the size asked for."""
 

@@ -89,7 +89,7 @@ def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
     decode = tuple(
         StepKey.decode(num_reqs, k) for k in options.tiers for num_reqs in options.batch_buckets
     )
-    return (*decode, StepKey.prefill(1, options.prefill_chunk, options.spec_tokens))
+    return (*decode, StepKey.prefill(*options.prefill_shape, options.spec_tokens))
 
 
 def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:

@@ -148,6 +148,11 @@ def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
         ({"batch_buckets": ()}, "batch_buckets is empty"),
         ({"batch_buckets": (0,)}, "batch_buckets is 0"),
         ({"batch_buckets": None}, "batch_buckets is None"),
+        ({"prefill_rows": 3, "batch_buckets": (2,)}, r"prefill_rows is 3; expected .* in 1\.\.2"),
+        (
+            {"prefill_rows": 3, "batch_buckets": (4,), "prefill_chunk": 8},
+            "3, which does not divide prefill_chunk 8",
+        ),
         ({"max_len": 1}, "max_len is 1"),
         ({"backend": "cqu"}, "did you mean 'cpu'"),
         ({"dtype": "bf16"}, "dtype is 'bf16'; expected one of bfloat16"),

@@ -33,7 +33,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CheckpointError, OptionError
 from mtpc.layout import StepKey
 
-DECODE, PREFILL = StepKey.decode(2, 3), StepKey.prefill(1, 8, 3)
+DECODE, PREFILL = StepKey.decode(2, 3), StepKey.prefill(2, 4, 3)
 BATCH = PROMPTS[2:8]
 
 
@@ -137,7 +137,7 @@ from mtpc.layout import StepKey
 from mtpc.models.load import load
 options = CompileOptions(**json.loads(sys.argv[2]))
 compiler = StepCompiler(load(sys.argv[1], options.dtype, True), options, CpuBackend())
-compiler.rewrite(compiler.trace(StepKey.prefill(1, 8, 3)))  # What came before must not matter.
+compiler.rewrite(compiler.trace(StepKey.prefill(2, 4, 3)))  # What came before must not matter.
 print(compiler.rewrite(compiler.trace(StepKey.decode(2, 3))).text())
 """
     arguments = [str(checkpoint("glm4_moe")), json.dumps(CPU_OPTIONS)]

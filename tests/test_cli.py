@@ -75,7 +75,7 @@ def test_run_prints_results_and_what_happened(word_model, capsys):
     assert re.search(r"new tokens +12, 10 of them in decode steps", out)
     assert re.search(r"acceptance length +[123]\.\d\d tokens per step", out)
     assert len(re.search(r"acceptance by position(.*)", out)[1].split()) == 2
-    assert re.search(r"replays of prefill\[R=1,Q=64,K=2\] +2,", out)
+    assert re.search(r"replays of prefill\[R=2,Q=32,K=2\] +1,", out)
     assert re.search(r"replays of decode\[R=2,Q=3,K=2\] +\d+,", out)
     assert re.search(r"fallbacks +none", out)
     assert re.search(r"\[ +\d+\.\d s\] 2/2 lower decode\[R=2,Q=3,K=2\]\n", err)

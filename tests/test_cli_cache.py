@@ -53,10 +53,10 @@ def test_build_fills_a_cache_that_compile_uses(
     printed, told = capsys.readouterr()
     rows = [line for line in printed.splitlines() if "[R=" in line]
     assert [row.split()[0] for row in rows] == [
-        "prefill[R=1,Q=8,K=0]",
+        "prefill[R=2,Q=4,K=0]",
         "decode[R=2,Q=1,K=0]",
         "decode[R=2,Q=4,K=3]",
-        "prefill[R=1,Q=8,K=3]",
+        "prefill[R=2,Q=4,K=3]",
     ]
     assert [row.split()[-1] for row in rows] == ["built", "built", "there", "there"]
     assert all(
@@ -157,7 +157,7 @@ def test_verify_and_prune(
     assert "damaged: " in capsys.readouterr().out
     kept, built = EntryStore(mine).digests(), cpu_built("mimo").compiler
     assert built.obtain(DECODE).entry.digest not in kept
-    assert built.obtain(StepKey.prefill(1, 8, 3)).entry.digest in kept
+    assert built.obtain(StepKey.prefill(2, 4, 3)).entry.digest in kept
     assert not list((mine / "tmp").iterdir())
     assert run("cache", "prune", "--all", *where) == 0
     assert EntryStore(mine).digests() == []

@@ -5,29 +5,34 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtpc.config import CompileOptions
 from mtpc.engine.lock import FairLock
 from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.errors import CapacityError
+from mtpc.layout import Bucket
 
 PAGE, CHUNK, SPEC_TOKENS = 4, 8, 2
+ROWS = 2
 
 
 def pages_for(num_committed: int) -> int:
     return math.ceil((num_committed + 1 + 2 * SPEC_TOKENS) / PAGE)
 
 
-def make(slots: int = 3, pages: int = 12, reuse: bool = True) -> Scheduler:
+def make(slots: int = 3, pages: int = 12, reuse: bool = True, rows: int = ROWS) -> Scheduler:
     pool = PagePool(1, pages)
     prefixes = PrefixCache(pool.index, PAGE, SPEC_TOKENS) if reuse else None
-    return Scheduler(FreeList("request slots", 1, slots), pool, prefixes, pages_for)
+    places = FreeList("request slots", 1, slots)
+    return Scheduler(places, pool, prefixes, pages_for, Bucket(rows, CHUNK // rows))
 
 
 def request(number: int, length: int, new: int, kind: int = 0) -> Request:
@@ -37,10 +42,13 @@ def request(number: int, length: int, new: int, kind: int = 0) -> Request:
 def play(scheduler: Scheduler, turn: Turn, emitted: Callable[[], int]) -> list[Request]:
     """Do what the engine does with a turn; returns who finished."""
     if turn.phase == "prefill":
-        (only,) = turn.requests
-        only.num_prefilled = min(only.num_prefilled + CHUNK, only.num_input)
-        emits = turn.requests if only.is_prefilled else []
-        scheduler.learn(only)
+        assert 0 < sum(turn.chunks) <= CHUNK
+        assert 0 < len(turn.requests) <= scheduler.prefill.num_reqs
+        for one, count in zip(turn.requests, turn.chunks, strict=True):
+            assert 0 < count <= one.num_input - one.num_prefilled
+            one.num_prefilled += count
+            scheduler.learn(one)
+        emits = [one for one in turn.requests if one.is_prefilled]
         counts = [1] * len(emits)
     else:
         emits = turn.requests
@@ -131,6 +139,42 @@ def test_first_token_bound() -> None:
     assert firsts[1] <= 2 * 3
     assert firsts[2] <= 2 * (3 + 3)
     assert len(old.output_ids) >= 6, "and nobody's decoding stood still meanwhile"
+
+
+def test_a_chunk_is_filled_in_order_of_arrival() -> None:
+    """The tail of one prompt and the heads of the next ones, as many as there are rows."""
+    scheduler = make(slots=5, pages=60, rows=4)
+    for number, length in enumerate((11, 2, 9, 1, 1)):
+        scheduler.add(request(number, length, 4, kind=number))
+    seen = []
+    while any(not r.is_prefilled for r in scheduler.running) or scheduler.waiting:
+        turn = scheduler.next_turn()
+        if turn.phase == "prefill":
+            seen.append(
+                [(r.request_id, n) for r, n in zip(turn.requests, turn.chunks, strict=True)]
+            )
+        play(scheduler, turn, lambda: 1)
+    assert seen == [[(0, 8)], [(0, 3), (1, 2), (2, 3)], [(2, 6), (3, 1), (4, 1)]]
+    scheduler = make(slots=5, pages=60, rows=2)
+    for number in range(4):
+        scheduler.add(request(number, 2, 4, kind=number))
+    assert [r.request_id for r in scheduler.next_turn().requests] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, (4, 16)),
+        ({"batch_buckets": (1, 3), "prefill_chunk": 8}, (2, 4)),
+        ({"batch_buckets": (1,)}, (1, 64)),
+        ({"prefill_chunk": 7}, (1, 7)),
+        ({"prefill_rows": 8}, (8, 8)),
+        ({"prefill_rows": 1}, (1, 64)),
+    ],
+)
+def test_how_many_prompts_share_a_chunk(options: dict[str, Any], shape: tuple[int, int]) -> None:
+    """Unless it is said: up to four, no more than the largest bucket, and a divisor."""
+    assert CompileOptions(**options).prefill_shape == shape
 
 
 def test_the_youngest_goes_back_to_the_front() -> None:

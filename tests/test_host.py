@@ -160,7 +160,8 @@ class Watched:
             start = int(before["state.committed_lens"][slot])
             rows = key.bucket.query_len
             if key.phase == "prefill":
-                rows = int(before[key, "batch.num_input"][0])
+                place = before[key, "batch.state_indices"].tolist().index(slot)
+                rows = int(before[key, "batch.num_input"][place])
             for position in range(max(start - window, 0), start + rows + key.spec_tokens):
                 page = int(before["state.block_table"][slot, position // size])
                 if page:
@@ -358,7 +359,7 @@ def tensors_for(model: mtpc.HostedModel) -> tuple[dict[str, Any], dict[Any, dict
     return {name: buffer.allocate() for name, buffer in model.buffers.items()}, steps
 
 
-DECODE, PREFILL = StepKey.decode(3, 3), StepKey.prefill(1, 8, 3)
+DECODE, PREFILL = StepKey.decode(3, 3), StepKey.prefill(2, 4, 3)
 
 
 def replaced(name: str, change: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
@@ -424,7 +425,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "step forgotten": (
         lambda shared, steps: steps.pop(PREFILL),
-        r"prefill\[R=1,Q=8,K=3\] batch.state_indices is missing",
+        r"prefill\[R=2,Q=4,K=3\] batch.state_indices is missing",
     ),
     "no mapping": (
         lambda shared, steps: steps.update({DECODE: None}),

@@ -17,15 +17,15 @@ import mtpc
 from mtpc.backends import make_backend
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
-from mtpc.host.contract import CONTRACT, HostBuffer, Term, contract_table, host_buffers, term_of
+from mtpc.host.contract import CONTRACT, HostBuffer, contract_table, host_buffers, term_of
 from mtpc.host.hosted import _as_stated
 from mtpc.layout import Layout, dtype_name
 from mtpc.models.load import load
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "embedding.md").read_text()
-SIZES = {"S": 5, "M": 17, "K": 2, "V": 96, "L": 5, "N": 89, "P": 4}
-"""Letters of the table in the layouts below, and R; others differ from buffer to buffer."""
+SIZES = {"R": 4, "S": 5, "M": 17, "K": 2, "V": 96, "L": 5, "N": 89, "P": 4}
+"""Letters of the table in the layouts below; others differ from buffer to buffer."""
 
 
 def test_the_table_is_the_code() -> None:
@@ -53,18 +53,13 @@ def layouts(checkpoint: Callable[..., Path]) -> dict[str, Layout]:
     return made
 
 
-def layouts_rows(term: Term) -> int:
-    """R of the step that a buffer is of."""
-    return 1 if term.meaning.startswith("prefill") else 4
-
-
-def stated(dim: str, rows: int) -> int | None:
+def stated(dim: str) -> int | None:
     """A number, letter, letter+number or letter/number of the table; None where it differs."""
     parts = re.fullmatch(r"(\w+?)(?:([+/])(\d+))?", dim)
     if parts is None:
         return None
     letter, sign, number = parts.groups()
-    size = int(letter) if letter.isdigit() else {**SIZES, "R": rows}.get(letter)
+    size = int(letter) if letter.isdigit() else SIZES.get(letter)
     if size is None or not sign:
         return size
     return size + int(number) if sign == "+" else size // int(number)
@@ -81,12 +76,11 @@ def test_every_buffer_has_its_row(layouts: dict[str, Layout]) -> None:
             assert dtype_name(spec.dtype) in dtypes, where
             assert term.pad in (None, spec.pad), where
             assert ("host" in term.by) == (spec.writer in ("host", "both")), where
-            rows = layouts_rows(term)
             dims, shape = term.dims.strip("[]").split(", "), layout.shape(name)
             assert len(dims) == len(shape) or "..." in dims, where
             for dim, size in zip(dims, shape, strict="..." not in dims):
                 if dim != "...":
-                    assert stated(dim, rows) in (None, size), f"{where}: {dim} is {size}"
+                    assert stated(dim) in (None, size), f"{where}: {dim} is {size}"
         buffers = host_buffers(layout, layout)
         paged = {n for n in buffers if n.startswith("kv.") and buffers[n].shape[0] == 89}
         assert {n for n, buffer in buffers.items() if buffer.is_paged} == paged

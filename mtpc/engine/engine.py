@@ -15,16 +15,16 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
+from mtpc.engine.grammar import Grammar, GrammarMasks, check_grammar
 from mtpc.engine.lock import FairLock
 from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
-from mtpc.engine.rows import unpaged_state, write_new_pages, write_state
+from mtpc.engine.rows import unpaged_state, write_chunks, write_new_pages, write_state
 from mtpc.engine.sampling_rows import check_sampling, read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.stats import Stats
@@ -33,6 +33,9 @@ from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, StepKey
 from mtpc.pieces.accept import STOP_REASONS
 from mtpc.sampling_params import SamplingParams
+
+Emission = tuple[Request, StepOutput]
+"""What a request got of a step."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,11 @@ class Engine:
         self._stats = Stats(options.spec_tokens)
         self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
-        self.scheduler = Scheduler(self.slots, self.pages, self._prefixes(), self._pages_for)
+        chunk = program.prefill_key().bucket
+        self.scheduler = Scheduler(self.slots, self.pages, self._prefixes(), self._pages_for, chunk)
         self._ids = itertools.count()
         self.tiers = TierPolicy(options.tiers)
+        self._masks = GrammarMasks(program, vocab_size)
         self._lock = FairLock()
         self._replay_end_s: float | None = None
 
@@ -110,6 +115,7 @@ class Engine:
         stats.host_writes = self.program.host_writes
         stats.preemptions = scheduler.num_preemptions
         stats.reused_tokens = scheduler.reused_tokens
+        stats.forced_drafts = self._masks.forced_drafts
         stats.num_waiting, stats.num_running = len(self.waiting), len(self.running)
         stats.num_pages = self.pages.count
         stats.pages_used = self.pages.count - self.pages.num_free
@@ -134,6 +140,7 @@ class Engine:
         stop_ids: tuple[int, ...] = (),
         sampling: SamplingParams | None = None,
         on_output: OnOutput | None = None,
+        grammar: Grammar | None = None,
     ) -> int:
         """Queue a request.
 
@@ -145,6 +152,9 @@ class Engine:
                 compiled with `sampling`.
             on_output: called with each `StepOutput` of the request, in the thread that steps the
                 engine. What it raises ends its own request, with finish_reason `error`.
+            grammar: which tokens may come next, an object of this request's own that took none
+                yet; needs a program compiled with `token_mask`. What it raises ends its own
+                request, too.
 
         Returns:
             The request's id.
@@ -154,15 +164,16 @@ class Engine:
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
         prompt, stops, params = list(prompt_ids), tuple(stop_ids), sampling or SamplingParams()
-        return self.submit(
-            Request(-1, prompt, max_new_tokens, stops, on_output=on_output, sampling=params)
-        )
+        return self.submit(Request(-1, prompt, max_new_tokens, stops, params, on_output, grammar))
 
     def submit(self, request: Request) -> int:
         """Queue a request that was formed before; see `add`."""
         self.check(request)
         request.sampling = request.sampling.settled()
         with self._lock:
+            grammars = [r.grammar for r in [*self.waiting, *self.running] if r.grammar]
+            if any(grammar is request.grammar for grammar in grammars):
+                raise RequestError("the grammar is another request's; give each its own")
             request.request_id = next(self._ids)
             self.scheduler.add(request)
         return request.request_id
@@ -200,6 +211,7 @@ class Engine:
         if request.on_output is not None and not callable(request.on_output):
             raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
         check_sampling(request, self.options, self.vocab_size)
+        check_grammar(request, self.options)
         pages = self.options.blocks_per_request(len(prompt) + new)
         if pages > self.pages.count:
             raise CapacityError(
@@ -247,10 +259,10 @@ class Engine:
                 self.scheduler.preempt_all()
                 self._replay_end_s = None
                 raise
-            outputs = self._hand_out(turn.requests, outputs)
+            handed = self._hand_out(outputs)
             if not self.has_work:
                 self._replay_end_s = None
-            return outputs
+            return handed
 
     def _launch(self, turn: Turn) -> PendingStep:
         """Write what changed, and run the step."""
@@ -260,10 +272,12 @@ class Engine:
         for request, first in turn.grown:
             write_new_pages(self.program, request, first)
         if turn.phase == "prefill":
-            key = self._write_chunk(turn.requests[0])
+            key = self.program.prefill_key()
+            write_chunks(self.program, key, turn.requests, turn.chunks)
         else:
             num_reqs = self.program.bucket_for(len(turn.requests))
             key = StepKey.decode(num_reqs, self.tiers.choose(num_reqs))
+        self._masks.write(key, turn.requests)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         begin = time.perf_counter()
         if self._replay_end_s is not None:
@@ -274,35 +288,21 @@ class Engine:
         self._stats.replay_s += replay_s
         return PendingStep(turn, key, buffers, start, replay_s)
 
-    def _write_chunk(self, request: Request) -> StepKey:
-        key = self.program.prefill_key()
-        buffers, write = self.program.steps[key].buffers, self.program.write
-        begin = request.num_prefilled
-        end = min(begin + key.bucket.query_len, request.num_input)
-        following = request.token_ids(end, end + 1) if end < request.num_input else [-1]
-        write(buffers["batch.prompt_ids"], torch.tensor(request.token_ids(begin, end)))
-        write(buffers["batch.num_input"], end - begin)
-        write(buffers["batch.next_prompt_id"], following[0])
-        request.num_prefilled = end
-        self._stats.prompt_tokens += end - begin
-        return key
-
-    def _collect(self, pending: PendingStep) -> list[StepOutput]:
+    def _collect(self, pending: PendingStep) -> list[Emission]:
         """Read what a step emitted."""
-        turn, buffers, stats = pending.turn, pending.buffers, self._stats
-        outputs: list[StepOutput] = []
+        turn, stats = pending.turn, self._stats
         if turn.phase == "prefill":
             stats.prefill_steps += 1
-            if turn.requests[0].is_prefilled:
-                turn.requests[0].num_drafts = pending.key.spec_tokens
-                outputs = self._read(buffers, turn.requests)
-            else:
-                self.scheduler.learn(turn.requests[0])
+            stats.prefill_prompts += len(turn.requests)
+            stats.prompt_tokens += sum(turn.chunks)
+            for request in turn.requests:
+                request.num_drafts = pending.key.spec_tokens if request.is_prefilled else 0
+            outputs = self._read(pending.buffers, turn.requests)
             stats.prefill_s += time.perf_counter() - pending.start_s
         else:
             stats.decode_steps += 1
             self._count_drafts(pending)
-            outputs = self._read(buffers, turn.requests)
+            outputs = self._read(pending.buffers, turn.requests)
             stats.decode_s += time.perf_counter() - pending.start_s
         return outputs
 
@@ -323,8 +323,8 @@ class Engine:
             request.num_drafts = key.spec_tokens
         self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.replay_s, drafts)
 
-    def _read(self, buffers: Mapping[str, Tensor], requests: list[Request]) -> list[StepOutput]:
-        """Take what a step emitted, row by row."""
+    def _read(self, buffers: Mapping[str, Tensor], requests: list[Request]) -> list[Emission]:
+        """Take what a step emitted, row by row; nothing of prompts whose end it did not reach."""
         rows = zip(
             requests,
             buffers["batch.out_token_ids"].tolist(),
@@ -334,25 +334,32 @@ class Engine:
         )
         outputs = []
         for row, (request, token_ids, count, code) in enumerate(rows):
+            if not request.is_prefilled:
+                self.scheduler.learn(request)
+                continue
             emitted = token_ids[:count]
             reason: FinishReason | None = STOP_REASONS.get(code)
+            if request.grammar is not None:
+                self._masks.take(request, emitted, reason == "nonfinite")
+                emitted, reason = ([], "error") if request.error else (emitted, reason)
             logprobs = read_logprobs(buffers, row, emitted, request)
             request.output_ids += emitted
             request.logprobs += logprobs or []
             self._stats.emitted_tokens += len(emitted)
-            if reason == "nonfinite":
+            if reason in ("nonfinite", "error"):
                 self.pages.forget(request.pages)
             else:
                 self.scheduler.learn(request)
             if reason is not None:
                 self._finish(request, reason)
-            outputs.append(StepOutput(request.request_id, emitted, reason, logprobs))
+            output = StepOutput(request.request_id, emitted, reason, logprobs, request.error)
+            outputs.append((request, output))
         return outputs
 
-    def _hand_out(self, requests: list[Request], outputs: list[StepOutput]) -> list[StepOutput]:
+    def _hand_out(self, outputs: list[Emission]) -> list[StepOutput]:
         """Call the requests' callbacks; where one raises its request ends, and no other."""
         handed = []
-        for request, output in zip(requests, outputs, strict=False):
+        for request, output in outputs:
             was_aborted = request.finish_reason != output.finish_reason  # By another's callback.
             if request.on_output is not None and not was_aborted:
                 try:

@@ -33,7 +33,8 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     yield (
         "prompt tokens",
         f"{stats.prompt_tokens} prefilled, {stats.reused_tokens} reused "
-        f"({_share(stats.reused_tokens, stats.prompt_tokens + stats.reused_tokens)})",
+        f"({_share(stats.reused_tokens, stats.prompt_tokens + stats.reused_tokens)}); "
+        f"{stats.prompts_per_prefill:.2f} prompts a prefill step",
     )
     yield (
         "requests",
@@ -45,6 +46,8 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
         f"{stats.pages_used} of {stats.num_pages} used "
         f"({_share(stats.pages_used, stats.num_pages)}), {stats.pages_idle} idle",
     )
+    if stats.forced_drafts:
+        yield "grammars", f"{stats.forced_drafts} drafts replaced by the only token allowed"
     if stats.host_gaps:
         yield (
             "host gap",
@@ -98,6 +101,8 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     drafts = stats.request_steps if stats.spec_tokens else 0
     for name, description, value in (
         ("prompt_tokens_total", "Tokens prefilled.", stats.prompt_tokens),
+        ("prefill_steps_total", "Prefill steps.", stats.prefill_steps),
+        ("prefill_prompts_total", "Prompts with a part in them.", stats.prefill_prompts),
         ("generation_tokens_total", "Tokens emitted.", stats.emitted_tokens),
         ("num_preemptions_total", "Requests sent back to the queue.", stats.preemptions),
         ("prefix_cache_queries_total", "Tokens looked up for reuse.", queried),
@@ -105,6 +110,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
         ("spec_decode_num_drafts_total", "Rounds of drafts, one a request and step.", drafts),
         ("spec_decode_num_draft_tokens_total", "Drafts verified.", sum(stats.drafted)),
         ("spec_decode_num_accepted_tokens_total", "Drafts accepted.", sum(stats.accepted)),
+        ("forced_drafts_total", "Drafts that a grammar left no choice.", stats.forced_drafts),
         ("replay_seconds_total", "Seconds in replays.", stats.replay_s),
         ("host_gap_seconds_total", "Seconds between replays with work.", stats.host_gap_s),
         ("host_gaps_total", "Gaps between replays.", stats.host_gaps),

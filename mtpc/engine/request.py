@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
+if TYPE_CHECKING:
+    from mtpc.engine.grammar import Grammar
+
 FinishReason = Literal["length", "stop", "nonfinite", "aborted", "error"]
-"""`error`: its callback raised."""
+"""`error`: its callback or its grammar raised."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class StepOutput:
         token_ids: what the step emitted.
         finish_reason: why it ended with this step, or None.
         logprobs: an entry per token where the request asked for them, else None.
-        error: what its callback raised, where that is why it ended.
+        error: what its callback or its grammar raised, where that is why it ended.
     """
 
     request_id: int
@@ -49,6 +52,7 @@ class Request:
         stop_ids: token ids that end the request; the stop token is part of the output.
         sampling: how its tokens are chosen; with a seed once the engine has it.
         on_output: called with each of its outputs, by whoever steps the engine.
+        grammar: which tokens may come next; it stands behind `output_ids` between steps.
         slot: row of the state buffers while running, else None.
         pages: KV pages held, in sequence order; the first ones may be shared.
         num_input: tokens to prefill: the prompt, and what was emitted before a preemption.
@@ -59,6 +63,7 @@ class Request:
         output_ids: new tokens so far.
         logprobs: of output_ids, where they were asked for.
         finish_reason: why it ended, or None.
+        error: what its grammar raised, if it did.
     """
 
     request_id: int
@@ -67,6 +72,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     on_output: OnOutput | None = None
+    grammar: Grammar | None = None
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_input: int = 0
@@ -77,6 +83,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.num_input = self.num_tokens

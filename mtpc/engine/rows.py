@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from mtpc.capture.program import Program
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
-from mtpc.layout import NULL_PAGE
+from mtpc.layout import NULL_PAGE, StepKey
 
 REBUILT_ROWS = (
     "state.block_table",
@@ -55,6 +55,29 @@ def write_new_pages(program: Program, request: Request, first: int) -> None:
     table = program.shared["state.block_table"]
     pages = torch.tensor(request.pages[first:], dtype=table.dtype)
     program.write(table[request.slot, first : len(request.pages)], pages)
+
+
+def write_chunks(
+    program: Program, key: StepKey, requests: Sequence[Request], counts: Sequence[int]
+) -> None:
+    """Pack the next tokens of prompts into a prefill step, and count them as prefilled.
+
+    Args:
+        program: the step's.
+        key: of the step.
+        requests: in the order of the step's rows; rows behind them are off.
+        counts: tokens of each.
+    """
+    buffers, write = program.steps[key].buffers, program.write
+    packed, following = [], []
+    for request, count in zip(requests, counts, strict=True):
+        begin, end = request.num_prefilled, request.num_prefilled + count
+        packed += request.token_ids(begin, end)
+        following += request.token_ids(end, end + 1) if end < request.num_input else [-1]
+        request.num_prefilled = end
+    write(buffers["batch.prompt_ids"], torch.tensor(packed))
+    write(buffers["batch.num_input"], torch.tensor(counts))
+    write(buffers["batch.next_prompt_id"], torch.tensor(following))
 
 
 def unpaged_state(shared: Mapping[str, Tensor], num_pages: int) -> str | None:

@@ -6,10 +6,14 @@ The policy, and its bounds:
   admitted when a slot is free and the pool can give it pages for all it has to prefill and its
   first decode step, and one page more for each request that runs (so that it is not sent back at
   once). Nobody overtakes it.
-- A step is one prefill chunk of one request, or one decode step of all requests that decode.
-  Where there is work of both kinds, they take turns. So a request that decodes waits for at most
-  one chunk between two of its steps; and a prompt that has c chunks left, its own and those of
-  prompts admitted before it, has its first token after at most 2c steps.
+- A step is one prefill chunk, or one decode step of all requests that decode. Where there is work
+  of both kinds, they take turns. So a request that decodes waits for at most one chunk between two
+  of its steps.
+- A chunk is filled in order of arrival: the oldest unfinished prompt takes what it can, the next
+  ones what it leaves, as many prompts as the step has rows. The oldest gets all it would get
+  alone. So a prompt that has c chunks left, its own and those of prompts admitted before it, each
+  rounded up, has its first token after at most 2c steps; and where rows suffice, c is all their
+  tokens over the chunk's.
 - A request that decodes gets pages as it grows: before a step it owns those for the committed
   tokens, the K + 1 of the step, and K chained drafts. Where the pool has none left, the request
   that came last is preempted: it gives its pages back and returns to the front of the queue, with
@@ -25,12 +29,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.request import Request
+from mtpc.layout import Bucket
 
 Phase = Literal["prefill", "decode"]
 
@@ -41,7 +46,8 @@ class Turn:
 
     Attributes:
         phase: of the step.
-        requests: one for prefill; all that decode, in order of arrival.
+        requests: those whose prompts share the chunk, or all that decode; in order of arrival.
+        chunks: of prefill, how many tokens of each.
         placed: requests that got a slot since the last turn: their rows are to be written.
         grown: requests that got pages, and which of their pages is the first new one.
     """
@@ -50,6 +56,7 @@ class Turn:
     requests: list[Request]
     placed: list[Request]
     grown: list[tuple[Request, int]]
+    chunks: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -60,6 +67,7 @@ class Scheduler:
         pages: the KV pool.
         prefixes: what of the pool's content is known; None reuses nothing.
         pages_for: pages a request with that many committed tokens needs for its next step.
+        prefill: prompts and tokens that a prefill step holds.
     """
 
     def __init__(
@@ -68,8 +76,9 @@ class Scheduler:
         pages: PagePool,
         prefixes: PrefixCache | None,
         pages_for: Callable[[int], int],
+        prefill: Bucket,
     ):
-        self.slots, self.pages, self.prefixes = slots, pages, prefixes
+        self.slots, self.pages, self.prefixes, self.prefill = slots, pages, prefixes, prefill
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -110,10 +119,16 @@ class Scheduler:
             self.prefixes.learn(request)
 
     def _prefill_turn(self) -> Turn | None:
-        for request in self.running:
-            if not request.is_prefilled:
-                return Turn("prefill", [request], self._still_placed(), [])
-        return None
+        """One chunk, of the oldest prompts that are left; None where there are none."""
+        room, chunks = self.prefill.num_tokens, []
+        requests = [r for r in self.running if not r.is_prefilled][: self.prefill.num_reqs]
+        for request in requests:
+            chunks.append(min(room, request.num_input - request.num_prefilled))
+            room -= chunks[-1]
+        if not requests:
+            return None
+        held = [count for count in chunks if count]
+        return Turn("prefill", requests[: len(held)], self._still_placed(), [], held)
 
     def _decode_turn(self) -> Turn | None:
         """All that decode, each with the pages of its next step; None where nobody does."""

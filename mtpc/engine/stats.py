@@ -61,6 +61,7 @@ class Stats:
         request_steps: decode steps, counted once per live request in them.
         decode_steps: decode steps.
         prefill_steps: prefill chunks.
+        prefill_prompts: prompts that had a part in them, counted once a step.
         emitted_tokens: new tokens handed out, the first one of each request included.
         prompt_tokens: tokens prefilled, again after a preemption; those reused do not count.
         reused_tokens: tokens not prefilled because a page with them was known.
@@ -70,6 +71,7 @@ class Stats:
         host_gap_s: seconds between the end of a replay and the start of the next, while there was
             work: the engine's host work, and its caller's.
         host_gaps: how many of these gaps.
+        forced_drafts: drafts replaced by the only token that a request's grammar allowed.
         preemptions: how often a request was sent back to the queue.
         callback_errors: how often a request's callback raised.
         finished: requests that ended, by reason.
@@ -90,6 +92,7 @@ class Stats:
     request_steps: int = 0
     decode_steps: int = 0
     prefill_steps: int = 0
+    prefill_prompts: int = 0
     emitted_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -98,6 +101,7 @@ class Stats:
     replay_s: float = 0.0
     host_gap_s: float = 0.0
     host_gaps: int = 0
+    forced_drafts: int = 0
     preemptions: int = 0
     callback_errors: int = 0
     finished: Counter[str] = field(default_factory=Counter)
@@ -161,6 +165,11 @@ class Stats:
     def acceptance_by_position(self) -> list[float]:
         """Share of steps in which the draft at each position was accepted."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def prompts_per_prefill(self) -> float:
+        """Mean prompts that shared a prefill step."""
+        return self.prefill_prompts / self.prefill_steps if self.prefill_steps else 0.0
 
     @property
     def host_gap_share(self) -> float:

@@ -85,7 +85,10 @@ class HostedModel:
 
     @property
     def prefill_key(self) -> StepKey:
-        """The prefill step: one request, `bucket.query_len` prompt tokens at most."""
+        """The prefill step: `bucket.num_tokens` prompt tokens of `bucket.num_reqs` requests.
+
+        At most; a request alone may take all the tokens. `prefill_rows=1` is one request a step.
+        """
         return next(key for key in self.keys if key.phase == "prefill")
 
     def decode_key(self, num_reqs: int, spec_tokens: int | None = None) -> StepKey:

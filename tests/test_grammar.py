@@ -1,0 +1,234 @@
+"""Grammars on the engine: text that always obeys, plain constrained decoding's, at every K."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_engine import PRESSED, Session
+from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
+from test_theorem import PROMPTS
+
+import mtpc
+from mtpc import SamplingParams
+from mtpc.engine import grammar as engine_grammar
+from mtpc.engine.engine import Engine
+from mtpc.engine.sampling_rows import pack_bits
+from mtpc.errors import GrammarError, RequestError
+
+V, NEW, STOP = 96, 22, 1
+DIGITS = range(20, 60)
+STATES: dict[str, dict[int, str]] = {
+    "open": {2: "key"},
+    "key": dict.fromkeys((10, 11, 12), "colon"),
+    "colon": {3: "first"},
+    "first": dict.fromkeys(DIGITS, "more"),
+    "more": {**dict.fromkeys(DIGITS, "last"), 4: "key", 5: "done"},
+    "last": {4: "key", 5: "done"},
+    "done": {STOP: "over"},
+}
+"""Records, { key : digits , key : digits }: places with one token, with few, and with many."""
+MASKED = {**PRESSED, "batch_buckets": (3,), "sampling": True, "token_mask": True}
+KINDS = {
+    name: dataclasses.replace(FILTERS[name], banned_ids=(), min_tokens=0)
+    for name in ("greedy", "temperature", "everything")
+}
+
+
+class Records:
+    """A grammar by the table above; `mtpc.Grammar`, and what an oracle asks."""
+
+    def __init__(self) -> None:
+        self.states = ["open"]
+
+    @property
+    def allowed(self) -> dict[int, str]:
+        return STATES[self.states[-1]]
+
+    def fill_mask(self, words: torch.Tensor) -> None:
+        assert words.is_contiguous()
+        assert (words == -1).all()
+        words.copy_(pack_bits(self.allowed, V))
+
+    def advance(self, token_id: int) -> bool:
+        assert token_id != STOP, "tokens that end the request are the engine's"
+        if token_id in self.allowed:
+            self.states.append(self.allowed[token_id])
+            return True
+        return False
+
+    def rollback(self, count: int) -> None:
+        assert 0 < count < len(self.states)
+        del self.states[-count:]
+
+
+def wanted(plain: SamplingOracle, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Plain constrained decoding: one token after the other, each under its mask."""
+    grammar, out = Records(), list[int]()
+    while len(out) < NEW:
+        only = dataclasses.replace(params, allowed_ids=tuple(grammar.allowed))
+        out.append(plain.choose(prompt, out, only))
+        if out[-1] == STOP:
+            break
+        assert grammar.advance(out[-1])
+    return out
+
+
+@pytest.fixture(
+    params=[1, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 2, 4))],
+    ids=lambda k: f"K={k}",
+)
+def session(
+    request: pytest.FixtureRequest, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> Session:
+    return Session(compiled("mimo", request.param, **MASKED), oracle("mimo"))
+
+
+def run(spec: mtpc.SpecModel) -> dict[int, Any]:
+    """To the end; tokens, how each request ended, and its error."""
+    found: dict[int, Any] = {}
+    while spec.engine.has_work:
+        for output in spec.engine.step():
+            text, *_ = found.setdefault(output.request_id, ([], None, None))
+            end = (output.finish_reason, output.error)
+            found[output.request_id] = (text + output.token_ids, *end)
+    return found
+
+
+def test_the_text_is_that_of_plain_constrained_decoding(
+    session: Session,
+    sampling_oracle: Callable[..., Any],  # noqa: F811
+) -> None:
+    """Greedy and sampled, beside requests without grammar, preempted, joining and leaving."""
+    spec, plain = session.spec, sampling_oracle("mimo")
+    before = (spec.stats.preemptions, sum(spec.stats.accepted), spec.stats.forced_drafts)
+    expected, grammars = {}, {}
+    names = [*KINDS, "free"] * 3
+    for prompt, name in zip(PROMPTS, names, strict=False):
+        grammar = None if name == "free" else Records()
+        params = KINDS.get(name, FILTERS["temperature"])
+        request_id = spec.engine.add(prompt, NEW, (STOP,), params, grammar=grammar)
+        grammars[request_id] = grammar
+        text = wanted(plain, prompt, params) if grammar else plain.generate(prompt, NEW, params)
+        expected[request_id] = text
+    gone = spec.engine.add(PROMPTS[4], NEW, (STOP,), grammar=Records())
+    for _ in range(4):
+        assert spec.engine.step() is not None
+    spec.engine.abort(gone)
+    found = {request.request_id: list(request.output_ids) for request in spec.engine.running}
+    for request_id, (text, reason, error) in run(spec).items():
+        found[request_id] = found.get(request_id, []) + text
+        assert reason in ("length", "stop")
+        assert error is None
+    for request_id, text in expected.items():
+        assert found[request_id] == text
+        if grammars[request_id] is not None:
+            over = text[-1] == STOP
+            assert len(grammars[request_id].states) == 1 + len(text) - over
+    assert any(text[-1] == STOP and grammars[i] for i, text in expected.items())
+    assert spec.stats.preemptions > before[0]
+    if spec.options.spec_tokens:
+        assert sum(spec.stats.accepted) > before[1]
+        assert spec.stats.forced_drafts > before[2]
+        assert spec.stats.acceptance_rate < 1
+    session.check_empty()
+
+
+def test_masks_of_drafts_raise_acceptance(
+    compiled: Callable[..., Any],
+    oracle: Callable[..., Any],
+    sampling_oracle: Callable[..., Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same text, whether drafts follow the few texts that are possible, or are anything."""
+    spec, plain = compiled("mimo", 3, **MASKED), sampling_oracle("mimo")
+    accepted = {}
+    for few in (0, engine_grammar.FEW):
+        monkeypatch.setattr(engine_grammar, "FEW", few)
+        before = sum(spec.stats.accepted)
+        for prompt in PROMPTS[3:9]:
+            params = KINDS["temperature"]
+            spec.engine.add(prompt, NEW, (STOP,), params, grammar=Records())
+            ((text, *_),) = run(spec).values()
+            assert text == wanted(plain, prompt, params)
+        accepted[few] = sum(spec.stats.accepted) - before
+    assert 0 < accepted[0] < accepted[4]
+
+
+class Broken(Records):
+    """One that fails in a way of its own once it has taken `after` tokens."""
+
+    def __init__(self, how: str, after: int = 4):
+        super().__init__()
+        self.how, self.after = how, after
+
+    @property
+    def is_due(self) -> bool:
+        return len(self.states) > self.after
+
+    def fill_mask(self, words: torch.Tensor) -> None:
+        if self.is_due and self.how == "fill":
+            raise ValueError("no mask today")
+        super().fill_mask(words)
+        if self.is_due and self.how == "nothing":
+            words.zero_()
+
+    def advance(self, token_id: int) -> bool:
+        if self.is_due and self.how == "advance":
+            raise ValueError("no token today")
+        return not (self.is_due and self.how == "refuse") and super().advance(token_id)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("fill", ValueError, "no mask today"),
+        ("advance", ValueError, "no token today"),
+        ("refuse", GrammarError, r"allowed token \d+ in its mask, and does not take it"),
+        ("nothing", GrammarError, "allows no token after 4 new ones"),
+    ],
+)
+def test_a_broken_grammar_ends_its_own_request(
+    how: str,
+    kind: type[Exception],
+    message: str,
+    session: Session,
+    sampling_oracle: Callable[..., Any],  # noqa: F811
+) -> None:
+    """Its text so far obeys; its neighbours, with and without grammar, hear nothing of it."""
+    spec, plain = session.spec, sampling_oracle("mimo")
+    params = KINDS["temperature"]
+    broken = spec.engine.add(PROMPTS[5], NEW, (STOP,), params, grammar=Broken(how))
+    other = spec.engine.add(PROMPTS[6], NEW, (STOP,), params, grammar=Records())
+    free = spec.engine.add(PROMPTS[7], NEW, (STOP,), params)
+    found = run(spec)
+    text, reason, error = found[broken]
+    assert reason == "error"
+    assert isinstance(error, kind)
+    with pytest.raises(kind, match=message):
+        raise error
+    assert text == wanted(plain, PROMPTS[5], params)[: len(text)]
+    assert found[other][0] == wanted(plain, PROMPTS[6], params)
+    assert found[free][0] == plain.generate(PROMPTS[7], NEW, params)
+    session.check_empty()
+
+
+def test_what_is_refused(compiled: Callable[..., Any]) -> None:
+    spec = compiled("mimo", 3, **MASKED)
+    engine = spec.engine
+    with pytest.raises(RequestError, match="without fill_mask, advance, rollback; expected"):
+        engine.add([5], 3, grammar="[0-9]+")
+    with pytest.raises(RequestError, match="which could leave no token"):
+        engine.add([5], 3, grammar=Records(), sampling=SamplingParams(banned_ids=(4,)))
+    shared = Records()
+    engine.add([5], 3, grammar=shared)
+    with pytest.raises(RequestError, match="another request's; give each its own"):
+        engine.add([5], 3, grammar=shared)
+    run(spec)
+    unmasked = dataclasses.replace(spec.options, token_mask=False)
+    plain = Engine(spec.program, unmasked, V)
+    with pytest.raises(RequestError, match="compile with sampling=True, token_mask=True"):
+        plain.add([5], 3, grammar=Records())
