@@ -1,15 +1,16 @@
 """Building for a GPU that is not here: the kernels of a checkpoint's steps, as code objects.
 
-checkpoint -> StepCompiler, as far as legalise-gpu -> launches of each step -> one cache entry a
-distinct kernel and target. What is between our kernels (norms, rotary embedding, sampling) is
-compiled by Inductor on the device: it asks the device for its properties.
+checkpoint -> StepCompiler, as far as legalise-gpu -> launches of each step, in every configuration
+that the device may choose -> one cache entry a distinct kernel and target. What is between our
+kernels (norms, rotary embedding, sampling) is compiled by Inductor on the device: it asks the
+device for its properties.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +18,15 @@ import torch
 
 from mtpc.backends.cross import CrossBackend
 from mtpc.backends.targets import Target
+from mtpc.backends.triton_kernels.configs import all_configured
 from mtpc.backends.triton_kernels.crosscompile import Compiled, cross_compile
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.cache.opening import open_store
+from mtpc.cache.store import EntryStore
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
+from mtpc.errors import BackendError
 from mtpc.layout import StepKey, largest_first
 from mtpc.models.load import load
 from mtpc.progress import Listener
@@ -34,9 +38,9 @@ class CrossReport:
 
     Attributes:
         root: the cache directory.
-        kernels: each distinct kernel per target.
+        kernels: each distinct kernel and configuration per target.
         launches: of our kernels in each step.
-        notes: ops that no kernel takes, with why.
+        notes: ops that no kernel takes, and configurations that no target takes, with why.
         elapsed_s: seconds it took.
     """
 
@@ -81,10 +85,23 @@ def build_kernels(
             counts[key] = len(launches)
             for target in targets:
                 compiler.tell(f"compile for {target.name}", key)
-                for made in cross_compile(launches, target, store):
+                for made in _for_target(launches, target, store, backend.notes):
                     kernels.setdefault((target.name, made.entry.digest), made)
     elapsed = time.perf_counter() - start
     return CrossReport(store.root, tuple(kernels.values()), counts, backend.notes, elapsed)
+
+
+def _for_target(
+    launches: list[Launch], target: Target, store: EntryStore, notes: Counter[str]
+) -> Iterator[Compiled]:
+    """Every launch in every configuration; a target may refuse any but the default."""
+    for launch, is_default in all_configured(launches):
+        try:
+            yield from cross_compile([launch], target, store)
+        except BackendError as error:
+            if is_default:
+                raise
+            notes[f"left out: {error}"] += 1
 
 
 @torch.no_grad()

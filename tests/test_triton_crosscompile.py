@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,31 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1"
 
 import triton
 
-from mtpc.backends.bindings import BindKernels
+from mtpc.backends.bindings import BindKernels, Configure, by_default
 from mtpc.backends.cross import CrossBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import intermediate_bytes
 from mtpc.backends.targets import TARGETS, Target
-from mtpc.backends.triton_kernels import plans
-from mtpc.backends.triton_kernels.crosscompile import RESOURCES, Specialisation, cross_compile
+from mtpc.backends.triton_kernels import crosscompile, plans
+from mtpc.backends.triton_kernels.configs import CHOICES, Config, all_configured, configs_of
+from mtpc.backends.triton_kernels.crosscompile import (
+    METADATA,
+    RESOURCES,
+    Specialisation,
+    compiler_fields,
+    cross_compile,
+)
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.limits import triton_bindings
-from mtpc.backends.triton_kernels.loading import loaded_bindings
+from mtpc.backends.triton_kernels.loading import (
+    CodeObjects,
+    built_by_another,
+    loaded_bindings,
+)
 from mtpc.backends.triton_kernels.plans import step_launches
+from mtpc.backends.triton_kernels.tuning import Call, Tuner
+from mtpc.cache.key import digest
+from mtpc.cache.lookup import KEY, key_bytes
 from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
 from mtpc.compiler import StepCompiler
@@ -165,8 +179,9 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
 ) -> None:
     with FakeTensorMode():
         launches = shipped()
-    made = cross_compile(launches, target, kernel_store)
+    made = cross_compile([x for x, _ in all_configured(launches)], target, kernel_store)
     assert {m.kernel for m in made} == {launch.name for launch in launches}
+    assert len(made) >= sum(len(configs_of(launch)) for launch in launches)
     for kernel in made:
         assert kernel.resources.nbytes > 0
         assert 0 < kernel.resources.registers <= 512
@@ -220,6 +235,83 @@ def test_what_the_key_depends_on() -> None:
     assert wanted.fields["version.triton"]
 
 
+def _write_for(target: Target) -> Specialisation:
+    with FakeTensorMode():
+        return Specialisation.of(_write(16)[0], target)
+
+
+@pytest.mark.parametrize("target", ["hip:gfx942", "cuda:90"])
+def test_the_key_holds_all_that_tritons_own_has(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another build of the same version, another assembler, another switch: other entries."""
+    before = _write_for(TARGETS[target])
+    fields, name, options = before.fields, before.triton_hash(), Specialisation.triton_options
+    backend = type(crosscompile.make_backend(crosscompile.gpu_target(TARGETS[target])))
+    changes: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+        "triton.build": lambda m: (
+            m.setattr(crosscompile, "triton_key", lambda: "another"),
+            m.setattr(triton.runtime.cache, "triton_key", lambda: "another"),
+        ),
+        "triton.backend": lambda m: m.setattr(backend, "hash", lambda self: "another"),
+        "triton.environment": lambda m: m.setenv("TRITON_ENABLE_ASAN", "1"),
+        "triton.options": lambda m: m.setattr(
+            Specialisation, "triton_options", lambda self: {**options(self), "debug": True}
+        ),
+    }
+    for field, change in changes.items():
+        with monkeypatch.context() as patch:
+            change(patch)
+            after = _write_for(TARGETS[target])
+            differing = {n for n in fields if fields[n] != after.fields[n]}
+            assert differing == {field}
+            assert after.triton_hash() != name, "Triton itself would not take it"
+    assert (_write_for(TARGETS[target]).fields, before.triton_hash()) == (fields, name)
+
+
+def test_code_of_another_triton_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filed under its own key it is not found; filed under ours, by whatever mistake, refused."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
+    tmp_path.chmod(0o755)
+    store, target = EntryStore(tmp_path / "store"), TARGETS["cuda:90"]
+    with FakeTensorMode():
+        launches = _write(16)
+    with monkeypatch.context() as patch:
+        patch.setattr(crosscompile, "triton_key", lambda: "3.0.0 and its files")
+        patch.setattr(triton.runtime.cache, "triton_key", lambda: "3.0.0 and its files")
+        (theirs,) = cross_compile(launches, target, store)
+    objects = CodeObjects(store, target)
+    assert objects.has_any()
+    reason = objects.seed(launches)
+    assert reason == "write_cache_kernel was not built for cuda:90 at these sizes"
+    said = built_by_another(store, target)
+    assert said is not None
+    assert said.startswith("the cache's code is another Triton's (triton.build: ")
+    assert said.endswith("); build it with this one")
+
+    def fill(directory: Path) -> None:
+        for name in theirs.entry.files:
+            (directory / name).write_bytes(theirs.entry.read(name))
+        (directory / KEY).write_bytes(key_bytes(_write_for(target).fields))
+
+    store.write(digest(_write_for(target).fields), fill)
+    reason = objects.seed(launches)
+    assert reason is not None
+    assert "the code is another Triton's; remove the entry" in reason
+    found = json.loads(theirs.entry.read(METADATA))["hash"]
+    assert not (tmp_path / "triton" / found / "write_cache_kernel.cubin").is_file() or (
+        triton.runtime.cache.get_cache_manager(_write_for(target).triton_hash()).get_group(
+            "write_cache_kernel.json"
+        )
+        is None
+    )
+    assert compiler_fields(target)["triton.build"] != "3.0.0 and its files"
+    (ours,) = cross_compile(launches, target, store)
+    assert ours.was_there, "cross_compile trusts a key: the record is looked at when it is loaded"
+
+
 def _far(pages: int) -> list[Launch]:
     slots = _fake(16, dtype=torch.int64)
     return plans.plan_write_cache(_fake(pages, 16, 128), _fake(16, 128), slots)[0]
@@ -268,7 +360,8 @@ def test_steps_are_bound_to_what_was_built(
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
     tmp_path.chmod(0o755)
     store, target = EntryStore(tmp_path / "store"), TARGETS["cuda:90"]
-    assert loaded_bindings(store, target) == loaded_bindings(None, target) == ()
+    objects = CodeObjects(store, target)
+    assert loaded_bindings(objects) == loaded_bindings(None) == ()
     loaded = load(checkpoint("mimo"), "bfloat16", True)
     options = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8)
     compiler = StepCompiler(loaded, options, CrossBackend())
@@ -279,11 +372,12 @@ def test_steps_are_bound_to_what_was_built(
     assert estimate > sum(part.nbytes for part in parts) > 0, "scratch memory is counted"
     cross_compile([x for x in launches if x.name != "write_cache_kernel"], target, store)
 
-    def bind() -> tuple[set[str], list[str]]:
+    def bind(configure: Configure = by_default) -> tuple[set[str], list[str]]:
         notes: list[str] = []
         compiler = StepCompiler(loaded, options, EagerBackend())
         graph = compiler.rewritten(StepKey.decode(2, 1))
-        bindings = (*loaded_bindings(store, target), *triton_bindings())
+        objects = CodeObjects(store, target)
+        bindings = (*loaded_bindings(objects, configure), *triton_bindings(configure))
         BindKernels(bindings, notes.append).apply(graph)
         Verifier(propagate=True)(graph, "legalise-gpu")
         ours = {str(node.target) for node in graph.graph.nodes if ".default" in str(node.target)}
@@ -299,8 +393,20 @@ def test_steps_are_bound_to_what_was_built(
     names, notes = bind()
     assert names == {"mtpc_loaded.write_cache.default", "mtpc_loaded.paged_attention.default"}
     assert not notes
-    other = loaded_bindings(store, TARGETS["cuda:80"])
+    other = loaded_bindings(CodeObjects(store, TARGETS["cuda:80"]))
     assert other == (), "nothing was built for it, and nobody is told"
+
+    def last(call: Call, index: int, configs: Sequence[Config]) -> list[float]:
+        return [float(len(configs) - place) for place in range(len(configs))]
+
+    tuner = Tuner(store, "no device", last)
+    names, notes = bind(tuner)
+    assert "mtpc_triton.paged_attention.default" in names, "its choice was not built"
+    assert all("paged_attention_kernel was not built for cuda:90" in note for note in notes)
+    cross_compile([launch for launch, _ in all_configured(launches)], target, store)
+    names, notes = bind(tuner)
+    assert names == {"mtpc_loaded.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert not notes
 
 
 def test_build_for_a_target_prints_a_table(
@@ -318,6 +424,9 @@ def test_build_for_a_target_prints_a_table(
     # cache write and an attention with its combine, and three kernels for the experts of all
     # but the first layer, which is dense.
     assert "decode[R=2,Q=3,K=2]: 21 launches" in out
+    for name, choice in CHOICES.items():
+        rows = len(re.findall(rf"{name} +hip:gfx950", out))
+        assert rows == 0 or rows >= len(choice.changes), "each configuration is built"
     assert "compiled by Inductor on the device itself" in out
     assert main(["cache", "ls", "--cache-dir", str(tmp_path / "cache")]) == 0
     assert "gpu-kernel" in capsys.readouterr().out

@@ -15,6 +15,15 @@ Limits = Callable[[fx.Node, StepGraph], str | None]
 """Why a kernel cannot take a call, or None where it can; decided from shapes and dtypes."""
 
 
+Configure = Callable[[fx.Node, StepGraph], tuple[str, tuple[str, ...]]]
+"""A kernel's argument `configs` for a call, "" for its default; and notes on the choice."""
+
+
+def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
+    """What is taken where nothing was measured."""
+    return "", ()
+
+
 @dataclass(frozen=True)
 class Binding:
     """A kernel that may stand in for a reference op.
@@ -25,6 +34,8 @@ class Binding:
         target: overload of the same arguments and meaning.
         refuses: its limits.
         expected: leave a note where it is refused: somebody would want to know.
+        configure: chooses how the kernel is run; only kernels with an argument `configs` have more
+            than the default.
     """
 
     library: str
@@ -32,6 +43,7 @@ class Binding:
     target: Any
     refuses: Limits
     expected: bool = True
+    configure: Configure = by_default
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,12 @@ class BindKernels:
                 continue
             chosen = self._choose(node, graph)
             if chosen is not None:
+                configs, lines = chosen.configure(node, graph)
+                for line in lines:
+                    self.note(line)
                 node.target = chosen.target
+                if configs:
+                    node.kwargs = {**node.kwargs, "configs": configs}
                 rewrites += 1
         return rewrites
 

@@ -80,7 +80,8 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
 
     Args:
         report: hears what was found.
-        store: the graph cache, where `mtpc build --target` left code objects.
+        store: the graph cache, where `mtpc build --target` left code objects, and where the
+            autotune table is.
 
     Raises:
         BackendError: there is no GPU that torch can use, or no Triton; the message says which.
@@ -96,11 +97,16 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
         found = aiter_bindings()
         bindings += found.bindings
         report(found.message)
-    from mtpc.backends.triton_kernels.loading import device_target, loaded_bindings
+    from mtpc.backends.triton_kernels.loading import CodeObjects, device_target, loaded_bindings
+    from mtpc.backends.triton_kernels.trial import DeviceTimer, device_name
+    from mtpc.backends.triton_kernels.tuning import Tuner
 
-    bindings += loaded_bindings(store, device_target())
-    bindings += triton_bindings()
-    graphs = TorchGraphs(torch.device("cuda", torch.cuda.current_device()))
+    device, target = torch.device("cuda", torch.cuda.current_device()), device_target()
+    objects = CodeObjects(store, target) if store and target else None
+    tuner = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
+    bindings += loaded_bindings(objects, tuner)
+    bindings += triton_bindings(tuner)
+    graphs = TorchGraphs(device)
     return CudaBackend(graphs, lower_by_inductor, bindings)
 
 

@@ -7,6 +7,7 @@ launch: what several buckets or checkpoints have in common is compiled once.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -20,12 +21,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key, triton_key
 
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.launch import Launch
-from mtpc.cache.key import digest
+from mtpc.cache.key import digest, hash_of
 from mtpc.cache.lookup import KEY, key_bytes, key_of
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.errors import BackendError, DamagedEntryError
@@ -129,8 +132,59 @@ class Specialisation:
             "marks": json.dumps(self.marks),
             "threads": str(self.threads),
             "num_stages": str(self.num_stages),
-            "version.triton": metadata.version("triton"),
+            "triton.options": self._parsed_options().hash(),
+            **compiler_fields(self.target),
         }
+
+    def triton_source(self) -> ASTSource:
+        """The kernel as Triton's compiler takes it."""
+        names, mark = self.kernel.arg_names, make_backend(gpu_target(self.target)).parse_attr
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        attributes = {(names.index(name),): mark(marks) for name, marks in self.marks.items()}
+        return ASTSource(self.kernel, self.signature, constants, attributes)
+
+    def triton_options(self) -> dict[str, Any]:
+        """Options of a compilation, as a launch gives them."""
+        return {
+            "num_warps": max(1, self.threads // self.target.warp_size),
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,  # Said explicitly: Triton's default is about to change.
+        }
+
+    def triton_hash(self) -> str:
+        """What the Triton of this process files the code under, and looks for when launching."""
+        backend, environment = make_backend(gpu_target(self.target)), _environment()
+        key = get_cache_key(self.triton_source(), backend, self._parsed_options(), environment)
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def _parsed_options(self) -> Any:
+        return make_backend(gpu_target(self.target)).parse_options(self.triton_options())
+
+
+def compiler_fields(target: Target) -> dict[str, str]:
+    """The Triton of this process, as far as its code for a target depends on it.
+
+    Its version is not enough: builds of one version differ, as do assemblers beside one build.
+    """
+    return {
+        **triton_fields(),
+        "triton.backend": make_backend(gpu_target(target)).hash(),
+        "triton.environment": json.dumps(_environment(), sort_keys=True),
+    }
+
+
+def triton_fields() -> dict[str, str]:
+    """The Triton of this process, whatever the target."""
+    return {
+        "version.triton": metadata.version("triton"),
+        # Triton's digest of its own files: compiler, language, code generators.
+        "triton.build": hash_of([triton_key().encode()]),
+    }
+
+
+def _environment() -> dict[str, Any]:
+    """Variables that change what Triton compiles, as it lists them."""
+    return dict(get_cache_invalidating_env_vars())
 
 
 def cross_compile(
@@ -210,16 +264,8 @@ def compile_for(wanted: Specialisation) -> Any:
     Raises:
         BackendError: the message is the compiler's.
     """
-    target, device = wanted.target, gpu_target(wanted.target)
-    names, mark = wanted.kernel.arg_names, make_backend(device).parse_attr
-    constants = {(names.index(name),): value for name, value in wanted.constants.items()}
-    attributes = {(names.index(name),): mark(marks) for name, marks in wanted.marks.items()}
-    source = ASTSource(wanted.kernel, wanted.signature, constants, attributes)
-    options = {
-        "num_warps": max(1, wanted.threads // target.warp_size),
-        "num_stages": wanted.num_stages,
-        "enable_fp_fusion": True,  # Said explicitly: Triton's default is about to change.
-    }
+    target, source = wanted.target, wanted.triton_source()
+    device, options = gpu_target(target), wanted.triton_options()
     try:
         return triton.compile(source, target=device, options=options)
     except (RuntimeError, triton.TritonError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-from mtpc.backends.bindings import Binding
+from mtpc.backends.bindings import Binding, Configure, by_default
 from mtpc.backends.triton_kernels import ELEMENTS, kernel_table, load_kernels
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import dtype_name
@@ -22,15 +22,18 @@ _MAX_STREAMS = 64
 """Rows of a matrix that is normalised in registers."""
 
 
-def triton_bindings() -> tuple[Binding, ...]:
+def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
     """A candidate for each op that has a kernel.
+
+    Args:
+        configure: chooses how each is run.
 
     Raises:
         BackendError: there is no Triton.
     """
     load_kernels()
     return tuple(
-        Binding("triton", reference, target, refuses)
+        Binding("triton", reference, target, refuses, configure=configure)
         for reference, target in kernel_table().items()
     )
 

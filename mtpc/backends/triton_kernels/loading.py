@@ -15,13 +15,19 @@ from dataclasses import dataclass, field
 from torch import fx
 from triton.runtime.cache import get_cache_manager
 
-from mtpc.backends.bindings import Binding, Limits
+from mtpc.backends.bindings import Binding, Configure, Limits, by_default
 from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels import kernel_table, load_kernels
-from mtpc.backends.triton_kernels.crosscompile import KIND, METADATA, Specialisation
+from mtpc.backends.triton_kernels.crosscompile import (
+    KIND,
+    METADATA,
+    Specialisation,
+    compiler_fields,
+)
 from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.limits import refuses
 from mtpc.backends.triton_kernels.plans import node_launches
-from mtpc.cache.key import digest
+from mtpc.cache.key import differences, digest
 from mtpc.cache.lookup import key_of, peek
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.capture.graph import StepGraph
@@ -59,62 +65,98 @@ class CodeObjects:
                 if entry is None:
                     return f"{launch.name} was not built for {self.target.name} at these sizes"
                 key_of(entry)
-                _hand_over(entry, self.target)
+                _hand_over(entry, wanted)
             except (DamagedEntryError, CacheError) as error:
                 return f"{launch.name}: {error}"
             self.seeded.add(name)
         return None
 
+    def has_any(self) -> bool:
+        """Whether anything was built for this device, by whatever Triton."""
+        return any(
+            fields.get("kind") == KIND and fields.get("target") == self.target.name
+            for _, fields in peek(self.store)
+        )
 
-def _hand_over(entry: Entry, target: Target) -> None:
+
+def _hand_over(entry: Entry, wanted: Specialisation) -> None:
     """Put an entry into Triton's cache, under the hash that Triton will look for.
 
     Raises:
-        DamagedEntryError: it was changed, or its record is not Triton's.
+        DamagedEntryError: it was changed, or its record is not Triton's, or another Triton's.
     """
-    record, code = entry.read(METADATA), entry.read(f"kernel.{target.binary}")
+    file = f"kernel.{wanted.target.binary}"
+    record, code = entry.read(METADATA), entry.read(file)
     try:
         known = json.loads(record)
-        key, name = known["hash"], known["name"]
+        found, name = known["hash"], known["name"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedEntryError(f"{entry.directory / METADATA} is no record: {error}") from error
+    key = wanted.triton_hash()
+    if found != key:
+        raise DamagedEntryError(
+            f"{entry.directory / METADATA} says that Triton files {name} under {found[:12]}, and "
+            f"this one looks for {key[:12]}: the code is another Triton's; remove the entry"
+        )
     manager = get_cache_manager(key)
     if manager.get_group(f"{name}.json") is None:
-        files = {f"{name}.{target.binary}": code, f"{name}.json": record}
+        files = {f"{name}.{wanted.target.binary}": code, f"{name}.json": record}
         group = {file: manager.put(data, file) for file, data in files.items()}
         manager.put_group(f"{name}.json", group)
 
 
-def loaded_bindings(store: EntryStore | None, target: Target | None) -> tuple[Binding, ...]:
+def built_by_another(store: EntryStore, target: Target) -> str | None:
+    """What to say where the cache's code for a target is that of other Tritons only."""
+    here = compiler_fields(target)
+    others: list[dict[str, str]] = []
+    for _, fields in peek(store):
+        if (fields.get("kind"), fields.get("target")) == (KIND, target.name):
+            if all(fields.get(name) == value for name, value in here.items()):
+                return None
+            others.append(fields)
+    if not others:
+        return None
+    unlike = "; ".join(
+        str(difference) for difference in differences({n: others[0].get(n, "") for n in here}, here)
+    )
+    return f"the cache's code is another Triton's ({unlike}); build it with this one"
+
+
+def loaded_bindings(
+    objects: CodeObjects | None, configure: Configure = by_default
+) -> tuple[Binding, ...]:
     """A candidate for each operator, which takes calls whose kernels are all in the cache.
 
     None where the cache holds nothing for this device: then nobody expects to find any.
 
+    Args:
+        objects: the cache's; None: there is no cache, or mtpc knows no such device.
+        configure: chooses how each is run.
+
     Raises:
         BackendError: there is no Triton.
     """
-    if store is None or target is None:
-        return ()
-    if not any(f.get("kind") == KIND and f.get("target") == target.name for _, f in peek(store)):
+    if objects is None or not objects.has_any():
         return ()
     load_kernels()
-    from mtpc.backends.triton_kernels.limits import refuses
-
-    refuses_here = _limits(CodeObjects(store, target), refuses)
-    library = f"code built for {target.name}"
+    library = f"code built for {objects.target.name}"
+    limits = _limits(objects, configure)
     return tuple(
-        Binding(library, reference, op, refuses_here)
+        Binding(library, reference, op, limits, configure=configure)
         for reference, op in kernel_table("mtpc_loaded").items()
     )
 
 
-def _limits(objects: CodeObjects, kernel_limits: Limits) -> Limits:
+def _limits(objects: CodeObjects, configure: Configure) -> Limits:
+    foreign = built_by_another(objects.store, objects.target)
+
     def refuse(node: fx.Node, graph: StepGraph) -> str | None:
-        reason = kernel_limits(node, graph)
+        reason = refuses(node, graph) or foreign
         if reason is not None:
             return reason
+        configs, _ = configure(node, graph)
         with fake_mode_of(graph.graph):
-            return objects.seed(node_launches(node))
+            return objects.seed(node_launches(node, configs))
 
     return refuse
 

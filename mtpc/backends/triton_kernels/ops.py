@@ -3,7 +3,8 @@
 Each exists twice. `mtpc_triton::` leaves its launches visible to Inductor, which then plans their
 memory, and compiles them itself. `mtpc_loaded::` launches as a plain Triton program does, so that
 code objects which Triton finds in its cache are used (`loading`); inside a device graph, where
-launches cost nothing, that is all the difference. `mtpc.ops` says what each operator means.
+launches cost nothing, that is all the difference. `mtpc.ops` says what each operator means; the one
+argument more, `configs`, says how kernels that have a choice are run (`configs`, "": by default).
 """
 
 from __future__ import annotations
@@ -15,22 +16,12 @@ from torch import Tensor
 from torch.library import custom_op, triton_op
 
 from mtpc.backends.triton_kernels.launch import run
-from mtpc.backends.triton_kernels.plans import (
-    PLANS,
-    Plan,
-    plan_experts,
-    plan_gated_delta_rule,
-    plan_latent_attention,
-    plan_paged_attention,
-    plan_quantised_linear,
-    plan_sinkhorn,
-    plan_write_cache,
-)
+from mtpc.backends.triton_kernels.plans import plan
 
 
-def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, *, configs: str = "") -> None:
     """`mtpc::write_cache`."""
-    launches, _ = plan_write_cache(cache, rows, slot_mapping)
+    launches, _ = plan("write_cache", cache, rows, slot_mapping, configs=configs)
     run(launches)
 
 
@@ -45,11 +36,13 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    configs: str = "",
 ) -> Tensor:
     """`mtpc::paged_attention`."""
     indices = (block_table, seq_lens, query_start_loc)
-    options = dict[str, Any](sliding_window=sliding_window, softcap=softcap, sinks=sinks)
-    return _run(plan_paged_attention(q, k_cache, v_cache, *indices, scale, **options))
+    options = (scale, sliding_window, softcap, sinks)
+    return _run("paged_attention", q, k_cache, v_cache, *indices, *options, configs=configs)
 
 
 def latent_attention(
@@ -60,10 +53,13 @@ def latent_attention(
     query_start_loc: Tensor,
     scale: float,
     latent_rank: int,
+    *,
+    configs: str = "",
 ) -> Tensor:
     """`mtpc::latent_attention`."""
     indices = (block_table, seq_lens, query_start_loc)
-    return _run(plan_latent_attention(q, latent_cache, *indices, scale, latent_rank))
+    options = (scale, latent_rank)
+    return _run("latent_attention", q, latent_cache, *indices, *options, configs=configs)
 
 
 def experts(
@@ -74,9 +70,12 @@ def experts(
     expert_weights: Tensor,
     limit: float = 0.0,
     limit_input: bool = False,
+    *,
+    configs: str = "",
 ) -> Tensor:
     """`mtpc::experts`."""
-    return _run(plan_experts(x, gate_up, down, expert_ids, expert_weights, limit, limit_input))
+    choices, bound = (expert_ids, expert_weights), (limit, limit_input)
+    return _run("experts", x, gate_up, down, *choices, *bound, configs=configs)
 
 
 def gated_delta_rule(
@@ -91,27 +90,29 @@ def gated_delta_rule(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     certain_lens: Tensor,
+    *,
+    configs: str = "",
 ) -> Tensor:
     """`mtpc::gated_delta_rule`."""
     weights, state = (conv_weight, a_log, dt_bias), (recurrent, history, standing)
     indices = (state_slots, seq_lens, query_start_loc, certain_lens)
-    return _run(plan_gated_delta_rule(rows, *weights, *state, *indices))
+    return _run("gated_delta_rule", rows, *weights, *state, *indices, configs=configs)
 
 
 def quantised_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, configs: str = ""
 ) -> Tensor:
     """`mtpc::quantised_linear`."""
-    return _run(plan_quantised_linear(x, weight, scales, bias))
+    return _run("quantised_linear", x, weight, scales, bias, configs=configs)
 
 
-def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
+def sinkhorn(logits: Tensor, rounds: int, epsilon: float, *, configs: str = "") -> Tensor:
     """`mtpc::sinkhorn`."""
-    return _run(plan_sinkhorn(logits, rounds, epsilon))
+    return _run("sinkhorn", logits, rounds, epsilon, configs=configs)
 
 
-def _run(plan: Plan) -> Tensor:
-    launches, out = plan
+def _run(name: str, *args: Any, configs: str) -> Tensor:
+    launches, out = plan(name, *args, configs=configs)
     run(launches)
     assert out is not None
     return out
@@ -140,7 +141,7 @@ def _register() -> None:
 
 def _fake(name: str) -> Callable[..., Tensor | None]:
     def fake(*args: Any, **kwargs: Any) -> Tensor | None:
-        return PLANS[name](*args, **kwargs)[1]
+        return plan(name, *args, **kwargs)[1]
 
     return fake
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from mtpc.backends.triton_kernels.attention import paged_attention_launches
 from mtpc.backends.triton_kernels.cache_write import write_cache_launches
+from mtpc.backends.triton_kernels.configs import apply_configs
 from mtpc.backends.triton_kernels.experts import expert_launches
 from mtpc.backends.triton_kernels.gated_delta import gated_delta_launches
 from mtpc.backends.triton_kernels.latent import latent_attention_launches
@@ -106,6 +107,16 @@ PLANS: dict[str, Callable[..., Plan]] = {
 NAMESPACES = ("mtpc_triton", "mtpc_loaded")
 
 
+def plan(name: str, *args: Any, configs: str = "", **kwargs: Any) -> Plan:
+    """What an operator launches, in the configurations that its argument `configs` names.
+
+    Raises:
+        BackendError: they are not configurations of these launches.
+    """
+    launches, out = PLANS[name](*args, **kwargs)
+    return apply_configs(launches, configs), out
+
+
 def step_launches(graph: StepGraph) -> list[Launch]:
     """What a legalised step launches of our kernels, in order, on fake tensors."""
     launches: list[Launch] = []
@@ -117,12 +128,24 @@ def step_launches(graph: StepGraph) -> list[Launch]:
     return launches
 
 
-def node_launches(node: fx.Node) -> list[Launch]:
-    """What one call launches, of an operator of ours or of its reference; in a fake mode."""
-    _, name, _ = str(node.target).split(".")
+def node_launches(node: fx.Node, configs: str | None = None) -> list[Launch]:
+    """What one call launches, of an operator of ours or of its reference; in a fake mode.
+
+    Args:
+        node: the call.
+        configs: in which configurations, if not in those that the call itself names.
+    """
     args = fx.node.map_aggregate(node.args, _value)
-    kwargs = fx.node.map_aggregate(node.kwargs, _value)
-    return PLANS[name](*args, **kwargs)[0]
+    kwargs: dict[str, Any] = dict(fx.node.map_aggregate(node.kwargs, _value))
+    if configs is not None:
+        kwargs["configs"] = configs
+    return plan(op_name(node), *args, **kwargs)[0]
+
+
+def op_name(node: fx.Node) -> str:
+    """Of an operator of ours or its reference, without the namespace."""
+    _, name, _ = str(node.target).split(".")
+    return name
 
 
 def _value(argument: Any) -> Any:

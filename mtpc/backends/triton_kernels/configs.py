@@ -1,0 +1,179 @@
+"""Ways to run one launch: threads, stages and tile sizes of the kernels that have a choice.
+
+The first of a launch's configurations is the default, the one that its op was written with; the
+others change one or two things of it. No configuration changes what is computed, how scratch memory
+is laid out, or into how many splits a context is cut. Sums may be added up in another order, as
+between two buckets.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run a launch.
+
+    Attributes:
+        threads: in a program.
+        num_stages: depth of software pipelining.
+        sizes: values of `constexpr` parameters.
+    """
+
+    threads: int
+    num_stages: int
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        words = (("threads", self.threads), ("num_stages", self.num_stages), *self.sizes)
+        return ",".join(f"{name}={value}" for name, value in words)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference from the default.
+
+    Attributes:
+        threads: if another number.
+        num_stages: if another number.
+        factors: by which tile sizes are multiplied.
+        bounded: constants whose product must be at most `bound`: what a program accumulates.
+        bound: their bound.
+    """
+
+    threads: int | None = None
+    num_stages: int | None = None
+    factors: Mapping[str, float] = field(default_factory=dict)
+    bounded: tuple[str, ...] = ()
+    bound: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a kernel's launches can be changed in.
+
+    Attributes:
+        changes: of the default; few, for each is compiled for each target and measured.
+        axes: axis of the grid, by the tile size that cuts it, and the constant that is cut.
+    """
+
+    changes: tuple[Change, ...]
+    axes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+
+CHOICES: dict[str, Choice] = {
+    "paged_attention_kernel": Choice(
+        (
+            Change(threads=128, bounded=("BLOCK_M", "BLOCK_DV"), bound=4096),
+            Change(factors={"BLOCK_N": 0.5}),
+            Change(num_stages=3),
+        )
+    ),
+    "latent_attention_kernel": Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1))),
+    "expert_gate_up_kernel": Choice(
+        (
+            Change(threads=64, factors={"BLOCK_F": 0.5}),
+            Change(num_stages=3, factors={"BLOCK_K": 0.5}),
+            Change(threads=256),
+        ),
+        {"BLOCK_F": (1, "INNER")},
+    ),
+    "expert_down_kernel": Choice(
+        (
+            Change(threads=64, factors={"BLOCK_F": 0.5}),
+            Change(num_stages=3, factors={"BLOCK_K": 0.5}),
+            Change(threads=256),
+        ),
+        {"BLOCK_F": (1, "H")},
+    ),
+    "delta_state_kernel": Choice(
+        (Change(factors={"BLOCK_V": 0.5}), Change(threads=256, factors={"BLOCK_V": 2})),
+        {"BLOCK_V": (2, "DV")},
+    ),
+    "int8_linear_kernel": Choice((Change(num_stages=3), Change(threads=256))),
+}
+"""By kernel; one that is not here has its default only. Chosen on paper, kept where they fit and
+hardly spill on every target (tests/test_triton_crosscompile.py)."""
+_LEAST = 16
+"""Of a tile size that is an operand of a product."""
+_PART = re.compile(r"(\w+):((?:\w+=\d+,?)+)")
+
+
+def configs_of(launch: Launch) -> tuple[Config, ...]:
+    """The default of a launch, then all else that it may be run with."""
+    choice = CHOICES.get(launch.name)
+    if choice is None:
+        return (Config(launch.threads, launch.num_stages),)
+    names = sorted({name for change in choice.changes for name in change.factors})
+    found: dict[Config, None] = {}
+    for change in (Change(), *choice.changes):
+        sizes = {name: int(launch.constants[name] * change.factors.get(name, 1)) for name in names}
+        held = math.prod(launch.constants[name] for name in change.bounded)
+        is_whole = all(sizes[name] >= _LEAST for name in change.factors)
+        if is_whole and (not change.bounded or held <= change.bound):
+            threads = change.threads or launch.threads
+            stages = change.num_stages or launch.num_stages
+            found[Config(threads, stages, tuple(sizes.items()))] = None
+    return tuple(found)
+
+
+def configured(launch: Launch, config: Config) -> Launch:
+    """A launch in another of its configurations."""
+    grid, constants = list(launch.grid), {**launch.constants, **dict(config.sizes)}
+    for size, (axis, extent) in CHOICES[launch.name].axes.items() if config.sizes else ():
+        grid[axis] = -(-constants[extent] // constants[size])
+    return replace(
+        launch,
+        grid=(grid[0], grid[1], grid[2]),
+        constants=constants,
+        threads=config.threads,
+        num_stages=config.num_stages,
+    )
+
+
+def all_configured(launches: Iterable[Launch]) -> list[tuple[Launch, bool]]:
+    """Every launch in every configuration, and whether that is its default."""
+    return [
+        (configured(launch, config), index == 0)
+        for launch in launches
+        for index, config in enumerate(configs_of(launch))
+    ]
+
+
+def apply_configs(launches: list[Launch], configs: str) -> list[Launch]:
+    """An op's launches as its argument `configs` says: "KERNEL:NAME=VALUE,...;KERNEL:..."; what is
+    not named there, by default.
+
+    Raises:
+        BackendError: it names a kernel that is not launched, or what is no configuration of one.
+    """
+    if not configs:
+        return launches
+    parts = [_PART.fullmatch(part) for part in configs.split(";")]
+    wanted = {part[1]: part[2] for part in parts if part}
+    unknown = wanted.keys() - {launch.name for launch in launches}
+    if unknown or not all(parts):
+        raise BackendError(
+            f"configurations {configs!r}; expected KERNEL:NAME=VALUE,... of "
+            f"{', '.join(launch.name for launch in launches)}, parted by ';'"
+        )
+    return [_by_name(launch, wanted.get(launch.name)) for launch in launches]
+
+
+def _by_name(launch: Launch, name: str | None) -> Launch:
+    if name is None:
+        return launch
+    known = {str(config): config for config in configs_of(launch)}
+    if name not in known:
+        raise BackendError(
+            f"{launch.name} has no configuration {name!r} at these sizes; it has "
+            f"{', '.join(map(repr, known))}"
+        )
+    return configured(launch, known[name])

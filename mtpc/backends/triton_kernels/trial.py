@@ -1,0 +1,152 @@
+"""Timing one launch on a device, on arguments like those that a step has in the middle of a text.
+
+Weights are the model's own; everything else is made anew, so that nothing of a request is read or
+written. This never ran on hardware; what the arguments are is tested in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, fx
+
+from mtpc.backends.triton_kernels.configs import Config, configured
+from mtpc.backends.triton_kernels.launch import Launch, run
+from mtpc.backends.triton_kernels.loading import CodeObjects
+from mtpc.backends.triton_kernels.plans import op_name, plan
+from mtpc.backends.triton_kernels.tuning import Call
+
+_POOLS = ("k_cache", "v_cache", "latent_cache", "cache")
+_POOL_BYTES = 256 << 20
+"""Of a page pool that is made for timing: more than any device's caches hold."""
+_WARM_UP_MS, _REPEAT_MS = 10, 40
+_COMMITTED = 16
+"""Positions before a step's rows, of recurrent state."""
+
+
+def device_name(device: torch.device) -> str:
+    """A kind of device: the model, its architecture and how much of it there is."""
+    found = torch.cuda.get_device_properties(device)
+    arch = getattr(found, "gcnArchName", "") or f"sm_{found.major}{found.minor}"
+    return f"{found.name} {arch}, {found.multi_processor_count} processors"
+
+
+@dataclass(frozen=True)
+class DeviceTimer:
+    """A `tuning.Timer` on a device.
+
+    Attributes:
+        device: where to.
+        objects: code that was built elsewhere; None: everything is compiled here.
+    """
+
+    device: torch.device
+    objects: CodeObjects | None = None
+
+    @torch.no_grad()
+    def __call__(self, call: Call, index: int, configs: Sequence[Config]) -> list[float]:
+        """Median seconds, the device's caches emptied before each run."""
+        args, kwargs = trial_arguments(call, self.device)
+        launches, _ = plan(op_name(call.node), *args, **kwargs)
+        run(launches)  # Each reads what others before it wrote.
+        return [self._seconds(configured(launches[index], config)) for config in configs]
+
+    def _seconds(self, launch: Launch) -> float:
+        if self.objects is not None:
+            self.objects.seed([launch])  # What it lacks is compiled now.
+        try:
+            milliseconds = triton.testing.do_bench(
+                lambda: run([launch]), warmup=_WARM_UP_MS, rep=_REPEAT_MS, return_mode="median"
+            )
+        except triton.TritonError:
+            return math.inf  # Too many registers, threads or bytes of shared memory for it.
+        return float(milliseconds) / 1000
+
+
+def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for a call: every request half way through the context that its table holds."""
+    overload: Any = call.node.target
+    schema = [argument.name for argument in overload._schema.arguments]
+    given = {**dict(zip(schema, call.node.args, strict=False)), **call.node.kwargs}
+    fakes = {n: a.meta["val"] for n, a in given.items() if isinstance(a, fx.Node)}
+    made = dict[str, Any]()
+    for name, value in given.items():
+        if name not in fakes:
+            made[name] = value
+            continue
+        weight = call.weight(value)
+        made[name] = _make(name, fakes, device) if weight is None else weight
+    args = tuple(made.pop(name) for name, _ in zip(schema, call.node.args, strict=False))
+    return args, made
+
+
+def _make(name: str, fakes: dict[str, Tensor], device: torch.device) -> Tensor:
+    fake = fakes[name]
+    shape, stride = [*fake.shape], fake.stride()
+    if name in _POOLS:
+        shape[0] = _pages(fakes, fake)
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if fake.dtype.is_floating_point:
+        values = torch.rand(size, device=device).sub_(0.5).to(fake.dtype)
+        return values.as_strided(shape, stride)
+    tensor = torch.zeros(size, dtype=fake.dtype, device=device).as_strided(shape, stride)
+    if name in _INDICES:
+        tensor.copy_(_INDICES[name](fakes, fake, device))
+    return tensor
+
+
+def _pages(fakes: dict[str, Tensor], pool: Tensor) -> int:
+    """One that nobody has, and as many as the block tables name, within bounds."""
+    wanted = fakes["block_table"].numel() if "block_table" in fakes else pool.shape[0]
+    most = _POOL_BYTES // max(1, pool[0].numel() * pool.dtype.itemsize)
+    return 1 + max(1, min(wanted, most))
+
+
+def _block_table(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
+    pool = next(fakes[name] for name in _POOLS if name in fakes)
+    pages = torch.arange(fake.numel(), device=device) % (_pages(fakes, pool) - 1)
+    return 1 + pages.view(fake.shape)
+
+
+def _seq_lens(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
+    """Half of what a table holds, and no less than the step's own rows."""
+    bounds = _starts(fakes, fake, device)
+    rows = bounds[1:] - bounds[:-1]
+    if "block_table" not in fakes:
+        return rows + _COMMITTED
+    pool = next(fakes[name] for name in _POOLS if name in fakes)
+    held = fakes["block_table"].shape[1] * pool.shape[1]
+    return torch.maximum(rows, torch.full_like(rows, held // 2))
+
+
+def _starts(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
+    """The step's rows, dealt out evenly."""
+    reqs, tokens = fakes["seq_lens"].shape[0], next(iter(fakes.values())).shape[0]
+    return torch.arange(reqs + 1, device=device) * tokens // reqs
+
+
+def _expert_ids(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
+    """As many different ones as there are."""
+    return (torch.arange(fake.numel(), device=device) % fakes["down"].shape[0]).view(fake.shape)
+
+
+def _state_slots(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
+    return 1 + torch.arange(fake.numel(), device=device) % (fakes["standing"].shape[0] - 1)
+
+
+_Fill = Callable[[dict[str, Tensor], Tensor, torch.device], Tensor]
+_INDICES: dict[str, _Fill] = {
+    "block_table": _block_table,
+    "seq_lens": _seq_lens,
+    "query_start_loc": _starts,
+    "expert_ids": _expert_ids,
+    "state_slots": _state_slots,
+    "certain_lens": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
+    "standing": lambda fakes, fake, device: torch.full(fake.shape, _COMMITTED, device=device),
+}
+"""Arguments that are not just zeros; a slot of 0 in `slot_mapping` is one that may be written."""

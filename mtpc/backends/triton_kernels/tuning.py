@@ -1,0 +1,216 @@
+"""Which configuration of a kernel is fastest on a device: measured once, kept in the graph cache.
+
+    call of an op -> its launches -> the cache's row of each, or a measurement -> `configs`
+
+A row is an entry of the cache, under a key of device, Triton, kernel, sizes and dtypes; whoever
+measures holds its lock, so that processes that start together choose alike. It happens while a step
+is bound to kernels, before anything of it is lowered or captured. The timer is given: where there
+is no device nothing is measured, and every launch has its default. This never ran on hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+
+from mtpc.backends.base import Report
+from mtpc.backends.triton_kernels.configs import Config, configs_of
+from mtpc.backends.triton_kernels.crosscompile import triton_fields
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.plans import node_launches
+from mtpc.cache.key import Fields, digest, hash_of
+from mtpc.cache.lookup import KEY, key_bytes, key_of
+from mtpc.cache.store import Entry, EntryStore
+from mtpc.capture.graph import StepGraph, get_tensor
+from mtpc.capture.inline import fake_mode_of
+from mtpc.errors import CacheError, DamagedEntryError
+from mtpc.layout import dtype_name
+
+KIND = "gpu-tuning"
+ROW = "tuning.json"
+_MARGIN = 0.02
+"""By how much of its time a configuration must beat the default: less is noise."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op, to be measured.
+
+    Attributes:
+        node: the call, of fake tensors.
+        graph: its step, whose weights are on the device.
+    """
+
+    node: fx.Node
+    graph: StepGraph
+
+    def weight(self, argument: Any) -> Tensor | None:
+        """The weight that an argument is; None where it is none."""
+        if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+            return None
+        tensor = get_tensor(self.graph.module, str(argument.target))
+        return None if self.graph.weights.name_of(tensor) is None else tensor
+
+
+Timer = Callable[[Call, int, Sequence[Config]], list[float]]
+"""Seconds that one launch of a call, by its place among them, takes in each configuration; infinite
+where the device refuses it."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A row of the table, and what was wrong with the one before.
+
+    Attributes:
+        choice: the configuration's name.
+        notes: why it was measured again, or is not kept.
+    """
+
+    choice: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Tuner:
+    """Chooses for every launch of a call.
+
+    Attributes:
+        store: the graph cache; None: what is measured lasts as long as this object.
+        device: names a kind of device, all of which choose alike.
+        timer: measures.
+        report: hears what is measured.
+        sources: a digest of the kernels' sources; others are measured anew.
+        known: what was chosen, by the digest of its key.
+    """
+
+    store: EntryStore | None
+    device: str
+    timer: Timer
+    report: Report = lambda line: None
+    sources: str = field(default_factory=lambda: kernel_sources())
+    known: dict[str, Tuned] = field(default_factory=dict)
+
+    def __call__(self, node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
+        """The argument `configs` of a call, "" where all is by default; and notes."""
+        with fake_mode_of(graph.graph):
+            launches = node_launches(node)
+        words: list[str] = []
+        notes: list[str] = []
+        for index, launch in enumerate(launches):
+            configs = configs_of(launch)
+            if len(configs) > 1:
+                tuned = self._tuned(Call(node, graph), index, launch)
+                notes += tuned.notes
+                if tuned.choice != str(configs[0]):
+                    words.append(f"{launch.name}:{tuned.choice}")
+        return ";".join(words), tuple(notes)
+
+    def _tuned(self, call: Call, index: int, launch: Launch) -> Tuned:
+        fields = {**tuning_fields(launch, self.device), "source": self.sources}
+        name = digest(fields)
+        if name not in self.known:
+            self.known[name] = self._obtain(fields, call, index, launch)
+        return self.known[name]
+
+    def _obtain(self, fields: Fields, call: Call, index: int, launch: Launch) -> Tuned:
+        def measure() -> dict[str, float]:
+            self.report(f"measure {launch.name} on {self.device}")
+            configs = configs_of(launch)
+            seconds = self.timer(call, index, configs)
+            return dict(zip(map(str, configs), seconds, strict=True))
+
+        if self.store is None:
+            return Tuned(fastest(measure()))
+        notes: list[str] = []
+        try:
+            found = _read(self.store, fields, launch, notes)
+            if found is None:
+                with self.store.lock(digest(fields), self.report):
+                    # Whoever held the lock may have written it; what is damaged is noted once.
+                    found = _read(self.store, fields, launch, [])
+                    if found is None:
+                        times = measure()
+                        found = fastest(times)
+                        _write(self.store, fields, found, times)
+            return Tuned(found, tuple(notes))
+        except CacheError as error:
+            notes.append(f"{launch.name} was measured, but its autotune row is not kept: {error}")
+            return Tuned(fastest(measure()), tuple(notes))
+
+
+def kernel_sources() -> str:
+    """A digest of this package: kernels, what they share, and their configurations."""
+    return hash_of(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
+def tuning_fields(launch: Launch, device: str) -> dict[str, str]:
+    """The key of a row, but for the sources: all that time depends on except lengths, and how many
+    pages or slots there are."""
+    arguments, constants = launch.arguments, dict(launch.constants)
+    dtypes = {n: dtype_name(a.dtype) for n, a in arguments.items() if isinstance(a, Tensor)}
+    integers = {n: a for n, a in arguments.items() if not isinstance(a, Tensor)}
+    return {
+        "kind": KIND,
+        "device": device,
+        "kernel": launch.name,
+        "dtypes": json.dumps(dtypes, sort_keys=True),
+        "arguments": json.dumps(integers, sort_keys=True),
+        "constants": json.dumps(constants, sort_keys=True),
+        "grid": json.dumps(launch.grid),
+        "configurations": "; ".join(map(str, configs_of(launch))),
+        **triton_fields(),
+    }
+
+
+def fastest(times: dict[str, float]) -> str:
+    """The configuration to take: the default, which comes first, unless another clearly wins."""
+    default, *others = times
+    best = min(others, key=times.__getitem__, default=default)
+    return best if times[best] < times[default] * (1 - _MARGIN) else default
+
+
+def _read(store: EntryStore, fields: Fields, launch: Launch, notes: list[str]) -> str | None:
+    """A row's choice; None where there is no row, or, with a note, no sound one."""
+    try:
+        entry = store.read(digest(fields))
+        if entry is None:
+            return None
+        key_of(entry)
+        return _choice(entry, launch)
+    except DamagedEntryError as error:
+        notes.append(f"the autotune row of {launch.name} is refused, and measured again: {error}")
+        return None
+
+
+def _choice(entry: Entry, launch: Launch) -> str:
+    known = [str(config) for config in configs_of(launch)]
+    try:
+        row = json.loads(entry.read(ROW)) if ROW in entry.files else {}
+        choice = row["choice"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedEntryError(
+            f"{entry.directory / ROW} is no row: {type(error).__name__} {error}; expected a JSON "
+            "object with choice and seconds"
+        ) from error
+    if choice not in known:
+        raise DamagedEntryError(
+            f"{entry.directory / ROW} chooses {choice!r}; expected one of {', '.join(known)}"
+        )
+    return str(choice)
+
+
+def _write(store: EntryStore, fields: Fields, choice: str, times: dict[str, float]) -> None:
+    seconds = {name: None if math.isinf(value) else value for name, value in times.items()}
+
+    def fill(directory: Path) -> None:
+        row = {"choice": choice, "seconds": seconds}
+        (directory / ROW).write_text(json.dumps(row, indent=1) + "\n")
+        (directory / KEY).write_bytes(key_bytes(fields))
+
+    store.write(digest(fields), fill)
