@@ -31,8 +31,11 @@ MODELS = [
     pytest.param("glm4_moe", FEW, id="glm4_moe"),
     *(pytest.param(family, (*PROGRAMS,), id=f"{family}-all", marks=pytest.mark.slow)
       for family in ("glm4_moe", "deepseek_v3", "mimo")),
+    *(pytest.param(family, FEW, id=family, marks=pytest.mark.slow)
+      for family in ("deepseek_v32", "qwen3_next", "mimo_v2", "step3p7")),
 ]  # fmt: skip
-"""Routers, experts, shared ones, and a dense layer first; with latent attention; all dense."""
+"""Routers, experts, shared ones, and a dense layer first; with latent attention; all dense.
+Of the others: sparse attention, recurrent state, sliding windows in rings."""
 PROMPT = st.lists(st.integers(2, 95), min_size=1, max_size=20)
 
 

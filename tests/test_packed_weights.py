@@ -326,16 +326,31 @@ def test_every_linear_of_a_dense_model_is_packed(compiler: Callable[..., StepCom
     assert all(seen[1][name] is seen[2][name] for name in seen[1])
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+FLOAT32_ROUTERS = {"glm4_moe", "deepseek_v3", "deepseek_v32", "mimo_v2"}
+"""The others' compute in the model's dtype."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("glm4_moe", "deepseek_v3"),
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("deepseek_v32", "qwen3_next", "mimo_v2", "step3p7")
+        ),
+    ],
+)
 def test_experts_are_packed(family: str, compiler: Callable[..., StepCompiler]) -> None:
     """Beside the dense linears, and no product is left whose sums have no order of their own."""
     enabled = ("pack-weights",)
     built = compiler(family, dtype="bfloat16", verify_passes=True, enabled_passes=enabled)
     graph = built.rewrite(built.trace(StepKey.decode(2, 3)))
     used = {str(op).removesuffix(".default") for _, op in operators(graph.graph)}
-    assert {"mtpc.packed_linear", "mtpc.packed_experts", "mtpc.float32_linear"} <= used
-    assert ("mtpc.packed_head_linear" in used) == (family == "deepseek_v3")
-    assert used.isdisjoint({"mtpc.experts", "aten.linear", "aten.matmul", "aten.bmm"})
+    assert {"mtpc.packed_linear", "mtpc.packed_experts"} <= used
+    assert ("mtpc.float32_linear" in used) == (family in FLOAT32_ROUTERS)
+    assert ("mtpc.packed_head_linear" in used) == family.startswith("deepseek")
+    left = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum"}
+    assert used.isdisjoint({"mtpc.experts", *(f"aten.{name}" for name in left)})
 
 
 def test_float32_is_left_alone(compiler: Callable[..., StepCompiler]) -> None:
