@@ -77,14 +77,23 @@ def wanted(plain: SamplingOracle, prompt: list[int], params: SamplingParams) -> 
     return out
 
 
+SLOW = [("mimo", k) for k in (0, 2, 4, "auto")] + [("step3p7", 3), ("qwen3_next", 2)]
+"""Every K, K that changes, chained layers, recurrent state."""
+
+
 @pytest.fixture(
-    params=[1, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 2, 4))],
-    ids=lambda k: f"K={k}",
+    params=[
+        ("mimo", 1),
+        ("mimo", 3),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+    ids=lambda case: f"{case[0]}, K={case[1]}",
 )
 def session(
     request: pytest.FixtureRequest, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> Session:
-    return Session(compiled("mimo", request.param, **MASKED), oracle("mimo"))
+    family, spec_tokens = request.param
+    return Session(compiled(family, spec_tokens, **MASKED), oracle(family))
 
 
 def run(spec: mtpc.SpecModel) -> dict[int, Any]:
@@ -103,7 +112,7 @@ def test_the_text_is_that_of_plain_constrained_decoding(
     sampling_oracle: Callable[..., Any],  # noqa: F811
 ) -> None:
     """Greedy and sampled, beside requests without grammar, preempted, joining and leaving."""
-    spec, plain = session.spec, sampling_oracle("mimo")
+    spec, plain = session.spec, sampling_oracle(session.plain.name)
     before = (spec.stats.preemptions, sum(spec.stats.accepted), spec.stats.forced_drafts)
     expected, grammars = {}, {}
     names = [*KINDS, "free"] * 3
@@ -199,7 +208,7 @@ def test_a_broken_grammar_ends_its_own_request(
     sampling_oracle: Callable[..., Any],  # noqa: F811
 ) -> None:
     """Its text so far obeys; its neighbours, with and without grammar, hear nothing of it."""
-    spec, plain = session.spec, sampling_oracle("mimo")
+    spec, plain = session.spec, sampling_oracle(session.plain.name)
     params = KINDS["temperature"]
     broken = spec.engine.add(PROMPTS[5], NEW, (STOP,), params, grammar=Broken(how))
     other = spec.engine.add(PROMPTS[6], NEW, (STOP,), params, grammar=Records())

@@ -160,14 +160,14 @@ class Counted(TorchDispatchMode):
 
 
 def test_what_is_counted(checkpoint: Callable[..., Path]) -> None:
-    """Chunks of 8 for prompts of 4, 1, and 11 tokens; then the requests of five that there are."""
+    """Chunks of 8 for prompts of 4, 1, and 9 tokens; then the requests of five that there are."""
     model = compiled(checkpoint("mimo"), enabled_passes=("pack-weights", "skip-idle-rows"))
-    for length, prompt in zip((9, 9, 9), PROMPTS, strict=True):
-        model.engine.add(prompt, length)
+    for prompt in PROMPTS:
+        model.engine.add(prompt[:9], 9)
     with Counted() as counted:
         while any(not r.is_prefilled for r in model.engine.running) or model.engine.waiting:
             model.engine.step()
-    assert {4, 1, 8, 3} <= counted.seen[8]
+    assert {8, 6} <= counted.seen[8]
     with Counted() as counted:
         while model.engine.has_work:
             model.engine.step()
