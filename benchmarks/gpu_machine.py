@@ -14,7 +14,9 @@ from mtpc.backends.cuda import CudaBackend, lower_by_inductor, open_cuda
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import Graphs, TorchGraphs
 from mtpc.backends.null import NullGraphs
+from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph
+from mtpc.config import cache_directory
 
 COPY_BYTES = 2 << 30
 """Of the copied buffer; far more than the caches hold."""
@@ -143,10 +145,11 @@ class GpuMachine:
     def __init__(self) -> None:
         open_cuda()  # Says what is missing.
         self.name = torch.cuda.get_device_name()
+        self._store = EntryStore(cache_directory())
 
     def backend(self) -> CudaBackend:
-        """As `backend="cuda"` opens it."""
-        return open_cuda()
+        """As `backend="cuda"` opens it: with the autotune table of the user's cache."""
+        return open_cuda(store=self._store)
 
     def reference(self) -> CudaBackend:
         """PyTorch's own kernels, op by op."""

@@ -48,7 +48,7 @@ from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 from mtpc.compiler import StepCompiler
-from mtpc.errors import BackendError
+from mtpc.errors import BackendError, CacheWriteError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.packing import pack, quantise, row_scales
@@ -250,6 +250,36 @@ def test_a_cache_that_others_could_have_written_is_not_used(store: EntryStore) -
     assert "is not kept" in note
     assert "go-w" in note
     assert list(store.root.glob("entries/*")) == []
+
+
+def test_what_cannot_be_written_is_measured_once_and_used(
+    store: EntryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, clock = paged_call(), Clock(place=1)
+
+    def full(digest: str, fill: Any) -> Any:
+        raise CacheWriteError("no space left on device")
+
+    monkeypatch.setattr(store, "write", full)
+    configs, notes = Tuner(store, DEVICE, clock)(call.node, call.graph)
+    assert configs == f"paged_attention_kernel:{names_of(call)[1]}"
+    assert notes == (
+        "the autotune row of paged_attention_kernel is not kept: no space left on device",
+    )
+    assert len(clock.timed) == len(names_of(call))
+
+
+def test_what_cannot_be_measured_runs_by_default(store: EntryStore) -> None:
+    call = paged_call()
+
+    def timer(call: Call, index: int, configs: Sequence[Config]) -> list[float]:
+        raise BackendError("no memory")
+
+    assert Tuner(store, DEVICE, timer)(call.node, call.graph) == (
+        "",
+        ("paged_attention_kernel could not be measured, and runs by default: no memory",),
+    )
+    assert list(peek(store)) == []
 
 
 def test_two_processes_choose_alike_and_one_measures(store: EntryStore) -> None:

@@ -54,11 +54,12 @@ def _build(
     """The graph asked for, and its buffers' layout at every bucket of its phase."""
     tell("import torch and transformers")
     from mtpc.backends import make_backend
+    from mtpc.cache.opening import kernel_store
     from mtpc.compiler import StepCompiler, step_keys
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
 
-    backend = make_backend(options.backend, tell)
+    backend = make_backend(options.backend, tell, kernel_store(options, None))
     last = _last_pass(options, backend, args.after, args.before)
     tell(f"load {checkpoint}")
     loaded = load(checkpoint, options.dtype, needs_mtp=options.spec_tokens > 0)

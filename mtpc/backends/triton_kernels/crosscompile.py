@@ -168,7 +168,7 @@ def compiler_fields(target: Target) -> dict[str, str]:
     """
     return {
         **triton_fields(),
-        "triton.backend": make_backend(gpu_target(target)).hash(),
+        "triton.backend": " ".join(make_backend(gpu_target(target)).hash().split()),
         "triton.environment": json.dumps(_environment(), sort_keys=True),
     }
 

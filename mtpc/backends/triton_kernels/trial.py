@@ -20,6 +20,7 @@ from mtpc.backends.triton_kernels.launch import Launch, run
 from mtpc.backends.triton_kernels.loading import CodeObjects
 from mtpc.backends.triton_kernels.plans import op_name, plan
 from mtpc.backends.triton_kernels.tuning import Call
+from mtpc.errors import BackendError
 
 _POOLS = ("k_cache", "v_cache", "latent_cache", "cache")
 _POOL_BYTES = 256 << 20
@@ -50,11 +51,18 @@ class DeviceTimer:
 
     @torch.no_grad()
     def __call__(self, call: Call, index: int, configs: Sequence[Config]) -> list[float]:
-        """Median seconds, the device's caches emptied before each run."""
-        args, kwargs = trial_arguments(call, self.device)
-        launches, _ = plan(op_name(call.node), *args, **kwargs)
-        run(launches)  # Each reads what others before it wrote.
-        return [self._seconds(configured(launches[index], config)) for config in configs]
+        """Median seconds, the device's caches emptied before each run.
+
+        Raises:
+            BackendError: the device lacks the memory for arguments.
+        """
+        try:
+            args, kwargs = trial_arguments(call, self.device)
+            launches, _ = plan(op_name(call.node), *args, **kwargs)
+            run(launches)  # Each reads what others before it wrote.
+            return [self._seconds(configured(launches[index], config)) for config in configs]
+        except torch.OutOfMemoryError as error:
+            raise BackendError(f"no memory for arguments to time it on: {error}") from error
 
     def _seconds(self, launch: Launch) -> float:
         if self.objects is not None:
@@ -80,7 +88,7 @@ def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], 
             made[name] = value
             continue
         weight = call.weight(value)
-        made[name] = _make(name, fakes, device) if weight is None else weight
+        made[name] = _make(name, fakes, device) if weight is None else weight.to(device)
     args = tuple(made.pop(name) for name, _ in zip(schema, call.node.args, strict=False))
     return args, made
 

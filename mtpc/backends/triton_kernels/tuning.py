@@ -29,7 +29,7 @@ from mtpc.cache.lookup import KEY, key_bytes, key_of
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.inline import fake_mode_of
-from mtpc.errors import CacheError, DamagedEntryError
+from mtpc.errors import BackendError, CacheError, DamagedEntryError
 from mtpc.layout import dtype_name
 
 KIND = "gpu-tuning"
@@ -60,7 +60,7 @@ class Call:
 
 Timer = Callable[[Call, int, Sequence[Config]], list[float]]
 """Seconds that one launch of a call, by its place among them, takes in each configuration; infinite
-where the device refuses it."""
+where the device refuses it. Raises BackendError where nothing can be measured."""
 
 
 @dataclass(frozen=True)
@@ -115,33 +115,64 @@ class Tuner:
         fields = {**tuning_fields(launch, self.device), "source": self.sources}
         name = digest(fields)
         if name not in self.known:
-            self.known[name] = self._obtain(fields, call, index, launch)
+            trial = _Trial(self, call, index, launch)
+            try:
+                self.known[name] = trial.obtain(fields)
+            except BackendError as error:
+                default = str(configs_of(launch)[0])
+                note = f"{launch.name} could not be measured, and runs by default: {error}"
+                self.known[name] = Tuned(default, (note,))
         return self.known[name]
 
-    def _obtain(self, fields: Fields, call: Call, index: int, launch: Launch) -> Tuned:
-        def measure() -> dict[str, float]:
-            self.report(f"measure {launch.name} on {self.device}")
-            configs = configs_of(launch)
-            seconds = self.timer(call, index, configs)
-            return dict(zip(map(str, configs), seconds, strict=True))
 
-        if self.store is None:
-            return Tuned(fastest(measure()))
-        notes: list[str] = []
+@dataclass
+class _Trial:
+    """One launch, whose configuration is to be found.
+
+    Attributes:
+        tuner: for whom.
+        call: the call that it is part of.
+        index: its place among the call's launches.
+        launch: the launch, by default.
+        times: seconds by configuration, once they were measured.
+    """
+
+    tuner: Tuner
+    call: Call
+    index: int
+    launch: Launch
+    times: dict[str, float] = field(default_factory=dict)
+
+    def obtain(self, fields: Fields) -> Tuned:
+        """The row of the cache, or what is measured now, and kept where that is possible."""
+        store, notes = self.tuner.store, list[str]()
         try:
-            found = _read(self.store, fields, launch, notes)
+            if store is None:
+                return Tuned(fastest(self._measured()))
+            found = _read(store, fields, self.launch, notes)
             if found is None:
-                with self.store.lock(digest(fields), self.report):
-                    # Whoever held the lock may have written it; what is damaged is noted once.
-                    found = _read(self.store, fields, launch, [])
-                    if found is None:
-                        times = measure()
-                        found = fastest(times)
-                        _write(self.store, fields, found, times)
+                found = self._under_lock(store, fields)
             return Tuned(found, tuple(notes))
         except CacheError as error:
-            notes.append(f"{launch.name} was measured, but its autotune row is not kept: {error}")
-            return Tuned(fastest(measure()), tuple(notes))
+            notes.append(f"the autotune row of {self.launch.name} is not kept: {error}")
+            return Tuned(fastest(self._measured()), tuple(notes))
+
+    def _under_lock(self, store: EntryStore, fields: Fields) -> str:
+        with store.lock(digest(fields), self.tuner.report):
+            # Whoever held the lock may have written it; what is damaged was noted before.
+            found = _read(store, fields, self.launch, [])
+            if found is None:
+                found = fastest(self._measured())
+                _write(store, fields, found, self.times)
+            return found
+
+    def _measured(self) -> dict[str, float]:
+        if not self.times:
+            self.tuner.report(f"measure {self.launch.name} on {self.tuner.device}")
+            configs = configs_of(self.launch)
+            seconds = self.tuner.timer(self.call, self.index, configs)
+            self.times = dict(zip(map(str, configs), seconds, strict=True))
+        return self.times
 
 
 def kernel_sources() -> str:

@@ -10,6 +10,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
 from mtpc.backends import Backend, make_backend
+from mtpc.cache.store import EntryStore
+from mtpc.config import cache_directory
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
 from mtpc.integrations.sglang.draft import HostedDraft
@@ -95,7 +97,8 @@ def choose_backend(device: torch.device) -> Backend:
             f"--speculative-algorithm MTPC on {device.type!r}: mtpc has backends for "
             f"{', '.join(names)}; use NEXTN"
         )
-    return make_backend(names[device.type])
+    # Kernels that were built for this device, and what was measured on it, are in the cache.
+    return make_backend(names[device.type], store=EntryStore(cache_directory()))
 
 
 def report(chain: DraftChain, backend: Backend) -> None:
