@@ -4,6 +4,7 @@
 #include <cmath>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "kernels.h"
 #include "tensors.h"
@@ -34,11 +35,11 @@ inline void put(BFloat16* p, Vec<float> v, int count) {
   std::memcpy(p, all, count * sizeof(BFloat16));
 }
 
-/// Where a tensor's rows begin, whatever the strides of its leading dimensions.
+/// Where a tensor's rows begin, whatever the strides of its dimensions but the last.
 class RowStarts {
  public:
-  RowStarts(const Tensor& t, int64_t rows_of) : data_(static_cast<const BFloat16*>(t.const_data_ptr())) {
-    for (int64_t dim = 0; dim < rows_of; ++dim) {
+  explicit RowStarts(const Tensor& t) : data_(static_cast<const BFloat16*>(t.const_data_ptr())) {
+    for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) {
       sizes_.push_back(t.size(dim));
       strides_.push_back(t.stride(dim));
     }
@@ -106,7 +107,7 @@ Tensor rms_norm(
   const Tensor out = empty_rows(x, norm.width);
   const int64_t used = used_rows(rows, count_rows(x, norm.width));
   zero_from(out, used, norm.width);
-  const RowStarts starts(from, from.dim() - 1);
+  const RowStarts starts(from);
   run_tasks(used, worker_count(used * norm.width * kWork), [&](int64_t r) {
     norm(starts(r), data(out) + r * norm.width);
   });
@@ -126,7 +127,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(
   const int64_t used = used_rows(rows, count_rows(x, norm.width));
   zero_from(total, used, norm.width);
   zero_from(out, used, norm.width);
-  const RowStarts lefts(left, left.dim() - 1), rights(right, right.dim() - 1);
+  const RowStarts lefts(left), rights(right);
   run_tasks(used, worker_count(used * norm.width * kWork), [&](int64_t r) {
     const BFloat16 *a = lefts(r), *b = rights(r);
     BFloat16* sums = data(total) + r * norm.width;
@@ -147,7 +148,7 @@ Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows) {
   const Tensor out = empty_rows(gate_up, width);
   const int64_t used = used_rows(rows, count_rows(gate_up, both));
   zero_from(out, used, width);
-  const RowStarts starts(from, from.dim() - 1);
+  const RowStarts starts(from);
   // An exponential and a division are worth as much as all else.
   run_tasks(used, worker_count(used * width * 2 * kWork), [&](int64_t r) {
     const BFloat16* gate = starts(r);
@@ -174,7 +175,7 @@ Tensor rotate(
   const Tensor out = empty_rows(x, width);
   const int64_t used = used_rows(rows, x.size(0));
   zero_from(out, used, heads * width);
-  const RowStarts starts(from, 2), c_starts(cosines, 1), s_starts(sines, 1);
+  const RowStarts starts(from), c_starts(cosines), s_starts(sines);
   run_tasks(used, worker_count(used * heads * width * kWork), [&](int64_t t) {
     const BFloat16 *c = c_starts(t), *s = s_starts(t);
     for (int64_t h = 0; h < heads; ++h) {

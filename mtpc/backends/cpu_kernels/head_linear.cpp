@@ -60,7 +60,8 @@ Tensor packed_head_linear(
     const int64_t count = std::min<int64_t>(kFeatures, features - begin);
     const BFloat16* from = inputs.get() + head * s.used * s.inputs;
     const BFloat16* tile = weights + task * kFeatures * s.inputs;
-    for_products<Bf16Pairs>(dense_rows(from, s.inputs), s.used, s.inputs / 2, tile, [&](int64_t row, const float* sums) {
+    const InputRows x = dense_rows(from, s.inputs);
+    for_products<Bf16Pairs>(x, s.used, tile, [&](int64_t row, const float* sums) {
       BFloat16* to = result + (row * s.heads + head) * features + begin;
       for (int64_t f = 0; f < count; ++f) to[f] = static_cast<BFloat16>(sums[f]);
     });

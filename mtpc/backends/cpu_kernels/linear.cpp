@@ -30,7 +30,7 @@ void multiply(const Linear& call, int64_t tile) {
       out[f] = static_cast<BFloat16>(sums[f] + (call.bias ? call.bias[begin + f] : 0.0f));
     }
   };
-  for_products<Bf16Pairs>(call.x, call.rows, call.inputs / 2, weights, finish);
+  for_products<Bf16Pairs>(call.x, call.rows, weights, finish);
 }
 
 void run(const Linear& call) {

@@ -77,16 +77,17 @@ struct Int8Quads {
 template <class Dot>
 using TileSums = typename Dot::Sum[kMostRows][kFeatures];
 
-/// Rows of inputs, `stride` groups apart.
+/// Rows of so many groups, `stride` groups apart.
 struct InputRows {
   const Group* first;
-  int64_t stride;
+  int64_t groups, stride;
 };
 
 /// Dense rows of so many inputs.
 template <class T>
 InputRows dense_rows(const T* first, int64_t inputs) {
-  return {reinterpret_cast<const Group*>(first), inputs * int64_t{sizeof(T)} / int64_t{sizeof(Group)}};
+  const int64_t groups = inputs * sizeof(T) / sizeof(Group);
+  return {reinterpret_cast<const Group*>(first), groups, groups};
 }
 
 /// Dense rows, copied further apart where the same places of several are in one set of the first
@@ -100,7 +101,8 @@ class SpacedRows {
     const int64_t spaced = bytes + 64;
     char* to = copy_.reserve(rows * spaced);
     for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * spaced, first + r * inputs, bytes);
-    rows_ = {reinterpret_cast<const Group*>(to), spaced / int64_t{sizeof(Group)}};
+    rows_.first = reinterpret_cast<const Group*>(to);
+    rows_.stride = spaced / sizeof(Group);
   }
 
   InputRows rows() const { return rows_; }
@@ -117,13 +119,11 @@ struct Fetch {
   int64_t step;
 };
 
-/// kRows rows of `groups` groups times one tile. Every sum runs over the inputs in order, whatever
-/// kRows is.
+/// kRows rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
 template <class Dot, int kRows>
-void multiply_rows(InputRows x, int64_t groups, const Group* tile, Fetch fetch,
-                   TileSums<Dot>& out) {
+void multiply_rows(InputRows x, const Group* tile, Fetch fetch, TileSums<Dot>& out) {
   typename Dot::Sums sums[kRows][kRegisters]{};
-  for (int64_t k = 0; k < groups; ++k, tile += kFeatures, fetch.from += fetch.step) {
+  for (int64_t k = 0; k < x.groups; ++k, tile += kFeatures, fetch.from += fetch.step) {
     Groups weights[kRegisters];
 #pragma GCC unroll 8
     for (int i = 0; i < kRegisters; ++i) {
@@ -152,7 +152,7 @@ void multiply_rows(InputRows x, int64_t groups, const Group* tile, Fetch fetch,
 }
 
 template <class Dot>
-using MultiplyRows = void (*)(InputRows, int64_t, const Group*, Fetch, TileSums<Dot>&);
+using MultiplyRows = void (*)(InputRows, const Group*, Fetch, TileSums<Dot>&);
 
 template <class Dot, int... kRows>
 constexpr std::array<MultiplyRows<Dot>, sizeof...(kRows)> multiply_table(
@@ -167,19 +167,20 @@ inline constexpr auto kMultiply =
 
 /// Rows of x times one tile; body(row, its 32 sums) for each.
 template <class Dot, class Body>
-void for_products(InputRows x, int64_t rows, int64_t groups, const void* tile, const Body& body) {
+void for_products(InputRows x, int64_t rows, const void* tile, const Body& body) {
   const Group* weights = static_cast<const Group*>(tile);
   const char* bytes = static_cast<const char*>(tile);
-  const int64_t size = groups * kFeatures * sizeof(Group);
+  const int64_t size = x.groups * kFeatures * sizeof(Group);
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
     // The first pass takes the tile from memory, the others from the second-level cache: each
     // fetches its part of the next tile.
     const int64_t step = kFeatures * sizeof(Group) / passes;
-    const Fetch fetch{bytes + (passes == 1 ? kAhead : size + pass * step * groups), step};
+    const Fetch fetch{bytes + (passes == 1 ? kAhead : size + pass * step * x.groups), step};
     TileSums<Dot> sums;
-    kMultiply<Dot>[count - 1]({x.first + row * x.stride, x.stride}, groups, weights, fetch, sums);
+    const InputRows part{x.first + row * x.stride, x.groups, x.stride};
+    kMultiply<Dot>[count - 1](part, weights, fetch, sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
   }
 }

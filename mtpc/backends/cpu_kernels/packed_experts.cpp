@@ -56,14 +56,14 @@ class PackedExperts {
   /// A tile of gate and its tile of up: silu(gate) * up of the choice's rows, 32 features.
   void activate(const Choice<float>& choice, int64_t tile) const {
     const int64_t rows = choice.rows.size(), size = kFeatures * s_.hidden;
-    const BFloat16* x = inputs_.get() + choice.first_slot * s_.hidden;
+    const InputRows x = dense_rows(inputs_.get() + choice.first_slot * s_.hidden, s_.hidden);
     const BFloat16* gate = gate_up_ + choice.expert * 2 * s_.intermediate * s_.hidden + tile * size;
     const BFloat16* up = gate + s_.intermediate * s_.hidden;
     std::vector<float> gates(rows * kFeatures);
-    for_products<Bf16Pairs>(dense_rows(x, s_.hidden), rows, s_.hidden / 2, gate, [&](int64_t row, const float* sums) {
+    for_products<Bf16Pairs>(x, rows, gate, [&](int64_t row, const float* sums) {
       std::copy_n(sums, kFeatures, gates.data() + row * kFeatures);
     });
-    for_products<Bf16Pairs>(dense_rows(x, s_.hidden), rows, s_.hidden / 2, up, [&](int64_t row, const float* sums) {
+    for_products<Bf16Pairs>(x, rows, up, [&](int64_t row, const float* sums) {
       const float* g = gates.data() + row * kFeatures;
       BFloat16* active =
           active_.get() + (choice.first_slot + row) * s_.intermediate + tile * kFeatures;
@@ -79,11 +79,12 @@ class PackedExperts {
     const int64_t count = std::min<int64_t>(kFeatures, s_.hidden - begin);
     std::vector<float> total(s_.tokens * kFeatures);
     for (const Choice<float>& choice : choices_.chosen) {
-      const BFloat16* active = active_.get() + choice.first_slot * s_.intermediate;
+      const InputRows active =
+          dense_rows(active_.get() + choice.first_slot * s_.intermediate, s_.intermediate);
       const BFloat16* weights =
           down_ + (choice.expert * tiles + tile) * kFeatures * s_.intermediate;
       const int64_t rows = choice.rows.size();
-      for_products<Bf16Pairs>(dense_rows(active, s_.intermediate), rows, s_.intermediate / 2, weights, [&](int64_t i, const float* sums) {
+      for_products<Bf16Pairs>(active, rows, weights, [&](int64_t i, const float* sums) {
         float* to = total.data() + choice.rows[i] * kFeatures;
         for (int f = 0; f < kFeatures; ++f) to[f] += choice.weights[i] * sums[f];
       });

@@ -58,8 +58,8 @@ Tensor quantised_linear(
       }
       write(out, row * features + begin, values, count);
     };
-    for_products<Int8Quads>(
-        dense_rows(integers.row(0), inputs), used, inputs / 4, weights + begin * inputs, finish);
+    const InputRows rounded = dense_rows(integers.row(0), inputs);
+    for_products<Int8Quads>(rounded, used, weights + begin * inputs, finish);
   });
   return out;
 }

@@ -105,9 +105,8 @@ class QuantisedExperts {
   template <class Body>
   static void products(const Int8Rows& rows, const Choice<float>& choice, const uint8_t* tile,
                        const Body& body) {
-    const int64_t groups = (rows.row(1) - rows.row(0)) / sizeof(Group);
-    const InputRows x = dense_rows(rows.row(choice.first_slot), groups * sizeof(Group));
-    for_products<Int8Quads>(x, choice.rows.size(), groups, tile, body);
+    const InputRows x = dense_rows(rows.row(choice.first_slot), rows.row(1) - rows.row(0));
+    for_products<Int8Quads>(x, choice.rows.size(), tile, body);
   }
 
   const Stack gate_up_;
