@@ -350,6 +350,17 @@ def test_a_host_may_bring_its_own_drafts(
     assert server.accepted[0] >= 2
 
 
+def bind_poisoned(
+    model: mtpc.HostedModel, shared: Mapping[str, Any], steps: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    """Bind tensors full of garbage, and see that binding leaves the shared ones as they were."""
+    for tensors in (shared, *steps.values()):
+        poison(tensors)
+    before = {name: bits(tensor).clone() for name, tensor in shared.items()}
+    model.bind(shared, steps)
+    assert all(torch.equal(bits(tensor), before[name]) for name, tensor in shared.items())
+
+
 def tensors_for(model: mtpc.HostedModel) -> tuple[dict[str, Any], dict[Any, dict[str, Any]]]:
     """What a host would hand over."""
     steps = {
@@ -532,11 +543,7 @@ def test_on_the_null_device(hosted: Callable[..., Any], oracle: Callable[..., Or
     """Captured on the host's addresses, as on a device; binding leaves buffers as they were."""
     model = hosted("mimo", 1, backend="null")
     shared, steps = tensors_for(model)
-    for tensors in (shared, *steps.values()):
-        poison(tensors)
-    before = {name: bits(tensor).clone() for name, tensor in shared.items()}
-    model.bind(shared, steps)
-    assert all(torch.equal(bits(tensor), before[name]) for name, tensor in shared.items())
+    bind_poisoned(model, shared, steps)
     server = Server(model)
     requests = [server.add(prompt, 9) for prompt in PROMPTS[4:8]]
     finish(server)

@@ -16,7 +16,7 @@ import torch
 from conftest import FAMILY_NAMES
 from oracles import Oracle
 from test_cuda_backend import lower_eagerly
-from test_host import OPTIONS, Server, bits, finish, poison, serve, tensors_for
+from test_host import OPTIONS, Server, bind_poisoned, bits, finish, serve, tensors_for
 from test_theorem import PROMPTS
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -86,11 +86,7 @@ def test_graphs_hold_the_hosts_addresses_and_no_other_pool(
         assert {t.device.type for t in part.graph.buffers().values()} == {"meta"}, "no memory held"
     assert graphs.tapes == [], "nothing is captured before there are tensors"
     shared, steps = tensors_for(model)
-    for tensors in (shared, *steps.values()):
-        poison(tensors)
-    before = {name: bits(tensor).clone() for name, tensor in shared.items()}
-    model.bind(shared, steps)
-    assert all(torch.equal(bits(tensor), before[name]) for name, tensor in shared.items())
+    bind_poisoned(model, shared, steps)
     assert len(backend.captured) == len(parts) == len(graphs.tapes)
     weights = {id(w): w for _, part in parts for _, w in part.graph.weights.items()}
     pools = storages(tensor for name, tensor in shared.items() if name.startswith("kv."))

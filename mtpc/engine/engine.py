@@ -171,8 +171,8 @@ class Engine:
         self.check(request)
         request.sampling = request.sampling.settled()
         with self._lock:
-            grammars = [r.grammar for r in [*self.waiting, *self.running] if r.grammar]
-            if any(grammar is request.grammar for grammar in grammars):
+            mine = request.grammar
+            if mine is not None and any(r.grammar is mine for r in [*self.waiting, *self.running]):
                 raise RequestError("the grammar is another request's; give each its own")
             request.request_id = next(self._ids)
             self.scheduler.add(request)

@@ -189,10 +189,8 @@ class GrammarMasks:
         walk = _Walk(request)
         try:
             for token_id in emitted:
-                if token_id not in walk.stops and not walk.take(token_id):
-                    raise GrammarError(
-                        f"the grammar allowed token {token_id} in its mask, and does not take it"
-                    )
+                if token_id not in walk.stops:
+                    walk.advance(token_id)
             words = torch.full(((self.vocab_size + 31) // 32,), -1, dtype=torch.int32)
             if is_dead_end:
                 walk.fill(words)
@@ -220,6 +218,17 @@ class _Walk:
         self._taken += 1
         return True
 
+    def advance(self, token_id: int) -> None:
+        """Take a token that its mask allowed, for good or until who calls takes it back.
+
+        Raises:
+            GrammarError: it does not go on.
+        """
+        if not self.grammar.advance(token_id):
+            raise GrammarError(
+                f"the grammar allowed token {token_id} in its mask, and does not take it"
+            )
+
     def back(self) -> None:
         """To where it stood at first."""
         taken, self._taken = self._taken, 0
@@ -231,10 +240,7 @@ class _Walk:
         words, count = torch.full_like(like, -1), 0
         try:
             for token_id in text:
-                if not self.grammar.advance(token_id):
-                    raise GrammarError(
-                        f"the grammar allowed token {token_id} in its mask, and does not take it"
-                    )
+                self.advance(token_id)
                 count += 1
             self.grammar.fill_mask(words)
         finally:

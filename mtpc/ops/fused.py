@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from mtpc.ops.experts import swiglu
 from mtpc.ops.ragged import keep_rows
 
 
@@ -94,8 +94,7 @@ def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     Returns:
         [..., I].
     """
-    gate, up = gate_up.chunk(2, -1)
-    return keep_rows(F.silu(gate) * up, rows)
+    return keep_rows(swiglu(gate_up, limit=0.0, limit_input=False), rows)
 
 
 @silu_and_mul.register_fake

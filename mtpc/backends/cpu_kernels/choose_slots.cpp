@@ -210,12 +210,6 @@ void check(const Tensor& query, const Tensor& weights, const Tensor& cache, int6
       "mtpc_cpu::choose_slots: slots are int32, the cache has ", cache.size(0) * cache.size(1));
 }
 
-/// Contiguous, of the type in which scores are computed.
-Tensor dense_as(const Tensor& t, ScalarType dtype) {
-  return torch::stable::contiguous(
-      t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
-}
-
 }  // namespace
 
 Tensor choose_slots(
@@ -237,11 +231,11 @@ Tensor choose_slots(
   with_type(t.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     if (query.scalar_type() == ScalarType::Double) {
-      const Tensor q = dense_as(query, ScalarType::Double);
-      Chooser<double, T>(choice, q, dense_as(weights, ScalarType::Double), slots).run();
+      const Tensor q = dense_in(query, ScalarType::Double);
+      Chooser<double, T>(choice, q, dense_in(weights, ScalarType::Double), slots).run();
     } else {
-      const Tensor q = dense_as(query, ScalarType::Float);
-      Chooser<float, T>(choice, q, dense_as(weights, ScalarType::Float), slots).run();
+      const Tensor q = dense_in(query, ScalarType::Float);
+      Chooser<float, T>(choice, q, dense_in(weights, ScalarType::Float), slots).run();
     }
   });
   return out;

@@ -90,8 +90,6 @@ Norm check_norm(const Tensor& x, const Tensor& weight, double epsilon, bool plus
           static_cast<float>(epsilon), plus_one};
 }
 
-int64_t count_rows(const Tensor& t, int64_t width) { return width == 0 ? 0 : t.numel() / width; }
-
 BFloat16* data(const Tensor& t) { return static_cast<BFloat16*>(t.mutable_data_ptr()); }
 
 /// Elements of a pass are worth so many multiply-adds of a product.

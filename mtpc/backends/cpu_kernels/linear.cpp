@@ -67,7 +67,7 @@ Tensor packed_linear(
   std::vector<float> biases(bias ? features : 0);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
   const int64_t inputs = x.size(x.dim() - 1);
-  const int64_t used = used_rows(rows, inputs == 0 ? 0 : x.numel() / inputs);
+  const int64_t used = used_rows(rows, count_rows(x, inputs));
   zero_from(out, used, features);
   const SpacedRows spaced(static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs);
   run({spaced.rows(),

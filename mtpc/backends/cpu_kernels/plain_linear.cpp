@@ -59,12 +59,6 @@ void check(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& b
       "mtpc_cpu::float32_linear: expected bias [", weight.size(0), "]");
 }
 
-/// Dense and in a dtype, copied only if it is not so already.
-Tensor dense_in(const Tensor& t, ScalarType dtype) {
-  const Tensor cast = t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
-  return cast.is_contiguous() ? cast : torch::stable::contiguous(cast);
-}
-
 }  // namespace
 
 Tensor float32_linear(
@@ -86,8 +80,8 @@ Tensor float32_linear(
     if constexpr (!std::is_same_v<T, double>) {
       run<T>({static_cast<const T*>(dense.const_data_ptr()),
               static_cast<const T*>(rows.const_data_ptr()), biases.data(),
-              static_cast<float*>(out.mutable_data_ptr()), inputs == 0 ? 0 : x.numel() / inputs,
-              inputs, features, rows.stride(0)});
+              static_cast<float*>(out.mutable_data_ptr()), count_rows(x, inputs), inputs,
+              features, rows.stride(0)});
     }
   });
   return out;

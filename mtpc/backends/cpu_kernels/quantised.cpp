@@ -41,7 +41,7 @@ Tensor quantised_linear(
   const Tensor out = empty_rows(x, features);
   std::vector<float> biases(features);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
-  const int64_t used = used_rows(rows, inputs == 0 ? 0 : x.numel() / inputs);
+  const int64_t used = used_rows(rows, count_rows(x, inputs));
   zero_from(out, used, features);
   const Int8Rows integers = round_rows(dense, used, inputs);
   const float* scale = static_cast<const float*>(scales.const_data_ptr());

@@ -52,6 +52,17 @@ inline Tensor adjacent_last(const Tensor& t) {
   return t.size(last) <= 1 || t.stride(last) == 1 ? t : torch::stable::contiguous(t);
 }
 
+/// Dense and in a dtype, copied only if it is not so already.
+inline Tensor dense_in(const Tensor& t, ScalarType dtype) {
+  const Tensor cast = t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
+  return cast.is_contiguous() ? cast : torch::stable::contiguous(cast);
+}
+
+/// How many rows of so many elements a tensor has.
+inline int64_t count_rows(const Tensor& t, int64_t width) {
+  return width == 0 ? 0 : t.numel() / width;
+}
+
 /// Uninitialised, of x's dtype and of its shape but for the last dimension.
 inline Tensor empty_rows(const Tensor& x, int64_t last) {
   std::vector<int64_t> shape;
