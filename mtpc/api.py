@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,8 @@ from mtpc.capture.program import Program
 from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
+from mtpc.engine.grammar import Grammar
+from mtpc.engine.prompts import Prompt, grammar_each, is_single, sampling_each
 from mtpc.engine.request import Request
 from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
@@ -32,8 +31,6 @@ from mtpc.serving import ServedModel
 
 if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel
-
-Prompt = str | Sequence[int] | torch.Tensor
 
 
 def print_progress(progress: Progress) -> None:
@@ -171,6 +168,7 @@ class SpecModel:
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         **params: Any,
     ) -> Any:
         """Continuations, greedy unless told otherwise.
@@ -185,6 +183,8 @@ class SpecModel:
                 complete first begins.
             sampling: how tokens are chosen, for all prompts or one for each; what is not greedy
                 needs `sampling=True` of `compile`. A seed is used as it is for every prompt.
+            grammar: what the text may be: of one prompt its grammar, of several a list with one,
+                or None, for each. Needs `sampling=True, token_mask=True` of `compile`.
             **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
 
         Returns:
@@ -194,9 +194,11 @@ class SpecModel:
         Raises:
             RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
                 `stop` is given for ids; a sampling parameter is out of range or was not compiled
-                for; or the engine still has requests added by hand. Nothing has run then.
+                for; a grammar cannot be served; or the engine still has requests added by hand.
+                Nothing has run then.
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
+            GrammarError: a grammar raised, allows no token, or contradicts itself.
         """
         outputs = self.stream(
             prompts,
@@ -205,9 +207,10 @@ class SpecModel:
             ignore_eos=ignore_eos,
             stop=stop,
             sampling=sampling,
+            grammar=grammar,
             **params,
         )
-        single = _is_single(prompts)
+        single = is_single(prompts)
         batch: Sequence[Any] = [prompts] if single else list(prompts)
         results: list[Any] = ["" if isinstance(prompt, str) else [] for prompt in batch]
         for output in outputs:
@@ -223,6 +226,7 @@ class SpecModel:
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         **params: Any,
     ) -> Iterator[Output]:
         """Continuations as they come; takes and raises what `generate` does.
@@ -235,10 +239,11 @@ class SpecModel:
         """
         if not hasattr(prompts, "__len__"):
             raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
-        batch: Sequence[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        batch: Sequence[Any] = [prompts] if is_single(prompts) else list(prompts)
         stops = self._stop_ids(stop_ids, ignore_eos)
-        each = _sampling_each(sampling, params, len(batch))
-        return self._stream(batch, max_new_tokens, stops, stop, each)
+        each = sampling_each(sampling, params, len(batch))
+        grammars = grammar_each(grammar, len(batch))
+        return self._stream(batch, max_new_tokens, stops, stop, each, grammars)
 
     def _stop_ids(self, stop_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
         if stop_ids is not None:
@@ -252,14 +257,15 @@ class SpecModel:
         stops: tuple[int, ...],
         stop: Any,
         sampling: Sequence[SamplingParams],
+        grammars: Sequence[Grammar | None],
     ) -> Iterator[Output]:
         """Form and check all requests before any of them runs."""
         strings = stop_strings(stop)
         if strings and not all(isinstance(prompt, str) for prompt in batch):
             raise RequestError("stop strings need text prompts; give stop_ids for token ids")
         requests = [
-            Request(-1, self._encode(prompt), max_new_tokens, stops, sampling=chosen)
-            for prompt, chosen in zip(batch, sampling, strict=True)
+            Request(-1, self._encode(p), max_new_tokens, stops, sampling=chosen, grammar=grammar)
+            for p, chosen, grammar in zip(batch, sampling, grammars, strict=True)
         ]
         check_all(self.engine, requests)
         decode = self.served.decode
@@ -279,38 +285,3 @@ class SpecModel:
             return [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise RequestError(f"a prompt is neither text nor token ids: {error}") from None
-
-
-def _is_single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: text, a row of ids, or a one-dimensional tensor."""
-    if isinstance(prompts, str):
-        return True
-    if isinstance(prompts, torch.Tensor):
-        return prompts.dim() == 1
-    return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
-
-
-def _sampling_each(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, params: dict[str, Any], count: int
-) -> list[SamplingParams]:
-    """One for each of `count` prompts."""
-    if params:
-        known = [field.name for field in fields(SamplingParams)]
-        for name in params:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise RequestError(f"unknown sampling parameter {name!r}; {hint}")
-        if sampling is not None:
-            raise RequestError(
-                f"sampling was given, and {next(iter(params))} too; give one of them"
-            )
-        sampling = SamplingParams(**params)
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    each = list(sampling)
-    if len(each) != count:
-        raise RequestError(
-            f"{len(each)} sampling parameters for {count} prompts; give one for each"
-        )
-    return each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from test_theorem import PROMPTS
 import mtpc
 from mtpc import SamplingParams
 from mtpc.engine import grammar as engine_grammar
+from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.errors import GrammarError, RequestError
@@ -222,6 +224,71 @@ def test_a_broken_grammar_ends_its_own_request(
     assert text == wanted(plain, PROMPTS[5], params)[: len(text)]
     assert found[other][0] == wanted(plain, PROMPTS[6], params)
     assert found[free][0] == plain.generate(PROMPTS[7], NEW, params)
+    session.check_empty()
+
+
+def test_generate_and_stream(
+    compiled: Callable[..., Any],
+    oracle: Callable[..., Any],
+    sampling_oracle: Callable[..., Any],  # noqa: F811
+) -> None:
+    """One prompt or several, each with its own grammar or none."""
+    session, plain = Session(compiled("mimo", 3, **MASKED), oracle("mimo")), sampling_oracle("mimo")
+    spec, params, prompts = session.spec, KINDS["temperature"], PROMPTS[3:7]
+    texts = [wanted(plain, prompt, params) for prompt in prompts]
+    options: dict[str, Any] = {"stop_ids": [STOP], "sampling": params}
+    assert spec.generate(prompts[0], NEW, grammar=Records(), **options) == texts[0]
+    texts[1] = plain.generate(prompts[1], NEW, params)
+    grammars = [None if i == 1 else Records() for i in range(len(prompts))]
+    assert spec.generate(prompts, NEW, grammar=grammars, **options) == texts
+    pieces: list[list[int]] = [[] for _ in prompts]
+    grammars = [None if i == 1 else Records() for i in range(len(prompts))]
+    for output in spec.stream(prompts, NEW, grammar=grammars, **options):
+        pieces[output.index] += output.token_ids
+    assert pieces == texts
+    with pytest.raises(
+        GrammarError, match=r"prompt 1: its grammar failed after \d .*no token today"
+    ):
+        spec.generate(prompts[:2], NEW, grammar=[Records(), Broken("advance")], **options)
+    with pytest.raises(RequestError, match="2 grammars for 4 prompts; give one, or None, for each"):
+        spec.generate(prompts, NEW, grammar=grammars[:2], **options)
+    with pytest.raises(RequestError, match="same grammar, which follows one text"):
+        spec.generate(prompts, NEW, grammar=Records(), **options)
+    session.check_empty()
+
+
+def test_async(
+    compiled: Callable[..., Any],
+    oracle: Callable[..., Any],
+    sampling_oracle: Callable[..., Any],  # noqa: F811
+) -> None:
+    """One whose grammar fails, and one whose grammar is another's, hear of it; others go on."""
+    session, plain = Session(compiled("mimo", 3, **MASKED), oracle("mimo")), sampling_oracle("mimo")
+    spec, params = session.spec, KINDS["temperature"]
+
+    async def collect(engine: AsyncEngine, prompt: list[int], grammar: Any) -> list[int]:
+        ids: list[int] = []
+        async for output in engine.generate(
+            prompt, NEW, stop_ids=[STOP], sampling=params, grammar=grammar
+        ):
+            ids += output.token_ids
+        return ids
+
+    async def main() -> list[Any]:
+        shared = Records()
+        kinds = [shared, shared, Broken("refuse"), Records(), None]
+        async with AsyncEngine(spec.engine, spec.served) as engine:
+            calls = (collect(engine, *pair) for pair in zip(PROMPTS[3:8], kinds, strict=True))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = asyncio.run(main())
+    assert isinstance(found[1], RequestError), found[1]
+    assert "another request's" in str(found[1])
+    assert isinstance(found[2], GrammarError), found[2]
+    assert isinstance(found[2].__cause__, GrammarError)
+    constrained = [wanted(plain, PROMPTS[i], params) for i in (3, 6)]
+    assert [found[0], found[3]] == constrained
+    assert found[4] == plain.generate(PROMPTS[7], NEW, params)
     session.check_empty()
 
 

@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import TypeVar
 
 from mtpc.engine.engine import Engine
+from mtpc.engine.grammar import Grammar
 from mtpc.engine.request import FinishReason, Request, StepOutput
-from mtpc.engine.stream import Output, assemble, check_finite
+from mtpc.engine.stream import Output, assemble, check_served
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError, ServingError
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
@@ -71,6 +72,12 @@ class _Mailbox:
             self._error.__cause__ = error
             self._tell()
 
+    def refuse(self, error: RequestError) -> None:
+        """The engine did not take the request; others go on."""
+        with self._lock:
+            self._error = error
+            self._tell()
+
     def _tell(self) -> None:
         # One call waits in the loop at most, however late the loop gets to it.
         if not self._is_told and not self.loop.is_closed():
@@ -86,6 +93,7 @@ class _Mailbox:
 
         Raises:
             ServingError: the engine has ended.
+            RequestError: the engine did not take the request.
         """
         await self._filled.wait()
         with self._lock:
@@ -221,6 +229,7 @@ class AsyncEngine:
         stop_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
+        grammar: Grammar | None = None,
         text: TextAssembler | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Continue one prompt.
@@ -234,6 +243,8 @@ class AsyncEngine:
             stop_ids: ids that end the continuation; None takes the model's end-of-sequence ids.
             stop: strings that end the text, for text prompts.
             sampling: how tokens are chosen; None is greedy.
+            grammar: which tokens may come next, an object of this request's own; its methods are
+                called in the engine's thread. See `Engine.add`.
             text: for prompts of ids, what makes text of the continuation; with its own stop
                 strings. For servers, which encode prompts themselves.
 
@@ -241,6 +252,7 @@ class AsyncEngine:
             RequestError: an argument cannot be served.
             CapacityError: the prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
+            GrammarError: the grammar raised, allows no token, or contradicts itself.
             ServingError: the engine failed, was closed, or is not running.
         """
         strings = stop_strings(stop)
@@ -252,7 +264,7 @@ class AsyncEngine:
             raise RequestError("stop strings need a text prompt; give stop_ids for token ids")
         ends = self.served.stop_ids if stop_ids is None else tuple(stop_ids)
         params = sampling or SamplingParams()
-        request = Request(-1, list(prompt), max_new_tokens, ends, sampling=params)
+        request = Request(-1, list(prompt), max_new_tokens, ends, sampling=params, grammar=grammar)
         self.engine.check(request)
         async with self._places:
             mailbox = self._post(request)
@@ -260,7 +272,7 @@ class AsyncEngine:
             try:
                 while True:
                     output = assemble(0, await mailbox.take(), text)
-                    check_finite(0, request)
+                    check_served(0, request)
                     reason = output.finish_reason
                     yield output
                     if reason is not None:
@@ -278,9 +290,16 @@ class AsyncEngine:
                 error = self._ended.result() if self._ended.done() else None
                 raise ServingError("the engine has ended; make a new AsyncEngine") from error
             self._mailboxes[request] = mailbox
-            self._commands.append(lambda: self.engine.submit(request))
+            self._commands.append(lambda: self._submit(request, mailbox))
             self._wake.notify()
         return mailbox
+
+    def _submit(self, request: Request, mailbox: _Mailbox) -> None:
+        """Queue a request; one that another's grammar came to refuse is its consumer's matter."""
+        try:
+            self.engine.submit(request)
+        except RequestError as error:
+            mailbox.refuse(error)
 
     def _withdraw(self, request: Request, reason: FinishReason) -> None:
         """Forget a request, wherever it is: not yet in the engine, in it, or finished."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.text import TextAssembler
-from mtpc.errors import NumericsError, RequestError
+from mtpc.errors import GrammarError, NumericsError, RequestError
 from mtpc.sampling_params import TokenLogprobs
 
 
@@ -43,17 +43,23 @@ def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Outp
     return Output(index, output.token_ids, piece, reason, output.logprobs)
 
 
-def check_finite(index: int, request: Request) -> None:
-    """Refuse to go on with a model that computes nonsense.
+def check_served(index: int, request: Request) -> None:
+    """Refuse to go on where a model computes nonsense, or a grammar fails.
 
     Raises:
         NumericsError: the request ended with non-finite logits.
+        GrammarError: its grammar ended it; the cause is what that raised.
     """
+    new = len(request.output_ids)
     if request.finish_reason == "nonfinite":
         raise NumericsError(
             f"prompt {index}: the model's logits became NaN or infinite after "
-            f"{len(request.output_ids)} new tokens; check the weights or use a wider dtype"
+            f"{new} new tokens; check the weights or use a wider dtype"
         )
+    if request.error is not None:
+        raise GrammarError(
+            f"prompt {index}: its grammar failed after {new} new tokens: {request.error!r}"
+        ) from request.error
 
 
 def check_all(engine: Engine, requests: Sequence[Request]) -> None:
@@ -87,6 +93,7 @@ def stream(
 
     Raises:
         NumericsError: the model produced non-finite logits.
+        GrammarError: a request's grammar failed.
     """
     ready: deque[tuple[int, StepOutput]] = deque()
     unfinished = set(range(len(requests)))
@@ -100,7 +107,7 @@ def stream(
             index, step_output = ready.popleft()
             if index not in unfinished:  # What a stop string had cut off.
                 continue
-            check_finite(index, requests[index])
+            check_served(index, requests[index])
             output = assemble(index, step_output, texts[index])
             if output.finish_reason is not None:
                 unfinished.remove(index)
