@@ -46,6 +46,9 @@ class CompileOptions:
             divisor of `prefill_chunk`; None is the most that both allow, up to 4.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
             model keeps all of its past in pages; see docs/serving.md.
+        async_scheduling: launch a step before the one before it is read, so that a GPU does not
+            wait for the host. The text is the same, and comes one step later; of no use on a cpu,
+            where a launch is the work.
         backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null", or "auto": cpu, falling
             back to eager (visibly, and not under `strict`) where no C++ compiler works.
         dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
@@ -79,6 +82,7 @@ class CompileOptions:
     prefill_chunk: int = 64
     prefill_rows: int | None = None
     prefix_caching: bool = True
+    async_scheduling: bool = False
     backend: str = "auto"
     dtype: str | None = None
     sampling: bool = False
@@ -105,8 +109,9 @@ class CompileOptions:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.num_pages is not None:
             _check_int("num_pages", self.num_pages, low=2)
-        if not isinstance(self.prefix_caching, bool):
-            raise OptionError(f"prefix_caching is {self.prefix_caching!r}; expected True or False")
+        for name in ("prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:

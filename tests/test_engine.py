@@ -22,6 +22,7 @@ from oracles import DraftOracle, QwenDraftOracle
 from test_theorem import poison
 
 import mtpc
+from mtpc.engine.request import Request
 
 _BASE = torch.randint(2, 96, (22,), generator=torch.Generator().manual_seed(5)).tolist()
 PROMPTS = [
@@ -57,9 +58,27 @@ class Session:
         for request in self.spec.engine.running:
             if request.is_prefilled:
                 text = request.prompt_ids + request.output_ids
+                if request.num_unread:
+                    text = self.unread_text(request)
+                    if text is None:
+                        continue
                 found = rows[request.slot].tolist()
                 assert found == [text[-1], *self.drafts(text)]
                 self.seen["drafts compared"] += 1
+
+    def unread_text(self, request: Request) -> list[int] | None:
+        """How far a request has come that the host has not read yet; None where it has ended."""
+        shared = self.spec.program.shared
+        if shared["state.remaining_tokens"][request.slot] == 0:
+            return None
+        length = int(shared["state.committed_lens"][request.slot]) + 1
+        new, stops = request.max_new_tokens, bool(request.stop_ids)
+        text = request.prompt_ids + self.plain.generate(request.prompt_ids, new, stops)
+        known = request.num_tokens
+        assert text[:known] == request.prompt_ids + request.output_ids
+        assert known < length <= known + request.num_unread
+        self.seen["unread"] += 1
+        return text[:length]
 
     def check_empty(self) -> None:
         """Pages, slots and references are as at the start."""

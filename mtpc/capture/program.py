@@ -43,12 +43,15 @@ class Program:
         shared: state and cache tensors that all steps use, by name.
         replays: how often each step ran.
         host_writes: buffer writes by the host.
+        placed: request slots that `set_batch` wrote for each step, so that the host need not read
+            them from a device; who writes `batch.state_indices` otherwise forgets its entry.
     """
 
     steps: Mapping[StepKey, CapturedStep]
     shared: Mapping[str, Tensor]
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
+    placed: dict[StepKey, list[int]] = field(default_factory=dict)
 
     def bucket_for(self, num_reqs: int) -> int:
         """Requests of the smallest decode steps that hold `num_reqs`."""
@@ -79,9 +82,11 @@ class Program:
         """Point a step's rows at request slots; nothing is written where nothing changed."""
         indices = self.steps[key].buffers["batch.state_indices"]
         padding = [SCRATCH_SLOT] * (indices.shape[0] - len(slots))
-        wanted = torch.tensor(slots + padding, dtype=indices.dtype)
-        if not torch.equal(indices.cpu(), wanted):
-            self.write(indices, wanted)
+        wanted = slots + padding
+        if self.placed.get(key) != wanted:
+            self.placed.pop(key, None)  # Should the write fail, nothing is known.
+            self.write(indices, torch.tensor(wanted, dtype=indices.dtype))
+            self.placed[key] = wanted
 
     def run(self, key: StepKey) -> Mapping[str, Tensor]:
         """One iteration; returns the step's buffers, results among them."""

@@ -5,6 +5,10 @@ Everything decided per token is in the captured step; the host admits, frees, an
 
 `add`, `abort` and `step` may be called at any moment, from any thread, and from a request's own
 callback.
+
+With `async_scheduling` a step is launched before the one before it is read. Nothing that is decided
+per token waits for the host, so the text is the same; the host knows lengths one step late, and
+hands out pages for the most that they can be.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from mtpc.engine.grammar import Grammar, GrammarMasks, check_grammar
 from mtpc.engine.lock import FairLock
 from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
+from mtpc.engine.readout import Moment, Readout
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.rows import unpaged_state, write_chunks, write_new_pages, write_state
 from mtpc.engine.sampling_rows import check_sampling, read_logprobs
@@ -38,6 +43,11 @@ Emission = tuple[Request, StepOutput]
 """What a request got of a step."""
 
 
+def _most_emitted(key: StepKey) -> int:
+    """Tokens that a step can emit of a request."""
+    return 1 if key.phase == "prefill" else key.spec_tokens + 1
+
+
 @dataclass(frozen=True)
 class PendingStep:
     """A step that was launched and not yet read.
@@ -45,16 +55,16 @@ class PendingStep:
     Attributes:
         turn: whose.
         key: which step.
-        buffers: its buffers, results among them.
+        emitting: of its requests, those that it may emit tokens of; other prompts go on.
+        readout: its results.
         start_s: when the host began to work on it.
-        replay_s: seconds that the replay took.
     """
 
     turn: Turn
     key: StepKey
-    buffers: Mapping[str, Tensor]
+    emitting: list[Request]
+    readout: Readout
     start_s: float
-    replay_s: float
 
 
 class Engine:
@@ -80,7 +90,9 @@ class Engine:
         self.tiers = TierPolicy(options.tiers)
         self._masks = GrammarMasks(program, vocab_size)
         self._lock = FairLock()
-        self._replay_end_s: float | None = None
+        self._unread: PendingStep | None = None
+        self._last_end: Moment | None = None
+        self._last_read_s = 0.0
 
     def _prefixes(self) -> PrefixCache | None:
         """The prefix cache, where it was asked for and all of a request's past is in pages."""
@@ -124,7 +136,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run."""
+        """Whether requests wait or run; one whose last step was not read yet does."""
         return bool(self.waiting or self.running)
 
     @property
@@ -232,8 +244,7 @@ class Engine:
                     self._finish(request, reason)
                     if request.on_output is not None:
                         request.on_output(StepOutput(request_id, [], reason))
-            if not self.has_work:
-                self._replay_end_s = None
+            self._rest()
 
     def reset_prefix_cache(self) -> None:
         """Reuse nothing that was computed so far; call it after weights or pools were changed."""
@@ -244,25 +255,39 @@ class Engine:
         """One iteration: admit, then prefill one chunk or decode all requests that can.
 
         Returns:
-            What each request of the step got; nothing for a chunk that is not a prompt's last.
+            What each request of the step got; nothing for a chunk that is not a prompt's last. With
+            `async_scheduling` of the step before it, which is read while this one runs.
 
         Raises:
-            Whatever the replay raises. Its requests are computed again by the next step.
+            Whatever the replay raises. Its requests are computed again by the next step, with what
+            was not read of the step before.
         """
         with self._lock:
-            turn = self.scheduler.next_turn()
-            if turn is None:
-                return []
             try:
-                outputs = self._collect(self._launch(turn))
+                outputs = self._advance()
             except BaseException:  # An interrupt, too: what the device got to is unknown.
+                if self._unread is not None:
+                    self.pages.forget_all()  # Some were learned of what was launched behind.
                 self.scheduler.preempt_all()
-                self._replay_end_s = None
+                self._unread = self._last_end = None
                 raise
             handed = self._hand_out(outputs)
-            if not self.has_work:
-                self._replay_end_s = None
+            self._rest()
             return handed
+
+    def _rest(self) -> None:
+        """Where there is no work left nothing is to be read, and no gap begins."""
+        if not self.has_work:
+            self._unread = self._last_end = None
+
+    def _advance(self) -> list[Emission]:
+        """Launch the next step, if that can be said now; read it, or the one before it."""
+        turn, unread = self.scheduler.next_turn(), self._unread
+        launched = self._launch(turn) if turn is not None else None
+        if not self.options.async_scheduling:
+            return self._collect(launched) if launched is not None else []
+        self._unread = launched
+        return self._collect(unread) if unread is not None else []
 
     def _launch(self, turn: Turn) -> PendingStep:
         """Write what changed, and run the step."""
@@ -279,62 +304,76 @@ class Engine:
             key = StepKey.decode(num_reqs, self.tiers.choose(num_reqs))
         self._masks.write(key, turn.requests)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
-        begin = time.perf_counter()
-        if self._replay_end_s is not None:
-            self._stats.count_host_gap(begin - self._replay_end_s)
-        buffers = self.program.run(key)
-        self._replay_end_s = time.perf_counter()
-        replay_s = self._replay_end_s - begin
-        self._stats.replay_s += replay_s
-        return PendingStep(turn, key, buffers, start, replay_s)
+        readout = Readout(self.program, key)
+        emitting = [request for request in turn.requests if request.is_prefilled]
+        for request in emitting:
+            request.num_unread += _most_emitted(key)
+        return PendingStep(turn, key, emitting, readout, start)
 
     def _collect(self, pending: PendingStep) -> list[Emission]:
         """Read what a step emitted."""
-        turn, stats = pending.turn, self._stats
+        results, stats, turn = pending.readout.read(), self._stats, pending.turn
+        for request in pending.emitting:
+            request.num_unread -= _most_emitted(pending.key)
+        if self._last_end is not None:
+            stats.count_host_gap(self._last_end.seconds_until(pending.readout.begin))
+        self._last_end = pending.readout.end
+        stats.replay_s += pending.readout.replay_s
         if turn.phase == "prefill":
             stats.prefill_steps += 1
             stats.prefill_prompts += len(turn.requests)
             stats.prompt_tokens += sum(turn.chunks)
-            for request in turn.requests:
-                request.num_drafts = pending.key.spec_tokens if request.is_prefilled else 0
-            outputs = self._read(pending.buffers, turn.requests)
-            stats.prefill_s += time.perf_counter() - pending.start_s
+            for request in pending.emitting:
+                request.num_drafts = pending.key.spec_tokens
         else:
             stats.decode_steps += 1
-            self._count_drafts(pending)
-            outputs = self._read(pending.buffers, turn.requests)
-            stats.decode_s += time.perf_counter() - pending.start_s
+            self._count_drafts(pending, results)
+        outputs = self._read(pending, results)
+        now = time.perf_counter()
+        seconds = now - max(pending.start_s, self._last_read_s)
+        self._last_read_s = now
+        if turn.phase == "prefill":
+            stats.prefill_s += seconds
+        else:
+            stats.decode_s += seconds
         return outputs
 
-    def _count_drafts(self, pending: PendingStep) -> None:
+    def _count_drafts(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
         """Tell statistics and policy what became of the drafts of a decode step.
 
         After a step of fewer drafts a row's further columns hold old tokens: no drafts.
         """
-        key, buffers = pending.key, pending.buffers
-        accepted, emitted = buffers["batch.num_accepted"], buffers["batch.num_emitted"]
+        key = pending.key
+        accepted, emitted = results["batch.num_accepted"], results["batch.num_emitted"]
         rows = zip(pending.turn.requests, accepted.tolist(), emitted.tolist(), strict=False)
         drafts = []
         for request, num_accepted, num_emitted in rows:
+            if request.finish_reason is not None:  # Before this step was read.
+                continue
             verified = min(request.num_drafts, key.spec_tokens)
             right = min(num_accepted, verified)
             self._stats.count_acceptance(verified, right, num_emitted)
             drafts.append((verified, right))
             request.num_drafts = key.spec_tokens
-        self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.replay_s, drafts)
+        self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s, drafts)
 
-    def _read(self, buffers: Mapping[str, Tensor], requests: list[Request]) -> list[Emission]:
-        """Take what a step emitted, row by row; nothing of prompts whose end it did not reach."""
+    def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> list[Emission]:
+        """Take what a step emitted, row by row.
+
+        Nothing of prompts whose end it did not reach, nor of requests that ended meanwhile.
+        """
         rows = zip(
-            requests,
-            buffers["batch.out_token_ids"].tolist(),
-            buffers["batch.num_emitted"].tolist(),
-            buffers["batch.stop_reason"].tolist(),
+            pending.turn.requests,
+            results["batch.out_token_ids"].tolist(),
+            results["batch.num_emitted"].tolist(),
+            results["batch.stop_reason"].tolist(),
             strict=False,
         )
         outputs = []
         for row, (request, token_ids, count, code) in enumerate(rows):
-            if not request.is_prefilled:
+            if request.finish_reason is not None:
+                continue
+            if request not in pending.emitting:
                 self.scheduler.learn(request)
                 continue
             emitted = token_ids[:count]
@@ -342,7 +381,7 @@ class Engine:
             if request.grammar is not None:
                 self._masks.take(request, emitted, reason == "nonfinite")
                 emitted, reason = ([], "error") if request.error else (emitted, reason)
-            logprobs = read_logprobs(buffers, row, emitted, request)
+            logprobs = read_logprobs(results, row, emitted, request)
             request.output_ids += emitted
             request.logprobs += logprobs or []
             self._stats.emitted_tokens += len(emitted)

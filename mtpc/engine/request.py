@@ -59,6 +59,7 @@ class Request:
         num_prefilled: of these, how many have their KV, reused pages included.
         num_indexed: pages that the prefix cache knows.
         last_block: the prefix cache's number for the last of them.
+        num_unread: tokens that launched steps, not yet read, may have emitted at most.
         num_drafts: drafts that its last step left for the next one to verify.
         output_ids: new tokens so far.
         logprobs: of output_ids, where they were asked for.
@@ -79,6 +80,7 @@ class Request:
     num_prefilled: int = 0
     num_indexed: int = 0
     last_block: int = 0
+    num_unread: int = 0
     num_drafts: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -101,6 +103,17 @@ class Request:
     def num_committed(self) -> int:
         """Tokens whose KV is final: all but the last one, once it decodes."""
         return self.num_tokens - 1 if self.is_prefilled else self.num_prefilled
+
+    @property
+    def most_committed(self) -> int:
+        """What `num_committed` may be once all steps launched are read."""
+        longest = len(self.prompt_ids) + self.max_new_tokens - 1
+        return min(self.num_committed + self.num_unread, longest)
+
+    @property
+    def is_surely_done(self) -> bool:
+        """Whether a step that was not read yet, which emits a token at least, is its last."""
+        return self.num_unread > 0 and self.remaining_tokens <= 1
 
     @property
     def remaining_tokens(self) -> int:

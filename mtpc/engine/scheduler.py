@@ -99,8 +99,10 @@ class Scheduler:
             self._release(request)
 
     def next_turn(self) -> Turn | None:
-        """The next step, or None where nothing runs."""
+        """The next step, or None where nothing runs, or what was launched has to be read first."""
         self._admit()
+        if self._must_read():
+            return None
         turn = self._decode_turn() if self._last == "prefill" else None
         turn = turn or self._prefill_turn() or self._decode_turn()
         if turn is None:
@@ -130,17 +132,38 @@ class Scheduler:
         held = [count for count in chunks if count]
         return Turn("prefill", requests[: len(held)], self._still_placed(), [], held)
 
+    def _must_read(self) -> bool:
+        """Whether the next step depends on what one that is not read yet has emitted.
+
+        A grammar's masks do. So does what a preempted request has to prefill; and fewer pages may
+        be needed than the most that was emitted would need.
+        """
+        if not any(request.num_unread for request in self.running):
+            return False
+        if any(request.grammar is not None and request.num_unread for request in self.running):
+            return True
+        missing = sum(max(self._missing_pages(request), 0) for request in self._decoding())
+        return missing > self.pages.num_free
+
+    def _decoding(self) -> list[Request]:
+        """Requests that go on decoding, in order of arrival."""
+        return [r for r in self.running if r.is_prefilled and not r.is_surely_done]
+
+    def _missing_pages(self, request: Request) -> int:
+        """Pages that a request lacks for its next step."""
+        return self._pages_for(request.most_committed) - len(request.pages)
+
     def _decode_turn(self) -> Turn | None:
         """All that decode, each with the pages of its next step; None where nobody does."""
         grown = []
-        for request in [r for r in self.running if r.is_prefilled]:
-            missing = self._pages_for(request.num_committed) - len(request.pages)
+        for request in self._decoding():
+            missing = self._missing_pages(request)
             while missing > self.pages.num_free and request.slot is not None:
                 self._preempt(self.running[-1])
             if missing > 0 and request.slot is not None:
                 grown.append((request, len(request.pages)))
                 request.pages += self.pages.take(missing)
-        decoding = [r for r in self.running if r.is_prefilled]
+        decoding = self._decoding()
         if not decoding:
             return None
         return Turn("decode", decoding, self._still_placed(), grown)
@@ -177,6 +200,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._release(request)
         request.num_input, request.num_prefilled = request.num_tokens, 0
+        request.num_unread = 0
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:

@@ -1,0 +1,205 @@
+"""Steps launched before the one before is read: nothing but the moment of reading changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_engine import PRESSED, PROMPTS, Session, run_schedules
+from test_grammar import MASKED, NEW, STOP, Records, wanted
+from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
+
+import mtpc
+from mtpc.engine.engine import Engine
+from mtpc.errors import OptionError, RequestError
+
+
+def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
+    """The same program under an engine that reads one step late."""
+    spec.program.placed.clear()
+    options = replace(spec.options, async_scheduling=True)
+    return mtpc.SpecModel(spec.served, options, spec.program, spec.loaded)
+
+
+def run(engine: Engine) -> dict[int, tuple[list[int], str | None]]:
+    """To the end; tokens, and how each request ended."""
+    found: dict[int, tuple[list[int], str | None]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            text, _ = found.get(output.request_id, ([], None))
+            found[output.request_id] = (text + output.token_ids, output.finish_reason)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "spec_tokens", "count"),
+    [
+        ("mimo", 2, 60),
+        ("mimo", 0, 40),
+        ("glm4_moe", 3, 10),
+        *(
+            pytest.param(family, 3, 40, marks=pytest.mark.slow)
+            for family in ("step3p7", "mimo_v2", "qwen3_next", "deepseek_v4")
+        ),
+    ],
+)
+def test_schedules(
+    family: str,
+    spec_tokens: int,
+    count: int,
+    compiled: Callable[..., Any],
+    oracle: Callable[..., Any],
+) -> None:
+    """Those of test_engine: text, drafts, pages and slots, under arrivals, aborts, pressure."""
+    session = Session(read_late(compiled(family, spec_tokens, **PRESSED)), oracle(family))
+    run_schedules(session, count)
+    assert session.seen["unread"] > count
+
+
+@pytest.fixture
+def session(compiled: Callable[..., Any], oracle: Callable[..., Any]) -> Session:
+    return Session(read_late(compiled("mimo", 2, **PRESSED)), oracle("mimo"))
+
+
+def test_the_next_step_is_launched_first(session: Session) -> None:
+    """Each call launches one and hands out the one before; the last one only reads."""
+    engine, plain = session.spec.engine, session.plain
+    before = engine.program.replays.total()
+    engine.add(PROMPTS[2], 9)
+    assert engine.step() == []
+    assert engine.program.replays.total() == before + 1
+    (first,) = engine.step()
+    assert engine.program.replays.total() == before + 2
+    assert first.token_ids == plain.generate(PROMPTS[2], 1, stop=False)
+    calls, text, reason = 2, first.token_ids, None
+    while reason is None:
+        (output,) = engine.step()
+        calls, text, reason = calls + 1, text + output.token_ids, output.finish_reason
+    assert text == plain.generate(PROMPTS[2], 9, stop=False)
+    assert reason == "length"
+    launched = engine.program.replays.total() - before
+    # Where drafts were accepted the host could not know that a step was the last, and ran one more.
+    assert calls - launched in (0, 1)
+    assert engine.stats.host_gaps >= launched - 2
+    session.check_empty()
+
+
+def test_no_step_is_launched_behind_the_last_token(
+    compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """Without drafts the host knows lengths though it has not read: no replay is wasted."""
+    spec = read_late(compiled("mimo", 0, **PRESSED))
+    before = spec.program.replays.total()
+    spec.engine.add(PROMPTS[1], 7)
+    ((text, reason),) = run(spec.engine).values()
+    assert (text, reason) == (oracle("mimo").generate(PROMPTS[1], 7, stop=False), "length")
+    assert spec.program.replays.total() - before == 7
+
+
+def test_statistics_are_those_of_reading_at_once(compiled: Callable[..., Any]) -> None:
+    """One request after the other: the same drafts accepted, the same tokens by step."""
+    spec = compiled("mimo", 2, **PRESSED)
+    counts = []
+    for model in (mtpc.SpecModel(spec.served, spec.options, spec.program), read_late(spec)):
+        for prompt in PROMPTS[4:10]:
+            model.generate(prompt, 12, ignore_eos=True)
+        stats = model.stats
+        counts.append((stats.accepted, stats.drafted, stats.emitted_tokens, stats.request_steps))
+        assert 0 < stats.host_gap_s < stats.decode_s + stats.prefill_s
+        assert stats.replay_s < stats.decode_s + stats.prefill_s
+    assert counts[0] == counts[1]
+
+
+def test_a_replay_that_fails(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not read is computed again, with what failed; each token is handed out once."""
+    engine, plain = session.spec.engine, session.plain
+    real, calls = engine.program.run, []
+
+    def fails(key: Any) -> Any:
+        calls.append(key)
+        result = real(key)
+        if len(calls) in (3, 6, 7):
+            raise RuntimeError("no such device")
+        return result
+
+    monkeypatch.setattr(engine.program, "run", fails)
+    ids = [engine.add(prompt, 11) for prompt in PROMPTS[5:9]]
+    found: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    failures = 0
+    while engine.has_work:
+        try:
+            outputs = engine.step()
+        except RuntimeError:
+            failures += 1
+            assert not engine.running
+            continue
+        for output in outputs:
+            found[output.request_id] += output.token_ids
+    assert failures == 3
+    assert list(found.values()) == [plain.generate(p, 11, stop=False) for p in PROMPTS[5:9]]
+    session.check_empty()
+
+
+def test_aborts_of_what_is_unread(session: Session) -> None:
+    """Nothing of an aborted request is handed out; its slot and pages serve the next at once."""
+    engine, plain = session.spec.engine, session.plain
+    for steps in range(1, 5):
+        gone = engine.add(PROMPTS[12], 12)
+        seen = [output for _ in range(steps) for output in engine.step()]
+        assert sum(len(output.token_ids) for output in seen) < 12
+        engine.abort(gone)
+        assert not engine.has_work
+        assert engine.step() == []
+        session.check_empty()
+        stays, gone = engine.add(PROMPTS[6], 12), engine.add(PROMPTS[13], 12)
+        found = [output for _ in range(steps) for output in engine.step()]
+        engine.abort(gone)
+        text = [i for output in found if output.request_id == stays for i in output.token_ids]
+        rest = run(engine)
+        assert gone not in rest
+        text += rest.get(stays, ([], None))[0]
+        assert text == plain.generate(PROMPTS[6], 12, stop=False)
+        session.check_empty()
+
+
+@pytest.mark.parametrize("spec_tokens", [1, 3])
+def test_sampling_and_grammars(
+    spec_tokens: int,
+    compiled: Callable[..., Any],
+    oracle: Callable[..., Any],
+    sampling_oracle: Callable[[str], SamplingOracle],  # noqa: F811
+) -> None:
+    """Penalties count in the graph; a grammar's masks wait until it was told what came before."""
+    session = Session(read_late(compiled("mimo", spec_tokens, **MASKED)), oracle("mimo"))
+    engine, plain = session.spec.engine, sampling_oracle("mimo")
+    expected = {}
+    for index, (name, params) in enumerate(FILTERS.items()):
+        prompt = PROMPTS[index % len(PROMPTS)]
+        grammar = Records() if name in ("greedy", "temperature") else None
+        request_id = engine.add(prompt, NEW, (STOP,), params, grammar=grammar)
+        expected[request_id] = (
+            wanted(plain, prompt, params) if grammar else plain.generate(prompt, NEW, params)
+        )
+    assert len(expected) > 5
+    found = run(engine)
+    assert {request_id: text for request_id, (text, _) in found.items()} == expected
+    assert session.spec.stats.forced_drafts > 0
+    session.check_empty()
+
+
+def test_generate_stream_and_options(session: Session) -> None:
+    spec, plain = session.spec, session.plain
+    prompts = PROMPTS[3:8]
+    texts = [plain.generate(prompt, 10, stop=False) for prompt in prompts]
+    assert spec.generate(prompts, 10, ignore_eos=True) == texts
+    iterator = spec.stream(prompts, 10, ignore_eos=True)
+    first = next(iterator)
+    assert first.token_ids == texts[first.index][: len(first.token_ids)]
+    iterator.close()
+    session.check_empty()
+    with pytest.raises(RequestError, match="prompt is empty"):
+        spec.generate([[]], 3)
+    with pytest.raises(OptionError, match="async_scheduling is 1; expected True or False"):
+        replace(spec.options, async_scheduling=1)  # type: ignore[arg-type]
