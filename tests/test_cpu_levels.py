@@ -18,7 +18,8 @@ from mtpc.cache.store import Entry
 from mtpc.cli.doctor import Finding, examine
 from mtpc.errors import BackendError
 
-ZEN4 = frozenset.union(*(level.needs for level in X86)) | {"sse2"}
+SAPPHIRE_RAPIDS = frozenset.union(*(level.needs for level in X86)) | {"sse2"}
+ZEN4 = SAPPHIRE_RAPIDS - {"amx_tile", "amx_bf16", "amx_int8"}
 NAMES = {level.name: level for level in X86}
 KERNEL_TESTS = [
     f"test_{name}.py"
@@ -33,6 +34,7 @@ def names(flags: frozenset[str], machine: str = "x86_64") -> list[str]:
 
 
 def test_which_levels_run_where() -> None:
+    assert names(SAPPHIRE_RAPIDS) == ["amx", "avx512", "avx2", "portable"]
     assert names(ZEN4) == ["avx512", "avx2", "portable"]
     # Skylake has AVX-512 without bfloat16: its lanes would be those of another level.
     assert names(ZEN4 - {"avx512_bf16"}) == ["avx2", "portable"]

@@ -43,8 +43,17 @@ _AVX2 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
 _AVX512 = frozenset(
     {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
 )
+_AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+_BF16 = ("avx512bf16", "avx512vnni")
 X86 = (
-    Level("avx512", "x86-64-v4", ("avx512bf16", "avx512vnni"), 512, _AVX2 | _AVX512),
+    Level(
+        "amx",
+        "x86-64-v4",
+        (*_BF16, "amx-tile", "amx-bf16", "amx-int8"),
+        512,
+        _AVX2 | _AVX512 | _AMX,
+    ),
+    Level("avx512", "x86-64-v4", _BF16, 512, _AVX2 | _AVX512),
     Level("avx2", "x86-64-v3", (), 256, _AVX2),
     Level("portable", "x86-64"),
 )

@@ -1,0 +1,108 @@
+// What products with packed weights are made of: groups of inputs, their dots, rows, sums.
+#pragma once
+
+#include "simd.h"
+#include "tensors.h"
+
+namespace mtpc {
+
+/// Output features in a tile, as in mtpc/packing.py.
+inline constexpr int kFeatures = 32;
+
+inline int64_t count_tiles(int64_t features) { return (features + kFeatures - 1) / kFeatures; }
+
+/// Four bytes of adjacent inputs: two of bfloat16, four of int8.
+using Group = int32_t;
+
+/// A register of groups, one of each of so many features.
+using Groups = Mask<float>;
+
+/// Pairs of bfloat16, added up in float.
+struct Bf16Pairs {
+  using Sum = float;
+  using Sums = Vec<float>;
+
+  /// sums + a.first * b.first + a.second * b.second, lane by lane.
+  static Sums add(Sums sums, Groups a, Groups b) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+#else
+    const auto first = [](Groups p) { return reinterpret_cast<Vec<float>>(p << 16); };
+    const auto second = [](Groups p) { return reinterpret_cast<Vec<float>>(p & ~0xffff); };
+    sums += first(a) * first(b);
+    return sums + second(a) * second(b);
+#endif
+  }
+};
+
+/// Quads of int8, those of the weights without a sign; sums are exact up to 65,000 inputs.
+struct Int8Quads {
+  using Sum = int32_t;
+  using Sums = Groups;
+
+  /// sums + the products of a's four with b's four, lane by lane.
+  static Sums add(Sums sums, Groups a, Groups b) {
+#if defined(__AVX512VNNI__)
+    return (Groups)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Pairs of 16 bits, which hold any product of two bytes twice over: the even bytes', the odd's.
+    const __m256i low = _mm256_set1_epi32(0x00ff00ff);
+    const __m256i even = _mm256_madd_epi16(
+        _mm256_and_si256((__m256i)a, low), _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(
+        _mm256_srli_epi16((__m256i)a, 8), _mm256_srai_epi16((__m256i)b, 8));
+    return sums + (Groups)_mm256_add_epi32(even, odd);
+#else
+    for (int i = 0; i < 4; ++i) sums += (a >> 8 * i & 0xff) * (b << (24 - 8 * i) >> 24);
+    return sums;
+#endif
+  }
+};
+
+/// Sums of one tile's features, by row.
+template <class Dot, int kRows>
+using TileSums = typename Dot::Sum[kRows][kFeatures];
+
+/// Rows of so many groups, `stride` groups apart.
+struct InputRows {
+  const Group* first;
+  int64_t groups, stride;
+};
+
+/// Dense rows of so many inputs.
+template <class T>
+InputRows dense_rows(const T* first, int64_t inputs) {
+  const int64_t groups = inputs * sizeof(T) / sizeof(Group);
+  return {reinterpret_cast<const Group*>(first), groups, groups};
+}
+
+/// Dense rows, copied further apart where the same places of several are in one set of the first
+/// level cache: it has eight ways, and twelve rows go through it side by side.
+class SpacedRows {
+ public:
+  template <class T>
+  SpacedRows(const T* first, int64_t rows, int64_t inputs) : rows_(dense_rows(first, inputs)) {
+    const int64_t bytes = inputs * sizeof(T);
+    if (rows < kFewRows || bytes % kAliased != 0) return;
+    const int64_t spaced = bytes + 64;
+    char* to = copy_.reserve(rows * spaced);
+    for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * spaced, first + r * inputs, bytes);
+    rows_.first = reinterpret_cast<const Group*>(to);
+    rows_.stride = spaced / sizeof(Group);
+  }
+
+  InputRows rows() const { return rows_; }
+
+ private:
+  static constexpr int64_t kFewRows = 5, kAliased = 1024;
+  Buffer<char> copy_;
+  InputRows rows_;
+};
+
+/// What to fetch meanwhile: bytes from `from` on, `step` of them with each group.
+struct Fetch {
+  const char* from;
+  int64_t step;
+};
+
+}  // namespace mtpc

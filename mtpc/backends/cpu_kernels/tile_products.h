@@ -1,0 +1,144 @@
+// Products with packed weights in AMX's tile registers, of 16 rows of 64 bytes each.
+//
+// The layout is that of all levels: 16 groups of a tile of 32 features are 16 rows of 128 bytes,
+// the two halves of which are two registers as the instructions want them. Sums run over the
+// inputs 16 groups at a time, in order; a row's do not depend on how many rows there are.
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "product_rows.h"
+
+namespace mtpc {
+
+/// Rows of a register, and groups of one of its rows.
+inline constexpr int kTileRows = 16;
+
+/// Two registers of inputs, two of weights and four of sums: all there are.
+inline constexpr int kMostRows = 2 * kTileRows;
+
+/// The operand of LDTILECFG: registers 0 and 1 are sums of the first 16 rows, 2 and 3 of the
+/// others, 4 and 5 their inputs, 6 and 7 weights.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit TileConfig(int64_t count) {
+    const int first = std::min<int64_t>(count, kTileRows), second = count - first;
+    const int used[] = {first, first, second, second, first, second, kTileRows, kTileRows};
+    for (int i = 0; i < 8; ++i) {
+      rows[i] = used[i];
+      bytes[i] = used[i] ? 64 : 0;
+    }
+  }
+};
+
+/// Linux gives a process tile registers when it asks (Documentation/arch/x86/xstate.rst).
+inline bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+
+/// What was written is in memory: the compiler does not know what tile instructions read.
+inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
+
+// The intrinsics are macros that want literal numbers of registers.
+#define MTPC_TILE_DOT(DOT, SUMS, INPUTS, WEIGHTS)            \
+  if constexpr (std::is_same_v<DOT, Bf16Pairs>) {            \
+    _tile_dpbf16ps(SUMS, INPUTS, WEIGHTS);                   \
+  } else {                                                   \
+    _tile_dpbsud(SUMS, INPUTS, WEIGHTS);                     \
+  }
+
+/// Adds 16 groups of `rows` rows, `stride` groups apart, times 16 groups of a tile.
+template <class Dot>
+void add_products(const Group* x, int64_t stride, const Group* tile, int64_t rows) {
+  const int64_t row_bytes = stride * sizeof(Group);
+  constexpr int64_t kTileBytes = kFeatures * sizeof(Group);
+  _tile_loadd(6, tile, kTileBytes);
+  _tile_loadd(4, x, row_bytes);
+  MTPC_TILE_DOT(Dot, 0, 4, 6);
+  _tile_loadd(7, tile + kFeatures / 2, kTileBytes);
+  MTPC_TILE_DOT(Dot, 1, 4, 7);
+  if (rows > kTileRows) {
+    _tile_loadd(5, x + kTileRows * stride, row_bytes);
+    MTPC_TILE_DOT(Dot, 2, 5, 6);
+    MTPC_TILE_DOT(Dot, 3, 5, 7);
+  }
+}
+
+#undef MTPC_TILE_DOT
+
+/// The last groups, fewer than 16, with zeros behind them.
+template <class Dot>
+void add_last_products(InputRows x, const Group* tile, int64_t rows, int64_t done) {
+  alignas(64) Group inputs[kMostRows][kTileRows] = {}, weights[kTileRows][kFeatures] = {};
+  const int64_t left = x.groups - done;
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(inputs[r], x.first + r * x.stride + done, left * sizeof(Group));
+  }
+  std::memcpy(weights, tile + done * kFeatures, left * sizeof(weights[0]));
+  settle_memory();
+  add_products<Dot>(inputs[0], kTileRows, weights[0], rows);
+}
+
+/// Up to 32 rows times one tile; the registers are configured for as many.
+template <class Dot>
+void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
+                   TileSums<Dot, kMostRows>& out) {
+  constexpr int64_t kLine = 64;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (rows > kTileRows) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  int64_t done = 0;
+  for (; done + kTileRows <= x.groups; done += kTileRows) {
+    for (int64_t at = 0; at < kTileRows * fetch.step; at += kLine) {
+      __builtin_prefetch(fetch.from + at, 0, 2);
+    }
+    fetch.from += kTileRows * fetch.step;
+    add_products<Dot>(x.first + done, x.stride, tile + done * kFeatures, rows);
+  }
+  if (done < x.groups) add_last_products<Dot>(x, tile, rows, done);
+  _tile_stored(0, out[0], sizeof(out[0]));
+  _tile_stored(1, out[0] + kFeatures / 2, sizeof(out[0]));
+  if (rows > kTileRows) {
+    _tile_stored(2, out[kTileRows], sizeof(out[0]));
+    _tile_stored(3, out[kTileRows] + kFeatures / 2, sizeof(out[0]));
+  }
+}
+
+/// Configures the registers for passes of different numbers of rows, and releases them.
+class PassRegisters {
+ public:
+  PassRegisters() {
+    STD_TORCH_CHECK(
+        may_use_tiles(),
+        "mtpc_cpu: the system refuses this process AMX's tile registers; set "
+        "MTPC_CPU_LEVEL=avx512");
+  }
+  PassRegisters(const PassRegisters&) = delete;
+  ~PassRegisters() { _tile_release(); }
+
+  void set_rows(int64_t rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    const TileConfig config(rows);
+    settle_memory();
+    _tile_loadconfig(&config);
+  }
+
+ private:
+  int64_t rows_ = 0;
+};
+
+}  // namespace mtpc

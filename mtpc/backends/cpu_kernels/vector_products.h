@@ -1,0 +1,75 @@
+// Products with packed weights in vector registers.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "product_rows.h"
+
+namespace mtpc {
+
+/// Registers of sums that a row of a tile takes.
+inline constexpr int kRegisters = kFeatures / kLanes<float>;
+
+/// Rows that share one pass over a tile: as many as leave registers for weights and inputs.
+inline constexpr int kMostRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 3 : 1;
+
+/// kRows rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
+template <class Dot, int kRows>
+void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<Dot, kMostRows>& out) {
+  typename Dot::Sums sums[kRows][kRegisters]{};
+  for (int64_t k = 0; k < x.groups; ++k, tile += kFeatures, fetch.from += fetch.step) {
+    Groups weights[kRegisters];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
+      std::memcpy(&weights[i], from, kVectorBytes);
+    }
+    __builtin_prefetch(fetch.from, 0, 2);
+    __builtin_prefetch(fetch.from + fetch.step / 2, 0, 2);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Group group = x.first[r * x.stride + k];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRegisters; ++i) {
+        sums[r][i] = Dot::add(sums[r][i], weights[i], Groups{} + group);
+      }
+    }
+  }
+  // One by one: copied as a whole they would live in memory, not in registers.
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      std::memcpy(out[r] + i * kLanes<float>, &sums[r][i], kVectorBytes);
+    }
+  }
+}
+
+template <class Dot>
+using MultiplySome = void (*)(InputRows, const Group*, Fetch, TileSums<Dot, kMostRows>&);
+
+template <class Dot, int... kRows>
+constexpr std::array<MultiplySome<Dot>, sizeof...(kRows)> multiply_table(
+    std::integer_sequence<int, kRows...>) {
+  return {multiply_some<Dot, kRows + 1>...};
+}
+
+/// By the number of rows, less one.
+template <class Dot>
+inline constexpr auto kMultiply =
+    multiply_table<Dot>(std::make_integer_sequence<int, kMostRows>{});
+
+/// Up to kMostRows rows times one tile.
+template <class Dot>
+void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
+                   TileSums<Dot, kMostRows>& out) {
+  kMultiply<Dot>[rows - 1](x, tile, fetch, out);
+}
+
+/// Vector registers need no setting up.
+struct PassRegisters {
+  void set_rows(int64_t) {}
+};
+
+}  // namespace mtpc
