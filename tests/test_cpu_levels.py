@@ -42,6 +42,14 @@ def test_which_levels_run_where() -> None:
     assert names(frozenset({"asimd"}), "aarch64") == ["native"]
 
 
+def test_tile_registers_are_used_where_linux_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.16, and in some sandboxes, it does not, whatever /proc/cpuinfo says."""
+    monkeypatch.setattr("mtpc.cache.machine._cpu", lambda: ("Xeon", SAPPHIRE_RAPIDS))
+    for granted, best in ((True, "amx"), (False, "avx512")):
+        monkeypatch.setattr("mtpc.cache.machine.may_use_tiles", lambda granted=granted: granted)
+        assert names(cpu_flags())[0] == best
+
+
 def test_the_best_one_is_taken_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.delenv("MTPC_CPU_LEVEL", raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shutil
 import subprocess
@@ -104,8 +105,21 @@ def processor_fields() -> dict[str, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets and other features of this processor, as Linux names them."""
-    return _cpu()[1]
+    """Instruction sets and other features of this processor that this process may use, as Linux
+    names them."""
+    flags = _cpu()[1]
+    tiles = {flag for flag in flags if flag.startswith("amx_")}
+    return flags if not tiles or may_use_tiles() else flags - tiles
+
+
+def may_use_tiles() -> bool:
+    """Whether Linux lets this process use AMX's tile registers: one has to ask for them.
+
+    Linux before 5.16 and some sandboxes do not, whatever the processor has. Source:
+    Documentation/arch/x86/xstate.rst.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def compiler_version() -> str | None:

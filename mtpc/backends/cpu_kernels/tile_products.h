@@ -2,11 +2,9 @@
 //
 // The layout is that of all levels: 16 groups of a tile of 32 features are 16 rows of 128 bytes,
 // the two halves of which are two registers as the instructions want them. Sums run over the
-// inputs 16 groups at a time, in order; a row's do not depend on how many rows there are.
+// inputs 16 groups at a time, in order; a row's do not depend on how many rows there are. That the
+// process may use the registers was seen to when the level was chosen (mtpc/cache/machine.py).
 #pragma once
-
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -16,7 +14,7 @@
 
 namespace mtpc {
 
-/// Rows of a register, and groups of one of its rows.
+/// Rows of a register, and groups in one of them.
 inline constexpr int kTileRows = 16;
 
 /// Two registers of inputs, two of weights and four of sums: all there are.
@@ -38,13 +36,6 @@ struct alignas(64) TileConfig {
     }
   }
 };
-
-/// Linux gives a process tile registers when it asks (Documentation/arch/x86/xstate.rst).
-inline bool may_use_tiles() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
 
 /// What was written is in memory: the compiler does not know what tile instructions read.
 inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
@@ -120,12 +111,7 @@ void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
 /// Configures the registers for passes of different numbers of rows, and releases them.
 class PassRegisters {
  public:
-  PassRegisters() {
-    STD_TORCH_CHECK(
-        may_use_tiles(),
-        "mtpc_cpu: the system refuses this process AMX's tile registers; set "
-        "MTPC_CPU_LEVEL=avx512");
-  }
+  PassRegisters() = default;
   PassRegisters(const PassRegisters&) = delete;
   ~PassRegisters() { _tile_release(); }
 
