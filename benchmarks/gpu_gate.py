@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import mtpc.models
@@ -32,11 +33,13 @@ def check_family(name: str, machine: Machine, directory: Path) -> Row:
     drafting, _ = _compile(directory, machine.reference(), 3)
     plain, _ = _compile(directory, machine.reference(), 0)
     text, wanted = (model.generate(PROMPTS, NEW_TOKENS) for model in (ours, plain))
+    late = SpecModel(ours.served, replace(ours.options, async_scheduling=True), ours.program)
     same_drafts = drafting.generate(PROMPTS, NEW_TOKENS) == wanted
     same_drafts &= ours.stats.accepted == drafting.stats.accepted
     row = Row("gate", machine.name, name, COMPARED, 3, 2)
     row.acceptance = ours.stats.acceptance_rate
     faults = [] if text == wanted else ["another text"]
+    faults += [] if late.generate(PROMPTS, NEW_TOKENS) == wanted else ["another text, read late"]
     faults += [] if same_drafts else ["other drafts accepted"]
     faults += [] if 0 < row.acceptance < 1 else ["acceptance was not partial: it shows little"]
     row.passed, row.note = not faults, "; ".join([*faults, *backend.notes])

@@ -185,7 +185,18 @@ class TransformersDraftOracle(DraftOracle):
 
     def run(self, index: int, ids: list[int], features: torch.Tensor) -> torch.Tensor:
         """transformers numbers draft positions one higher than we do; rotary cannot tell."""
-        positions = torch.arange(1, len(ids) + 1)[None]
-        return self.mtp.forward_layer(
-            index, features, positions, None, input_ids=torch.tensor([ids])
+        positions, token_ids = torch.arange(1, len(ids) + 1)[None], torch.tensor([ids])
+        if hasattr(self.mtp, "forward_layer"):
+            return self.mtp.forward_layer(index, features, positions, None, input_ids=token_ids)
+        # Up to transformers 5.17 or so a layer's call stands in `forward` only, with the sampling.
+        embeds = self.mtp.embed_tokens(token_ids)
+        masks = self.mtp.create_masks_for_mtp_layer(index, embeds, None, positions)
+        features = self.mtp.layers[index](
+            embeds,
+            features,
+            position_embeddings=self.mtp.rotary_emb(embeds, position_ids=positions),
+            position_ids=positions,
+            past_key_values=None,
+            **masks,
         )
+        return self.mtp.shared_post_norm(features) if self.mtp.use_shared_post_norm else features
