@@ -10,6 +10,7 @@ import torch
 from conftest import FAMILY_NAMES
 from oracles import FLOAT32_INSIDE, DraftOracle, QwenDraftOracle, TransformersDraftOracle
 from test_theorem import PROMPTS, check_theorem, poison
+from transformers.modeling_layers import MtpModel
 
 
 def check_drafts(spec: Any, oracle: DraftOracle, prompts: list[list[int]], new: int) -> int:
@@ -142,6 +143,8 @@ def test_drafts_equal_transformers_mtp(
     family: str, kind: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
     """Where transformers can build the MTP layer, its own MtpModel is the oracle."""
+    if family == "step3p7" and not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this MtpModel gives Step-3.7's rotary embedding no layer type: it cannot run")
     spec = compiled(family, 3, kind, batch_buckets=(4,))
     prompts = [PROMPTS[5], PROMPTS[10]]
     assert check_drafts(spec, TransformersDraftOracle(oracle(family, kind)), prompts, 10) >= 6
