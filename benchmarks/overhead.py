@@ -94,12 +94,8 @@ class TapedProgram:
 
     def __init__(self, program: Program):
         self._program = program
-        # An engine leaves out what is there already; at the next replay it may not be.
-        self.tape: list[StepKey | tuple[Tensor, Tensor | int]] = [
-            (indices, indices.clone())
-            for step in program.steps.values()
-            for indices in (step.buffers["batch.state_indices"],)
-        ]
+        program.forget_batches()  # What is there already is not written; at a replay it is gone.
+        self.tape: list[StepKey | tuple[Tensor, Tensor | int]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -197,6 +193,7 @@ class Paths:
             else:
                 write(*entry)
         seconds = time.perf_counter() - start
+        self._model.program.forget_batches()
         self._model.program.replays.update(key for key in tape if isinstance(key, StepKey))
         if not torch.equal(self._last_step(tape), expected):
             raise RuntimeError("bare replay computed something else than the engine")

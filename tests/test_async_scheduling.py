@@ -18,7 +18,6 @@ from mtpc.errors import OptionError, RequestError
 
 def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
     """The same program under an engine that reads one step late."""
-    spec.program.placed.clear()
     options = replace(spec.options, async_scheduling=True)
     return mtpc.SpecModel(spec.served, options, spec.program, spec.loaded)
 

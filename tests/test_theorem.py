@@ -44,7 +44,7 @@ def poison(spec: mtpc.SpecModel) -> None:
     def fill(tensor: torch.Tensor) -> None:
         tensor.fill_(math.nan if tensor.is_floating_point() else wild[tensor.dtype])
 
-    spec.program.placed.clear()
+    spec.program.forget_batches()
     for tensor in spec.program.shared.values():
         fill(tensor)
     spec.program.shared["state.remaining_tokens"].fill_(0)

@@ -43,15 +43,13 @@ class Program:
         shared: state and cache tensors that all steps use, by name.
         replays: how often each step ran.
         host_writes: buffer writes by the host.
-        placed: request slots that `set_batch` wrote for each step, so that the host need not read
-            them from a device; who writes `batch.state_indices` otherwise forgets its entry.
     """
 
     steps: Mapping[StepKey, CapturedStep]
     shared: Mapping[str, Tensor]
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
-    placed: dict[StepKey, list[int]] = field(default_factory=dict)
+    _rows: dict[StepKey, list[int]] = field(default_factory=dict, repr=False)
 
     def bucket_for(self, num_reqs: int) -> int:
         """Requests of the smallest decode steps that hold `num_reqs`."""
@@ -70,11 +68,14 @@ class Program:
     def write(self, tensor: Tensor, value: Tensor | int) -> None:
         """One host write into a buffer, or into a view of its rows.
 
-        A `value` tensor shorter than `tensor` leaves the rest at what it was.
+        A `value` tensor, on the CPU, shorter than `tensor` leaves the rest at what it was. To a
+        device it goes behind what was launched there, from pinned memory: the host does not wait.
         """
         self.host_writes += 1
         if isinstance(value, Tensor):
-            tensor[: value.shape[0]].copy_(value)
+            value = value.to(tensor.dtype)
+            value = value.pin_memory() if tensor.is_cuda else value
+            tensor[: value.shape[0]].copy_(value, non_blocking=True)
         else:
             tensor.fill_(value)
 
@@ -83,10 +84,14 @@ class Program:
         indices = self.steps[key].buffers["batch.state_indices"]
         padding = [SCRATCH_SLOT] * (indices.shape[0] - len(slots))
         wanted = slots + padding
-        if self.placed.get(key) != wanted:
-            self.placed.pop(key, None)  # Should the write fail, nothing is known.
+        if self._rows.get(key) != wanted:  # Known, for reading a device would wait for it.
+            self._rows.pop(key, None)  # Should the write fail, nothing is.
             self.write(indices, torch.tensor(wanted, dtype=indices.dtype))
-            self.placed[key] = wanted
+            self._rows[key] = wanted
+
+    def forget_batches(self) -> None:
+        """For who writes `batch.state_indices` otherwise: the next `set_batch` writes all."""
+        self._rows.clear()
 
     def run(self, key: StepKey) -> Mapping[str, Tensor]:
         """One iteration; returns the step's buffers, results among them."""

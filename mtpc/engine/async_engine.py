@@ -272,7 +272,7 @@ class AsyncEngine:
             try:
                 while True:
                     output = assemble(0, await mailbox.take(), text)
-                    check_served(0, request)
+                    check_served(output, request)
                     reason = output.finish_reason
                     yield output
                     if reason is not None:

@@ -57,14 +57,14 @@ class PendingStep:
         key: which step.
         emitting: of its requests, those that it may emit tokens of; other prompts go on.
         readout: its results.
-        start_s: when the host began to work on it.
+        launch_s: seconds that the host took to launch it.
     """
 
     turn: Turn
     key: StepKey
     emitting: list[Request]
     readout: Readout
-    start_s: float
+    launch_s: float
 
 
 class Engine:
@@ -92,7 +92,6 @@ class Engine:
         self._lock = FairLock()
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
-        self._last_read_s = 0.0
 
     def _prefixes(self) -> PrefixCache | None:
         """The prefix cache, where it was asked for and all of a request's past is in pages."""
@@ -242,9 +241,9 @@ class Engine:
             for request in [*self.waiting, *self.running]:
                 if request.request_id == request_id:
                     self._finish(request, reason)
+                    self._rest()
                     if request.on_output is not None:
                         request.on_output(StepOutput(request_id, [], reason))
-            self._rest()
 
     def reset_prefix_cache(self) -> None:
         """Reuse nothing that was computed so far; call it after weights or pools were changed."""
@@ -266,8 +265,8 @@ class Engine:
             try:
                 outputs = self._advance()
             except BaseException:  # An interrupt, too: what the device got to is unknown.
-                if self._unread is not None:
-                    self.pages.forget_all()  # Some were learned of what was launched behind.
+                if self.options.async_scheduling:
+                    self.pages.forget_all()  # Some were learned of what was only launched.
                 self.scheduler.preempt_all()
                 self._unread = self._last_end = None
                 raise
@@ -308,10 +307,11 @@ class Engine:
         emitting = [request for request in turn.requests if request.is_prefilled]
         for request in emitting:
             request.num_unread += _most_emitted(key)
-        return PendingStep(turn, key, emitting, readout, start)
+        return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
 
     def _collect(self, pending: PendingStep) -> list[Emission]:
         """Read what a step emitted."""
+        start = time.perf_counter()
         results, stats, turn = pending.readout.read(), self._stats, pending.turn
         for request in pending.emitting:
             request.num_unread -= _most_emitted(pending.key)
@@ -329,9 +329,7 @@ class Engine:
             stats.decode_steps += 1
             self._count_drafts(pending, results)
         outputs = self._read(pending, results)
-        now = time.perf_counter()
-        seconds = now - max(pending.start_s, self._last_read_s)
-        self._last_read_s = now
+        seconds = pending.launch_s + time.perf_counter() - start
         if turn.phase == "prefill":
             stats.prefill_s += seconds
         else:

@@ -60,7 +60,7 @@ class DeviceMoment:
     """An event on the current stream of a GPU; has never run on one."""
 
     def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record()
 
     def wait(self) -> None:

@@ -39,9 +39,9 @@ def write_state(program: Program, request: Request) -> None:
     """
     shared, write, slot = program.shared, program.write, request.slot
     assert slot is not None
-    table = torch.full_like(shared["state.block_table"][slot], NULL_PAGE)
+    table = torch.full_like(shared["state.block_table"][slot], NULL_PAGE, device="cpu")
     table[: len(request.pages)] = torch.tensor(request.pages, dtype=table.dtype)
-    stops = torch.full_like(shared["state.stop_ids"][slot], -1)
+    stops = torch.full_like(shared["state.stop_ids"][slot], -1, device="cpu")
     stops[: len(request.stop_ids)] = torch.tensor(request.stop_ids, dtype=stops.dtype)
     write(shared["state.block_table"][slot], table)
     write(shared["state.stop_ids"][slot], stops)

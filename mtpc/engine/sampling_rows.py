@@ -86,7 +86,7 @@ def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
     write(shared["state.sampling_ints"][slot], torch.tensor([int(value) for value in ints]))
     write(shared["state.sampling_floats"][slot], torch.tensor(floats, dtype=torch.float64))
     pairs = tuple(dict(params.logit_bias).items())
-    bias_ids = torch.full_like(shared["state.bias_ids"][slot], -1)
+    bias_ids = torch.full_like(shared["state.bias_ids"][slot], -1, device="cpu")
     bias_ids[: len(pairs)] = torch.tensor([token for token, _ in pairs], dtype=torch.int64)
     write(shared["state.bias_ids"][slot], bias_ids)
     if pairs:
@@ -97,7 +97,7 @@ def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
         write(shared["state.allowed_tokens"][slot], _allowed_bits(params, counts.shape[0]))
     if params.has_penalties:
         write(shared["state.prompt_tokens"][slot], pack_bits(request.prompt_ids, counts.shape[0]))
-        fresh = torch.zeros_like(counts)
+        fresh = torch.zeros_like(counts, device="cpu")
         for token_id, count in Counter(request.output_ids).items():
             fresh[token_id] = count
         write(counts, fresh)

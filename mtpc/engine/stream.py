@@ -43,20 +43,22 @@ def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Outp
     return Output(index, output.token_ids, piece, reason, output.logprobs)
 
 
-def check_served(index: int, request: Request) -> None:
+def check_served(output: Output, request: Request) -> None:
     """Refuse to go on where a model computes nonsense, or a grammar fails.
+
+    Not before the output with which that came, nor where a stop string had ended the text.
 
     Raises:
         NumericsError: the request ended with non-finite logits.
         GrammarError: its grammar ended it; the cause is what that raised.
     """
-    new = len(request.output_ids)
-    if request.finish_reason == "nonfinite":
+    new, index = len(request.output_ids), output.index
+    if output.finish_reason == "nonfinite":
         raise NumericsError(
             f"prompt {index}: the model's logits became NaN or infinite after "
             f"{new} new tokens; check the weights or use a wider dtype"
         )
-    if request.error is not None:
+    if output.finish_reason == "error":
         raise GrammarError(
             f"prompt {index}: its grammar failed after {new} new tokens: {request.error!r}"
         ) from request.error
@@ -107,8 +109,8 @@ def stream(
             index, step_output = ready.popleft()
             if index not in unfinished:  # What a stop string had cut off.
                 continue
-            check_served(index, requests[index])
             output = assemble(index, step_output, texts[index])
+            check_served(output, requests[index])
             if output.finish_reason is not None:
                 unfinished.remove(index)
                 engine.abort(requests[index].request_id, output.finish_reason)

@@ -91,8 +91,8 @@ def build_kernels(
         return entry
     if frozen:
         raise CacheError(
-            f"the cache {store.root} has no cpu kernels for this machine; frozen, so nothing was "
-            "built"
+            f"the cache {store.root} has no cpu kernels of level {level.name} for this machine; "
+            "frozen, so nothing was built"
         )
     compiler = _find_compiler()
     with ExitStack() as held:

@@ -77,7 +77,7 @@ InputRows dense_rows(const T* first, int64_t inputs) {
 }
 
 /// Dense rows, copied further apart where the same places of several are in one set of the first
-/// level cache: it has eight ways, and twelve rows go through it side by side.
+/// level cache: it has eight to twelve ways, and twelve to 32 rows go through it side by side.
 class SpacedRows {
  public:
   template <class T>

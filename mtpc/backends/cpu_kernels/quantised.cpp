@@ -1,6 +1,7 @@
 // Linear layers on packed int8 weights.
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 

@@ -1,6 +1,7 @@
 // Mixture of experts on packed int8 weights: every chosen expert's are read once.
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 

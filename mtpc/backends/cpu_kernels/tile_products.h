@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "product_rows.h"
 
@@ -85,6 +86,7 @@ template <class Dot>
 void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
                    TileSums<Dot, kMostRows>& out) {
   constexpr int64_t kLine = 64;
+  settle_memory();  // The rows, which this thread may just have written.
   _tile_zero(0);
   _tile_zero(1);
   if (rows > kTileRows) {
@@ -108,7 +110,8 @@ void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
   }
 }
 
-/// Configures the registers for passes of different numbers of rows, and releases them.
+/// Configures the registers for passes of different numbers of rows, and releases them. Between two
+/// passes nobody else on this thread may use them.
 class PassRegisters {
  public:
   PassRegisters() = default;
