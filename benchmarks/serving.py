@@ -328,6 +328,7 @@ def servers(
             spec_tokens=k,
             batch_buckets=args.batch_buckets,
             max_len=MAX_LEN,
+            prefill_chunk=args.prefill_chunk,
             backend=args.backend,
         )
         yield MtpcServer(model)
@@ -367,6 +368,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
+    add("--prefill-chunk", type=positive, default=64, metavar="N", help="mtpc's")
     add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
     add("--backend", default="auto", help="mtpc's backend")
     add_sampling(parser, 3)

@@ -70,8 +70,9 @@ Tensor packed_linear(
   const int64_t inputs = x.size(x.dim() - 1);
   const int64_t used = used_rows(rows, count_rows(x, inputs));
   zero_from(out, used, features);
-  const SpacedRows spaced(static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs);
-  run({spaced.rows(),
+  Buffer<char> copy;
+  run({rows_for_products(
+           static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy),
        static_cast<const BFloat16*>(weight.const_data_ptr()), bias ? biases.data() : nullptr,
        static_cast<BFloat16*>(out.mutable_data_ptr()), used, inputs, features});
   return out;

@@ -76,29 +76,6 @@ InputRows dense_rows(const T* first, int64_t inputs) {
   return {reinterpret_cast<const Group*>(first), groups, groups};
 }
 
-/// Dense rows, copied further apart where the same places of several are in one set of the first
-/// level cache: it has eight to twelve ways, and twelve to 32 rows go through it side by side.
-class SpacedRows {
- public:
-  template <class T>
-  SpacedRows(const T* first, int64_t rows, int64_t inputs) : rows_(dense_rows(first, inputs)) {
-    const int64_t bytes = inputs * sizeof(T);
-    if (rows < kFewRows || bytes % kAliased != 0) return;
-    const int64_t spaced = bytes + 64;
-    char* to = copy_.reserve(rows * spaced);
-    for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * spaced, first + r * inputs, bytes);
-    rows_.first = reinterpret_cast<const Group*>(to);
-    rows_.stride = spaced / sizeof(Group);
-  }
-
-  InputRows rows() const { return rows_; }
-
- private:
-  static constexpr int64_t kFewRows = 5, kAliased = 1024;
-  Buffer<char> copy_;
-  InputRows rows_;
-};
-
 /// What to fetch meanwhile: bytes from `from` on, `step` of them with each group.
 struct Fetch {
   const char* from;

@@ -21,6 +21,13 @@ inline constexpr int kTileRows = 16;
 /// Two registers of inputs, two of weights and four of sums: all there are.
 inline constexpr int kMostRows = 2 * kTileRows;
 
+/// Rows as they are: a load takes all 64 bytes of a row's line at once, so that lines of which the
+/// cache holds few side by side are not fetched again.
+template <class T>
+InputRows rows_for_products(const T* first, int64_t, int64_t inputs, Buffer<char>&) {
+  return dense_rows(first, inputs);
+}
+
 /// The operand of LDTILECFG: registers 0 and 1 are sums of the first 16 rows, 2 and 3 of the
 /// others, 4 and 5 their inputs, 6 and 7 weights.
 struct alignas(64) TileConfig {
