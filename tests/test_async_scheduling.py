@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,15 @@ import pytest
 from test_engine import PRESSED, PROMPTS, Session, run_schedules
 from test_grammar import MASKED, NEW, STOP, Records, wanted
 from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
+from torch import Tensor
 
 import mtpc
+from mtpc.capture.program import Program
+from mtpc.engine import engine as engine_module
 from mtpc.engine.engine import Engine
+from mtpc.engine.readout import RESULTS, HostMoment, Readout
 from mtpc.errors import OptionError, RequestError
+from mtpc.layout import StepKey
 
 
 def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
@@ -139,6 +145,103 @@ def test_a_replay_that_fails(session: Session, monkeypatch: pytest.MonkeyPatch) 
     assert failures == 3
     assert list(found.values()) == [plain.generate(p, 11, stop=False) for p in PROMPTS[5:9]]
     session.check_empty()
+
+
+def test_a_read_that_fails(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing was launched behind it: pages known of what was only launched are not."""
+    engine, plain = session.spec.engine, session.plain
+    real, calls = Readout.read, []
+
+    def fails(self: Readout) -> Any:
+        calls.append(self)
+        if len(calls) in (3, 4, 8):
+            for name, pool in engine.program.shared.items():
+                if name.startswith("kv."):
+                    pool.fill_(math.nan)  # What the device had not got to.
+            raise RuntimeError("lost")
+        return real(self)
+
+    monkeypatch.setattr(Readout, "read", fails)
+    for prompt in PROMPTS[16:20]:
+        request_id = engine.add(prompt, 1)
+        found: list[int] = []
+        while engine.has_work:
+            try:
+                outputs = engine.step()
+            except RuntimeError:
+                assert engine.stats.pages_idle == 0
+                continue
+            assert {output.request_id for output in outputs} <= {request_id}
+            found += [token for output in outputs for token in output.token_ids]
+        assert found == plain.generate(prompt, 1, stop=False)
+    assert len(calls) > 8
+    monkeypatch.undo()
+    session.check_empty()
+
+
+class LateDevice:
+    """Does what a device's stream does: nothing at once, all in order when somebody waits.
+
+    Writes and replays of a program are put off; a step's results are taken where its replay is.
+    """
+
+    def __init__(self, program: Program, monkeypatch: pytest.MonkeyPatch):
+        self.queue: list[Callable[[], None]] = []
+        write, run = program.write, program.run
+        device = self
+
+        def write_later(tensor: Tensor, value: Tensor | int) -> None:
+            kept = value.clone() if isinstance(value, Tensor) else value
+            device.queue.append(lambda: write(tensor, kept))
+
+        class LateReadout:
+            def __init__(self, program: Program, key: StepKey):
+                self.begin = self.end = HostMoment()
+                self.replay_s, self.results = 1e-3, dict[str, Tensor]()
+                device.queue.append(self._replay)
+                self._key = key
+
+            def _replay(self) -> None:
+                buffers = run(self._key)
+                self.results = {n: buffers[n].clone() for n in RESULTS if n in buffers}
+
+            def read(self) -> dict[str, Tensor]:
+                while not self.results:
+                    device.queue.pop(0)()
+                return self.results
+
+        monkeypatch.setattr(program, "write", write_later)
+        monkeypatch.setattr(engine_module, "Readout", LateReadout)
+
+
+@pytest.mark.parametrize("which", ["greedy", "sampled"])
+def test_the_host_reads_nothing_but_results(
+    which: str,
+    compiled: Callable[..., Any],
+    oracle: Callable[..., Any],
+    sampling_oracle: Callable[[str], SamplingOracle],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that is always late texts are the same: all that the host needs is in them."""
+    spec = read_late(compiled("mimo", 2, **PRESSED, sampling=which == "sampled"))
+    params = FILTERS["everything" if which == "sampled" else "greedy"]
+    plain = sampling_oracle("mimo")
+    device, stops = LateDevice(spec.program, monkeypatch), tuple(plain.oracle.stop_ids)
+    expected = {}
+    for prompt in PROMPTS[4:14]:
+        request_id = spec.engine.add(prompt, 12, stops, params)
+        expected[request_id] = plain.generate(prompt, 12, params)
+    waited = []
+    found: dict[int, list[int]] = {}
+    while spec.engine.has_work:
+        for output in spec.engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        waited.append(len(device.queue))
+    assert found == expected
+    assert sum(map(bool, waited)) > len(waited) / 2, "work was left on the device"
+    while device.queue:
+        device.queue.pop(0)()
+    Session(spec, oracle("mimo")).check_empty()
 
 
 def test_aborts_of_what_is_unread(session: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from importlib import metadata
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.backends.cpu_kernels.build import LIBRARY, kernel_fields
+from mtpc.backends.cpu_kernels.build import LIBRARY, _Build, kernel_fields
 from mtpc.backends.cpu_kernels.levels import NATIVE, X86, chosen_level, runnable
 from mtpc.cache.machine import cpu_flags, machine_fields
 from mtpc.cache.store import Entry
@@ -93,6 +94,11 @@ def test_the_doctor_names_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels().status == "wrong"
 
 
+def disassemble(library: Path) -> str:
+    command = ["objdump", "-d", "--no-show-raw-insn", str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 OTHERS = [level.name for level in runnable(cpu_flags())[1:]]
 """The levels that this processor runs, but for the one that all other tests run."""
 
@@ -116,6 +122,17 @@ def test_each_level_computes_what_it_must(level: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are x86-64's")
+@pytest.mark.parametrize("level", NAMES)
+def test_each_level_compiles_here(level: str, tmp_path: Path) -> None:
+    """Whatever this processor runs; tile registers are the best level's alone."""
+    _Build("g++", NAMES[level], lambda line: None)._compile(tmp_path)
+    listing = disassemble(tmp_path / LIBRARY)
+    for instruction in ("tdpbf16ps", "tdpbsud", "ldtilecfg"):
+        assert (instruction in listing) == (level == "amx")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif("avx2" not in OTHERS, reason="this processor has no level above avx2")
 def test_a_lower_level_has_none_of_the_higher_ones_instructions(
     monkeypatch: pytest.MonkeyPatch,
@@ -124,12 +141,7 @@ def test_a_lower_level_has_none_of_the_higher_ones_instructions(
     monkeypatch.setenv("MTPC_CPU_LEVEL", "avx2")
     built = build_kernels()
     assert isinstance(built, Entry)
-    listing = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", str(built.directory / LIBRARY)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    listing = disassemble(built.directory / LIBRARY)
     assert "%ymm" in listing
     assert "%zmm" not in listing
     assert "{%k" not in listing

@@ -121,6 +121,85 @@ def test_bounds(
     assert scheduler.slots.num_free == slots
 
 
+class LateReader:
+    """What the engine does with turns, one step late; it alone knows what was emitted unread."""
+
+    def __init__(self, scheduler: Scheduler, chance: random.Random):
+        self.scheduler, self.chance = scheduler, chance
+        self.texts: dict[Request, int] = {}
+        self.unread: list[tuple[Request, int, int]] | None = None
+
+    def launch(self, turn: Turn) -> list[tuple[Request, int, int]]:
+        """Emitting requests, tokens of each, and what the host takes for the most."""
+        most = 1
+        if turn.phase == "prefill":
+            for one, count in zip(turn.requests, turn.chunks, strict=True):
+                one.num_prefilled += count
+        else:
+            most = self.chance.choice((1, SPEC_TOKENS + 1))  # K may change from step to step.
+            assert not any(one.is_surely_done for one in turn.requests)
+            assert not any(one.grammar and one.num_unread for one in turn.requests)
+        emitted = []
+        for one in (one for one in turn.requests if one.is_prefilled):
+            length = self.texts.setdefault(one, 0)
+            if turn.phase == "decode" and length < one.max_new_tokens:
+                committed = len(one.prompt_ids) + length - 1
+                assert len(one.pages) >= pages_for(committed), "a step without its pages"
+            count = min(self.chance.randint(1, most), one.max_new_tokens - length)
+            self.texts[one] = length + count
+            one.num_unread += most
+            emitted.append((one, count, most))
+        return emitted
+
+    def read(self, emitted: list[tuple[Request, int, int]]) -> None:
+        for one, count, most in emitted:
+            one.num_unread -= most
+            if one.finish_reason is not None:
+                assert count == 0, "idle behind its last token"
+                continue
+            one.output_ids += [7000 + one.num_tokens + i for i in range(count)]
+            self.scheduler.learn(one)
+            if not one.remaining_tokens:
+                one.finish_reason = "length"
+                self.scheduler.remove(one)
+
+    def step(self) -> bool:
+        """Launch the next turn, then read the one before; whether there was anything to do."""
+        turn, before = self.scheduler.next_turn(), self.unread
+        self.unread = self.launch(turn) if turn is not None else None
+        self.read(before or [])
+        return turn is not None or before is not None
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrivals, st.integers(10, 24), st.integers(1, 4), st.booleans(), st.integers(0, 9))
+def test_bounds_one_step_late(
+    drawn: list[tuple[int, int, int, int]], pages: int, slots: int, reuse: bool, seed: int
+) -> None:
+    """Pages suffice for whatever was emitted unread, nobody unread is sent back, all end."""
+    scheduler, chance = make(slots, pages, reuse), random.Random(seed)
+    reader, steps, added = LateReader(scheduler, chance), 0, list[Request]()
+    coming = sorted(drawn, key=lambda one: one[3])
+    while coming or scheduler.waiting or scheduler.running:
+        while coming and coming[0][3] <= steps:
+            length, new, kind, _ = coming.pop(0)
+            added.append(request(len(added), length, new, kind))
+            added[-1].grammar = object() if chance.random() < 0.2 else None  # type: ignore[assignment]
+            scheduler.add(added[-1])
+        unread = [one for one in scheduler.running if one.num_unread]
+        assert reader.step() or coming, "work, and nothing done"
+        assert all(one in scheduler.running or one.finish_reason for one in unread)
+        numbers = [one.request_id for one in [*scheduler.running, *scheduler.waiting]]
+        assert numbers == sorted(numbers), "nobody overtakes"
+        steps += 1
+        assert steps < 3000, "livelock"
+    assert [len(one.output_ids) for one in added] == [one.max_new_tokens for one in added]
+    reader.read(reader.unread or [])  # Of the rest nothing was left to emit.
+    assert not any(one.num_unread for one in added)
+    assert scheduler.pages.num_free == pages
+    assert scheduler.slots.num_free == slots
+
+
 def test_first_token_bound() -> None:
     """A prompt with c chunks before its first token has it after at most 2c steps."""
     scheduler = make(slots=4, pages=60)

@@ -18,8 +18,10 @@ from mtpc import SamplingParams
 from mtpc.engine import grammar as engine_grammar
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
+from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import pack_bits
-from mtpc.errors import GrammarError, RequestError
+from mtpc.engine.stream import Output, check_served
+from mtpc.errors import GrammarError, NumericsError, RequestError
 
 V, NEW, STOP = 96, 22, 1
 DIGITS = range(20, 60)
@@ -308,3 +310,16 @@ def test_what_is_refused(compiled: Callable[..., Any]) -> None:
     plain = Engine(spec.program, unmasked, V)
     with pytest.raises(RequestError, match="compile with sampling=True, token_mask=True"):
         plain.add([5], 3, grammar=Records())
+
+
+def test_an_error_comes_with_its_own_output() -> None:
+    """Not with earlier ones that were taken late, nor behind a stop string."""
+    request = Request(-1, [5], 9, error=ValueError("no mask today"), output_ids=[7, 8])
+    request.finish_reason = "error"
+    for reason in (None, "stop", "length"):
+        check_served(Output(0, [7], None, reason), request)
+    with pytest.raises(GrammarError, match="prompt 3: its grammar failed after 2 new tokens") as at:
+        check_served(Output(3, [], None, "error"), request)
+    assert at.value.__cause__ is request.error
+    with pytest.raises(NumericsError, match="prompt 0: the model's logits became NaN"):
+        check_served(Output(0, [], None, "nonfinite"), request)

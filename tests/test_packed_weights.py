@@ -142,7 +142,7 @@ def test_what_cannot_be_packed() -> None:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 4, 11, 12, 13, 25, 64])
+@pytest.mark.parametrize("rows", [1, 2, 4, 11, 12, 13, 16, 17, 25, 32, 33, 64])
 @pytest.mark.parametrize("size", SIZES)
 def test_kernel_against_float64(size: tuple[int, int], rows: int, with_bias: bool) -> None:
     """Sums in float32, one rounding: within a unit of the exact result's bfloat16."""
