@@ -140,8 +140,10 @@ def test_inspect_says_what_a_request_costs(word_model, capsys):
 
 
 def test_inspect_a_prefill_step(word_model, capsys):
-    out = inspect(word_model, capsys, "--phase", "prefill", "--after", "fuse-draft-chain")
-    assert "prefill[R=1,Q=64,K=2] after fuse-draft-chain" in out
+    out = inspect(
+        word_model, capsys, "--phase", "prefill", "--batch", "4", "--after", "fuse-draft-chain"
+    )
+    assert "prefill[R=4,Q=16,K=2] after fuse-draft-chain" in out
     assert re.search(r"batch.prompt_ids +\[R\*Q\] +int64 +0 +host +\[64\] 512 B", out)
 
 

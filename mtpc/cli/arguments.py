@@ -358,12 +358,11 @@ def _add_compile_options(
     for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
-    group.add_argument(
-        "--verify-passes",
-        action="store_true",
-        default=None,
-        help="propagate fake tensors through the graph after every pass",
-    )
+    for flag, text in (
+        ("--async-scheduling", "on a GPU, launch a step before the one before it is read"),
+        ("--verify-passes", "propagate fake tensors through the graph after every pass"),
+    ):
+        group.add_argument(flag, action="store_true", default=None, help=text)
 
 
 def _number(text: str) -> int | str:

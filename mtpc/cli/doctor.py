@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any, Literal
 
 import mtpc
@@ -170,7 +169,9 @@ def _check_kernels() -> Finding:
 
 def _check_cpu() -> Finding:
     torch = import_module("torch")
-    flags = _cpu_flags(Path("/proc/cpuinfo"))
+    from mtpc.cache.machine import cpu_flags
+
+    flags = cpu_flags()
     extra = [f for f in ("avx512_bf16", "amx_tile", "amx_bf16", "amx_int8") if f in flags]
     parts = [
         f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -178,13 +179,6 @@ def _check_cpu() -> Finding:
         f"{torch.get_num_threads()} threads",
     ]
     return Finding("CPU", "ok", ", ".join(parts))
-
-
-def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
-    if not cpuinfo.is_file():
-        return frozenset()
-    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    return frozenset(next(lines, "").split())
 
 
 def _check_gpu() -> Finding:

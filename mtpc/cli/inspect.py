@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +68,9 @@ def _build(
     if args.phase == "decode":
         key = StepKey.decode(args.batch, options.spec_tokens)
     else:
-        key = StepKey.prefill(args.batch, options.prefill_chunk, options.spec_tokens)
+        shared = replace(options, batch_buckets=(args.batch,), prefill_rows=args.batch)
+        rows, each = shared.prefill_shape
+        key = StepKey.prefill(rows, each, options.spec_tokens)
     tell(f"trace {key}")
     graph = compiler.trace(key)
     if last != NO_PASS:
