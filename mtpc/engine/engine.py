@@ -246,7 +246,7 @@ class Engine:
                         request.on_output(StepOutput(request_id, [], reason))
 
     def reset_prefix_cache(self) -> None:
-        """Reuse nothing computed so far; for when weights or pools were changed, while nothing runs."""
+        """Reuse nothing computed so far: after weights were changed, and while nothing runs."""
         with self._lock:
             self.pages.forget_all()
 
