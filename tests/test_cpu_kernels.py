@@ -357,7 +357,7 @@ def test_a_build_is_found_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_frozen_compiles_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match="has no cpu kernels for this machine; frozen"):
+    with pytest.raises(CacheError, match=r"no cpu kernels of level \w+ for this machine; frozen"):
         build_kernels(EntryStore(tmp_path / "empty"), frozen=True)
     assert not (tmp_path / "empty").exists()
 
