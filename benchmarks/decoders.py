@@ -91,6 +91,12 @@ class MtpcDecoder:
             engine.step()
             if is_whole:
                 steps.append(self.model.stats.decode_counts() - before)
+        if not steps:
+            raise RuntimeError(
+                f"no decode step had all {len(prompts)} requests: the first were done after "
+                f"{new_tokens} tokens, before the last one began; decode more tokens, or let "
+                "prompts share a larger prefill_chunk"
+            )
         accepted, drafted = sum(s.accepted for s in steps), sum(s.drafted for s in steps)
         return Decoded(
             steps=len(steps),

@@ -20,6 +20,8 @@ from mtpc.config import CompileOptions
 from mtpc.models.load import LoadedModel
 
 PAGE = 16
+PROMPTS_AT_ONCE = 16
+"""That share a prefill step, at most."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,12 @@ class Bench:
 
     def _options(self, case: Case, disabled: tuple[str, ...] = ()) -> CompileOptions:
         length = self.plan.prompt_tokens + 2 * self.plan.new_tokens + 32
+        # One by one, the first prompts of many would be done before the last one began.
+        together = min(case.batch, PROMPTS_AT_ONCE)
         return CompileOptions(
             spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=length,
-            page_size=PAGE, prefill_chunk=self.plan.prompt_tokens, prefix_caching=False,
-            disabled_passes=disabled,
+            page_size=PAGE, prefill_chunk=together * self.plan.prompt_tokens,
+            prefill_rows=together, prefix_caching=False, disabled_passes=disabled,
         )  # fmt: skip
 
     def _prompts(self, batch: int) -> Prompts:

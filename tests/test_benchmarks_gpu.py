@@ -44,6 +44,15 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_text() == before
 
 
+def test_many_requests_that_accept_all(tmp_path: Path) -> None:
+    """The first are not done before the last one's prompt is: steps of the whole batch are left."""
+    path = tmp_path / "gpu.csv"
+    words = ["--dry-run", "--parts", "speed", "--shapes", "tiny-glm4", "--spec-tokens", "4"]
+    words += ["--batches", "6", "--csv", str(path), "--prompt-tokens", "8", "--new-tokens", "16"]
+    assert gpu.main(words) == 0
+    assert {row["engine"] for row in _read(path)} == {FUSED, APART, COMPILED}
+
+
 @pytest.mark.slow
 def test_the_whole_dry_run(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
