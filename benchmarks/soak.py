@@ -275,12 +275,12 @@ def draw_png(records: Sequence[Record], bounds: Bounds, path: Path) -> None:
         if level is not None:
             axes.hlines(level + room, warm.tokens / 1e3, tokens[-1], color="#d98e32",
                         linestyle="--", label="bound after the warm-up")  # fmt: skip
-            axes.legend(loc="center right", frameon=False)
+            axes.legend(loc="lower left", frameon=False, bbox_to_anchor=(0.2, 0.55))
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("thousand tokens")
     last, machine, versions = records[-1], describe_machine(), describe_versions()
     figure.suptitle(
-        f"{last.finished} requests finished, {last.aborted} aborted, {last.seconds:.0f} s, "
+        f"{last.finished} requests finished, {last.aborted} aborted, {last.seconds:.0f} s\n"
         f"{machine['cpu']}, torch {versions['torch']}, commit {versions['commit']}"
     )
     figure.savefig(path, dpi=120)
