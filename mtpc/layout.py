@@ -25,6 +25,16 @@ Phase = Literal["decode", "prefill"]
 Part = Literal["step", "verify", "propose"]
 """The whole step, or which half of a split one."""
 
+RESULT_BUFFERS = (
+    "batch.out_token_ids",
+    "batch.num_accepted",
+    "batch.num_emitted",
+    "batch.stop_reason",
+    "batch.out_logprobs",
+    "batch.out_top_ids",
+    "batch.out_top_logprobs",
+)
+"""What a host reads after a step, or after its `verify`; the last three where it samples."""
 SCRATCH_SLOT = 0
 """Request slot that padded rows of a bucket point at. It never holds a request."""
 NULL_PAGE = 0
@@ -73,6 +83,11 @@ class StepKey:
     @classmethod
     def prefill(cls, num_reqs: int, chunk: int, spec_tokens: int) -> StepKey:
         return cls("prefill", Bucket(num_reqs, chunk), spec_tokens)
+
+    @property
+    def max_emitted(self) -> int:
+        """Tokens that the step can emit of a request."""
+        return 1 if self.phase == "prefill" else self.bucket.query_len
 
     def __str__(self) -> str:
         b = self.bucket

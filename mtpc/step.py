@@ -275,8 +275,7 @@ class Step(nn.Module):
 
     def _report(self, emitted_ids, num_accepted, num_emitted, reason) -> None:  # type: ignore[no-untyped-def]
         """Leave the results where the host reads them."""
-        width = 1 if self.key.phase == "prefill" else self.key.bucket.query_len
-        out = aten.slice.Tensor(self.batch.out_token_ids, 1, 0, width)
+        out = aten.slice.Tensor(self.batch.out_token_ids, 1, 0, self.key.max_emitted)
         aten.copy_.default(out, emitted_ids)
         aten.copy_.default(self.batch.num_accepted, num_accepted)
         aten.copy_.default(self.batch.num_emitted, num_emitted)

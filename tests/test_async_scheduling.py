@@ -8,18 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_engine import PRESSED, PROMPTS, Session, run_schedules
-from test_grammar import MASKED, NEW, STOP, Records, wanted
+from test_engine import LATER_FAMILIES, PRESSED, PROMPTS, Session, run_schedules
+from test_grammar import MASKED, NEW, STOP, Records, run, wanted
 from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
 from torch import Tensor
 
 import mtpc
 from mtpc.capture.program import Program
 from mtpc.engine import engine as engine_module
-from mtpc.engine.engine import Engine
-from mtpc.engine.readout import RESULTS, HostMoment, Readout
+from mtpc.engine.readout import HostMoment, Readout
 from mtpc.errors import OptionError, RequestError
-from mtpc.layout import StepKey
+from mtpc.layout import RESULT_BUFFERS, StepKey
 
 
 def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
@@ -28,27 +27,9 @@ def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
     return mtpc.SpecModel(spec.served, options, spec.program, spec.loaded)
 
 
-def run(engine: Engine) -> dict[int, tuple[list[int], str | None]]:
-    """To the end; tokens, and how each request ended."""
-    found: dict[int, tuple[list[int], str | None]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            text, _ = found.get(output.request_id, ([], None))
-            found[output.request_id] = (text + output.token_ids, output.finish_reason)
-    return found
-
-
 @pytest.mark.parametrize(
     ("family", "spec_tokens", "count"),
-    [
-        ("mimo", 2, 60),
-        ("mimo", 0, 40),
-        ("glm4_moe", 3, 10),
-        *(
-            pytest.param(family, 3, 40, marks=pytest.mark.slow)
-            for family in ("step3p7", "mimo_v2", "qwen3_next", "deepseek_v4")
-        ),
-    ],
+    [("mimo", 2, 60), ("mimo", 0, 40), ("glm4_moe", 3, 10), *LATER_FAMILIES],
 )
 def test_schedules(
     family: str,
@@ -98,8 +79,8 @@ def test_no_step_is_launched_behind_the_last_token(
     spec = read_late(compiled("mimo", 0, **PRESSED))
     before = spec.program.replays.total()
     spec.engine.add(PROMPTS[1], 7)
-    ((text, reason),) = run(spec.engine).values()
-    assert (text, reason) == (oracle("mimo").generate(PROMPTS[1], 7, stop=False), "length")
+    ((text, *end),) = run(spec).values()
+    assert (text, *end) == (oracle("mimo").generate(PROMPTS[1], 7, stop=False), "length", None)
     assert spec.program.replays.total() - before == 7
 
 
@@ -187,7 +168,7 @@ class LateDevice:
 
     def __init__(self, program: Program, monkeypatch: pytest.MonkeyPatch):
         self.queue: list[Callable[[], None]] = []
-        write, run = program.write, program.run
+        write, replay = program.write, program.run
         device = self
 
         def write_later(tensor: Tensor, value: Tensor | int) -> None:
@@ -202,8 +183,8 @@ class LateDevice:
                 self._key = key
 
             def _replay(self) -> None:
-                buffers = run(self._key)
-                self.results = {n: buffers[n].clone() for n in RESULTS if n in buffers}
+                buffers = replay(self._key)
+                self.results = {n: buffers[n].clone() for n in RESULT_BUFFERS if n in buffers}
 
             def read(self) -> dict[str, Tensor]:
                 while not self.results:
@@ -259,9 +240,9 @@ def test_aborts_of_what_is_unread(session: Session) -> None:
         found = [output for _ in range(steps) for output in engine.step()]
         engine.abort(gone)
         text = [i for output in found if output.request_id == stays for i in output.token_ids]
-        rest = run(engine)
+        rest = run(session.spec)
         assert gone not in rest
-        text += rest.get(stays, ([], None))[0]
+        text += rest[stays][0] if stays in rest else []
         assert text == plain.generate(PROMPTS[6], 12, stop=False)
         session.check_empty()
 
@@ -285,8 +266,8 @@ def test_sampling_and_grammars(
             wanted(plain, prompt, params) if grammar else plain.generate(prompt, NEW, params)
         )
     assert len(expected) > 5
-    found = run(engine)
-    assert {request_id: text for request_id, (text, _) in found.items()} == expected
+    found = run(session.spec)
+    assert {request_id: text for request_id, (text, *_) in found.items()} == expected
     assert session.spec.stats.forced_drafts > 0
     session.check_empty()
 

@@ -21,22 +21,10 @@ from mtpc.capture.effects import Effects, analyse, eliminate_dead_nodes
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import GraphError
-from mtpc.layout import BufferSpec
+from mtpc.layout import RESULT_BUFFERS, BufferSpec
 
 aten = torch.ops.aten
 
-RESULT_BUFFERS = frozenset(
-    (
-        "batch.out_token_ids",
-        "batch.num_accepted",
-        "batch.num_emitted",
-        "batch.stop_reason",
-        "batch.out_logprobs",
-        "batch.out_top_ids",
-        "batch.out_top_logprobs",
-    )
-)
-"""What a host reads after `verify`."""
 PROPOSE_INPUTS = ("mtp.", "batch.draft_mask")
 """Beginnings of the names of what only `propose` reads: a host may write these masks late."""
 
@@ -123,7 +111,7 @@ def _minimum_cut(graph: fx.Graph, effects: Effects, free: set[fx.Node]) -> set[f
         _add_data_edges(network, node, free, scale)
         network.add_edge(node, "propose", capacity=1)
         written = effects.buffer_writes(node)
-        if written & RESULT_BUFFERS or node.meta.get("piece") == "target":
+        if not written.isdisjoint(RESULT_BUFFERS) or node.meta.get("piece") == "target":
             network.add_edge("verify", node)  # No capacity: never cut.
         if _drafts(node) or any(name.startswith("state.") for name in written):
             network.add_edge(node, "propose", capacity=float("inf"))

@@ -69,8 +69,7 @@ def _build(
         key = StepKey.decode(args.batch, options.spec_tokens)
     else:
         shared = replace(options, batch_buckets=(args.batch,), prefill_rows=args.batch)
-        rows, each = shared.prefill_shape
-        key = StepKey.prefill(rows, each, options.spec_tokens)
+        key = StepKey.prefill(*shared.prefill_shape, options.spec_tokens)
     tell(f"trace {key}")
     graph = compiler.trace(key)
     if last != NO_PASS:

@@ -43,11 +43,6 @@ Emission = tuple[Request, StepOutput]
 """What a request got of a step."""
 
 
-def _most_emitted(key: StepKey) -> int:
-    """Tokens that a step can emit of a request."""
-    return 1 if key.phase == "prefill" else key.spec_tokens + 1
-
-
 @dataclass(frozen=True)
 class PendingStep:
     """A step that was launched and not yet read.
@@ -306,7 +301,7 @@ class Engine:
         readout = Readout(self.program, key)
         emitting = [request for request in turn.requests if request.is_prefilled]
         for request in emitting:
-            request.num_unread += _most_emitted(key)
+            request.num_unread += key.max_emitted
         return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
 
     def _collect(self, pending: PendingStep) -> list[Emission]:
@@ -314,7 +309,7 @@ class Engine:
         start = time.perf_counter()
         results, stats, turn = pending.readout.read(), self._stats, pending.turn
         for request in pending.emitting:
-            request.num_unread -= _most_emitted(pending.key)
+            request.num_unread -= pending.key.max_emitted
         if self._last_end is not None:
             stats.count_host_gap(self._last_end.seconds_until(pending.readout.begin))
         self._last_end = pending.readout.end

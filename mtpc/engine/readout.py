@@ -15,18 +15,7 @@ import torch
 from torch import Tensor
 
 from mtpc.capture.program import Program
-from mtpc.layout import StepKey
-
-RESULTS = (
-    "batch.out_token_ids",
-    "batch.num_accepted",
-    "batch.num_emitted",
-    "batch.stop_reason",
-    "batch.out_logprobs",
-    "batch.out_top_ids",
-    "batch.out_top_logprobs",
-)
-"""Buffers that the host reads after a step; the last three where it samples."""
+from mtpc.layout import RESULT_BUFFERS, StepKey
 
 
 class Moment(Protocol):
@@ -86,7 +75,7 @@ class Readout:
     """
 
     def __init__(self, program: Program, key: StepKey):
-        on_device = program.steps[key].buffers[RESULTS[0]].is_cuda
+        on_device = program.steps[key].buffers[RESULT_BUFFERS[0]].is_cuda
         moment = DeviceMoment if on_device else HostMoment
         self.begin: Moment = moment()
         buffers = program.run(key)
@@ -94,7 +83,7 @@ class Readout:
         # Copied to pinned memory on a device: `non_blocking` into pageable memory would block.
         self._results = {
             name: buffers[name].to("cpu", non_blocking=True, copy=True)
-            for name in RESULTS
+            for name in RESULT_BUFFERS
             if name in buffers
         }
         self._copied: Moment = moment()

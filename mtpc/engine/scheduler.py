@@ -138,9 +138,10 @@ class Scheduler:
         A grammar's masks do. So does what a preempted request has to prefill; and fewer pages may
         be needed than the most that was emitted would need.
         """
-        if not any(request.num_unread for request in self.running):
+        unread = [request for request in self.running if request.num_unread]
+        if not unread:
             return False
-        if any(request.grammar is not None and request.num_unread for request in self.running):
+        if any(request.grammar is not None for request in unread):
             return True
         missing = sum(max(self._missing_pages(request), 0) for request in self._decoding())
         return missing > self.pages.num_free
