@@ -47,6 +47,17 @@ def test_widths_that_do_not_fill_registers(dims: tuple[int, int], dtype: torch.d
     close(batch.paged(OURS), batch.paged(REFERENCE))
 
 
+@pytest.mark.parametrize("lengths", [[(300, 70)], [(1500, 4), (40, 1)]])
+def test_bfloat16_loses_only_the_rounding_of_its_result(lengths: list[tuple[int, int]]) -> None:
+    """Against float64 of the same inputs. Weights rounded to bfloat16 would double the error."""
+    batch = make_batch(lengths, dims=(64, 48), dtype=torch.bfloat16)
+    wide = replace(batch, q=batch.q.double(), k=batch.k.double(), v=batch.v.double())
+    exact = wide.paged(REFERENCE)
+    rounded = (exact.bfloat16().double() - exact).abs().mean()
+    found = (batch.paged(OURS).double() - exact).abs().mean()
+    assert 0 < found <= 1.01 * rounded
+
+
 @pytest.mark.parametrize("seq", [1, 15, 16, 17, 31, 32, 33, 255, 256, 257, 512, 513])
 def test_edges_of_pages_and_splits(seq: int) -> None:
     batch = make_batch([(seq, min(seq, 4)), (seq, 1)])

@@ -181,6 +181,21 @@ def test_rows_do_not_depend_on_rows(rows: int, at: int, features: int, threads: 
     assert torch.equal(together[at : at + 1], OURS(x[at : at + 1], packed, features))
 
 
+@pytest.mark.parametrize("inputs", [2048, 4130])
+def test_many_rows_of_many_inputs(inputs: int) -> None:
+    """More than the second-level cache holds: exact, and bit for bit what each row is alone."""
+    rows, features = 300, 70
+    x, weight, bias = bf16(rows, inputs, seed=1), bf16(features, inputs), bf16(features, seed=2)
+    packed = pack(weight)
+    together = OURS(x, packed, features, bias)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    magnitude = F.linear(x.double().abs(), weight.double().abs())
+    bound = exact.abs() * WITHIN + magnitude * inputs * 2**-24
+    assert bool(((together.double() - exact).abs() <= bound).all())
+    for row in (0, 31, 32, 255, 256, 299):
+        assert torch.equal(together[row : row + 1], OURS(x[row : row + 1], packed, features, bias))
+
+
 def test_kernel_takes_any_strides() -> None:
     x, packed, bias = bf16(64, 7, seed=1).t(), pack(bf16(40, 64)), bf16(80, seed=2)[::2]
     assert torch.equal(OURS(x, packed, 40, bias), OURS(x.contiguous(), packed, 40, bias.clone()))

@@ -7,10 +7,23 @@
 
 #include "attention_plan.h"
 #include "attention_tiles.h"
+#include "product_rows.h"
+#if defined(__AMX_TILE__)
+#include "attention_amx.h"
+#endif
 #include "kernels.h"
 
 namespace mtpc {
 namespace {
+
+/// Whether this level can take the products of such caches in tile registers (attention_amx.h).
+template <class A, class T>
+inline constexpr bool kTileRegisters =
+#if defined(__AMX_TILE__)
+    std::is_same_v<A, float> && std::is_same_v<T, BFloat16>;
+#else
+    false;
+#endif
 
 /// Unnormalised results of a unit's rows over some positions.
 template <class A>
@@ -24,6 +37,8 @@ struct Partial {
 template <class A, class T>
 struct Scratch {
   Buffer<A> queries, panel, weights, split_sums, unit_sums;
+  Buffer<T> narrow_queries, high_weights, low_weights;
+  Buffer<Group> packed;
   Norm<A> split_norms[kRows], unit_norms[kRows];
   const T* keys[kSplit];
   const T* values[kSplit];
@@ -42,7 +57,7 @@ class Attention {
         out_(out),
         keys_(static_cast<const T*>(problem.keys.tensor.const_data_ptr())),
         values_(static_cast<const T*>(problem.values.tensor.const_data_ptr())),
-        stride_((problem.values.width + kLanes<A> - 1) / kLanes<A> * kLanes<A>),
+        stride_((problem.values.width + kPanel<A> - 1) / kPanel<A> * kPanel<A>),
         units_(plan_units(problem)) {}
 
   void run() const {
@@ -131,27 +146,49 @@ class Attention {
     return unit.kv_head * p_.groups() + (unit.first + row) % p_.groups();
   }
 
-  /// The unit's queries in the accumulation type, times the scale.
+  /// Whether products are taken in tile registers: they multiply pairs of bfloat16.
+  bool in_tile_registers() const {
+    return kTileRegisters<A, T> && p_.q.scalar_type() == ScalarType::BFloat16 &&
+        p_.keys.width % 2 == 0;
+  }
+
+  /// The unit's queries: as they are for tile registers, else in the accumulation type, times the
+  /// scale.
   void load_queries(const Unit& unit, Memory& memory) const {
     const int64_t width = p_.keys.width;
+    if (in_tile_registers()) {
+      T* queries = memory.narrow_queries.reserve(kRows * width);
+      for (int64_t row = 0; row < unit.rows; ++row) {
+        const T* query = static_cast<const T*>(p_.q.const_data_ptr()) + query_offset(unit, row);
+        std::copy(query, query + width, queries + row * width);
+      }
+      return;
+    }
     A* queries = memory.queries.reserve(kRows * width);
     for (int64_t row = 0; row < unit.rows; ++row) {
-      const int64_t offset =
-          token(unit, row) * p_.q.stride(0) + head(unit, row) * p_.q.stride(1);
       A* query = queries + row * width;
-      read(query, p_.q, offset, width);
+      read(query, p_.q, query_offset(unit, row), width);
       for (int64_t d = 0; d < width; ++d) query[d] *= static_cast<A>(p_.scale);
     }
+  }
+
+  int64_t query_offset(const Unit& unit, int64_t row) const {
+    return token(unit, row) * p_.q.stride(0) + head(unit, row) * p_.q.stride(1);
   }
 
   /// Where the keys and values of a split lie; null for positions that no row of the unit sees.
   void find_rows(const Unit& unit, int64_t base, Range local, Memory& memory) const {
     std::fill_n(memory.keys, kSplit, nullptr);
-    for (int64_t j = local.begin; j < local.end; ++j) {
+    for (int64_t j = local.begin; j < local.end;) {
       const int64_t page = p_.page(unit.request, base + j);
       const int64_t slot = (base + j) % p_.keys.page_size;
-      memory.keys[j] = keys_ + offset_of(p_.keys, page, slot, unit.kv_head);
-      memory.values[j] = values_ + offset_of(p_.values, page, slot, unit.kv_head);
+      const T* key = keys_ + offset_of(p_.keys, page, slot, unit.kv_head);
+      const T* value = values_ + offset_of(p_.values, page, slot, unit.kv_head);
+      const int64_t end = std::min(local.end, j + p_.keys.page_size - slot);
+      for (; j < end; ++j, key += p_.keys.slot_stride, value += p_.values.slot_stride) {
+        memory.keys[j] = key;
+        memory.values[j] = value;
+      }
     }
   }
 
@@ -173,11 +210,31 @@ class Attention {
           weights + row * kSplit, computed, {own.begin - base, own.end - base},
           static_cast<A>(p_.softcap));
     }
+    if constexpr (kTileRegisters<A, T>) {
+      if (in_tile_registers()) return add_packed_values(unit, computed, local, memory, out);
+    }
     for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
       value_row_tile<decltype(tile)::value>(
           weights + row * kSplit, memory.values, local, p_.values.width,
           out.sums + row * stride_, stride_);
     });
+  }
+
+  /// Weighted values in tile registers, 32 dimensions at a time.
+  void add_packed_values(const Unit& unit, Range computed, Range local, Memory& memory,
+                         Partial<A> out) const {
+    T* high = memory.high_weights.reserve(kRows * kSplit);
+    T* low = memory.low_weights.reserve(kRows * kSplit);
+    for (int64_t row = 0; row < unit.rows; ++row) {
+      const int64_t at = row * kSplit;
+      split_weights(memory.weights.get() + at, computed, high + at, low + at);
+    }
+    const int64_t width = p_.values.width;
+    Group* tile = memory.packed.reserve(kSplit / 2 * kFeatures);
+    for (int64_t column = 0; column < width; column += kFeatures) {
+      pack_values(memory.values, computed, local, column, width - column, tile);
+      add_values(high, low, unit.rows, computed, tile, out.sums + column, stride_);
+    }
   }
 
   /// Scores of all rows, panel by panel; returns the positions that the panels cover.
@@ -191,6 +248,12 @@ class Attention {
     for (int64_t j = computed.begin; j < computed.end; j += kPanel<A>) {
       prefetch_rows(memory.keys, panel_at(j + kPanel<A>, local), width);
       prefetch_rows(memory.values, panel_at(j, local), p_.values.width);
+      if constexpr (kTileRegisters<A, T>) {
+        if (in_tile_registers()) {
+          score_packed_keys(unit, memory, memory.keys + j, scores + j);
+          continue;
+        }
+      }
       pack_panel<A>(memory.keys + j, width, panel);
       for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
         score_tile<decltype(tile)::value>(
@@ -198,6 +261,15 @@ class Attention {
       });
     }
     return computed;
+  }
+
+  /// The scores of one panel in tile registers.
+  void score_packed_keys(const Unit& unit, Memory& memory, const T* const* keys, A* scores) const {
+    const int64_t width = p_.keys.width;
+    Group* packed = memory.packed.reserve(width / 2 * kFeatures);
+    pack_keys(keys, width, packed);
+    score_panel(memory.narrow_queries.get(), unit.rows, width, packed, static_cast<A>(p_.scale),
+                scores);
   }
 
   static Range panel_at(int64_t begin, Range local) {

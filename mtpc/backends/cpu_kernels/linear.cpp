@@ -21,22 +21,19 @@ struct Linear {
   int64_t rows, inputs, features;
 };
 
-void multiply(const Linear& call, int64_t tile) {
-  const int64_t begin = tile * kFeatures;
-  const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
-  const BFloat16* weights = call.weight + begin * call.inputs;
-  const auto finish = [&](int64_t row, const float* sums) {
+void run(const Linear& call) {
+  const auto finish = [&](int64_t tile, int64_t row, const float* sums) {
+    const int64_t begin = tile * kFeatures;
+    const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
     BFloat16* out = call.out + row * call.features + begin;
+    const float* bias = call.bias ? call.bias + begin : nullptr;
     for (int64_t f = 0; f < count; ++f) {
-      out[f] = static_cast<BFloat16>(sums[f] + (call.bias ? call.bias[begin + f] : 0.0f));
+      out[f] = static_cast<BFloat16>(sums[f] + (bias ? bias[f] : 0.0f));
     }
   };
-  for_products<Bf16Pairs>(call.x, call.rows, weights, finish);
-}
-
-void run(const Linear& call) {
   const int64_t workers = worker_count(call.rows * call.features * call.inputs);
-  run_stream(count_tiles(call.features), workers, [&](int64_t tile) { multiply(call, tile); });
+  for_all_products<Bf16Pairs>(
+      call.x, call.rows, call.weight, count_tiles(call.features), workers, finish);
 }
 
 void check(const Tensor& x, const Tensor& weight, int64_t features,

@@ -2,7 +2,7 @@
 #pragma once
 
 #if defined(__AMX_TILE__)
-#include "tile_products.h"
+#include "tile_phases.h"
 #else
 #include "vector_products.h"
 #endif
@@ -18,21 +18,37 @@ template <class Dot, class Body>
 void for_products(InputRows x, int64_t rows, const void* tile, const Body& body) {
   const Group* weights = static_cast<const Group*>(tile);
   const char* bytes = static_cast<const char*>(tile);
-  const int64_t size = x.groups * kFeatures * sizeof(Group);
+  const int64_t size = x.groups * kGroupBytes;
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
   PassRegisters registers;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
     // The first pass takes the tile from memory, the others from the second-level cache: each
     // fetches its part of the next tile.
-    const int64_t step = kFeatures * sizeof(Group) / passes;
+    const int64_t step = kGroupBytes / passes;
     const Fetch fetch{bytes + (passes == 1 ? kAhead : size + pass * step * x.groups), step};
-    TileSums<Dot, kMostRows> sums;
-    const InputRows part{x.first + row * x.stride, x.groups, x.stride};
     registers.set_rows(count);
-    multiply_rows<Dot>(part, count, weights, fetch, sums);
+    TileSums<Dot, kMostRows> sums;
+    multiply_rows<Dot>(x.from(row, 0, x.groups), count, weights, fetch, sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
   }
+}
+
+/// Rows of x times `tiles` tiles on several threads; body(tile, row, its 32 sums) for each.
+template <class Dot, class Body>
+void for_all_products(InputRows x, int64_t rows, const void* weights, int64_t tiles,
+                      int64_t workers, const Body& body) {
+  const char* bytes = static_cast<const char*>(weights);
+#if defined(__AMX_TILE__)
+  if (rows * x.groups * static_cast<int64_t>(sizeof(Group)) > kCachedBytes) {
+    const Group* all = reinterpret_cast<const Group*>(bytes);
+    return multiply_in_phases<Dot>(x, rows, all, tiles, workers, body);
+  }
+#endif
+  run_stream(tiles, workers, [&](int64_t tile) {
+    for_products<Dot>(x, rows, bytes + tile * x.groups * kGroupBytes,
+                      [&](int64_t row, const auto* sums) { body(tile, row, sums); });
+  });
 }
 
 }  // namespace mtpc

@@ -14,6 +14,9 @@ inline int64_t count_tiles(int64_t features) { return (features + kFeatures - 1)
 /// Four bytes of adjacent inputs: two of bfloat16, four of int8.
 using Group = int32_t;
 
+/// A group of each feature of a tile.
+inline constexpr int64_t kGroupBytes = kFeatures * sizeof(Group);
+
 /// A register of groups, one of each of so many features.
 using Groups = Mask<float>;
 
@@ -67,6 +70,11 @@ using TileSums = typename Dot::Sum[kRows][kFeatures];
 struct InputRows {
   const Group* first;
   int64_t groups, stride;
+
+  /// `count` groups of the rows from `row` on, beginning with group `group`.
+  InputRows from(int64_t row, int64_t group, int64_t count) const {
+    return {first + row * stride + group, count, stride};
+  }
 };
 
 /// Dense rows of so many inputs.

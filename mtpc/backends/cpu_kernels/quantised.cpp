@@ -46,22 +46,20 @@ Tensor quantised_linear(
   zero_from(out, used, features);
   const Int8Rows integers = round_rows(dense, used, inputs);
   const float* scale = static_cast<const float*>(scales.const_data_ptr());
-  const auto* weights = static_cast<const uint8_t*>(weight.const_data_ptr());
   // An instruction does twice the work that it does in bfloat16.
   const int64_t workers = worker_count(used * features * inputs / 2);
-  run_stream(count_tiles(features), workers, [&](int64_t tile) {
+  const auto finish = [&](int64_t tile, int64_t row, const int32_t* sums) {
     const int64_t begin = tile * kFeatures;
     const int64_t count = std::min<int64_t>(kFeatures, features - begin);
-    const auto finish = [&](int64_t row, const int32_t* sums) {
-      float values[kFeatures];
-      for (int64_t f = 0; f < count; ++f) {
-        values[f] = integers.value(row, sums[f], scale[begin + f]) + biases[begin + f];
-      }
-      write(out, row * features + begin, values, count);
-    };
-    const InputRows rounded = dense_rows(integers.row(0), inputs);
-    for_products<Int8Quads>(rounded, used, weights + begin * inputs, finish);
-  });
+    float values[kFeatures];
+    for (int64_t f = 0; f < count; ++f) {
+      values[f] = integers.value(row, sums[f], scale[begin + f]) + biases[begin + f];
+    }
+    write(out, row * features + begin, values, count);
+  };
+  for_all_products<Int8Quads>(
+      dense_rows(integers.row(0), inputs), used, weight.const_data_ptr(), count_tiles(features),
+      workers, finish);
   return out;
 }
 

@@ -204,7 +204,7 @@ inline void transpose(Vec<A> (&square)[kLanes<A>]) {
 
 /// e^x to 2 ulp: 2^n times a polynomial on |r| <= log(2) / 2. Exactly 0 below -87.3 (so for
 /// masked scores, -inf), exactly 1 at 0, saturated above 88.3, NaN for NaN.
-inline Vec<float> exp(Vec<float> x) {
+__attribute__((always_inline)) inline Vec<float> exp(Vec<float> x) {
   const Vec<float> clamped = x > 88.3f ? Vec<float>{} + 88.3f : x;
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the significand.
   constexpr float kRounder = 12582912.0f;

@@ -1,4 +1,4 @@
-// Products with packed weights in AMX's tile registers, of 16 rows of 64 bytes each.
+// AMX's tile registers, of 16 rows of 64 bytes each: products of up to 32 rows with packed weights.
 //
 // The layout is that of all levels: 16 groups of a tile of 32 features are 16 rows of 128 bytes,
 // the two halves of which are two registers as the instructions want them. Sums run over the
@@ -88,18 +88,38 @@ void add_last_products(InputRows x, const Group* tile, int64_t rows, int64_t don
   add_products<Dot>(inputs[0], kTileRows, weights[0], rows);
 }
 
-/// Up to 32 rows times one tile; the registers are configured for as many.
-template <class Dot>
-void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
-                   TileSums<Dot, kMostRows>& out) {
-  constexpr int64_t kLine = 64;
-  settle_memory();  // The rows, which this thread may just have written.
+/// The registers' sums, of up to 32 rows, to and from memory.
+inline void zero_sums(int64_t rows) {
   _tile_zero(0);
   _tile_zero(1);
-  if (rows > kTileRows) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  if (rows <= kTileRows) return;
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+template <class Sum>
+void load_sums(const Sum (*from)[kFeatures], int64_t rows) {
+  _tile_loadd(0, from[0], sizeof(*from));
+  _tile_loadd(1, from[0] + kFeatures / 2, sizeof(*from));
+  if (rows <= kTileRows) return;
+  _tile_loadd(2, from[kTileRows], sizeof(*from));
+  _tile_loadd(3, from[kTileRows] + kFeatures / 2, sizeof(*from));
+}
+
+template <class Sum>
+void store_sums(Sum (*to)[kFeatures], int64_t rows) {
+  _tile_stored(0, to[0], sizeof(*to));
+  _tile_stored(1, to[0] + kFeatures / 2, sizeof(*to));
+  if (rows <= kTileRows) return;
+  _tile_stored(2, to[kTileRows], sizeof(*to));
+  _tile_stored(3, to[kTileRows] + kFeatures / 2, sizeof(*to));
+}
+
+/// Adds up to 32 rows times one tile to the registers' sums.
+template <class Dot>
+__attribute__((always_inline)) inline void add_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch) {
+  constexpr int64_t kLine = 64;
+  settle_memory();  // The rows, which this thread may just have written.
   int64_t done = 0;
   for (; done + kTileRows <= x.groups; done += kTileRows) {
     for (int64_t at = 0; at < kTileRows * fetch.step; at += kLine) {
@@ -109,12 +129,15 @@ void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
     add_products<Dot>(x.first + done, x.stride, tile + done * kFeatures, rows);
   }
   if (done < x.groups) add_last_products<Dot>(x, tile, rows, done);
-  _tile_stored(0, out[0], sizeof(out[0]));
-  _tile_stored(1, out[0] + kFeatures / 2, sizeof(out[0]));
-  if (rows > kTileRows) {
-    _tile_stored(2, out[kTileRows], sizeof(out[0]));
-    _tile_stored(3, out[kTileRows] + kFeatures / 2, sizeof(out[0]));
-  }
+}
+
+/// Up to 32 rows times one tile; the registers are configured for as many.
+template <class Dot>
+void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
+                   TileSums<Dot, kMostRows>& out) {
+  zero_sums(rows);
+  add_rows<Dot>(x, rows, tile, fetch);
+  store_sums(out, rows);
 }
 
 /// Configures the registers for passes of different numbers of rows, and releases them. Between two

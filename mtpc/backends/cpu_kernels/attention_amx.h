@@ -1,0 +1,117 @@
+// Attention's products in AMX's tile registers: bfloat16 queries against bfloat16 caches.
+//
+// A split's keys and values are packed as weights are (product_rows.h), keys by pairs of dimensions,
+// values by pairs of keys, which the rows of a unit share. Weights of values are taken as the sum of
+// two bfloat16, so that they keep 16 bits: rounded to one they would lose what float has over it.
+// A row's sums run over the positions in order, and unseen ones add exact zeros: they depend neither
+// on the rows beside it nor on where the unit's positions begin and end.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_plan.h"
+#include "tile_products.h"
+
+namespace mtpc {
+
+/// 16 groups of a row of bfloat16, of which `valid` elements exist.
+inline Vec<float> load_groups(const BFloat16* row, int64_t valid) {
+  if (valid >= 2 * kTileRows) return load<float>(reinterpret_cast<const float*>(row));
+  Vec<float> groups{};
+  std::memcpy(&groups, row, valid * sizeof(BFloat16));
+  return groups;
+}
+
+/// panel[g][j] = group g of keys[j], zeros where keys[j] is null: a key that nobody sees is not read.
+inline void pack_keys(const BFloat16* const* keys, int64_t width, Group* panel) {
+  for (int64_t d = 0; d < width; d += 2 * kTileRows) {
+    const int64_t groups = std::min<int64_t>((width - d) / 2, kTileRows);
+    for (int part = 0; part < kFeatures; part += kTileRows) {
+      Vec<float> square[kTileRows];
+      for (int j = 0; j < kTileRows; ++j) {
+        const BFloat16* key = keys[part + j];
+        square[j] = key == nullptr ? Vec<float>{} : load_groups(key + d, width - d);
+      }
+      transpose<float>(square);
+      for (int64_t g = 0; g < groups; ++g) {
+        std::memcpy(panel + (d / 2 + g) * kFeatures + part, &square[g], sizeof(square[g]));
+      }
+    }
+  }
+}
+
+/// tile[j][d] = dimensions column + d of values[2 j] and values[2 j + 1] side by side, for the
+/// positions of `range`, which begins and ends with a pair; zeros where they are outside of `local`.
+inline void pack_values(const BFloat16* const* values, Range range, Range local, int64_t column,
+                        int64_t valid, Group* tile) {
+  const auto row = [&](int64_t j) {
+    return j < local.begin || j >= local.end ? _mm512_setzero_si512()
+                                             : (__m512i)load_groups(values[j] + column, valid);
+  };
+  // Halves of a lane from the first and the second row in turn.
+  const __m512i low = _mm512_set_epi16(
+      47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35,
+      3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int64_t j = range.begin; j < range.end; j += 2) {
+    const __m512i first = row(j), second = row(j + 1);
+    Group* to = tile + j / 2 * kFeatures;
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, low, second));
+    _mm512_storeu_si512(to + kTileRows, _mm512_permutex2var_epi16(first, high, second));
+  }
+}
+
+/// high + low = weights, to 16 bits.
+inline void split_weights(const float* weights, Range range, BFloat16* high, BFloat16* low) {
+  for (int64_t j = range.begin; j < range.end; j += kLanes<float>) {
+    const Vec<float> weight = load<float>(weights + j), nearest = round_bf16(weight);
+    narrow(high + j, nearest);
+    narrow(low + j, weight - nearest);
+  }
+}
+
+/// Calls body(first row, count) for passes of up to 32 rows, the registers configured for them.
+template <class Body>
+void for_passes(int64_t rows, const Body& body) {
+  PassRegisters registers;
+  for (int64_t row = 0; row < rows; row += kMostRows) {
+    const int64_t count = std::min<int64_t>(kMostRows, rows - row);
+    registers.set_rows(count);
+    body(row, count);
+  }
+}
+
+/// scores[r][0..32) = queries[r] . keys of one packed panel, times `scale`.
+inline void score_panel(const BFloat16* queries, int64_t rows, int64_t width, const Group* panel,
+                        float scale, float* scores) {
+  for_passes(rows, [&](int64_t row, int64_t count) {
+    alignas(64) TileSums<Bf16Pairs, kMostRows> sums;
+    multiply_rows<Bf16Pairs>(
+        dense_rows(queries, width).from(row, 0, width / 2), count, panel, {}, sums);
+    for (int64_t r = 0; r < count; ++r) {
+      for (int j = 0; j < kFeatures; j += kLanes<float>) {
+        store(scores + (row + r) * kSplit + j, load<float>(sums[r] + j) * scale);
+      }
+    }
+  });
+}
+
+/// out[r][0..32) = sum over `range`, of whole panels, of weights[r][j] * values[j], in order.
+inline void add_values(const BFloat16* high, const BFloat16* low, int64_t rows, Range range,
+                       const Group* tile, float* out, int64_t out_stride) {
+  const int64_t first = range.begin / 2, groups = range.size() / 2;
+  for_passes(rows, [&](int64_t row, int64_t count) {
+    alignas(64) TileSums<Bf16Pairs, kMostRows> sums;
+    zero_sums(count);
+    for (const BFloat16* part : {high, low}) {
+      add_rows<Bf16Pairs>(dense_rows(part, kSplit).from(row, first, groups), count,
+                          tile + first * kFeatures, {});
+    }
+    store_sums(sums, count);
+    for (int64_t r = 0; r < count; ++r) {
+      std::memcpy(out + (row + r) * out_stride, sums[r], sizeof(sums[r]));
+    }
+  });
+}
+
+}  // namespace mtpc
