@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.backends.base import Report, Run
-from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.backends.cpu_kernels import direct_calls, kernel_table, load_kernels
 from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.backends.package import CALLS, LIBRARY, Package, open_package, signature
 from mtpc.cache.machine import cpu_flags
@@ -102,7 +102,7 @@ class CpuBackend:
 
         Args:
             graph: flat and verified.
-            directory: gets `package.LIBRARY` and `package.CALLS`.
+            directory: gets `package.LIBRARY`, and `package.CALLS` where there are any.
 
         Returns:
             How to call them.
@@ -115,8 +115,8 @@ class CpuBackend:
         archive = self._compile(graph.name, lifted, inputs.values())
         with zipfile.ZipFile(archive) as files:
             for name, ending in _MEMBERS.items():
-                (member,) = (m for m in files.namelist() if m.endswith(ending))
-                (directory / name).write_bytes(files.read(member))
+                for member in (m for m in files.namelist() if m.endswith(ending)):
+                    (directory / name).write_bytes(files.read(member))
         tensors = inputs | {name: get_tensor(graph.module, name) for name in sorted(held)}
         return Package(tuple(inputs), {name: signature(t) for name, t in tensors.items()})
 
@@ -151,8 +151,9 @@ def compile_settings() -> dict[str, object]:
     Raises:
         BackendError: this torch generates code for the processor at hand only.
     """
+    settings = {**_INDUCTOR, "aot_inductor.custom_ops_to_c_shims": direct_calls()}
     if cpu_level() is None:
-        return dict(_INDUCTOR)
+        return settings
     if not hasattr(torch._inductor.config.cpp, "march"):
         raise BackendError(
             f"MTPC_CPU_LEVEL is set, but torch {torch.__version__} compiles for the processor at "
@@ -161,7 +162,7 @@ def compile_settings() -> dict[str, object]:
     level = chosen_level(cpu_flags())
     # One lane is what Inductor calls code without explicit vectors.
     lanes = level.vector_bits if level.vector_bits > 128 else 1
-    return {**_INDUCTOR, "cpp.march": level.march, "cpp.simdlen": lanes}
+    return {**settings, "cpp.march": level.march, "cpp.simdlen": lanes}
 
 
 def _drop_assertions(graph: fx.Graph) -> None:

@@ -19,8 +19,8 @@ from mtpc.errors import BackendError
 from mtpc.layout import dtype_name
 
 LIBRARY, CALLS = "step.so", "step.json"
-"""The generated library, and the list of custom operators that it calls. AOTInductor's runner
-looks for the list beside the library, under the same name."""
+"""The generated library, and the list of operators that it calls through torch's dispatcher, if
+any. AOTInductor's runner looks for the list beside the library, under the same name."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
     lock, and is for one thread at a time.
 
     Args:
-        directory: holds LIBRARY and CALLS.
+        directory: holds LIBRARY and, if there are any, CALLS.
         package: how it is called.
         tensor_of: the tensor of each name.
 

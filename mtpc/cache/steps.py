@@ -256,7 +256,8 @@ def _copy_files(source: Path, target: Path) -> None:
 def reuse_package(step: CachedStep, directory: Path) -> None:
     """Copy a step's compiled package for another key that lowers to the same graph."""
     for name in (LIBRARY, CALLS):
-        shutil.copyfile(step.directory / name, directory / name)
+        if (step.directory / name).exists():
+            shutil.copyfile(step.directory / name, directory / name)
 
 
 def program_pin(entries: Mapping[str, Entry]) -> str:

@@ -38,6 +38,7 @@ from torch import Tensor
 import mtpc.ops.attention
 import mtpc.ops.experts  # noqa: F401  (these register references that kernel_table names)
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
+from mtpc.backends.cpu_kernels.direct_calls import declarations, open_to_packages
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.choose_slots import fake_choose_slots
 from mtpc.ops.float32_linear import fake_float32_linear
@@ -54,6 +55,12 @@ NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "
          "rotate", "gated_delta_rule", "sinkhorn", "sample", "count_tokens",
          "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
+
+_DIRECT = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "packed_linear",
+           "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
+           "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul", "rotate",
+           "gated_delta_rule", "sinkhorn")  # fmt: skip
+"""Those that a layer calls, also without torch's dispatcher (`shims.cpp`)."""
 
 
 def load_kernels(
@@ -80,6 +87,7 @@ def load_library(built: Entry | Path) -> None:
     directory = built.parent if isinstance(built, Path) else built.directory
     torch.classes.load_library(str(directory / RUNNER))
     torch.ops.load_library(directory / LIBRARY)
+    open_to_packages(directory)
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"mtpc_cpu::{name}", fake)
 
@@ -99,6 +107,11 @@ def kernel_table() -> dict[Any, Any]:
         getattr(torch.ops.mtpc, name).default: getattr(torch.ops.mtpc_cpu, name).default
         for name in NAMES
     }
+
+
+def direct_calls() -> dict[Any, list[str]]:
+    """Our op overload -> its C function's declaration; `load_kernels` must have been called."""
+    return declarations(_DIRECT)
 
 
 def _fake_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
@@ -148,4 +161,12 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "write_logprobs": fake_write_logprobs,
 }
 
-__all__ = ["NAMES", "build_kernels", "fill_packed", "kernel_table", "load_kernels", "load_library"]
+__all__ = [
+    "NAMES",
+    "build_kernels",
+    "direct_calls",
+    "fill_packed",
+    "kernel_table",
+    "load_kernels",
+    "load_library",
+]
