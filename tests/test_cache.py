@@ -492,8 +492,9 @@ def test_damage_is_refused_when_frozen(
     tmp_path: Path,
 ) -> None:
     """No byte of a damaged entry is used."""
+    step = cpu_built("mimo").compiler.obtain(DECODE)
     mine = own_copy(cpu_cache, tmp_path)
-    damage(mine, cpu_built("mimo").compiler.obtain(DECODE), file)
+    damage(mine, step, file)
     with pytest.raises(CacheError, match=file):
         warm("mimo", cache_dir=mine)
 
@@ -505,8 +506,8 @@ def test_damage_is_said_and_healed(
     tmp_path: Path,
 ) -> None:
     """Not frozen: the entry is built again, in place, and the stats say so."""
-    mine = own_copy(cpu_cache, tmp_path)
     cold = cpu_built("mimo")
+    mine = own_copy(cpu_cache, tmp_path)
     damage(mine, cold.compiler.obtain(DECODE), "step.so")
     options = {**CPU_OPTIONS, "cache_dir": mine}
     healed = mtpc.compile(checkpoint("mimo"), **options)
