@@ -5,20 +5,24 @@
 // handles are borrowed, results are new handles, an optional tensor is a pointer to its handle.
 // Declarations for the generated code are made of the ops' schemas (direct_calls.py).
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/util/Exception.h>
 
 #include <type_traits>
-#include <utility>
 
 #include "kernels.h"
 
 namespace mtpc {
 namespace {
 
-Tensor borrow(AtenTensorHandle handle) {
-  AtenTensorHandle own;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
-  return Tensor(own);
+/// A second handle of a tensor, which whoever gets it deletes.
+AtenTensorHandle own(AtenTensorHandle handle) {
+  AtenTensorHandle result;
+  const AOTITorchError error = aoti_torch_new_tensor_handle(handle, &result);
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "mtpc_cpu: a tensor's handle is none");
+  return result;
 }
+
+Tensor borrow(AtenTensorHandle handle) { return Tensor(own(handle)); }
 
 std::optional<Tensor> borrow(AtenTensorHandle* handle) {
   return handle ? std::optional(borrow(*handle)) : std::nullopt;
@@ -28,13 +32,6 @@ int64_t borrow(int64_t value) { return value; }
 double borrow(double value) { return value; }
 bool borrow(int32_t value) { return value != 0; }
 
-/// A result, to be deleted by who called.
-AtenTensorHandle give(const Tensor& result) {
-  AtenTensorHandle own;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(result.get(), &own));
-  return own;
-}
-
 /// What an op throws goes through the generated code to whoever runs the package.
 template <class Op, class... Arguments>
 AOTITorchError call(AtenTensorHandle* out, Op op, Arguments... arguments) {
@@ -42,7 +39,7 @@ AOTITorchError call(AtenTensorHandle* out, Op op, Arguments... arguments) {
     op(borrow(arguments)...);
     if (out) *out = nullptr;
   } else {
-    *out = give(op(borrow(arguments)...));
+    *out = own(op(borrow(arguments)...).get());
   }
   return AOTI_TORCH_SUCCESS;
 }
@@ -139,8 +136,8 @@ MTPC_SHIM aoti_torch_cpu_add_rms_norm(
   using mtpc::borrow;
   const auto results = mtpc::add_rms_norm(
       borrow(x), borrow(added), borrow(weight), borrow(epsilon), borrow(plus_one), borrow(rows));
-  *total = mtpc::give(std::get<0>(results));
-  *normed = mtpc::give(std::get<1>(results));
+  *total = mtpc::own(std::get<0>(results).get());
+  *normed = mtpc::own(std::get<1>(results).get());
   return AOTI_TORCH_SUCCESS;
 }
 
