@@ -22,7 +22,6 @@ Tell = Callable[[str], None]
 
 ATTEMPTS = 3
 """Rounds, as a multiple of those asked for, after which disturbed samples are not repeated."""
-WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ def sample_in_turns(
     prompts = plan.prompts(max((case.batch for case in cases), default=0), vocab_size)
     for case in cases:
         tell(f"warm up: {case}")
-        case.decoder.decode(prompts[: case.batch], min(WARM_UP_TOKENS, plan.new_tokens))
+        # As many tokens as a sample has: with few, the first would be done before the last began.
+        case.decoder.decode(prompts[: case.batch], plan.new_tokens)
     for turn in range(1, plan.repeats * ATTEMPTS + 1):
         wanting = [c for c in cases if len(c.undisturbed(plan.max_foreign)) < plan.repeats]
         for case in wanting:
