@@ -37,6 +37,7 @@ from benchmarks.machine import CpuWatch
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.sampling import Plan, Tell
 from mtpc.backends.cpu_kernels import NAMES
+from mtpc.backends.cpu_kernels.direct_calls import function_of
 
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(
@@ -44,7 +45,7 @@ LINEARS = tuple(
     for name in ("packed_linear", "packed_head_linear", "packed_experts", "float32_linear",
                  "quantised_linear", "quantised_experts")
 )  # fmt: skip
-DIRECT_CALLS = {f"aoti_torch_cpu_{name}": f"mtpc_cpu::{name}" for name in NAMES}
+DIRECT_CALLS = {function_of(name): f"mtpc_cpu::{name}" for name in NAMES}
 """What the profiler calls kernels that generated code calls as functions of C."""
 TELL_THE_PROFILER = {"cpp.enable_kernel_profile": True}
 """A setting of Inductor: the profiler hears of such calls, at a fraction of a microsecond each."""

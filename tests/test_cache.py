@@ -483,7 +483,9 @@ def damage(cache: Path, step: CachedStep, file: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["step.so", "step.record.json", "key.json", SUMS])
+@pytest.mark.parametrize(
+    "file", ["step.so", "constants.safetensors", "step.record.json", "key.json", SUMS]
+)
 def test_damage_is_refused_when_frozen(
     file: str,
     warm: Callable[..., Any],

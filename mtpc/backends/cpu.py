@@ -47,8 +47,8 @@ _INDUCTOR = {
 }
 _INLINED_ELEMENTS = 8
 """Inductor writes one-dimensional constants of up to this many elements into its code."""
-_MEMBERS = {LIBRARY: ".wrapper.so", CALLS: ".wrapper.json"}
-"""What a running package needs of AOTInductor's archive, by the ending it has there."""
+_LIBRARY_MEMBER, _CALLS_MEMBER = ".wrapper.so", ".wrapper.json"
+"""How the names of what a running package needs end in AOTInductor's archive."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,12 @@ class CpuBackend:
         held = {str(node.target) for node in lifted.graph.nodes if node.op == "get_attr"}
         archive = self._compile(graph.name, lifted, inputs.values())
         with zipfile.ZipFile(archive) as files:
-            for name, ending in _MEMBERS.items():
-                for member in (m for m in files.namelist() if m.endswith(ending)):
-                    (directory / name).write_bytes(files.read(member))
+            (library,) = (m for m in files.namelist() if m.endswith(_LIBRARY_MEMBER))
+            (directory / LIBRARY).write_bytes(files.read(library))
+            calls = [m for m in files.namelist() if m.endswith(_CALLS_MEMBER)]
+            if calls:
+                (member,) = calls
+                (directory / CALLS).write_bytes(files.read(member))
         tensors = inputs | {name: get_tensor(graph.module, name) for name in sorted(held)}
         return Package(tuple(inputs), {name: signature(t) for name, t in tensors.items()})
 

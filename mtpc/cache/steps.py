@@ -255,9 +255,9 @@ def _copy_files(source: Path, target: Path) -> None:
 
 def reuse_package(step: CachedStep, directory: Path) -> None:
     """Copy a step's compiled package for another key that lowers to the same graph."""
-    for name in (LIBRARY, CALLS):
-        if (step.directory / name).exists():
-            shutil.copyfile(step.directory / name, directory / name)
+    shutil.copyfile(step.directory / LIBRARY, directory / LIBRARY)
+    if (step.directory / CALLS).exists():
+        shutil.copyfile(step.directory / CALLS, directory / CALLS)
 
 
 def program_pin(entries: Mapping[str, Entry]) -> str:

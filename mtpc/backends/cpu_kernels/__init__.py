@@ -56,11 +56,8 @@ NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "
          "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
-_DIRECT = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "packed_linear",
-           "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
-           "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul", "rotate",
-           "gated_delta_rule", "sinkhorn")  # fmt: skip
-"""Those that a layer calls, also without torch's dispatcher (`shims.cpp`)."""
+_DISPATCHED = ("experts", "sample", "count_tokens", "write_logprobs")
+"""Generated code calls these through torch's dispatcher, all others past it (`shims.cpp`)."""
 
 
 def load_kernels(
@@ -111,7 +108,7 @@ def kernel_table() -> dict[Any, Any]:
 
 def direct_calls() -> dict[Any, list[str]]:
     """Our op overload -> its C function's declaration; `load_kernels` must have been called."""
-    return declarations(_DIRECT)
+    return declarations(name for name in NAMES if name not in _DISPATCHED)
 
 
 def _fake_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:

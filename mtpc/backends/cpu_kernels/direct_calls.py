@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,17 @@ _C_TYPES = {
 }
 
 
+def function_of(name: str) -> str:
+    """The C function of an op, as AOTInductor derives it from the op's name."""
+    return f"aoti_torch_cpu_{name}"
+
+
 def open_to_packages(directory: Path) -> None:
     """Let packages that are loaded later find the kernels' functions by name."""
     ctypes.CDLL(str(directory / LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
 
-def declarations(names: tuple[str, ...]) -> dict[Any, list[str]]:
+def declarations(names: Iterable[str]) -> dict[Any, list[str]]:
     """AOTInductor's setting `custom_ops_to_c_shims`: an op's functions, by its overload."""
     overloads = (getattr(torch.ops.mtpc_cpu, name).default for name in names)
     return {overload: [_declaration(overload)] for overload in overloads}
@@ -35,5 +41,5 @@ def _declaration(overload: Any) -> str:
     schema = overload._schema
     arguments = [f"{_C_TYPES[str(argument.type)]} {argument.name}" for argument in schema.arguments]
     results = [f"AtenTensorHandle* result{i}" for i in range(max(len(schema.returns), 1))]
-    name = schema.name.removeprefix("mtpc_cpu::")
-    return f"AOTITorchError aoti_torch_cpu_{name}({', '.join([*arguments, *results])})"
+    function = function_of(schema.name.removeprefix("mtpc_cpu::"))
+    return f"AOTITorchError {function}({', '.join([*arguments, *results])})"

@@ -41,7 +41,7 @@ void for_all_products(InputRows x, int64_t rows, const void* weights, int64_t ti
   const char* bytes = static_cast<const char*>(weights);
 #if defined(__AMX_TILE__)
   if (rows * x.groups * static_cast<int64_t>(sizeof(Group)) > kCachedBytes) {
-    const Group* all = reinterpret_cast<const Group*>(bytes);
+    const Group* all = static_cast<const Group*>(weights);
     return multiply_in_phases<Dot>(x, rows, all, tiles, workers, body);
   }
 #endif

@@ -117,7 +117,7 @@ void store_sums(Sum (*to)[kFeatures], int64_t rows) {
 
 /// Adds up to 32 rows times one tile to the registers' sums.
 template <class Dot>
-__attribute__((always_inline)) inline void add_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch) {
+void add_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch) {
   constexpr int64_t kLine = 64;
   settle_memory();  // The rows, which this thread may just have written.
   int64_t done = 0;
