@@ -182,6 +182,6 @@ def test_the_waterfall_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert waterfall.main([*arguments, "--out", str(out)]) == 0
     whole, limit, *parts = json.loads(out.read_text())["rows"]
     assert (whole["part"], limit["part"]) == ("whole step", "limit")
-    assert {"paged_attention", "write_cache", "the rest"} <= {part["part"] for part in parts}
+    assert {"paged_attention", "rotate_and_write", "the rest"} <= {part["part"] for part in parts}
     assert limit["ms"] + sum(part["ms"] for part in parts) == pytest.approx(whole["ms"])
     assert parts == sorted(parts, key=lambda part: -part["ms"])

@@ -18,9 +18,13 @@ from conftest import EACH_FAMILY, NUM_PAGES, TINY, CpuBuilt
 from test_theorem import PROMPTS, poison
 
 from mtpc.backends import cpu as cpu_module
+from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.package import Package, open_package
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
+from mtpc.models.load import load
 
 Tensors = Callable[[str], torch.Tensor]
 DECODE = StepKey.decode(2, 3)
@@ -75,14 +79,30 @@ def test_no_copy_of_the_cache(family: str, cpu_built: Callable[..., CpuBuilt]) -
     packages = sorted(Path(backend._scratch.name).glob("*.pt2"))
     assert len(packages) == 2
     for package in packages:
-        code = wrapper_source(package)
-        assert "write_cache" in code
-        assert f"{{{NUM_PAGES}L" not in code, f"{package.name} makes a tensor of {NUM_PAGES} pages"
-        # The pool as pages of one token may be a view, and must not be an allocation.
-        sizes = dict(re.findall(r"(int_array_\d+)\[\] = \{(\d+)L[,}]", code))
-        made = {sizes.get(name) for name in re.findall(r"empty_strided\(\d+, (\w+),", code)}
-        assert len(made) > 1
-        assert str(NUM_PAGES * TINY["page_size"]) not in made
+        check_no_pool_is_made(package, "write_cache")
+
+
+def test_no_copy_of_the_cache_by_the_fused_write(checkpoint: Callable[..., Path]) -> None:
+    """The same of the operator that writes two caches, and has a result, too (bfloat16)."""
+    backend = CpuBackend()
+    options = CompileOptions(spec_tokens=1, batch_buckets=(1,), max_len=64, num_pages=NUM_PAGES,
+                             page_size=TINY["page_size"])  # fmt: skip
+    compiler = StepCompiler(load(checkpoint("mimo"), "bfloat16", True), options, backend)
+    compiler.capture(StepKey.decode(1, 1))
+    (package,) = Path(backend._scratch.name).glob("*.pt2")
+    check_no_pool_is_made(package, "rotate_and_write")
+
+
+def check_no_pool_is_made(package: Path, write: str) -> None:
+    """A package that calls this operator allocates nothing of the size of a page pool."""
+    code = wrapper_source(package)
+    assert f"{write}(" in code
+    assert f"{{{NUM_PAGES}L" not in code, f"{package.name} makes a tensor of {NUM_PAGES} pages"
+    # The pool as pages of one token may be a view, and must not be an allocation.
+    sizes = dict(re.findall(r"(int_array_\d+)\[\] = \{(\d+)L[,}]", code))
+    made = {sizes.get(name) for name in re.findall(r"empty_strided\(\d+, (\w+),", code)}
+    assert len(made) > 1
+    assert str(NUM_PAGES * TINY["page_size"]) not in made
 
 
 def wrapper_source(package: Path) -> str:

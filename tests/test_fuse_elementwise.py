@@ -196,7 +196,8 @@ def named(graph: StepGraph) -> Counter[str]:
 
 @pytest.mark.parametrize("family", FUSED)
 def test_each_chain_is_found(family: str, checkpoint: Callable[..., Path]) -> None:
-    graph = rewritten(checkpoint(family, "random"))
+    # Which would take rotary angles for itself.
+    graph = rewritten(checkpoint(family, "random"), disabled_passes=("fuse-cache-write",))
     found = named(graph)
     kinds = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate")
     assert {kind: found[kind] for kind in kinds if found[kind]} == FUSED[family]

@@ -108,6 +108,16 @@ def _write(tokens: int) -> list[Launch]:
     return plans.plan_write_cache(_fake(4096, 16, 8, 128), _fake(tokens, 8, 128), slots)[0]
 
 
+def _rotate(tokens: int, heads: tuple[int, int], dims: tuple[int, int, int]) -> list[Launch]:
+    """dims: of a key, of the angles, of a value."""
+    (count, kv_count), (width, turned, v_width) = heads, dims
+    rows = [_fake(tokens, *shape) for shape in ((count, width), (kv_count, width))]
+    angles = [_fake(tokens, turned) for _ in range(2)]
+    caches = [_fake(4096, 16, kv_count, dim) for dim in (width, v_width)]
+    v, slots = _fake(tokens, kv_count, v_width), _fake(tokens, dtype=torch.int64)
+    return plans.plan_rotate_and_write(*rows, v, *angles, *caches, slots)[0]
+
+
 def _delta(
     reqs: int, rows: int, heads: tuple[int, int] = (16, 32), drafts: int = 3, dtype=BF16
 ) -> list[Launch]:  # type: ignore[no-untyped-def]
@@ -162,6 +172,9 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "cache write, 16 rows": lambda: _write(16),
+    "GLM-4.5's rotary of half a head, 4 rows": lambda: _rotate(4, (96, 8), (128, 64, 128)),
+    "MiMo-V2's rotary of a third, 16 rows": lambda: _rotate(16, (64, 4), (192, 64, 128)),
+    "MiMo-7B's rotary, prompt of 512": lambda: _rotate(512, (32, 8), (128, 128, 128)),
 }
 
 

@@ -98,6 +98,21 @@ def test_grids_and_constants_are_of_the_bucket_alone(checkpoint: Callable[..., P
         assert all(type(value) is int for value in (*launch.grid, *numbers))
 
 
+@torch.no_grad()
+def test_a_layer_in_bfloat16_has_one_launch_before_attention(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """What the backend enables: angles and cache writes are one kernel."""
+    loaded = load(checkpoint("glm4_moe"), "bfloat16", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    compiler = StepCompiler(loaded, OPTIONS, backend)
+    launches = step_launches(compiler.rewrite(compiler.trace(StepKey.decode(2, 2))))
+    names = [launch.name for launch in launches]
+    assert names.count("rotate_and_write_kernel") == names.count("paged_attention_kernel") > 0
+    assert "write_cache_kernel" not in names
+    assert not backend.notes
+
+
 def test_float64_stays_with_the_reference_and_is_noted(checkpoint: Callable[..., Path]) -> None:
     notes: list[str] = []
     loaded = load(checkpoint("mimo"), "float64", True)

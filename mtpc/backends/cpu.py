@@ -79,7 +79,12 @@ class CpuBackend:
     """
 
     name = "cpu"
-    enables: tuple[str, ...] = ("pack-weights", "fuse-elementwise", "skip-idle-rows")
+    enables: tuple[str, ...] = (
+        "pack-weights",
+        "fuse-cache-write",
+        "fuse-elementwise",
+        "skip-idle-rows",
+    )
     device = "cpu"
 
     def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cuda import ENABLES
 from mtpc.backends.triton_kernels.limits import triton_bindings
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
@@ -24,7 +25,7 @@ class CrossBackend:
     """
 
     name = "cuda"
-    enables: tuple[str, ...] = ()
+    enables: tuple[str, ...] = ENABLES
     device = "cpu"
 
     def __init__(self) -> None:

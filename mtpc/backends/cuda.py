@@ -28,6 +28,10 @@ INDUCTOR = {
 """Inductor's options for a step."""
 
 
+ENABLES = ("fuse-cache-write",)
+"""Passes, off by default, that pay on a GPU."""
+
+
 class CudaBackend:
     """Steps as device graphs.
 
@@ -43,7 +47,7 @@ class CudaBackend:
     """
 
     name = "cuda"
-    enables: tuple[str, ...] = ()
+    enables: tuple[str, ...] = ENABLES
 
     def __init__(
         self, graphs: Graphs, lower: Lower, bindings: Sequence[Binding], device: str = "cuda"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtpc.ops.attention import write_cache
 from mtpc.ops.experts import swiglu
 from mtpc.ops.ragged import keep_rows
 
@@ -128,3 +129,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> T
 def fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
     """Shape and dtype of the result."""
     return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("mtpc::rotate_and_write", mutates_args=("k_cache", "v_cache"))
+def rotate_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """All between an attention's projections and itself: `rotate` q and k, `write_cache` k and v.
+
+    Args:
+        q: [T, N, D].
+        k: [T, H_kv, D].
+        v: [T, H_kv, D_v].
+        cos: as in `rotate`.
+        sin: as cos.
+        k_cache: [pages, P, H_kv, D] of k's dtype; gets the rotated k.
+        v_cache: [pages, P, H_kv, D_v] of v's dtype.
+        slot_mapping: int64 [T], of both caches; -1 writes nothing.
+        rows: int32 or int64 [1], how many of the T are in use; the others' queries come out as
+            zeros. What is written depends on slot_mapping alone.
+
+    Returns:
+        q, rotated.
+    """
+    write_cache(k_cache, rotate(k, cos, sin), slot_mapping)
+    write_cache(v_cache, v, slot_mapping)
+    return rotate(q, cos, sin, rows)
+
+
+@rotate_and_write.register_fake
+def fake_rotate_and_write(q: Tensor, *_: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Shape and dtype of the result."""
+    return q.new_empty(q.shape)

@@ -8,6 +8,7 @@ from mtpc.errors import OptionError
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.base import Pass, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
+from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
@@ -26,6 +27,7 @@ OFF_BY_DEFAULT = (
     "merge-projections",
     "quantise-draft",
     "pack-weights",
+    "fuse-cache-write",
     "fuse-elementwise",
     "skip-idle-rows",
 )
@@ -52,6 +54,7 @@ def full_pipeline(
         QuantiseDraft(),
         MergeProjections(),
         PackWeights(),
+        FuseCacheWrite(),
         FuseElementwise(),
         SkipIdleRows(),
     )

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
+from mtpc.passes.base import GETITEM, emit, refresh_values, sweep
+from mtpc.passes.patterns import cast, either_way, is_narrow, operands
+from mtpc.passes.rotary import match_rotary
 
 aten = torch.ops.aten
-
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
-_END = 2**63 - 1
-"""Where a slice ends that takes all that is left."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,15 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _match_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
     """(x, weight, epsilon, plus_one) of a bfloat16 norm whose last operation this is."""
-    if not _is_narrow(node):
+    if not is_narrow(node):
         return None
-    for weight, cast in _either_way(node, aten.mul.Tensor):
-        scaling = _match_scaling(_cast(cast)) if _is_narrow(cast) else None
+    for weight, narrowed in either_way(node, aten.mul.Tensor):
+        scaling = _match_scaling(cast(narrowed)) if is_narrow(narrowed) else None
         if scaling and _is_scale(weight, node):
             return (scaling[0], weight, scaling[1], False)
-    for scaled, shifted in _either_way(_cast(node), aten.mul.Tensor):
-        wide, one = _operands(shifted, aten.add.Tensor, 2)
-        weight, scaling = _cast(wide), _match_scaling(scaled)
+    for scaled, shifted in either_way(cast(node), aten.mul.Tensor):
+        wide, one = operands(shifted, aten.add.Tensor, 2)
+        weight, scaling = cast(wide), _match_scaling(scaled)
         if scaling and one == 1.0 and _is_scale(weight, node):
             return (scaling[0], weight, scaling[1], True)
     return None
@@ -86,36 +84,36 @@ def _match_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
 
 def _match_scaling(node: Any) -> tuple[fx.Node, float] | None:
     """(x, epsilon) of wide(x) * rsqrt(mean(wide(x)^2) + epsilon), in float32."""
-    for wide, inverse in _either_way(node, aten.mul.Tensor):
-        (shifted,) = _operands(inverse, aten.rsqrt.default, 1)
-        mean, epsilon = _operands(shifted, aten.add.Tensor, 2)
-        square, *over = _operands(mean, aten.mean.dim, 3)
-        x, squared = _cast(wide), _operands(square, aten.pow.Tensor_Scalar, 2)
+    for wide, inverse in either_way(node, aten.mul.Tensor):
+        (shifted,) = operands(inverse, aten.rsqrt.default, 1)
+        mean, epsilon = operands(shifted, aten.add.Tensor, 2)
+        square, *over = operands(mean, aten.mean.dim, 3)
+        x, squared = cast(wide), operands(square, aten.pow.Tensor_Scalar, 2)
         is_mean_square = squared == (wide, 2) and over == [[-1], True]
-        if is_mean_square and isinstance(epsilon, float) and _is_narrow(x):
+        if is_mean_square and isinstance(epsilon, float) and is_narrow(x):
             return (x, epsilon) if wide.meta["val"].dtype == torch.float32 else None
     return None
 
 
 def _summands(x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """What x is the sum of, if both are rows like it, and the sum is not scaled."""
-    left, right = _operands(x, aten.add.Tensor, 2)
+    left, right = operands(x, aten.add.Tensor, 2)
     shape = x.meta["val"].shape
-    alike = all(_is_narrow(term) and term.meta["val"].shape == shape for term in (left, right))
+    alike = all(is_narrow(term) and term.meta["val"].shape == shape for term in (left, right))
     return (left, right) if alike and not x.kwargs else None
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
     """silu(gate) * up where both are halves of one tensor."""
-    for active, up in _either_way(node, aten.mul.Tensor):
-        (gate,) = _operands(active, aten.silu.default, 1)
-        both, *_ = _operands(gate, aten.slice.Tensor, 4)
-        if not _is_narrow(both) or not _is_narrow(node):
+    for active, up in either_way(node, aten.mul.Tensor):
+        (gate,) = operands(active, aten.silu.default, 1)
+        both, *_ = operands(gate, aten.slice.Tensor, 4)
+        if not is_narrow(both) or not is_narrow(node):
             continue
         half, odd = divmod(both.meta["val"].shape[-1], 2)
         if odd or gate.args != (both, -1, 0, half):
             continue
-        if _operands(up, aten.slice.Tensor, 4) == (both, -1, half, 2 * half):
+        if operands(up, aten.slice.Tensor, 4) == (both, -1, half, 2 * half):
             with graph.inserting_before(node):
                 fused = emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), node)
             node.replace_all_uses_with(fused)
@@ -124,91 +122,21 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _fuse_rotary(graph: fx.Graph, node: fx.Node) -> bool:
-    """x cos + rotate_half(x) sin of x [1, heads, T, D], and the features behind that stay."""
-    rotary = _match_rotary(node)
+    """Rotary angles of heads [1, heads, T, D]."""
+    rotary = match_rotary(node)
     if rotary is None:
         return False
-    x, cos, sin = rotary
-    last, x = _whole_head(node, x)
-
-    def then(target: Any, *args: Any) -> fx.Node:
-        return emit(graph, target, args, last)
-
+    last = rotary.last
     with graph.inserting_before(last):
-        rows = then(aten.transpose.int, then(aten.select.int, x, 0, 0), 0, 1)
-        angles = [then(aten.select.int, then(aten.select.int, a, 0, 0), 0, 0) for a in (cos, sin)]
-        turned = then(torch.ops.mtpc.rotate.default, rows, *angles)
-        out = then(aten.unsqueeze.default, then(aten.transpose.int, turned, 0, 1), 0)
+        args = (rotary.emit_rows(graph), *rotary.emit_angles(graph))
+        turned = emit(graph, torch.ops.mtpc.rotate.default, args, last)
+        heads = emit(graph, aten.transpose.int, (turned, 0, 1), last)
+        out = emit(graph, aten.unsqueeze.default, (heads, 0), last)
     last.replace_all_uses_with(out)
     return True
 
 
-def _match_rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(x, cos, sin), x [1, heads, T, C] and the others [1, 1, T, C], all bfloat16."""
-    plain, across = _operands(node, aten.add.Tensor, 2)
-    x, cos = _operands(plain, aten.mul.Tensor, 2)
-    turned, sin = _operands(across, aten.mul.Tensor, 2)
-    if not all(_is_narrow(n) for n in (node, x, cos, sin)):
-        return None
-    shape = node.meta["val"].shape
-    if len(shape) != 4 or shape[0] != 1 or x.meta["val"].shape != shape:
-        return None
-    angles = (1, 1, *shape[2:])
-    alike = all(a.meta["val"].shape == angles for a in (cos, sin))
-    return (x, cos, sin) if alike and _is_half_turn(turned, x) else None
-
-
-def _is_half_turn(node: Any, x: fx.Node) -> bool:
-    """Whether a node is cat(-second half of x, first half of x)."""
-    parts, dim = _operands(node, aten.cat.default, 2)
-    half, odd = divmod(x.meta["val"].shape[-1], 2)
-    if dim != -1 or len(parts) != 2 or odd:
-        return False
-    (second,) = _operands(parts[0], aten.neg.default, 1)
-    return (
-        _operands(second, aten.slice.Tensor, 4) == (x, 3, half, _END)
-        and _operands(parts[1], aten.slice.Tensor, 4) == (x, 3, 0, half)
-    )  # fmt: skip
-
-
-def _whole_head(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(last operation, heads): where x is only the first part of a head, and the rest of it is put
-    behind it again, that and the head; else node and x."""
-    width = x.meta["val"].shape[-1]
-    head, *first = _operands(x, aten.slice.Tensor, 4)
-    users = list(node.users)
-    if first != [3, 0, width] or len(users) != 1:
-        return node, x
-    parts, dim = _operands(users[0], aten.cat.default, 2)
-    if dim != -1 or len(parts) != 2 or parts[0] is not node:
-        return node, x
-    is_whole = _operands(parts[1], aten.slice.Tensor, 4) == (head, 3, width, _END)
-    return (users[0], head) if is_whole else (node, x)
-
-
-def _operands(node: Any, target: Any, count: int) -> tuple[Any, ...]:
-    """The positional operands of a call of an operator with so many; else as many None."""
-    matches = is_call(node, target) and len(node.args) == count
-    return node.args if matches else (None,) * count
-
-
-def _either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
-    """Both orders of the operands of a call of a commutative operator."""
-    left, right = _operands(node, target, 2)
-    return () if left is None else ((left, right), (right, left))
-
-
-def _cast(node: Any) -> Any:
-    """What a cast casts."""
-    return node.args[0] if is_call(node, *_CASTS) else None
-
-
-def _is_narrow(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
-
-
 def _is_scale(node: Any, like: fx.Node) -> bool:
     """Whether a node is a weight with one number for each feature of another."""
-    is_weight = _is_narrow(node) and node.op == "get_attr"
+    is_weight = is_narrow(node) and node.op == "get_attr"
     return is_weight and node.meta["val"].shape == like.meta["val"].shape[-1:]

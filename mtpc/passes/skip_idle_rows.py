@@ -28,6 +28,7 @@ _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.add_rms_norm.default: 1,
     torch.ops.mtpc.silu_and_mul.default: 1,
     torch.ops.mtpc.rotate.default: 2,
+    torch.ops.mtpc.rotate_and_write.default: 2,
 }
 """Operators with an argument `rows`, and how many last dimensions of the first are not rows."""
 

@@ -17,6 +17,8 @@ from mtpc.passes.resize_metadata import row_demands
 
 EffectTrace = dict[str, list[str]]
 
+_WRITES_AS = {"rotate_and_write": "write_cache"}
+"""Operators that do another's writes, and more that is none."""
 _SYNC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -119,8 +121,9 @@ def effect_trace(graph: fx.Graph) -> EffectTrace:
     trace: EffectTrace = {}
     for node, op in operators(graph):
         names = effects.buffer_writes(node)
+        writer = op.overloadpacket.__name__
         for name in names:
-            trace.setdefault(name, []).append(f"write {op.overloadpacket.__name__}")
+            trace.setdefault(name, []).append(f"write {_WRITES_AS.get(writer, writer)}")
         if op.namespace.startswith("mtpc"):  # a backend's own kernels included
             for root in effects.reads(node):
                 if isinstance(root, str) and root.startswith("kv.") and root not in names:

@@ -2,9 +2,9 @@
 
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `choose_slots`,
 `gated_delta_rule`, `sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`,
-`add_rms_norm`, `silu_and_mul`, `rotate`; on packed weights `packed_linear`, `packed_head_linear`,
-`packed_experts` and, in int8, `quantised_linear` and `quantised_experts`, and `pack`, which packs
-them; for sampling `sample`, `count_tokens` and `write_logprobs`.
+`add_rms_norm`, `silu_and_mul`, `rotate`, `rotate_and_write`; on packed weights `packed_linear`,
+`packed_head_linear`, `packed_experts` and, in int8, `quantised_linear` and `quantised_experts`, and
+`pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
 for the other, so the meaning of a traced graph never depends on what has been loaded.
 
@@ -42,7 +42,13 @@ from mtpc.backends.cpu_kernels.direct_calls import declarations, open_to_package
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.choose_slots import fake_choose_slots
 from mtpc.ops.float32_linear import fake_float32_linear
-from mtpc.ops.fused import fake_add_rms_norm, fake_rms_norm, fake_rotate, fake_silu_and_mul
+from mtpc.ops.fused import (
+    fake_add_rms_norm,
+    fake_rms_norm,
+    fake_rotate,
+    fake_rotate_and_write,
+    fake_silu_and_mul,
+)
 from mtpc.ops.gated_delta import fake_gated_delta_rule
 from mtpc.ops.packed import fake_packed_head_linear, fake_packed_linear
 from mtpc.ops.quantised import fake_quantised_linear
@@ -52,8 +58,8 @@ from mtpc.ops.sinkhorn import fake_sinkhorn
 NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
          "packed_linear", "packed_head_linear", "packed_experts", "float32_linear",
          "quantised_linear", "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul",
-         "rotate", "gated_delta_rule", "sinkhorn", "sample", "count_tokens",
-         "write_logprobs")  # fmt: skip
+         "rotate", "rotate_and_write", "gated_delta_rule", "sinkhorn", "sample",
+         "count_tokens", "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 _DISPATCHED = ("experts", "sample", "count_tokens", "write_logprobs")
@@ -151,6 +157,7 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "add_rms_norm": fake_add_rms_norm,
     "silu_and_mul": fake_silu_and_mul,
     "rotate": fake_rotate,
+    "rotate_and_write": fake_rotate_and_write,
     "gated_delta_rule": fake_gated_delta_rule,
     "sinkhorn": fake_sinkhorn,
     "sample": fake_sample,

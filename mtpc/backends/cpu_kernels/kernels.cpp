@@ -124,6 +124,9 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "Tensor? rows=None) -> (Tensor, Tensor)");
   library.def("silu_and_mul(Tensor gate_up, Tensor? rows=None) -> Tensor");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin, Tensor? rows=None) -> Tensor");
+  library.def(
+      "rotate_and_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, "
+      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? rows=None) -> Tensor");
   library.def("sinkhorn(Tensor logits, int rounds, float epsilon) -> Tensor");
   library.def(
       "sample(Tensor logits, Tensor ids, Tensor positions, Tensor state_slots, Tensor floats, "
@@ -156,6 +159,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("add_rms_norm", TORCH_BOX(&mtpc::add_rms_norm));
   library.impl("silu_and_mul", TORCH_BOX(&mtpc::silu_and_mul));
   library.impl("rotate", TORCH_BOX(&mtpc::rotate));
+  library.impl("rotate_and_write", TORCH_BOX(&mtpc::rotate_and_write));
   library.impl("sinkhorn", TORCH_BOX(&mtpc::sinkhorn));
   library.impl("sample", TORCH_BOX(&mtpc::sample));
   library.impl("count_tokens", TORCH_BOX(&mtpc::count_tokens));

@@ -77,6 +77,11 @@ Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows);
 Tensor rotate(
     const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& rows);
 
+Tensor rotate_and_write(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+    const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping,
+    const std::optional<Tensor>& rows);
+
 Tensor sinkhorn(const Tensor& logits, int64_t rounds, double epsilon);
 
 Tensor sample(

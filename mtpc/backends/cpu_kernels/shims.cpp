@@ -149,6 +149,13 @@ MTPC_SHIM aoti_torch_cpu_rotate(H x, H cos, H sin, O rows, AtenTensorHandle* out
   return mtpc::call(out, mtpc::rotate, x, cos, sin, rows);
 }
 
+MTPC_SHIM aoti_torch_cpu_rotate_and_write(
+    H q, H k, H v, H cos, H sin, H k_cache, H v_cache, H slot_mapping, O rows,
+    AtenTensorHandle* out) {
+  return mtpc::call(
+      out, mtpc::rotate_and_write, q, k, v, cos, sin, k_cache, v_cache, slot_mapping, rows);
+}
+
 MTPC_SHIM aoti_torch_cpu_sinkhorn(H logits, int64_t rounds, double epsilon, AtenTensorHandle* out) {
   return mtpc::call(out, mtpc::sinkhorn, logits, rounds, epsilon);
 }

@@ -1,9 +1,10 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
-`mtpc_triton::` has `write_cache`, `paged_attention`, `latent_attention`, `experts`,
-`gated_delta_rule`, `quantised_linear` and `sinkhorn`; `mtpc_loaded::` has the same, for code that
-was compiled elsewhere. They take what the reference ops in `mtpc::` take and mean the same. This
-module imports no Triton, which only torch's builds for GPUs bring along; all others here do.
+`mtpc_triton::` has `write_cache`, `rotate_and_write`, `paged_attention`, `latent_attention`,
+`experts`, `gated_delta_rule`, `quantised_linear` and `sinkhorn`; `mtpc_loaded::` has the same, for
+code that was compiled elsewhere. They take what the reference ops in `mtpc::` take and mean the
+same. This module imports no Triton, which only torch's builds for GPUs bring along; all others here
+do.
 
 What they guarantee:
 
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-import mtpc.ops  # noqa: F401  (registers the references that kernel_table names)
+import mtpc.ops
+import mtpc.ops.fused  # noqa: F401  (these register the references that kernel_table names)
 from mtpc.errors import BackendError
 
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)

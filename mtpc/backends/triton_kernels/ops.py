@@ -106,6 +106,23 @@ def quantised_linear(
     return _run("quantised_linear", x, weight, scales, bias, configs=configs)
 
 
+def rotate_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    configs: str = "",
+) -> Tensor:
+    """`mtpc::rotate_and_write`."""
+    rows, caches = (q, k, v), (k_cache, v_cache)
+    return _run("rotate_and_write", *rows, cos, sin, *caches, slot_mapping, configs=configs)
+
+
 def sinkhorn(logits: Tensor, rounds: int, epsilon: float, *, configs: str = "") -> Tensor:
     """`mtpc::sinkhorn`."""
     return _run("sinkhorn", logits, rounds, epsilon, configs=configs)
@@ -126,6 +143,7 @@ _OPERATORS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (experts, ()),
     (gated_delta_rule, _STATE),
     (quantised_linear, ()),
+    (rotate_and_write, ("k_cache", "v_cache")),
     (sinkhorn, ()),
 )
 """Every operator, with the arguments that it writes."""

@@ -19,6 +19,7 @@ from mtpc.backends.triton_kernels.gated_delta import gated_delta_launches
 from mtpc.backends.triton_kernels.latent import latent_attention_launches
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.quantised import quantised_linear_launches
+from mtpc.backends.triton_kernels.rotary import rotate_and_write_launches
 from mtpc.backends.triton_kernels.sinkhorn import sinkhorn_launches
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
@@ -86,6 +87,18 @@ def plan_quantised_linear(
     return launches, out.view(*x.shape[:-1], -1)
 
 
+def plan_rotate_and_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+) -> Plan:  # fmt: skip
+    """`mtpc::rotate_and_write`."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if len(q) == 0:
+        return [], out
+    rows, caches = (q, k, v), (k_cache, v_cache)
+    return rotate_and_write_launches(rows, (cos, sin), caches, slot_mapping, out), out
+
+
 def plan_sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
     """`mtpc::sinkhorn`."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -99,6 +112,7 @@ PLANS: dict[str, Callable[..., Plan]] = {
     "experts": plan_experts,
     "gated_delta_rule": plan_gated_delta_rule,
     "quantised_linear": plan_quantised_linear,
+    "rotate_and_write": plan_rotate_and_write,
     "sinkhorn": plan_sinkhorn,
 }
 """Every op exists as mtpc::NAME, the reference, and as mtpc_triton::NAME."""

@@ -1,0 +1,63 @@
+// Going over rows of bfloat16 a register at a time.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "tensors.h"
+
+namespace mtpc {
+
+inline constexpr int kStep = kLanes<float>;
+
+/// Calls body(i, count) for every register's worth of `width` elements, the last may be less.
+template <class Body>
+void for_steps(int64_t width, const Body& body) {
+  int64_t i = 0;
+  for (; i + kStep <= width; i += kStep) body(i, std::integral_constant<int, kStep>{});
+  if (i < width) body(i, static_cast<int>(width - i));
+}
+
+/// Elements from p on: a register full of them where `count` is a constant.
+inline Vec<float> take(const BFloat16* p, std::integral_constant<int, kStep>) {
+  return load<float>(p);
+}
+inline Vec<float> take(const BFloat16* p, int count) { return load_first<float>(p, count); }
+
+inline void put(BFloat16* p, Vec<float> v, std::integral_constant<int, kStep>) { narrow(p, v); }
+inline void put(BFloat16* p, Vec<float> v, int count) {
+  BFloat16 all[kStep];
+  narrow(all, v);
+  std::memcpy(p, all, count * sizeof(BFloat16));
+}
+
+/// Where a tensor's rows begin, whatever the strides of its dimensions but the last.
+class RowStarts {
+ public:
+  explicit RowStarts(const Tensor& t) : data_(static_cast<const BFloat16*>(t.const_data_ptr())) {
+    for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) {
+      sizes_.push_back(t.size(dim));
+      strides_.push_back(t.stride(dim));
+    }
+  }
+
+  const BFloat16* operator()(int64_t row) const {
+    int64_t offset = 0;
+    for (size_t dim = sizes_.size(); dim-- > 0; row /= sizes_[dim]) {
+      offset += row % sizes_[dim] * strides_[dim];
+    }
+    return data_ + offset;
+  }
+
+ private:
+  const BFloat16* data_;
+  std::vector<int64_t> sizes_, strides_;
+};
+
+inline BFloat16* data(const Tensor& t) { return static_cast<BFloat16*>(t.mutable_data_ptr()); }
+
+/// Elements of a pass are worth so many multiply-adds of a product.
+inline constexpr int64_t kWork = 8;
+
+}  // namespace mtpc

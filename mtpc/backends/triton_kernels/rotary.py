@@ -1,0 +1,129 @@
+"""Rotary embedding of queries and keys, and both cache writes: one launch before attention.
+
+A program has one token and a few of its heads, of queries, of keys or of values. One of keys or
+values whose slot is -1, or beyond the cache, does nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.errors import BackendError
+
+_HEADS = 8
+"""Of a program, at most: 8 heads of 128 are a few registers a thread."""
+
+
+@triton.jit
+def _copy_heads(  # type: ignore[no-untyped-def]
+    from_ptr, to_ptr, head, head_stride, to_head,
+    COUNT: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Features [FIRST, WIDTH) of heads."""
+    i = FIRST + tl.arange(0, PAD)
+    mask = (head < COUNT)[:, None] & (i < WIDTH)[None]
+    value = tl.load(from_ptr + head[:, None] * head_stride + i[None], mask=mask)
+    tl.store(to_ptr + head[:, None] * to_head + i[None], value, mask=mask)
+
+
+@triton.jit
+def _turn_heads(  # type: ignore[no-untyped-def]
+    from_ptr, to_ptr, cos_ptr, sin_ptr, head, head_stride,
+    COUNT: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+):  # fmt: skip
+    """Products and sum are rounded one by one, as the operators are that this stands for."""
+    element = to_ptr.dtype.element_ty
+    HALF: tl.constexpr = C // 2
+    i = tl.arange(0, HALF_PAD)
+    there = i < HALF
+    mask = (head < COUNT)[:, None] & there[None]
+    at = head[:, None] * head_stride + i[None]
+    a = tl.load(from_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(from_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos_ptr + i, mask=there, other=0.0).to(tl.float32)[None]
+    cos_b = tl.load(cos_ptr + HALF + i, mask=there, other=0.0).to(tl.float32)[None]
+    sin_a = tl.load(sin_ptr + i, mask=there, other=0.0).to(tl.float32)[None]
+    sin_b = tl.load(sin_ptr + HALF + i, mask=there, other=0.0).to(tl.float32)[None]
+    turned_a = (a * cos_a).to(element).to(tl.float32) - (b * sin_a).to(element).to(tl.float32)
+    turned_b = (b * cos_b).to(element).to(tl.float32) + (a * sin_b).to(element).to(tl.float32)
+    target = to_ptr + head[:, None] * D + i[None]
+    tl.store(target, turned_a.to(element), mask=mask)
+    tl.store(target + HALF, turned_b.to(element), mask=mask)
+    if D > C:
+        _copy_heads(from_ptr, to_ptr, head, head_stride, D, COUNT, C, D, REST_PAD)
+
+
+@triton.jit
+def rotate_and_write_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots_ptr, out_ptr, k_cache_ptr, v_cache_ptr,
+    q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token, num_slots,
+    N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    Q_BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    KV_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    cos_ptr += token * cos_token
+    sin_ptr += token * sin_token
+    if block < Q_BLOCKS:
+        head = block * BLOCK + tl.arange(0, BLOCK)
+        _turn_heads(q_ptr + token * q_token, out_ptr + token * (N * D), cos_ptr, sin_ptr,
+                    head, q_head, N, D, C, HALF_PAD, REST_PAD)  # fmt: skip
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        if (slot >= 0) & (slot < num_slots):  # A wild slot must not write into other memory.
+            part = block - Q_BLOCKS
+            head = part % KV_BLOCKS * BLOCK + tl.arange(0, BLOCK)
+            if part < KV_BLOCKS:
+                _turn_heads(k_ptr + token * k_token, k_cache_ptr + slot * (H * D), cos_ptr,
+                            sin_ptr, head, k_head, H, D, C, HALF_PAD, REST_PAD)  # fmt: skip
+            else:
+                _copy_heads(v_ptr + token * v_token, v_cache_ptr + slot * (H * DV), head, v_head,
+                            DV, H, 0, DV, DV_PAD)  # fmt: skip
+
+
+def rotate_and_write_launches(
+    rows: tuple[Tensor, Tensor, Tensor],
+    angles: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    out: Tensor,
+) -> list[Launch]:
+    """Launches of `mtpc::rotate_and_write`.
+
+    Args:
+        rows: q [T, N, D], k [T, H, D], v [T, H, D_v].
+        angles: cos and sin [T, C].
+        caches: of k [pages, P, H, D] and v [pages, P, H, D_v], contiguous.
+        slot_mapping: int64 [T].
+        out: [T, N, D], contiguous.
+
+    Raises:
+        BackendError: a cache is not contiguous.
+    """
+    for cache in caches:
+        if not cache.is_contiguous():
+            strides = tuple(cache.stride())
+            raise BackendError(f"rotate_and_write into strides {strides}; expected contiguous")
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in rows)
+    cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in angles)
+    heads, kv_heads, width, turned = q.shape[1], k.shape[1], q.shape[2], cos.shape[1]
+    block = min(power_of_two(kv_heads), _HEADS)
+    arguments = dict(
+        q_ptr=q, k_ptr=k, v_ptr=v, cos_ptr=cos, sin_ptr=sin, slots_ptr=slot_mapping.contiguous(),
+        out_ptr=out, k_cache_ptr=caches[0], v_cache_ptr=caches[1],
+        q_token=q.stride(0), q_head=q.stride(1), k_token=k.stride(0), k_head=k.stride(1),
+        v_token=v.stride(0), v_head=v.stride(1), cos_token=cos.stride(0), sin_token=sin.stride(0),
+        num_slots=caches[0].shape[0] * caches[0].shape[1],
+    )  # fmt: skip
+    constants = dict(
+        N=heads, H=kv_heads, D=width, DV=v.shape[2], C=turned, BLOCK=block,
+        HALF_PAD=power_of_two(turned // 2), REST_PAD=power_of_two(max(width - turned, 1)),
+        DV_PAD=power_of_two(v.shape[2]),
+    )  # fmt: skip
+    grid = (q.shape[0], -(-heads // block) + 2 * -(-kv_heads // block), 1)
+    return [Launch(rotate_and_write_kernel, grid, arguments, constants, threads=128)]

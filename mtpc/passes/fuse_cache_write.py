@@ -1,0 +1,106 @@
+"""fuse-cache-write: rotary embedding and the writes of keys and values become one operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import emit, is_call, refresh_values, sweep
+from mtpc.passes.patterns import is_narrow
+from mtpc.passes.rotary import Rotary, match_rotary, rows_of
+
+_WRITE = torch.ops.mtpc.write_cache.default
+_ATTEND = torch.ops.mtpc.paged_attention.default
+
+
+@dataclass(frozen=True)
+class FuseCacheWrite:
+    """Exchange all between an attention's projections and itself for `mtpc::rotate_and_write`.
+
+    Queries and keys are turned by one table of angles, keys and values written at one table of
+    slots: four operators that read and write little, and cost a launch each. On by default where
+    the backend has such a kernel (cpu, cuda). bfloat16 only; rounding stays where the chain has it.
+    """
+
+    name: ClassVar[str] = "fuse-cache-write"
+
+    def apply(self, graph: StepGraph) -> int:
+        seen = _Seen()
+        rewrites = 0
+        for node in list(graph.graph.nodes):
+            if is_call(node, _ATTEND):
+                rewrites += _fuse(graph.graph, node, seen)
+            seen.add(node)
+        if rewrites:
+            sweep(graph)
+            refresh_values(graph)
+        return rewrites
+
+
+@dataclass
+class _Seen:
+    """What a walk has come by.
+
+    Attributes:
+        rotaries: by the node of their result.
+        writes: the last to each cache.
+    """
+
+    rotaries: dict[Any, Rotary] = field(default_factory=dict)
+    writes: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def add(self, node: fx.Node) -> None:
+        rotary = match_rotary(node)
+        if rotary is not None:
+            self.rotaries[rotary.last] = rotary
+        if is_call(node, _WRITE):
+            self.writes[node.args[0]] = node
+
+
+def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
+    """Whether an attention's queries, keys and values have been given to one operator."""
+    q_rows: Any
+    q_rows, k_cache, v_cache = attention.args[:3]
+    q = seen.rotaries.get(rows_of(q_rows))
+    k_write, v_write = (seen.writes.get(cache) for cache in (k_cache, v_cache))
+    if q is None or k_write is None or v_write is None:
+        return False
+    k = seen.rotaries.get(rows_of(k_write.args[1]))
+    if k is None or not _belong_together(q, k, k_write, v_write):
+        return False
+    v_rows, slots = v_write.args[1:3]
+    with graph.inserting_before(max(k_write, v_write)):
+        rows = [rotary.emit_rows(graph) for rotary in (q, k)]
+        args = (*rows, v_rows, *q.emit_angles(graph), k_cache, v_cache, slots)
+        turned = emit(graph, torch.ops.mtpc.rotate_and_write.default, args, attention)
+    attention.replace_input_with(q_rows, turned)
+    for write in (k_write, v_write):
+        graph.erase_node(write)
+    return True
+
+
+def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -> bool:
+    """One table of angles and one of slots; keys of which nobody else wants the rotated ones; and
+    nothing between the writes that would see whether the first has been done."""
+    keys: Any = k_write.args
+    values: Any = v_write.args
+    (k_cache, k_rows, k_slots), (v_cache, v_rows, v_slots) = keys, values
+    first, last = sorted((k_write, v_write))
+    between = first.next
+    while between is not last:
+        if not {k_cache, v_cache}.isdisjoint(between.all_input_nodes):
+            return False
+        between = between.next
+    return (
+        (q.cos, q.sin) == (k.cos, k.sin)
+        and k_slots is v_slots
+        and k_cache is not v_cache
+        and all(is_narrow(n) for n in (k_cache, v_rows, v_cache))
+        and list(k_rows.users) == [k_write]
+        and len(k.last.users) == 1
+    )

@@ -1,0 +1,104 @@
+"""Where a graph turns heads by rotary angles, as transformers writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtpc.passes.base import emit
+from mtpc.passes.patterns import is_narrow, operands
+
+aten = torch.ops.aten
+
+_END = 2**63 - 1
+"""Where a slice ends that takes all that is left."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """x cos + rotate_half(x) sin of the first C features of heads, the others as they were.
+
+    Attributes:
+        last: the node of the result, [1, heads, T, D].
+        heads: as it.
+        cos: [1, 1, T, C].
+        sin: as cos.
+    """
+
+    last: fx.Node
+    heads: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+
+    def emit_rows(self, graph: fx.Graph) -> fx.Node:
+        """Append the heads as [T, heads, D]."""
+        return to_rows(graph, self.heads, self.last)
+
+    def emit_angles(self, graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
+        """Append cos and sin as [T, C]."""
+        cos, sin = (self._emit_table(graph, angles) for angles in (self.cos, self.sin))
+        return cos, sin
+
+    def _emit_table(self, graph: fx.Graph, angles: fx.Node) -> fx.Node:
+        row = emit(graph, aten.select.int, (angles, 0, 0), self.last)
+        return emit(graph, aten.select.int, (row, 0, 0), self.last)
+
+
+def to_rows(graph: fx.Graph, heads: fx.Node, like: fx.Node) -> fx.Node:
+    """Append [1, heads, T, D] as [T, heads, D]."""
+    row = emit(graph, aten.select.int, (heads, 0, 0), like)
+    return emit(graph, aten.transpose.int, (row, 0, 1), like)
+
+
+def rows_of(node: Any) -> Any:
+    """What `to_rows` was made of, or None."""
+    row, *swapped = operands(node, aten.transpose.int, 3)
+    heads, *chosen = operands(row, aten.select.int, 3)
+    return heads if swapped == [0, 1] and chosen == [0, 0] else None
+
+
+def match_rotary(node: fx.Node) -> Rotary | None:
+    """The rotary embedding whose sum this node is, in bfloat16."""
+    plain, across = operands(node, aten.add.Tensor, 2)
+    x, cos = operands(plain, aten.mul.Tensor, 2)
+    turned, sin = operands(across, aten.mul.Tensor, 2)
+    if not all(is_narrow(n) for n in (node, x, cos, sin)):
+        return None
+    shape = node.meta["val"].shape
+    if len(shape) != 4 or shape[0] != 1 or x.meta["val"].shape != shape:
+        return None
+    angles = (1, 1, *shape[2:])
+    if any(a.meta["val"].shape != angles for a in (cos, sin)) or not _is_half_turn(turned, x):
+        return None
+    last, heads = _whole_head(node, x)
+    return Rotary(last, heads, cos, sin)
+
+
+def _is_half_turn(node: Any, x: fx.Node) -> bool:
+    """Whether a node is cat(-second half of x, first half of x)."""
+    parts, dim = operands(node, aten.cat.default, 2)
+    half, odd = divmod(x.meta["val"].shape[-1], 2)
+    if dim != -1 or len(parts) != 2 or odd:
+        return False
+    (second,) = operands(parts[0], aten.neg.default, 1)
+    return (
+        operands(second, aten.slice.Tensor, 4) == (x, 3, half, _END)
+        and operands(parts[1], aten.slice.Tensor, 4) == (x, 3, 0, half)
+    )  # fmt: skip
+
+
+def _whole_head(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(last operation, heads): where x is the first part of a head, or all of it, and the rest is
+    put behind it again, though it be nothing, that and the head; else node and x."""
+    width = x.meta["val"].shape[-1]
+    whole, *first = operands(x, aten.slice.Tensor, 4)
+    head = whole if first == [3, 0, width] else x
+    users = list(node.users)
+    parts, dim = operands(users[0], aten.cat.default, 2) if len(users) == 1 else (None, None)
+    if dim != -1 or len(parts) != 2 or parts[0] is not node:
+        return node, x
+    is_rest = operands(parts[1], aten.slice.Tensor, 4) == (head, 3, width, _END)
+    return (users[0], head) if is_rest else (node, x)
