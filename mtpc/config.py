@@ -21,6 +21,8 @@ AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 DEFAULT_MAX_LEN = 4096
 DEFAULT_PREFILL_ROWS = 4
 """Prompts that share a prefill step where nothing is said; see `CompileOptions.prefill_rows`."""
+DEFAULT_BUSY_PREFILL_CHUNK = 64
+"""See `CompileOptions.busy_prefill_chunk`."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
@@ -42,6 +44,9 @@ class CompileOptions:
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
         prefill_chunk: prompt tokens that one prefill step processes, of one prompt or of several.
+        busy_prefill_chunk: of these, how many at most while other requests decode, which wait for
+            the step; None is `prefill_chunk`, at most 64. Where kernels leave idle rows out (cpu,
+            bfloat16), a step of fewer tokens is shorter.
         prefill_rows: prompts that may share one prefill step, at most the largest bucket and a
             divisor of `prefill_chunk`; None is the most that both allow, up to 4.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
@@ -80,6 +85,7 @@ class CompileOptions:
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 64
+    busy_prefill_chunk: int | None = None
     prefill_rows: int | None = None
     prefix_caching: bool = True
     async_scheduling: bool = False
@@ -120,6 +126,8 @@ class CompileOptions:
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
         object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
+        if self.busy_prefill_chunk is not None:
+            _check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_chunk)
         self._check_prefill_rows()
         self._check_cache()
 
@@ -158,6 +166,11 @@ class CompileOptions:
                 f"prefill_rows is {rows}, which does not divide prefill_chunk "
                 f"{self.prefill_chunk}; give a divisor, or another chunk"
             )
+
+    @property
+    def busy_prefill_tokens(self) -> int:
+        """Prompt tokens of a prefill step that requests which decode wait for."""
+        return self.busy_prefill_chunk or min(self.prefill_chunk, DEFAULT_BUSY_PREFILL_CHUNK)
 
     @property
     def prefill_shape(self) -> tuple[int, int]:

@@ -153,6 +153,7 @@ def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
             {"prefill_rows": 3, "batch_buckets": (4,), "prefill_chunk": 8},
             "3, which does not divide prefill_chunk 8",
         ),
+        ({"prefill_chunk": 8, "busy_prefill_chunk": 9}, r"expected an integer in 1\.\.8"),
         ({"max_len": 1}, "max_len is 1"),
         ({"backend": "cqu"}, "did you mean 'cpu'"),
         ({"dtype": "bf16"}, "dtype is 'bf16'; expected one of bfloat16"),

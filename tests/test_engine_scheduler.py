@@ -28,11 +28,13 @@ def pages_for(num_committed: int) -> int:
     return math.ceil((num_committed + 1 + 2 * SPEC_TOKENS) / PAGE)
 
 
-def make(slots: int = 3, pages: int = 12, reuse: bool = True, rows: int = ROWS) -> Scheduler:
+def make(
+    slots: int = 3, pages: int = 12, reuse: bool = True, rows: int = ROWS, busy: int = CHUNK
+) -> Scheduler:
     pool = PagePool(1, pages)
     prefixes = PrefixCache(pool.index, PAGE, SPEC_TOKENS) if reuse else None
     places = FreeList("request slots", 1, slots)
-    return Scheduler(places, pool, prefixes, pages_for, Bucket(rows, CHUNK // rows))
+    return Scheduler(places, pool, prefixes, pages_for, Bucket(rows, CHUNK // rows), busy)
 
 
 def request(number: int, length: int, new: int, kind: int = 0) -> Request:
@@ -78,7 +80,8 @@ def test_bounds(
     drawn: list[tuple[int, int, int, int]], pages: int, slots: int, reuse: bool, seed: int
 ) -> None:
     """Turns alternate, order is kept, the oldest is never sent back, and everything ends."""
-    scheduler, chance = make(slots, pages, reuse), random.Random(seed)
+    scheduler = make(slots, pages, reuse, busy=1 + seed % CHUNK)
+    chance = random.Random(seed)
     coming = sorted(drawn, key=lambda one: one[3])
     added: list[Request] = []
     done: set[int] = set()
@@ -177,7 +180,8 @@ def test_bounds_one_step_late(
     drawn: list[tuple[int, int, int, int]], pages: int, slots: int, reuse: bool, seed: int
 ) -> None:
     """Pages suffice for whatever was emitted unread, nobody unread is sent back, all end."""
-    scheduler, chance = make(slots, pages, reuse), random.Random(seed)
+    scheduler = make(slots, pages, reuse, busy=1 + seed % CHUNK)
+    chance = random.Random(seed)
     reader, steps, added = LateReader(scheduler, chance), 0, list[Request]()
     coming = sorted(drawn, key=lambda one: one[3])
     while coming or scheduler.waiting or scheduler.running:
@@ -238,6 +242,31 @@ def test_a_chunk_is_filled_in_order_of_arrival() -> None:
     for number in range(4):
         scheduler.add(request(number, 2, 4, kind=number))
     assert [r.request_id for r in scheduler.next_turn().requests] == [0, 1]
+
+
+def test_chunks_are_smaller_while_others_decode() -> None:
+    """Who decodes waits for the busy chunk only; a prompt alone has the whole step."""
+    scheduler = make(slots=3, pages=60, busy=3)
+    scheduler.add(request(0, 11, 6))
+    seen = []
+    while scheduler.running or scheduler.waiting:
+        turn = scheduler.next_turn()
+        if turn.phase == "prefill":
+            seen.append(turn.chunks)
+            if len(seen) == 2:
+                scheduler.add(request(1, 7, 1, kind=1))
+                scheduler.add(request(2, 2, 1, kind=2))
+        play(scheduler, turn, lambda: 1)
+    assert seen == [[8], [3], [3], [3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens"),
+    [({}, 64), ({"prefill_chunk": 16}, 16), ({"prefill_chunk": 512}, 64),
+     ({"prefill_chunk": 512, "busy_prefill_chunk": 128}, 128)],
+)  # fmt: skip
+def test_how_long_a_busy_chunk_is(chunks: dict[str, int], tokens: int) -> None:
+    assert CompileOptions(**chunks).busy_prefill_tokens == tokens
 
 
 @pytest.mark.parametrize(

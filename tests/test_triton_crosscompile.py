@@ -118,6 +118,14 @@ def _rotate(tokens: int, heads: tuple[int, int], dims: tuple[int, int, int]) -> 
     return plans.plan_rotate_and_write(*rows, v, *angles, *caches, slots)[0]
 
 
+def _choose(reqs: int, rows: int) -> list[Launch]:
+    """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions."""
+    query = _fake(reqs * rows, 64, 128, dtype=torch.float32)
+    weights = _fake(reqs * rows, 64, dtype=torch.float32)
+    indices = _indices(reqs, 2048)
+    return plans.plan_choose_slots(query, weights, _fake(4096, 16, 128), *indices, 2048)[0]
+
+
 def _delta(
     reqs: int, rows: int, heads: tuple[int, int] = (16, 32), drafts: int = 3, dtype=BF16
 ) -> list[Launch]:  # type: ignore[no-untyped-def]
@@ -170,6 +178,7 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "Qwen3.5's state (48 heads), float32": lambda: _delta(4, 4, (16, 48), dtype=torch.float32),
     "int8 head of GLM-4.5, 1 row": lambda: _int8(1, 151_552, 4096),
     "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
+    "DeepSeek-V3.2's indexer, 4 x 4 rows": lambda: _choose(4, 4),
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "cache write, 16 rows": lambda: _write(16),
     "GLM-4.5's rotary of half a head, 4 rows": lambda: _rotate(4, (96, 8), (128, 64, 128)),

@@ -47,6 +47,7 @@ FAMILIES = {
     "qwen3_next": {"paged_attention", "experts", "gated_delta_rule"},
     "step3p7": {"paged_attention", "experts"},
     "deepseek_v4": {"experts", "sinkhorn"},
+    "deepseek_v32": {"latent_attention", "experts", "choose_slots"},
 }
 """What the steps of a family call of ours, beside the cache write."""
 

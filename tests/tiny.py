@@ -250,8 +250,12 @@ def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torc
     return torch.stack(rows, 1)
 
 
+@torch.enable_grad()
 def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -> None:
-    """A few seconds of training of target and MTP layers: drafts are then accepted in part."""
+    """A few seconds of training of target and MTP layers: drafts are then accepted in part.
+
+    Also for a test that runs without gradients, if it is the first that wants the checkpoint.
+    """
     generator = torch.Generator().manual_seed(3)
     parameters = [*target.parameters(), *(p for layer in layers for p in layer.parameters())]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)

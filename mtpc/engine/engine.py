@@ -80,7 +80,10 @@ class Engine:
         self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
         chunk = program.prefill_key().bucket
-        self.scheduler = Scheduler(self.slots, self.pages, self._prefixes(), self._pages_for, chunk)
+        busy = options.busy_prefill_tokens
+        self.scheduler = Scheduler(
+            self.slots, self.pages, self._prefixes(), self._pages_for, chunk, busy
+        )
         self._ids = itertools.count()
         self.tiers = TierPolicy(options.tiers)
         self._masks = GrammarMasks(program, vocab_size)

@@ -7,8 +7,8 @@ The policy, and its bounds:
   first decode step, and one page more for each request that runs (so that it is not sent back at
   once). Nobody overtakes it.
 - A step is one prefill chunk, or one decode step of all requests that decode. Where there is work
-  of both kinds, they take turns. So a request that decodes waits for at most one chunk between two
-  of its steps.
+  of both kinds, they take turns, and chunks are the smaller busy ones. So a request that decodes
+  waits for at most one of those between two of its steps.
 - A chunk is filled in order of arrival: the oldest unfinished prompt takes what it can, the next
   ones what it leaves, as many prompts as the step has rows. The oldest gets all it would get
   alone. So a prompt that has c chunks left, its own and those of prompts admitted before it, each
@@ -68,6 +68,7 @@ class Scheduler:
         prefixes: what of the pool's content is known; None reuses nothing.
         pages_for: pages a request with that many committed tokens needs for its next step.
         prefill: prompts and tokens that a prefill step holds.
+        busy_tokens: tokens that it is given while requests decode.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Scheduler:
         prefixes: PrefixCache | None,
         pages_for: Callable[[int], int],
         prefill: Bucket,
+        busy_tokens: int,
     ):
         self.slots, self.pages, self.prefixes, self.prefill = slots, pages, prefixes, prefill
+        self.busy_tokens = busy_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -122,7 +125,8 @@ class Scheduler:
 
     def _prefill_turn(self) -> Turn | None:
         """One chunk, of the oldest prompts that are left; None where there are none."""
-        room, chunks = self.prefill.num_tokens, []
+        room = self.busy_tokens if self._decoding() else self.prefill.num_tokens
+        chunks = []
         requests = [r for r in self.running if not r.is_prefilled][: self.prefill.num_reqs]
         for request in requests:
             chunks.append(min(room, request.num_input - request.num_prefilled))

@@ -1,10 +1,10 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
 `mtpc_triton::` has `write_cache`, `rotate_and_write`, `paged_attention`, `latent_attention`,
-`experts`, `gated_delta_rule`, `quantised_linear` and `sinkhorn`; `mtpc_loaded::` has the same, for
-code that was compiled elsewhere. They take what the reference ops in `mtpc::` take and mean the
-same. This module imports no Triton, which only torch's builds for GPUs bring along; all others here
-do.
+`choose_slots`, `experts`, `gated_delta_rule`, `quantised_linear`, `sinkhorn`; `mtpc_loaded::` has
+the same, for code that was compiled elsewhere. They take what the reference ops in `mtpc::` take
+and mean the same. This module imports no Triton, which only torch's builds for GPUs bring along;
+all others here do.
 
 What they guarantee:
 

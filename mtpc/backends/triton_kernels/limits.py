@@ -14,6 +14,8 @@ from mtpc.packing import LARGEST
 
 _MAX_HEAD_DIM = 1024
 """A row of a head must fit into registers, as part of a tile."""
+_MAX_INDEX_QUERY = 64 * 128
+"""Numbers of an indexer's query, which a program has whole."""
 _MAX_KEY_DIM = 256
 """Of the gated delta rule, which has whole columns of its state in registers."""
 _MAX_INPUTS = (2**31 - 1) // LARGEST**2
@@ -53,6 +55,13 @@ def _attention(node: fx.Node, tensors: list[Tensor]) -> str | None:
     return f"head dim {dim}; it takes up to {_MAX_HEAD_DIM}" if dim > _MAX_HEAD_DIM else None
 
 
+def _choose_slots(node: fx.Node, tensors: list[Tensor]) -> str | None:
+    heads, dim = tensors[0].shape[1:]
+    if heads * dim > _MAX_INDEX_QUERY:
+        return f"{heads} heads of {dim}; it takes {_MAX_INDEX_QUERY} numbers a row"
+    return None
+
+
 def _gated_delta(node: fx.Node, tensors: list[Tensor]) -> str | None:
     dim = tensors[4].shape[2]
     if dim > _MAX_KEY_DIM:
@@ -77,6 +86,7 @@ def _sinkhorn(node: fx.Node, tensors: list[Tensor]) -> str | None:
 
 
 _SIZES: dict[str, Callable[[fx.Node, list[Tensor]], str | None]] = {
+    "choose_slots": _choose_slots,
     "gated_delta_rule": _gated_delta,
     "latent_attention": _attention,
     "paged_attention": _attention,

@@ -62,6 +62,22 @@ def latent_attention(
     return _run("latent_attention", q, latent_cache, *indices, *options, configs=configs)
 
 
+def choose_slots(
+    query: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    count: int,
+    *,
+    configs: str = "",
+) -> Tensor:
+    """`mtpc::choose_slots`."""
+    indices = (block_table, seq_lens, query_start_loc)
+    return _run("choose_slots", query, weights, index_cache, *indices, count, configs=configs)
+
+
 def experts(
     x: Tensor,
     gate_up: Tensor,
@@ -140,6 +156,7 @@ _OPERATORS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (write_cache, ("cache",)),
     (paged_attention, ()),
     (latent_attention, ()),
+    (choose_slots, ()),
     (experts, ()),
     (gated_delta_rule, _STATE),
     (quantised_linear, ()),

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from mtpc.backends.triton_kernels.attention import paged_attention_launches
 from mtpc.backends.triton_kernels.cache_write import write_cache_launches
+from mtpc.backends.triton_kernels.choose_slots import choose_slots_launches
 from mtpc.backends.triton_kernels.configs import apply_configs
 from mtpc.backends.triton_kernels.experts import expert_launches
 from mtpc.backends.triton_kernels.gated_delta import gated_delta_launches
@@ -51,6 +52,17 @@ def plan_latent_attention(  # type: ignore[no-untyped-def]
     out = q.new_empty((q.shape[0], q.shape[1], latent_rank))
     indices = (block_table, seq_lens, query_start_loc)
     return latent_attention_launches(q, latent_cache, indices, out, scale), out
+
+
+def plan_choose_slots(  # type: ignore[no-untyped-def]
+    query: Tensor, weights: Tensor, index_cache: Tensor, block_table, seq_lens, query_start_loc,
+    count: int,
+) -> Plan:  # fmt: skip
+    """`mtpc::choose_slots`."""
+    most = min(count, block_table.shape[1] * index_cache.shape[1])
+    out = query.new_full((query.shape[0], most), -1, dtype=torch.int32)
+    indices = (block_table, seq_lens, query_start_loc)
+    return choose_slots_launches(query, weights, index_cache, indices, out), out
 
 
 def plan_experts(
@@ -109,6 +121,7 @@ PLANS: dict[str, Callable[..., Plan]] = {
     "write_cache": plan_write_cache,
     "paged_attention": plan_paged_attention,
     "latent_attention": plan_latent_attention,
+    "choose_slots": plan_choose_slots,
     "experts": plan_experts,
     "gated_delta_rule": plan_gated_delta_rule,
     "quantised_linear": plan_quantised_linear,

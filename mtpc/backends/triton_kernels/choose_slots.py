@@ -1,0 +1,181 @@
+"""The indexer of sparse attention: scores of all that a row sees, then the best of them.
+
+The first kernel scores one row against one block of positions a program, all heads at once. Scores
+go to memory as integers that are ordered as they are. In the second, a program has one row: it
+finds the score of the last one chosen digit by digit, by counting (radix selection), then goes
+over the positions once more and writes those above it, and as many of its equals, the earlier
+ones, as there is room for. A row that sees no more than it may choose is given all, unscored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.tiles import dot, locate, num_tiles
+
+_POSITIONS = 64
+"""Scored by a program."""
+_HEADS = 16
+"""At a time."""
+_BLOCK = 1024
+"""Scores gone over together."""
+_BITS = 8
+"""Of a digit."""
+
+
+@triton.jit
+def _as_ordered(scores):  # type: ignore[no-untyped-def]
+    """int32 bits that, taken as unsigned, are ordered as float32 scores are; NaN comes last, so
+    that a broken key is chosen, and seen."""
+    bits = scores.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, ~bits, bits ^ -2147483648)
+    return tl.where(scores == scores, ordered, -1)
+
+
+@triton.jit
+def score_positions_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, weights_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, scores_ptr,
+    num_reqs, table_width, num_pages, context, q_token, q_head, weights_token,
+    cache_page, cache_row,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    R_PAD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """scores int32 [T, context]: sum_h weights[t, h] * relu(q[t, h] . key[s]), ordered."""
+    reqs = tl.arange(0, R_PAD)
+    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, row = locate(reqs, begins, ends, num_reqs, 1)
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    visible = tl.minimum(length - rows + row + 1, context)
+    first = tl.program_id(1) * BLOCK_N
+    if (row >= rows) | (length <= 0) | (visible <= COUNT) | (first >= visible):
+        return
+    d, key = tl.arange(0, BLOCK_D), first + tl.arange(0, BLOCK_N)
+    token = (start + row).to(tl.int64)
+    inside = key < visible
+    page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    at = cache_ptr + page * cache_page + (key % PAGE).to(tl.int64) * cache_row
+    keys = tl.load(at[:, None] + d[None], mask=inside[:, None] & (d < D)[None], other=0.0)
+    keys = tl.trans(keys.to(q_ptr.dtype.element_ty))
+    scores = tl.zeros([BLOCK_N], tl.float32)
+    for block in range(0, HEADS, BLOCK_H):
+        h = block + tl.arange(0, BLOCK_H)
+        q_at = q_ptr + token * q_token + h[:, None] * q_head + d[None]
+        q = tl.load(q_at, mask=(h < HEADS)[:, None] & (d < D)[None], other=0.0)
+        factors = tl.load(weights_ptr + token * weights_token + h, mask=h < HEADS, other=0.0)
+        products = dot(q, keys, WIDEN)
+        products = tl.where(products < 0, 0.0, products)  # Not maximum, which would hide NaN.
+        scores += tl.sum(products * factors.to(tl.float32)[:, None], 0)
+    tl.store(scores_ptr + token * context + key, _as_ordered(scores), mask=inside)
+
+
+@triton.jit
+def choose_slots_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr,
+    num_reqs, table_width, num_pages, context,
+    PAGE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, R_PAD: tl.constexpr,
+    BITS: tl.constexpr, DIGITS: tl.constexpr,
+):  # fmt: skip
+    """out int32 [T, COUNT], full of -1: the slots chosen, positions ascending."""
+    reqs = tl.arange(0, R_PAD)
+    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, row = locate(reqs, begins, ends, num_reqs, 1)
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    visible = tl.minimum(length - rows + row + 1, context)
+    if (row >= rows) | (length <= 0) | (visible <= 0):
+        return
+    token = (start + row).to(tl.int64)
+    scores_ptr += token * context
+    lane = tl.arange(0, BLOCK)
+    digits = tl.arange(0, DIGITS)
+    edge = tl.full([], 0, tl.uint32)
+    # Of those equal to the edge, how many are chosen. Where nothing was scored, all.
+    room = visible
+    if visible > COUNT:
+        room = tl.full([], COUNT, tl.int32)
+        for done in tl.static_range(0, 32, BITS):
+            held = tl.zeros([DIGITS], tl.int32)
+            for first in range(0, visible, BLOCK):
+                inside = first + lane < visible
+                score = tl.load(scores_ptr + first + lane, mask=inside, other=0)
+                score = score.to(tl.uint32, bitcast=True)
+                if done > 0:
+                    inside = inside & ((score >> (32 - done)) == (edge >> (32 - done)))
+                digit = (score >> (32 - BITS - done)) & (DIGITS - 1)
+                held += tl.histogram(digit.to(tl.int32), DIGITS, mask=inside)
+            not_below = tl.sum(held) - tl.cumsum(held) + held
+            found = tl.sum((not_below >= room).to(tl.int32)) - 1
+            room -= tl.sum(tl.where(digits > found, held, 0))
+            edge = edge | (found.to(tl.uint32) << (32 - BITS - done))
+    written = tl.full([], 0, tl.int32)
+    equals = tl.full([], 0, tl.int32)
+    for first in range(0, visible, BLOCK):
+        position = first + lane
+        inside = position < visible
+        chosen = inside
+        if visible > COUNT:
+            score = tl.load(scores_ptr + position, mask=inside, other=0)
+            score = score.to(tl.uint32, bitcast=True)
+            equal = inside & (score == edge)
+            rank = equals + tl.cumsum(equal.to(tl.int32))
+            chosen = (inside & (score > edge)) | (equal & (rank <= room))
+            equals += tl.sum(equal.to(tl.int32))
+        place = written + tl.cumsum(chosen.to(tl.int32)) - 1
+        written += tl.sum(chosen.to(tl.int32))
+        page = tl.load(table_ptr + request * table_width + position // PAGE, mask=chosen, other=0)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int32)
+        tl.store(out_ptr + token * COUNT + place, page * PAGE + position % PAGE, mask=chosen)
+
+
+def choose_slots_launches(
+    query: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    indices: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+) -> list[Launch]:
+    """Launches of `mtpc::choose_slots`.
+
+    Args:
+        query: [T, H, D].
+        weights: [T, H].
+        index_cache: [N, P, D].
+        indices: block_table [R, M], seq_lens [R], query_start_loc [R+1].
+        out: int32 [T, min(count, M * P)], contiguous, full of -1.
+    """
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    weights = weights if weights.stride(-1) == 1 else weights.contiguous()
+    cache = adjacent(index_cache, "index_cache")
+    table, seq_lens, starts = (t.contiguous() for t in indices)
+    (num_tokens, heads, dim), (num_reqs, blocks) = query.shape, table.shape
+    num_pages, page_size = cache.shape[:2]
+    context, tiles = blocks * page_size, num_tiles(num_tokens, num_reqs, 1)
+    scores = query.new_empty((num_tokens, context), dtype=torch.int32)
+    shared = dict(
+        table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts, scores_ptr=scores,
+        num_reqs=num_reqs, table_width=blocks, num_pages=num_pages, context=context,
+    )  # fmt: skip
+    scored = dict(
+        q_ptr=query, weights_ptr=weights, cache_ptr=cache, q_token=query.stride(0),
+        q_head=query.stride(1), weights_token=weights.stride(0), cache_page=cache.stride(0),
+        cache_row=cache.stride(1),
+    )  # fmt: skip
+    sizes = dict(PAGE=page_size, COUNT=out.shape[1], R_PAD=power_of_two(num_reqs, 16))
+    products = dict(
+        HEADS=heads, D=dim, BLOCK_H=_HEADS, BLOCK_D=power_of_two(dim, 16),
+        BLOCK_N=_POSITIONS, WIDEN=widen(score_positions_kernel, query, cache),
+    )  # fmt: skip
+    grid = (tiles, -(-context // _POSITIONS), 1)
+    choice = dict(out_ptr=out, **shared)
+    radix = dict(BLOCK=_BLOCK, BITS=_BITS, DIGITS=1 << _BITS)
+    return [
+        Launch(score_positions_kernel, grid, shared | scored, sizes | products),
+        Launch(choose_slots_kernel, (tiles, 1, 1), choice, sizes | radix),
+    ]
