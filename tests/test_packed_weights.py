@@ -181,10 +181,13 @@ def test_rows_do_not_depend_on_rows(rows: int, at: int, features: int, threads: 
     assert torch.equal(together[at : at + 1], OURS(x[at : at + 1], packed, features))
 
 
-@pytest.mark.parametrize("inputs", [2048, 4130])
-def test_many_rows_of_many_inputs(inputs: int) -> None:
-    """More than the second-level cache holds: exact, and bit for bit what each row is alone."""
-    rows, features = 300, 70
+@pytest.mark.parametrize(
+    ("rows", "inputs"), [(127, 1030), (128, 1024), (145, 70), (300, 1030), (300, 2048), (300, 4130)]
+)
+@pytest.mark.parametrize("features", [64, 70])
+def test_many_rows(rows: int, inputs: int, features: int) -> None:
+    """By rows, by blocks of weights, in phases of inputs: exact, and bit for bit what each row is
+    alone."""
     x, weight, bias = bf16(rows, inputs, seed=1), bf16(features, inputs), bf16(features, seed=2)
     packed = pack(weight)
     together = OURS(x, packed, features, bias)
@@ -192,8 +195,11 @@ def test_many_rows_of_many_inputs(inputs: int) -> None:
     magnitude = F.linear(x.double().abs(), weight.double().abs())
     bound = exact.abs() * WITHIN + magnitude * inputs * 2**-24
     assert bool(((together.double() - exact).abs() <= bound).all())
-    for row in (0, 31, 32, 255, 256, 299):
-        assert torch.equal(together[row : row + 1], OURS(x[row : row + 1], packed, features, bias))
+    bare = OURS(x, packed, features)
+    for row in {0, 31, 32, 95, 96, 126, min(rows, 257) - 1, min(rows, 258) - 1, rows - 1}:
+        one = x[row : row + 1]
+        assert torch.equal(together[row : row + 1], OURS(one, packed, features, bias))
+        assert torch.equal(bare[row : row + 1], OURS(one, packed, features))
 
 
 def test_kernel_takes_any_strides() -> None:

@@ -55,13 +55,13 @@ Tensor packed_head_linear(
   auto* result = static_cast<BFloat16*>(out.mutable_data_ptr());
   const int64_t tiles = count_tiles(features);
   const int64_t workers = worker_count(s.used * s.heads * s.inputs * features);
-  run_stream(s.heads * tiles, workers, [&](int64_t task) {
+  run_stream<PassRegisters>(s.heads * tiles, workers, [&](int64_t task, PassRegisters& registers) {
     const int64_t head = task / tiles, begin = task % tiles * kFeatures;
     const int64_t count = std::min<int64_t>(kFeatures, features - begin);
     const BFloat16* from = inputs.get() + head * s.used * s.inputs;
     const BFloat16* tile = weights + task * kFeatures * s.inputs;
     const InputRows x = dense_rows(from, s.inputs);
-    for_products<Bf16Pairs>(x, s.used, tile, [&](int64_t row, const float* sums) {
+    for_products<Bf16Pairs>(x, s.used, tile, registers, [&](int64_t row, const float* sums) {
       BFloat16* to = result + (row * s.heads + head) * features + begin;
       for (int64_t f = 0; f < count; ++f) to[f] = static_cast<BFloat16>(sums[f]);
     });

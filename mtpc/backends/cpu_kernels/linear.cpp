@@ -27,6 +27,7 @@ void run(const Linear& call) {
     const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
     BFloat16* out = call.out + row * call.features + begin;
     const float* bias = call.bias ? call.bias + begin : nullptr;
+    if (count == kFeatures && !bias) return narrow_sums<kFeatures>(out, sums);
     for (int64_t f = 0; f < count; ++f) {
       out[f] = static_cast<BFloat16>(sums[f] + (bias ? bias[f] : 0.0f));
     }

@@ -13,14 +13,14 @@ namespace mtpc {
 /// one row any distance will do; from 8 rows on, a shorter one leaves a third of the speed.
 inline constexpr int64_t kAhead = 4096;
 
-/// Rows of x times one tile; body(row, its 32 sums) for each.
+/// Rows of x times one tile; body(row, its 32 sums) for each. Registers are a thread's own.
 template <class Dot, class Body>
-void for_products(InputRows x, int64_t rows, const void* tile, const Body& body) {
+void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& registers,
+                  const Body& body) {
   const Group* weights = static_cast<const Group*>(tile);
   const char* bytes = static_cast<const char*>(tile);
   const int64_t size = x.groups * kGroupBytes;
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
-  PassRegisters registers;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
     // The first pass takes the tile from memory, the others from the second-level cache: each
@@ -40,13 +40,13 @@ void for_all_products(InputRows x, int64_t rows, const void* weights, int64_t ti
                       int64_t workers, const Body& body) {
   const char* bytes = static_cast<const char*>(weights);
 #if defined(__AMX_TILE__)
-  if (rows * x.groups * static_cast<int64_t>(sizeof(Group)) > kCachedBytes) {
+  if (are_many(x, rows)) {
     const Group* all = static_cast<const Group*>(weights);
-    return multiply_in_phases<Dot>(x, rows, all, tiles, workers, body);
+    return multiply_many<Dot>(x, rows, all, tiles, workers, body);
   }
 #endif
-  run_stream(tiles, workers, [&](int64_t tile) {
-    for_products<Dot>(x, rows, bytes + tile * x.groups * kGroupBytes,
+  run_stream<PassRegisters>(tiles, workers, [&](int64_t tile, PassRegisters& registers) {
+    for_products<Dot>(x, rows, bytes + tile * x.groups * kGroupBytes, registers,
                       [&](int64_t row, const auto* sums) { body(tile, row, sums); });
   });
 }

@@ -36,10 +36,13 @@ class PackedExperts {
     const int64_t experts = choices_.chosen.size();
     const int64_t work = choices_.slots * s_.hidden * s_.intermediate;
     const int64_t gates = s_.intermediate / kFeatures, outputs = count_tiles(s_.hidden);
-    run_tasks(experts * gates, worker_count(2 * work), [&](int64_t task) {
-      activate(choices_.chosen[task / gates], task % gates);
+    using R = PassRegisters;
+    run_tasks<R>(experts * gates, worker_count(2 * work), [&](int64_t task, R& registers) {
+      activate(choices_.chosen[task / gates], task % gates, registers);
     });
-    run_tasks(outputs, worker_count(work), [&](int64_t tile) { combine(tile, out); });
+    run_tasks<R>(outputs, worker_count(work), [&](int64_t tile, R& registers) {
+      combine(tile, registers, out);
+    });
   }
 
  private:
@@ -54,16 +57,16 @@ class PackedExperts {
   }
 
   /// A tile of gate and its tile of up: silu(gate) * up of the choice's rows, 32 features.
-  void activate(const Choice<float>& choice, int64_t tile) const {
+  void activate(const Choice<float>& choice, int64_t tile, PassRegisters& registers) const {
     const int64_t rows = choice.rows.size(), size = kFeatures * s_.hidden;
     const InputRows x = dense_rows(inputs_.get() + choice.first_slot * s_.hidden, s_.hidden);
     const BFloat16* gate = gate_up_ + choice.expert * 2 * s_.intermediate * s_.hidden + tile * size;
     const BFloat16* up = gate + s_.intermediate * s_.hidden;
     std::vector<float> gates(rows * kFeatures);
-    for_products<Bf16Pairs>(x, rows, gate, [&](int64_t row, const float* sums) {
+    for_products<Bf16Pairs>(x, rows, gate, registers, [&](int64_t row, const float* sums) {
       std::copy_n(sums, kFeatures, gates.data() + row * kFeatures);
     });
-    for_products<Bf16Pairs>(x, rows, up, [&](int64_t row, const float* sums) {
+    for_products<Bf16Pairs>(x, rows, up, registers, [&](int64_t row, const float* sums) {
       const float* g = gates.data() + row * kFeatures;
       BFloat16* active =
           active_.get() + (choice.first_slot + row) * s_.intermediate + tile * kFeatures;
@@ -74,7 +77,7 @@ class PackedExperts {
   }
 
   /// 32 output features of all rows: the weighted sum over experts, in index order.
-  void combine(int64_t tile, BFloat16* out) const {
+  void combine(int64_t tile, PassRegisters& registers, BFloat16* out) const {
     const int64_t begin = tile * kFeatures, tiles = count_tiles(s_.hidden);
     const int64_t count = std::min<int64_t>(kFeatures, s_.hidden - begin);
     std::vector<float> total(s_.tokens * kFeatures);
@@ -84,7 +87,7 @@ class PackedExperts {
       const BFloat16* weights =
           down_ + (choice.expert * tiles + tile) * kFeatures * s_.intermediate;
       const int64_t rows = choice.rows.size();
-      for_products<Bf16Pairs>(active, rows, weights, [&](int64_t i, const float* sums) {
+      for_products<Bf16Pairs>(active, rows, weights, registers, [&](int64_t i, const float* sums) {
         float* to = total.data() + choice.rows[i] * kFeatures;
         for (int f = 0; f < kFeatures; ++f) to[f] += choice.weights[i] * sums[f];
       });

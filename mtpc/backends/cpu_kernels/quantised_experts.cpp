@@ -50,29 +50,33 @@ class QuantisedExperts {
     const int64_t experts = choices_.chosen.size(), gates = down_.inputs / kFeatures;
     // An instruction does twice the work that it does in bfloat16.
     const int64_t work = choices_.slots * gate_up_.inputs * down_.inputs / 2;
-    run_tasks(experts * gates, worker_count(2 * work), [&](int64_t task) {
-      activate(choices_.chosen[task / gates], task % gates);
+    using R = PassRegisters;
+    run_tasks<R>(experts * gates, worker_count(2 * work), [&](int64_t task, R& registers) {
+      activate(choices_.chosen[task / gates], task % gates, registers);
     });
     run_tasks(choices_.slots, worker_count(8 * choices_.slots * down_.inputs), [&](int64_t slot) {
       rounded_.set(slot, active_.get() + slot * down_.inputs);
     });
-    run_tasks(down_.tiles(), worker_count(work), [&](int64_t tile) { combine(tile, out); });
+    run_tasks<R>(down_.tiles(), worker_count(work), [&](int64_t tile, R& registers) {
+      combine(tile, registers, out);
+    });
   }
 
  private:
   /// silu(gate) * up of the choice's rows, for 32 features.
-  void activate(const Choice<float>& choice, int64_t tile) const {
+  void activate(const Choice<float>& choice, int64_t tile, PassRegisters& registers) const {
     const int64_t rows = choice.rows.size(), expert = choice.expert, up = down_.inputs / kFeatures;
     const float* scales = gate_up_.scales + expert * gate_up_.features + tile * kFeatures;
     std::vector<float> gates(rows * kFeatures);
-    products(inputs_, choice, gate_up_.tile(expert, tile), [&](int64_t row, const int32_t* sums) {
+    const uint8_t* tiles = gate_up_.tile(expert, tile);
+    products(inputs_, choice, tiles, registers, [&](int64_t row, const int32_t* sums) {
       for (int f = 0; f < kFeatures; ++f) {
         gates[row * kFeatures + f] = inputs_.value(choice.first_slot + row, sums[f], scales[f]);
       }
     });
     scales += down_.inputs;
     const uint8_t* ups = gate_up_.tile(expert, tile + up);
-    products(inputs_, choice, ups, [&](int64_t row, const int32_t* sums) {
+    products(inputs_, choice, ups, registers, [&](int64_t row, const int32_t* sums) {
       const int64_t slot = choice.first_slot + row;
       float* active = active_.get() + slot * down_.inputs + tile * kFeatures;
       for (int f = 0; f < kFeatures; ++f) {
@@ -83,14 +87,14 @@ class QuantisedExperts {
   }
 
   /// 32 output features of all rows: the weighted sum over experts, in index order.
-  void combine(int64_t tile, const Tensor& out) const {
+  void combine(int64_t tile, PassRegisters& registers, const Tensor& out) const {
     const int64_t begin = tile * kFeatures, tokens = out.size(0);
     const int64_t count = std::min<int64_t>(kFeatures, down_.features - begin);
     std::vector<float> total(tokens * kFeatures);
     for (const Choice<float>& choice : choices_.chosen) {
       const float* scales = down_.scales + choice.expert * down_.features + begin;
       const uint8_t* weights = down_.tile(choice.expert, tile);
-      products(rounded_, choice, weights, [&](int64_t row, const int32_t* sums) {
+      products(rounded_, choice, weights, registers, [&](int64_t row, const int32_t* sums) {
         float* to = total.data() + choice.rows[row] * kFeatures;
         for (int64_t f = 0; f < count; ++f) {
           to[f] += choice.weights[row] *
@@ -105,9 +109,9 @@ class QuantisedExperts {
 
   template <class Body>
   static void products(const Int8Rows& rows, const Choice<float>& choice, const uint8_t* tile,
-                       const Body& body) {
+                       PassRegisters& registers, const Body& body) {
     const InputRows x = dense_rows(rows.row(choice.first_slot), rows.row(1) - rows.row(0));
-    for_products<Int8Quads>(x, choice.rows.size(), tile, body);
+    for_products<Int8Quads>(x, choice.rows.size(), tile, registers, body);
   }
 
   const Stack gate_up_;

@@ -144,6 +144,22 @@ inline void narrow(BFloat16* p, Vec<float> v) {
   std::memcpy(p, &halves, sizeof(halves));
 }
 
+/// Writes floats rounded to bfloat16; what is too small for its exponent may become zero, as the
+/// instructions that made such sums may have made it already.
+template <int kCount>
+inline void narrow_sums(BFloat16* to, const float* from) {
+#if defined(__AVX512BF16__)
+  static_assert(kCount % 32 == 0);
+  for (int i = 0; i < kCount; i += 32) {
+    const __m512bh both =
+        _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
+    std::memcpy(to + i, &both, sizeof(both));
+  }
+#else
+  for (int i = 0; i < kCount; i += kLanes<float>) narrow(to + i, load<float>(from + i));
+#endif
+}
+
 // ---- Across lanes ----------------------------------------------------------------------------
 
 template <int kWidth, class V, int... kLane>

@@ -163,20 +163,29 @@ inline int64_t worker_count(int64_t multiply_adds) {
   return std::clamp<int64_t>(multiply_adds / kGrain, 1, threads);
 }
 
-/// Runs body(0..count) on torch's own threads. Whoever is free takes the next task, so tasks may
-/// be of uneven size; each must write memory of its own, and then the result depends neither on
-/// the number of threads nor on who ran what.
-template <class Body>
+/// Runs body(0..count, state) on torch's own threads, each with a State of its own. Whoever is free
+/// takes the next task, so tasks may be of uneven size; each must write memory of its own, and then
+/// the result depends neither on the number of threads nor on who ran what.
+template <class State, class Body>
 void run_tasks(int64_t count, int64_t workers, const Body& body) {
   std::atomic<int64_t> next{0};
   const auto drain = [&](int64_t, int64_t) {
-    for (int64_t task = next++; task < count; task = next++) body(task);
+    State state;
+    for (int64_t task = next++; task < count; task = next++) body(task, state);
   };
   if (workers <= 1 || count <= 1) {
     drain(0, 1);
   } else {
     torch::stable::parallel_for(0, std::min(workers, count), 1, drain);
   }
+}
+
+/// What tasks have that share nothing.
+struct Nothing {};
+
+template <class Body>
+void run_tasks(int64_t count, int64_t workers, const Body& body) {
+  run_tasks<Nothing>(count, workers, [&](int64_t task, Nothing&) { body(task); });
 }
 
 /// Tasks [first, last) that are still to do, of one worker.
@@ -212,11 +221,12 @@ class Share {
 /// As `run_tasks`, where adjacent tasks read adjacent memory: each worker goes through a share of
 /// its own, one long stream that the processor fetches ahead of itself. Who is done helps others
 /// from the far end, for a thread may have been late, or may be on the slower core.
-template <class Body>
+template <class State, class Body>
 void run_stream(int64_t count, int64_t workers, const Body& body) {
   workers = std::min(workers, count);
   if (workers <= 1) {
-    for (int64_t task = 0; task < count; ++task) body(task);
+    State state;
+    for (int64_t task = 0; task < count; ++task) body(task, state);
     return;
   }
   std::vector<Share> shares(workers);
@@ -225,13 +235,19 @@ void run_stream(int64_t count, int64_t workers, const Body& body) {
   }
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    State state;
     for (int64_t own = next++; own < workers; own = next++) {
-      for (int64_t task; (task = shares[own].take_first()) >= 0;) body(task);
+      for (int64_t task; (task = shares[own].take_first()) >= 0;) body(task, state);
     }
     for (Share& share : shares) {
-      for (int64_t task; (task = share.take_last()) >= 0;) body(task);
+      for (int64_t task; (task = share.take_last()) >= 0;) body(task, state);
     }
   });
+}
+
+template <class Body>
+void run_stream(int64_t count, int64_t workers, const Body& body) {
+  run_stream<Nothing>(count, workers, [&](int64_t task, Nothing&) { body(task); });
 }
 
 }  // namespace mtpc

@@ -1,9 +1,11 @@
-// Products of so many rows that their inputs do not stay in the second-level cache, with AMX.
+// Products of many rows, with AMX: weights in blocks that the first-level cache holds.
 //
-// Each tile of weights would take the rows from the third level again, at the speed of memory. They
-// are gone through in phases of some of their inputs instead, all tiles in each; in a phase a tile's
-// weights in blocks that the first level holds while the rows go by. Sums wait in memory meanwhile,
-// which is exact: they run over the inputs in order, as they do without phases.
+// Two registers of inputs and two of weights make four products; where all come from the second
+// level, that cannot feed them. So a block of a tile's weights stays in the first level while many
+// rows go by, and sums wait in memory meanwhile, which is exact: they run over the inputs in order,
+// as they do without blocks. Where the rows do not stay in the second level either, each tile of
+// weights would take them from the third again, at the speed of memory: then they are gone through
+// in phases of some of their inputs, all tiles in each.
 #pragma once
 
 #include "tensors.h"
@@ -11,24 +13,36 @@
 
 namespace mtpc {
 
-/// Bytes of inputs that stay in the second-level cache beside weights and sums.
-inline constexpr int64_t kCachedBytes = 1 << 20;
+/// So many rows are worth their sums' way to memory and back.
+inline constexpr int64_t kManyRows = 128;
 
-/// Rows gone through together, and groups of a phase: half as many bytes.
-inline constexpr int64_t kPhaseRows = 256;
-inline constexpr int64_t kPhaseGroups = 512;
+/// Rows gone through together.
+inline constexpr int64_t kRowsTogether = 256;
 
 /// Groups of a block: 16 KB of a tile, a third of the first-level cache.
 inline constexpr int64_t kBlockGroups = 8 * kTileRows;
 
-/// Adds rows times one tile's part to `sums`, or begins them; meanwhile fetches the same part of the
-/// next tile, which lies `tile_groups` groups on.
+/// Bytes of inputs that stay in the second-level cache beside weights and sums, and groups of a row
+/// that do so beside as many of a tile.
+inline constexpr int64_t kCachedBytes = 1 << 20;
+inline constexpr int64_t kCachedGroups = 1024;
+
+/// Groups of a phase.
+inline constexpr int64_t kPhaseGroups = 512;
+
+inline int64_t bytes_of(InputRows x, int64_t rows) {
+  return rows * x.groups * static_cast<int64_t>(sizeof(Group));
+}
+
+/// Whether rows are to go by blocks of weights, instead of a tile by rows.
+inline bool are_many(InputRows x, int64_t rows) {
+  return rows >= kManyRows || bytes_of(x, rows) > kCachedBytes;
+}
+
+/// Adds rows times one tile's part to `sums`, or begins them.
 template <class Dot>
-void add_tile(InputRows x, int64_t rows, const Group* tile, int64_t tile_groups, bool begun,
-              typename Dot::Sum (*sums)[kFeatures]) {
-  const int64_t step = kGroupBytes * kMostRows / std::max<int64_t>(rows, kMostRows);
-  const char* next = reinterpret_cast<const char*>(tile + tile_groups * kFeatures);
-  PassRegisters registers;
+void add_tile(InputRows x, int64_t rows, const Group* tile, Fetch fetch, bool begun,
+              PassRegisters& registers, typename Dot::Sum (*sums)[kFeatures]) {
   for (int64_t group = 0; group < x.groups; group += kBlockGroups) {
     const int64_t groups = std::min(kBlockGroups, x.groups - group);
     for (int64_t row = 0; row < rows; row += kMostRows) {
@@ -39,31 +53,66 @@ void add_tile(InputRows x, int64_t rows, const Group* tile, int64_t tile_groups,
       } else {
         zero_sums(count);
       }
-      add_rows<Dot>(x.from(row, group, groups), count, tile + group * kFeatures, {next, step});
+      add_rows<Dot>(x.from(row, group, groups), count, tile + group * kFeatures, fetch);
       store_sums(sums + row, count);
-      next += groups * step;
+      fetch.from += groups * fetch.step;
     }
   }
 }
 
-/// As for_all_products.
+/// What add_tile of `rows` rows is to fetch of the next tile, if it is a part of `all` rows'.
+inline Fetch share_of(const Group* next, int64_t all) {
+  const int64_t step = kGroupBytes * kMostRows / std::max<int64_t>(all, kMostRows);
+  return {reinterpret_cast<const char*>(next), step};
+}
+
+/// As for_all_products, of rows that stay in the second-level cache.
+template <class Dot, class Body>
+void multiply_in_blocks(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
+                        int64_t workers, const Body& body) {
+  run_stream<PassRegisters>(tiles, workers, [&](int64_t tile, PassRegisters& registers) {
+    alignas(64) typename Dot::Sum sums[kRowsTogether][kFeatures];
+    const Group* from = weights + tile * x.groups * kFeatures;
+    Fetch fetch = share_of(from + x.groups * kFeatures, rows);
+    for (int64_t first = 0; first < rows; first += kRowsTogether) {
+      const int64_t count = std::min(kRowsTogether, rows - first);
+      add_tile<Dot>(x.from(first, 0, x.groups), count, from, fetch, false, registers, sums);
+      fetch.from += (count + kMostRows - 1) / kMostRows * x.groups * fetch.step;
+      for (int64_t r = 0; r < count; ++r) body(tile, first + r, sums[r]);
+    }
+  });
+}
+
+/// As for_all_products, of more rows than that.
 template <class Dot, class Body>
 void multiply_in_phases(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
                         int64_t workers, const Body& body) {
   using Row = typename Dot::Sum[kFeatures];
-  const Buffer<typename Dot::Sum> all_sums(tiles * std::min(rows, kPhaseRows) * kFeatures);
-  for (int64_t first = 0; first < rows; first += kPhaseRows) {
-    const int64_t count = std::min(kPhaseRows, rows - first);
+  const Buffer<typename Dot::Sum> all_sums(tiles * std::min(rows, kRowsTogether) * kFeatures);
+  for (int64_t first = 0; first < rows; first += kRowsTogether) {
+    const int64_t count = std::min(kRowsTogether, rows - first);
     for (int64_t group = 0; group < x.groups; group += kPhaseGroups) {
       const InputRows part = x.from(first, group, std::min(kPhaseGroups, x.groups - group));
       const bool last = group + part.groups == x.groups;
-      run_stream(tiles, workers, [&](int64_t tile) {
+      run_stream<PassRegisters>(tiles, workers, [&](int64_t tile, PassRegisters& registers) {
         Row* sums = reinterpret_cast<Row*>(all_sums.get()) + tile * count;
         const Group* from = weights + (tile * x.groups + group) * kFeatures;
-        add_tile<Dot>(part, count, from, x.groups, group > 0, sums);
+        const Fetch fetch = share_of(from + x.groups * kFeatures, count);
+        add_tile<Dot>(part, count, from, fetch, group > 0, registers, sums);
         for (int64_t r = 0; last && r < count; ++r) body(tile, first + r, sums[r]);
       });
     }
+  }
+}
+
+/// As for_all_products, where are_many.
+template <class Dot, class Body>
+void multiply_many(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
+                   int64_t workers, const Body& body) {
+  if (bytes_of(x, rows) <= kCachedBytes && x.groups <= kCachedGroups) {
+    multiply_in_blocks<Dot>(x, rows, weights, tiles, workers, body);
+  } else {
+    multiply_in_phases<Dot>(x, rows, weights, tiles, workers, body);
   }
 }
 
