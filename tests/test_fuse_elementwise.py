@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packed_weights import bf16
 from torch import Tensor
+from torch.nn import functional as F
 
 import mtpc
 from mtpc.backends.cpu import CpuBackend
@@ -22,6 +23,7 @@ from mtpc.capture.graph import StepGraph
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
+from mtpc.packing import pack, unpack
 from mtpc.passes.fuse_elementwise import FuseElementwise
 
 load_kernels()
@@ -170,12 +172,48 @@ def test_misfits_are_refused() -> None:
             op(*arguments)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 33, 127, 128, 145, 300])
+@pytest.mark.parametrize(("inputs", "width"), [(70, 32), (1024, 64), (2050, 96), (4130, 32)])
+def test_gated_linear_is_the_linear_and_its_activation(rows: int, inputs: int, width: int) -> None:
+    """Bit for bit: each tile of gate with its tile of up, or one after the other where rows are
+    too many for that."""
+    x, packed = bf16(rows, inputs, seed=1) / 8, pack(bf16(2 * width, inputs))
+    ops = torch.ops.mtpc_cpu
+    found = ops.packed_gated_linear(x, packed, 2 * width)
+    assert torch.equal(found, ops.silu_and_mul(ops.packed_linear(x, packed, 2 * width)))
+    reference = torch.ops.mtpc.packed_gated_linear(x, packed, 2 * width)
+    exact = [F.linear(x.double(), w.double()) for w in unpack(packed, 2 * width).chunk(2)]
+    error = (found.double() - F.silu(exact[0]) * exact[1]).norm()
+    assert error <= 1.5 * (reference.double() - F.silu(exact[0]) * exact[1]).norm()
+    few = torch.tensor([rows // 2], dtype=torch.int32)
+    some = ops.packed_gated_linear(x, packed, 2 * width, few)
+    assert torch.equal(some[: rows // 2], found[: rows // 2])
+    assert not some[rows // 2 :].any()
+
+
+def test_gated_linear_takes_strides_and_refuses_misfits() -> None:
+    x, packed = bf16(64, 7, seed=1).t(), pack(bf16(64, 64))
+    ops = torch.ops.mtpc_cpu
+    assert torch.equal(
+        ops.packed_gated_linear(x, packed, 64), ops.packed_gated_linear(x.contiguous(), packed, 64)
+    )
+    assert ops.packed_gated_linear(x[:0], packed, 64).shape == (0, 32)
+    for arguments in ((x.float(), packed, 64), (x, packed, 62), (x[:, :62], packed, 64)):
+        with pytest.raises(RuntimeError, match="a multiple of 64"):
+            ops.packed_gated_linear(*arguments)
+    for namespace in (ops, torch.ops.mtpc):
+        torch.library.opcheck(
+            namespace.packed_gated_linear.default, (x, packed, 64, torch.tensor([3])),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+
+
 # ---- The pass --------------------------------------------------------------------------------
 
 FUSED = {
-    "mimo": {"rms_norm": 5, "add_rms_norm": 5, "silu_and_mul": 3, "rotate": 6},
-    "glm4_moe": {"rms_norm": 11, "add_rms_norm": 5, "silu_and_mul": 3, "rotate": 6},
-    "deepseek_v3": {"rms_norm": 11, "add_rms_norm": 5, "silu_and_mul": 3},
+    "mimo": {"rms_norm": 5, "add_rms_norm": 5, "packed_gated_linear": 3, "rotate": 6},
+    "glm4_moe": {"rms_norm": 11, "add_rms_norm": 5, "packed_gated_linear": 3, "rotate": 6},
+    "deepseek_v3": {"rms_norm": 11, "add_rms_norm": 5, "packed_gated_linear": 3},
     "qwen3_next": {"rms_norm": 10, "add_rms_norm": 5, "rotate": 4},
 }
 """Of two layers, and one MTP layer that runs for verified tokens only (K = 1). GLM-4 and Qwen3-Next
@@ -199,7 +237,7 @@ def test_each_chain_is_found(family: str, checkpoint: Callable[..., Path]) -> No
     # Which would take rotary angles for itself.
     graph = rewritten(checkpoint(family, "random"), disabled_passes=("fuse-cache-write",))
     found = named(graph)
-    kinds = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate")
+    kinds = ("rms_norm", "add_rms_norm", "silu_and_mul", "packed_gated_linear", "rotate")
     assert {kind: found[kind] for kind in kinds if found[kind]} == FUSED[family]
     assert FuseElementwise().apply(graph) == 0
     aten = torch.ops.aten

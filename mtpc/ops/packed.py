@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.ops.experts import experts
+from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
 from mtpc.packing import unpack
 
@@ -44,6 +45,32 @@ def fake_packed_linear(
 ) -> Tensor:
     """Shape and dtype of the result."""
     return x.new_empty((*x.shape[:-1], features))
+
+
+@torch.library.custom_op("mtpc::packed_gated_linear", mutates_args=())
+def packed_gated_linear(
+    x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
+) -> Tensor:
+    """silu(x G^T) * (x U^T): `silu_and_mul` of a `packed_linear`, each rounded as there.
+
+    Args:
+        x: bfloat16 [..., K].
+        weight: bfloat16 [N / 32, K / 2, 32, 2], G [N / 2, K] and U [N / 2, K] packed as one.
+        features: N, a multiple of 64.
+        rows: as in `packed_linear`.
+
+    Returns:
+        bfloat16 [..., N / 2].
+    """
+    return silu_and_mul(packed_linear(x, weight, features, None, rows), rows)
+
+
+@packed_gated_linear.register_fake
+def fake_packed_gated_linear(
+    x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
+) -> Tensor:
+    """Shape and dtype of the result."""
+    return x.new_empty((*x.shape[:-1], features // 2))
 
 
 @torch.library.custom_op("mtpc::packed_head_linear", mutates_args=())

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.fused  # noqa: F401  (registers the ops that this pass calls)
+import mtpc.ops.fused
+import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, emit, refresh_values, sweep
+from mtpc.packing import TILE
+from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import cast, either_way, is_narrow, operands
 from mtpc.passes.rotary import match_rotary
 
@@ -115,10 +117,23 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
             continue
         if operands(up, aten.slice.Tensor, 4) == (both, -1, half, 2 * half):
             with graph.inserting_before(node):
-                fused = emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), node)
+                fused = _emit_activation(graph, both, {gate, up}, node)
             node.replace_all_uses_with(fused)
             return True
     return False
+
+
+def _emit_activation(
+    graph: fx.Graph, both: fx.Node, halves: set[fx.Node], like: fx.Node
+) -> fx.Node:
+    """Append silu(gate) * up, with the linear that made them where it made nothing else."""
+    linear, features = torch.ops.mtpc.packed_linear.default, both.meta["val"].shape[-1]
+    if is_call(both, linear) and set(both.users) == halves and features % (2 * TILE) == 0:
+        x, weight, _, *bias = both.args
+        if not bias:
+            args = (x, weight, features)
+            return emit(graph, torch.ops.mtpc.packed_gated_linear.default, args, like)
+    return emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), like)
 
 
 def _fuse_rotary(graph: fx.Graph, node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Of a forward's metadata, in the order in which the step writes it."""
 _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.packed_linear.default: 1,
+    torch.ops.mtpc.packed_gated_linear.default: 1,
     torch.ops.mtpc.packed_head_linear.default: 2,
     torch.ops.mtpc.packed_experts.default: 1,
     torch.ops.mtpc.quantised_linear.default: 1,

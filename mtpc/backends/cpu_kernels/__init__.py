@@ -3,8 +3,9 @@
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `choose_slots`,
 `gated_delta_rule`, `sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`,
 `add_rms_norm`, `silu_and_mul`, `rotate`, `rotate_and_write`; on packed weights `packed_linear`,
-`packed_head_linear`, `packed_experts` and, in int8, `quantised_linear` and `quantised_experts`, and
-`pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`.
+`packed_gated_linear`, `packed_head_linear`, `packed_experts` and, in int8, `quantised_linear` and
+`quantised_experts`, and `pack`, which packs them; for sampling `sample`, `count_tokens` and
+`write_logprobs`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
 for the other, so the meaning of a traced graph never depends on what has been loaded.
 
@@ -17,7 +18,7 @@ references, on each level:
 - Attention and `choose_slots` cost time in proportion to seq_lens, not to the width of the block
   table, and read no cache position that no row attends to.
 - `experts`, `packed_experts` and `quantised_experts` read each chosen expert's weights once,
-  `packed_linear` its weight.
+  `packed_linear` and `packed_gated_linear` their weight.
 - `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
 - No kernel needs Python's lock, and packages run without it (`torch.classes.mtpc_runner.Runner`).
 
@@ -50,15 +51,15 @@ from mtpc.ops.fused import (
     fake_silu_and_mul,
 )
 from mtpc.ops.gated_delta import fake_gated_delta_rule
-from mtpc.ops.packed import fake_packed_head_linear, fake_packed_linear
+from mtpc.ops.packed import fake_packed_gated_linear, fake_packed_head_linear, fake_packed_linear
 from mtpc.ops.quantised import fake_quantised_linear
 from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
 from mtpc.ops.sinkhorn import fake_sinkhorn
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
-         "packed_linear", "packed_head_linear", "packed_experts", "float32_linear",
-         "quantised_linear", "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul",
-         "rotate", "rotate_and_write", "gated_delta_rule", "sinkhorn", "sample",
+         "packed_linear", "packed_gated_linear", "packed_head_linear", "packed_experts",
+         "float32_linear", "quantised_linear", "quantised_experts", "rms_norm", "add_rms_norm",
+         "silu_and_mul", "rotate", "rotate_and_write", "gated_delta_rule", "sinkhorn", "sample",
          "count_tokens", "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
@@ -148,6 +149,7 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "choose_slots": fake_choose_slots,
     "experts": _fake_experts,
     "packed_linear": fake_packed_linear,
+    "packed_gated_linear": fake_packed_gated_linear,
     "packed_head_linear": fake_packed_head_linear,
     "packed_experts": _fake_experts,
     "float32_linear": fake_float32_linear,

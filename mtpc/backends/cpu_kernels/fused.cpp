@@ -100,8 +100,7 @@ Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows) {
     const BFloat16* gate = starts(r);
     BFloat16* to = data(out) + r * width;
     for_steps(width, [&](int64_t i, auto count) {
-      const Vec<float> x = take(gate + i, count);
-      put(to + i, round_bf16(x / (exp(-x) + 1.0f)) * take(gate + width + i, count), count);
+      put(to + i, activate(take(gate + i, count), take(gate + width + i, count)), count);
     });
   });
   return out;

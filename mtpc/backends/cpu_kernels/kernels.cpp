@@ -103,6 +103,8 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None, "
       "Tensor? rows=None) -> Tensor");
   library.def(
+      "packed_gated_linear(Tensor x, Tensor weight, int features, Tensor? rows=None) -> Tensor");
+  library.def(
       "packed_head_linear(Tensor x, Tensor weight, int features, Tensor? rows=None) -> Tensor");
   library.def("float32_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
   library.def(
@@ -150,6 +152,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("packed_experts", TORCH_BOX(&mtpc::packed_experts));
   library.impl("pack", TORCH_BOX(&mtpc::pack));
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
+  library.impl("packed_gated_linear", TORCH_BOX(&mtpc::packed_gated_linear));
   library.impl("packed_head_linear", TORCH_BOX(&mtpc::packed_head_linear));
   library.impl("float32_linear", TORCH_BOX(&mtpc::float32_linear));
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));

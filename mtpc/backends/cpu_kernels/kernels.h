@@ -43,6 +43,9 @@ Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& rows);
 
+Tensor packed_gated_linear(
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows);
+
 Tensor packed_head_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows);
 

@@ -18,6 +18,9 @@ template <class Dot, class Body>
 void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& registers,
                   const Body& body) {
   const Group* weights = static_cast<const Group*>(tile);
+#if defined(__AMX_TILE__)
+  if (rows >= kManyRows) return multiply_in_blocks<Dot>(x, rows, weights, registers, body);
+#endif
   const char* bytes = static_cast<const char*>(tile);
   const int64_t size = x.groups * kGroupBytes;
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
@@ -40,9 +43,9 @@ void for_all_products(InputRows x, int64_t rows, const void* weights, int64_t ti
                       int64_t workers, const Body& body) {
   const char* bytes = static_cast<const char*>(weights);
 #if defined(__AMX_TILE__)
-  if (are_many(x, rows)) {
+  if (need_phases(x, rows)) {
     const Group* all = static_cast<const Group*>(weights);
-    return multiply_many<Dot>(x, rows, all, tiles, workers, body);
+    return multiply_in_phases<Dot>(x, rows, all, tiles, workers, body);
   }
 #endif
   run_stream<PassRegisters>(tiles, workers, [&](int64_t tile, PassRegisters& registers) {

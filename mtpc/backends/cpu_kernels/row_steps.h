@@ -32,6 +32,11 @@ inline void put(BFloat16* p, Vec<float> v, int count) {
   std::memcpy(p, all, count * sizeof(BFloat16));
 }
 
+/// silu(gate) * up, rounded where an activation and a product after it are.
+inline Vec<float> activate(Vec<float> gate, Vec<float> up) {
+  return round_bf16(gate / (exp(-gate) + 1.0f)) * up;
+}
+
 /// Where a tensor's rows begin, whatever the strides of its dimensions but the last.
 class RowStarts {
  public:

@@ -95,6 +95,11 @@ MTPC_SHIM aoti_torch_cpu_packed_linear(
   return mtpc::call(out, mtpc::packed_linear, x, weight, features, bias, rows);
 }
 
+MTPC_SHIM aoti_torch_cpu_packed_gated_linear(
+    H x, H weight, int64_t features, O rows, AtenTensorHandle* out) {
+  return mtpc::call(out, mtpc::packed_gated_linear, x, weight, features, rows);
+}
+
 MTPC_SHIM aoti_torch_cpu_packed_head_linear(
     H x, H weight, int64_t features, O rows, AtenTensorHandle* out) {
   return mtpc::call(out, mtpc::packed_head_linear, x, weight, features, rows);

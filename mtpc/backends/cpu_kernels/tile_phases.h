@@ -16,27 +16,24 @@ namespace mtpc {
 /// So many rows are worth their sums' way to memory and back.
 inline constexpr int64_t kManyRows = 128;
 
-/// Rows gone through together.
-inline constexpr int64_t kRowsTogether = 256;
-
-/// Groups of a block: 16 KB of a tile, a third of the first-level cache.
+/// Groups of a block, and rows that go by it together: 16 KB of a tile and 16 KB of sums, of the
+/// 48 KB of a first-level cache.
 inline constexpr int64_t kBlockGroups = 8 * kTileRows;
+inline constexpr int64_t kBlockRows = 128;
 
 /// Bytes of inputs that stay in the second-level cache beside weights and sums, and groups of a row
 /// that do so beside as many of a tile.
 inline constexpr int64_t kCachedBytes = 1 << 20;
 inline constexpr int64_t kCachedGroups = 1024;
 
-/// Groups of a phase.
+/// Groups of a phase, and rows that go through it together.
 inline constexpr int64_t kPhaseGroups = 512;
+inline constexpr int64_t kPhaseRows = 256;
 
-inline int64_t bytes_of(InputRows x, int64_t rows) {
-  return rows * x.groups * static_cast<int64_t>(sizeof(Group));
-}
-
-/// Whether rows are to go by blocks of weights, instead of a tile by rows.
-inline bool are_many(InputRows x, int64_t rows) {
-  return rows >= kManyRows || bytes_of(x, rows) > kCachedBytes;
+/// Whether rows are to be gone through in phases.
+inline bool need_phases(InputRows x, int64_t rows) {
+  const int64_t bytes = rows * x.groups * static_cast<int64_t>(sizeof(Group));
+  return bytes > kCachedBytes || (rows >= kManyRows && x.groups > kCachedGroups);
 }
 
 /// Adds rows times one tile's part to `sums`, or begins them.
@@ -66,31 +63,28 @@ inline Fetch share_of(const Group* next, int64_t all) {
   return {reinterpret_cast<const char*>(next), step};
 }
 
-/// As for_all_products, of rows that stay in the second-level cache.
+/// As for_products, of kManyRows or more.
 template <class Dot, class Body>
-void multiply_in_blocks(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
-                        int64_t workers, const Body& body) {
-  run_stream<PassRegisters>(tiles, workers, [&](int64_t tile, PassRegisters& registers) {
-    alignas(64) typename Dot::Sum sums[kRowsTogether][kFeatures];
-    const Group* from = weights + tile * x.groups * kFeatures;
-    Fetch fetch = share_of(from + x.groups * kFeatures, rows);
-    for (int64_t first = 0; first < rows; first += kRowsTogether) {
-      const int64_t count = std::min(kRowsTogether, rows - first);
-      add_tile<Dot>(x.from(first, 0, x.groups), count, from, fetch, false, registers, sums);
-      fetch.from += (count + kMostRows - 1) / kMostRows * x.groups * fetch.step;
-      for (int64_t r = 0; r < count; ++r) body(tile, first + r, sums[r]);
-    }
-  });
+void multiply_in_blocks(InputRows x, int64_t rows, const Group* tile, PassRegisters& registers,
+                        const Body& body) {
+  alignas(64) typename Dot::Sum sums[kBlockRows][kFeatures];
+  Fetch fetch = share_of(tile + x.groups * kFeatures, rows);
+  for (int64_t first = 0; first < rows; first += kBlockRows) {
+    const int64_t count = std::min(kBlockRows, rows - first);
+    add_tile<Dot>(x.from(first, 0, x.groups), count, tile, fetch, false, registers, sums);
+    fetch.from += (count + kMostRows - 1) / kMostRows * x.groups * fetch.step;
+    for (int64_t r = 0; r < count; ++r) body(first + r, sums[r]);
+  }
 }
 
-/// As for_all_products, of more rows than that.
+/// As for_all_products, where they need_phases.
 template <class Dot, class Body>
 void multiply_in_phases(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
                         int64_t workers, const Body& body) {
   using Row = typename Dot::Sum[kFeatures];
-  const Buffer<typename Dot::Sum> all_sums(tiles * std::min(rows, kRowsTogether) * kFeatures);
-  for (int64_t first = 0; first < rows; first += kRowsTogether) {
-    const int64_t count = std::min(kRowsTogether, rows - first);
+  const Buffer<typename Dot::Sum> all_sums(tiles * std::min(rows, kPhaseRows) * kFeatures);
+  for (int64_t first = 0; first < rows; first += kPhaseRows) {
+    const int64_t count = std::min(kPhaseRows, rows - first);
     for (int64_t group = 0; group < x.groups; group += kPhaseGroups) {
       const InputRows part = x.from(first, group, std::min(kPhaseGroups, x.groups - group));
       const bool last = group + part.groups == x.groups;
@@ -102,17 +96,6 @@ void multiply_in_phases(InputRows x, int64_t rows, const Group* weights, int64_t
         for (int64_t r = 0; last && r < count; ++r) body(tile, first + r, sums[r]);
       });
     }
-  }
-}
-
-/// As for_all_products, where are_many.
-template <class Dot, class Body>
-void multiply_many(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
-                   int64_t workers, const Body& body) {
-  if (bytes_of(x, rows) <= kCachedBytes && x.groups <= kCachedGroups) {
-    multiply_in_blocks<Dot>(x, rows, weights, tiles, workers, body);
-  } else {
-    multiply_in_phases<Dot>(x, rows, weights, tiles, workers, body);
   }
 }
 
