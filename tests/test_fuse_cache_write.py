@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_others(tokens: int, at: int, threads: int) -> 
 
 
 @pytest.mark.parametrize("namespace", [OURS, REFERENCE], ids=["kernel", "reference"])
-def test_idle_rows_are_zero_and_write_nothing(namespace: Any) -> None:
+def test_idle_rows_are_not_read_and_write_nothing(namespace: Any) -> None:
     call = make_call(9)
     expected = replace(call, slots=torch.where(torch.arange(9) < 5, call.slots, -1)).run(REFERENCE)
     for rows in (call.q, call.k, call.v, call.cos, call.sin):
@@ -108,7 +108,6 @@ def test_idle_rows_are_zero_and_write_nothing(namespace: Any) -> None:
     call.rows = torch.tensor([5])
     q, k_cache, v_cache = call.run(namespace)
     assert torch.equal(q[:5], expected[0][:5])
-    assert not q[5:].any()
     assert torch.equal(k_cache, expected[1])
     assert torch.equal(v_cache, expected[2])
 

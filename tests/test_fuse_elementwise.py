@@ -102,15 +102,12 @@ def test_rows_do_not_depend_on_rows(
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("used", [0, 1, 13, 37, 99])
-def test_idle_rows_are_zero_and_others_as_ever(call: Callable[..., Tensor], used: int) -> None:
+def test_idle_rows_are_not_read_and_others_as_ever(call: Callable[..., Tensor], used: int) -> None:
     x = bf16(37, 70)
-    expected = call(OURS, x)
     poisoned = torch.cat([x[:used], torch.full_like(x[used:], torch.nan)])
     for namespace in (OURS, REFERENCE):
         found = call(namespace, poisoned, torch.tensor([used], dtype=torch.int32))
-        assert not found[used:].any()
-        if namespace is OURS:
-            assert torch.equal(found[:used], expected[:used])
+        assert torch.equal(found[:used], call(namespace, x)[:used])
 
 
 def test_any_strides() -> None:
@@ -188,7 +185,6 @@ def test_gated_linear_is_the_linear_and_its_activation(rows: int, inputs: int, w
     few = torch.tensor([rows // 2], dtype=torch.int32)
     some = ops.packed_gated_linear(x, packed, 2 * width, few)
     assert torch.equal(some[: rows // 2], found[: rows // 2])
-    assert not some[rows // 2 :].any()
 
 
 def test_gated_linear_takes_strides_and_refuses_misfits() -> None:

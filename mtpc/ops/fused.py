@@ -26,7 +26,8 @@ def rms_norm(
         epsilon: added to the mean square.
         plus_one: scale by 1 + weight, in float32 (Gemma's and Qwen3-Next's form), instead of
             rounding first and scaling by weight (Llama's).
-        rows: int32 or int64 [1], how many leading rows of x are in use; others give zeros.
+        rows: int32 or int64 [1], how many leading rows of x are in use; what the others give
+            is not said (`mtpc.ops.ragged.clear_idle_rows`).
 
     Returns:
         As x.
@@ -112,7 +113,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> T
         x: [T, heads, D].
         cos: [T, C] of x's dtype, C even and at most D; a head's features from C on stay.
         sin: as cos.
-        rows: int32 or int64 [1], how many of the T are in use; others give zeros.
+        rows: int32 or int64 [1], how many of the T are in use; what the others give is not said.
 
     Returns:
         As x.
@@ -154,8 +155,8 @@ def rotate_and_write(
         k_cache: [pages, P, H_kv, D] of k's dtype; gets the rotated k.
         v_cache: [pages, P, H_kv, D_v] of v's dtype.
         slot_mapping: int64 [T], of both caches; -1 writes nothing.
-        rows: int32 or int64 [1], how many of the T are in use; the others' queries come out as
-            zeros. What is written depends on slot_mapping alone.
+        rows: int32 or int64 [1], how many of the T are in use; what the others' queries come out
+            as is not said. What is written depends on slot_mapping alone.
 
     Returns:
         q, rotated.

@@ -27,7 +27,8 @@ def packed_linear(
         weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.packing.pack` makes it.
         features: N.
         bias: bfloat16 [N].
-        rows: int32 or int64 [1], how many leading rows of x are in use; others give zeros.
+        rows: int32 or int64 [1], how many leading rows of x are in use; what the others give
+            is not said (`mtpc.ops.ragged.clear_idle_rows`).
 
     Returns:
         bfloat16 [..., N].

@@ -22,7 +22,8 @@ def request_of(token: Tensor, query_start_loc: Tensor) -> Tensor:
 
 
 def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """x with zeros in rows that are not in use.
+    """x with zeros in rows that are not in use: what operators that are told how many rows are give
+    by their references. Their kernels may leave anything there, and `clear_idle_rows` be needed.
 
     Args:
         x: [..., N], rows of N.
@@ -33,3 +34,22 @@ def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     in_use = torch.arange(flat.shape[0], device=x.device) < rows
     return torch.where(in_use[:, None], flat, 0).view(x.shape)
+
+
+@torch.library.custom_op("mtpc::clear_idle_rows", mutates_args=("x",))
+def clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
+    """Write zeros to rows that are not in use.
+
+    Args:
+        x: [..., F...], dense.
+        rows: int32 or int64 [1], how many leading rows are in use.
+        features: how many last dimensions are a row's.
+    """
+    lead = x.shape[: x.dim() - features]
+    flat = x.view(lead.numel(), -1)
+    flat.copy_(keep_rows(flat, rows))
+
+
+@clear_idle_rows.register_fake
+def _(x: Tensor, rows: Tensor, features: int) -> None:
+    return None

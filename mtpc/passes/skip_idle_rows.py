@@ -10,9 +10,10 @@ from torch import Tensor, fx
 
 import mtpc.ops.fused
 import mtpc.ops.packed
-import mtpc.ops.quantised  # noqa: F401  (these register the ops that take a number of rows)
+import mtpc.ops.quantised
+import mtpc.ops.ragged  # noqa: F401  (these register the ops that this pass names)
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call
+from mtpc.passes.base import GETITEM, emit, is_call
 
 aten = torch.ops.aten
 
@@ -34,6 +35,25 @@ _SKIPPING: dict[Any, int] = {
 """Operators with an argument `rows`, and how many last dimensions of the first are not rows."""
 
 
+_BY_REQUEST = (
+    torch.ops.mtpc.write_cache.default,
+    torch.ops.mtpc.paged_attention.default,
+    torch.ops.mtpc.latent_attention.default,
+    torch.ops.mtpc.gated_delta_rule.default,
+    torch.ops.mtpc.choose_slots.default,
+)
+"""Operators that read no row but those of requests that are on."""
+_VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    GETITEM,
+)
+
+
 @dataclass(frozen=True)
 class SkipIdleRows:
     """Tell the kernels between attention's how many leading rows are in use.
@@ -42,7 +62,8 @@ class SkipIdleRows:
     bucket of eight, or a prompt of eight tokens in a chunk of 64, would pay for all of them: where
     rows are many the processor is the limit, and the time is theirs. How many rows come before the
     last one in use follows from the metadata that each forward of the step publishes; a kernel's
-    result for a row does not depend on how many there are, so no row in use changes. On by default
+    result for a row does not depend on how many there are, so no row in use changes. Idle rows of
+    a result hold anything; they are cleared where any other operator reads them. On by default
     where the backend has kernels that leave rows out (cpu).
     """
 
@@ -50,14 +71,38 @@ class SkipIdleRows:
 
     def apply(self, graph: StepGraph) -> int:
         counts = _Counts(graph.graph)
-        rewrites = 0
+        told: list[fx.Node] = []
         for node in list(graph.graph.nodes):
             counts.follow(node)
             rows = counts.of(node) if is_call(node, *_SKIPPING) else None
             if rows is not None:
                 node.kwargs = {**node.kwargs, "rows": rows}
-                rewrites += 1
-        return rewrites
+                told.append(node)
+        for node in told:
+            _clear_what_is_seen(graph.graph, node)
+        return len(told)
+
+
+def _clear_what_is_seen(graph: fx.Graph, node: fx.Node) -> None:
+    """Clear the idle rows of each result that operators read which were not told of them."""
+    single = isinstance(node.meta["val"], Tensor)
+    rows, features = node.kwargs["rows"], _SKIPPING[node.target]
+    for result in [node] if single else list(node.users):
+        if _is_seen(result, rows):
+            with graph.inserting_before(result.next):
+                args = (result, rows, features)
+                emit(graph, torch.ops.mtpc.clear_idle_rows.default, args, node)
+
+
+def _is_seen(node: fx.Node, rows: Any) -> bool:
+    """Whether idle rows, of which `rows` tells, are read as they are."""
+    for user in node.users:
+        if is_call(user, *_VIEWS):
+            if _is_seen(user, rows):
+                return True
+        elif not is_call(user, *_BY_REQUEST) and user.kwargs.get("rows") is not rows:
+            return True
+    return False
 
 
 @dataclass

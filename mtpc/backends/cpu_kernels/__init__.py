@@ -2,10 +2,10 @@
 
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `choose_slots`,
 `gated_delta_rule`, `sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`,
-`add_rms_norm`, `silu_and_mul`, `rotate`, `rotate_and_write`; on packed weights `packed_linear`,
-`packed_gated_linear`, `packed_head_linear`, `packed_experts` and, in int8, `quantised_linear` and
-`quantised_experts`, and `pack`, which packs them; for sampling `sample`, `count_tokens` and
-`write_logprobs`.
+`add_rms_norm`, `silu_and_mul`, `clear_idle_rows`, `rotate`, `rotate_and_write`; on packed weights
+`packed_linear`, `packed_gated_linear`, `packed_head_linear`, `packed_experts` and, in int8,
+`quantised_linear` and `quantised_experts`, and `pack`, which packs them; for sampling `sample`,
+`count_tokens` and `write_logprobs`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
 for the other, so the meaning of a traced graph never depends on what has been loaded.
 
@@ -59,8 +59,8 @@ from mtpc.ops.sinkhorn import fake_sinkhorn
 NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
          "packed_linear", "packed_gated_linear", "packed_head_linear", "packed_experts",
          "float32_linear", "quantised_linear", "quantised_experts", "rms_norm", "add_rms_norm",
-         "silu_and_mul", "rotate", "rotate_and_write", "gated_delta_rule", "sinkhorn", "sample",
-         "count_tokens", "write_logprobs")  # fmt: skip
+         "silu_and_mul", "clear_idle_rows", "rotate", "rotate_and_write", "gated_delta_rule",
+         "sinkhorn", "sample", "count_tokens", "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 _DISPATCHED = ("experts", "sample", "count_tokens", "write_logprobs")
@@ -122,6 +122,10 @@ def _fake_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None
     return None
 
 
+def _fake_clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
+    return None
+
+
 def _fake_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
 
@@ -158,6 +162,7 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "rms_norm": fake_rms_norm,
     "add_rms_norm": fake_add_rms_norm,
     "silu_and_mul": fake_silu_and_mul,
+    "clear_idle_rows": _fake_clear_idle_rows,
     "rotate": fake_rotate,
     "rotate_and_write": fake_rotate_and_write,
     "gated_delta_rule": fake_gated_delta_rule,

@@ -52,7 +52,6 @@ Tensor rms_norm(
   const Tensor from = adjacent_last(x);
   const Tensor out = empty_rows(x, norm.width);
   const int64_t used = used_rows(rows, count_rows(x, norm.width));
-  zero_from(out, used, norm.width);
   const RowStarts starts(from);
   run_tasks(used, worker_count(used * norm.width * kWork), [&](int64_t r) {
     norm(starts(r), data(out) + r * norm.width);
@@ -71,8 +70,6 @@ std::tuple<Tensor, Tensor> add_rms_norm(
   const Tensor left = adjacent_last(x), right = adjacent_last(added);
   const Tensor total = empty_rows(x, norm.width), out = empty_rows(x, norm.width);
   const int64_t used = used_rows(rows, count_rows(x, norm.width));
-  zero_from(total, used, norm.width);
-  zero_from(out, used, norm.width);
   const RowStarts lefts(left), rights(right);
   run_tasks(used, worker_count(used * norm.width * kWork), [&](int64_t r) {
     const BFloat16 *a = lefts(r), *b = rights(r);
@@ -93,7 +90,6 @@ Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows) {
   const Tensor from = adjacent_last(gate_up);
   const Tensor out = empty_rows(gate_up, width);
   const int64_t used = used_rows(rows, count_rows(gate_up, both));
-  zero_from(out, used, width);
   const RowStarts starts(from);
   // An exponential and a division are worth as much as all else.
   run_tasks(used, worker_count(used * width * 2 * kWork), [&](int64_t r) {

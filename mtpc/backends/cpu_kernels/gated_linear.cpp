@@ -71,7 +71,6 @@ Tensor packed_gated_linear(
     return silu_and_mul(packed_linear(dense, weight, features, std::nullopt, rows), rows);
   }
   const Tensor out = empty_rows(x, width);
-  zero_from(out, used, width);
   run(from, used, static_cast<const BFloat16*>(weight.const_data_ptr()), width, data(out));
   return out;
 }

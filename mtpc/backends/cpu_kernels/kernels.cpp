@@ -34,6 +34,12 @@ const char* scatter_row(const char* row, char* slot, const Tensor& cache, int64_
   return row;
 }
 
+void check_clear(const Tensor& x, int64_t features) {
+  STD_TORCH_CHECK(
+      x.is_contiguous() && features >= 0 && features <= x.dim(),
+      "mtpc_cpu::clear_idle_rows: expected a dense x of at least ", features, " dimensions");
+}
+
 void check_write(const Tensor& cache, const Tensor& rows, const Tensor& slot_mapping) {
   STD_TORCH_CHECK(
       cache.dim() >= 2 && rows.dim() == cache.dim() - 1 && slot_mapping.dim() == 1 &&
@@ -75,6 +81,15 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& slot_map
       scatter_row(row, data + offset * width, cache, 2);
     }
   }
+}
+
+void clear_idle_rows(const Tensor& x, const Tensor& rows, int64_t features) {
+  check_clear(x, features);
+  int64_t width = x.element_size();
+  for (int64_t dim = x.dim() - features; dim < x.dim(); ++dim) width *= x.size(dim);
+  const int64_t bytes = x.numel() * x.element_size();
+  const int64_t used = used_rows(rows, width == 0 ? 0 : bytes / width) * width;
+  std::memset(static_cast<char*>(x.mutable_data_ptr()) + used, 0, bytes - used);
 }
 
 }  // namespace mtpc
@@ -125,6 +140,7 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "add_rms_norm(Tensor x, Tensor added, Tensor weight, float epsilon, bool plus_one=False, "
       "Tensor? rows=None) -> (Tensor, Tensor)");
   library.def("silu_and_mul(Tensor gate_up, Tensor? rows=None) -> Tensor");
+  library.def("clear_idle_rows(Tensor(a!) x, Tensor rows, int features) -> ()");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin, Tensor? rows=None) -> Tensor");
   library.def(
       "rotate_and_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, "
@@ -161,6 +177,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("rms_norm", TORCH_BOX(&mtpc::rms_norm));
   library.impl("add_rms_norm", TORCH_BOX(&mtpc::add_rms_norm));
   library.impl("silu_and_mul", TORCH_BOX(&mtpc::silu_and_mul));
+  library.impl("clear_idle_rows", TORCH_BOX(&mtpc::clear_idle_rows));
   library.impl("rotate", TORCH_BOX(&mtpc::rotate));
   library.impl("rotate_and_write", TORCH_BOX(&mtpc::rotate_and_write));
   library.impl("sinkhorn", TORCH_BOX(&mtpc::sinkhorn));

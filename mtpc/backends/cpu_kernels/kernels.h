@@ -77,6 +77,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(
 
 Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows);
 
+void clear_idle_rows(const Tensor& x, const Tensor& rows, int64_t features);
+
 Tensor rotate(
     const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& rows);
 

@@ -67,7 +67,6 @@ Tensor packed_linear(
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
   const int64_t inputs = x.size(x.dim() - 1);
   const int64_t used = used_rows(rows, count_rows(x, inputs));
-  zero_from(out, used, features);
   Buffer<char> copy;
   run({rows_for_products(
            static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy),

@@ -43,7 +43,6 @@ Tensor quantised_linear(
   std::vector<float> biases(features);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
   const int64_t used = used_rows(rows, count_rows(x, inputs));
-  zero_from(out, used, features);
   const Int8Rows integers = round_rows(dense, used, inputs);
   const float* scale = static_cast<const float*>(scales.const_data_ptr());
   // An instruction does twice the work that it does in bfloat16.

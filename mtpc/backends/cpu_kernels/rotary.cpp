@@ -111,7 +111,6 @@ Tensor rotate(
   const int64_t width = heads.count * heads.width;
   const Tensor out = empty_rows(x, heads.width);
   const int64_t used = used_rows(rows, x.size(0));
-  zero_from(out, used, width);
   run_tasks(used, worker_count(used * width * kWork), [&](int64_t t) {
     for (int64_t h = 0; h < heads.count; ++h) {
       angles.turn(t, heads(t, h), data(out) + t * width + h * heads.width, heads.width);
@@ -146,7 +145,6 @@ Tensor rotate_and_write(
   const int64_t width = queries.count * queries.width;
   const Tensor out = empty_rows(q, queries.width);
   const int64_t used = used_rows(rows, q.size(0));
-  zero_from(out, used, width);
   run_tasks(q.size(0), worker_count(used * width * kWork), [&](int64_t t) {
     for (int64_t h = 0; t < used && h < queries.count; ++h) {
       angles.turn(t, queries(t, h), data(out) + t * width + h * queries.width, queries.width);

@@ -150,6 +150,10 @@ MTPC_SHIM aoti_torch_cpu_silu_and_mul(H gate_up, O rows, AtenTensorHandle* out) 
   return mtpc::call(out, mtpc::silu_and_mul, gate_up, rows);
 }
 
+MTPC_SHIM aoti_torch_cpu_clear_idle_rows(H x, H rows, int64_t features, AtenTensorHandle* out) {
+  return mtpc::call(out, mtpc::clear_idle_rows, x, rows, features);
+}
+
 MTPC_SHIM aoti_torch_cpu_rotate(H x, H cos, H sin, O rows, AtenTensorHandle* out) {
   return mtpc::call(out, mtpc::rotate, x, cos, sin, rows);
 }

@@ -96,18 +96,12 @@ class Indices {
   int64_t inner_ = 0;
 };
 
-/// How many leading rows are in use: the one integer of `count`, or all where there is none.
+/// How many leading rows are in use: the one integer of `count`, or all where there is none. The
+/// others are neither read nor written.
 inline int64_t used_rows(const std::optional<Tensor>& count, int64_t rows) {
   if (!count) return rows;
   STD_TORCH_CHECK(count->numel() == 1, "mtpc_cpu: rows must be one integer");
   return std::clamp<int64_t>(Indices(*count, "rows", 1)(0), 0, rows);
-}
-
-/// Writes zeros to a dense tensor from a row on, rows being `width` elements.
-inline void zero_from(const Tensor& out, int64_t row, int64_t width) {
-  char* const begin = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t skipped = row * width * out.element_size();
-  std::memset(begin + skipped, 0, out.numel() * out.element_size() - skipped);
 }
 
 /// Reads `count` adjacent elements of a tensor of any supported dtype.
