@@ -59,7 +59,7 @@ class MtpcPrefill:
     def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
         self.model, self.build_s = model, build_s
         self.spec_tokens = model.options.spec_tokens
-        self.engine = f"mtpc, chunks of {model.options.prefill_chunk}"
+        self.engine = f"mtpc, chunks of {model.options.prefill_tokens}"
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """First tokens, one prompt after another; `new_tokens` is not looked at."""

@@ -329,6 +329,7 @@ def servers(
             batch_buckets=args.batch_buckets,
             max_len=MAX_LEN,
             prefill_chunk=args.prefill_chunk,
+            busy_prefill_chunk=args.busy_prefill_chunk,
             backend=args.backend,
         )
         yield MtpcServer(model)
@@ -368,7 +369,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    add("--prefill-chunk", type=positive, default=64, metavar="N", help="mtpc's")
+    add("--prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
+    add("--busy-prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
     add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
     add("--backend", default="auto", help="mtpc's backend")
     add_sampling(parser, 3)

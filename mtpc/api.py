@@ -14,7 +14,7 @@ from mtpc.backends import choose_backend
 from mtpc.cache.opening import kernel_store, open_cache
 from mtpc.cache.steps import StepCache
 from mtpc.capture.program import Program
-from mtpc.checkpoint import Checkpoint
+from mtpc.checkpoint import Checkpoint, stored_dtype
 from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
@@ -67,6 +67,7 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     """
     parsed, report = CompileOptions.parse(options), line_reporter(progress)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
+    parsed = parsed.for_weights(stored_dtype(source))
     cache = open_cache(source, parsed, report)
     spec = None
     if cache is not None and isinstance(source, Checkpoint):

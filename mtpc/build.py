@@ -101,7 +101,8 @@ def build(
         MtpcError: as `mtpc.compile`.
     """
     start = time.perf_counter()
-    job = _Job(directory, replace(options, backend="cpu"), torch.get_num_threads())
+    options = replace(options, backend="cpu").for_weights(Checkpoint(directory).dtype)
+    job = _Job(directory, options, torch.get_num_threads())
     tell = _Teller(listener, start)
     tasks = list(_tasks(options, spec_tokens, split))
     caches = {k: job.cache(k) for k in spec_tokens}

@@ -95,6 +95,15 @@ class Checkpoint:
         outer = {k: v for k, v in self.config.items() if k in _OF_BOTH}
         return {**outer, **nested}
 
+    @property
+    def dtype(self) -> str | None:
+        """Name of the dtype that config.json says weights have, "bfloat16" of dequantised ones."""
+        if self.is_block_scaled:
+            return "bfloat16"
+        said = [config.get(key) for config in (self.text_config, self.config)
+                for key in ("dtype", "torch_dtype")]  # fmt: skip
+        return next((name for name in said if name), None)
+
     def names(self, prefix: str = "") -> list[str]:
         """Tensor names that begin with `prefix`."""
         return [name for name in self.tensors if name.startswith(prefix)]
@@ -121,6 +130,14 @@ class Checkpoint:
         generation = _read_json(path) if path.is_file() else {}
         ids = generation.get("eos_token_id")
         return as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
+
+
+def stored_dtype(source: Any) -> str | None:
+    """Name of the dtype of a checkpoint's, or a model object's, weights, where it is known."""
+    if isinstance(source, Checkpoint):
+        return source.dtype
+    dtype = getattr(source, "dtype", None)
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
 
 
 def checkpoint_of(model: Any) -> Checkpoint | None:

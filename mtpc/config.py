@@ -21,8 +21,11 @@ AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 DEFAULT_MAX_LEN = 4096
 DEFAULT_PREFILL_ROWS = 4
 """Prompts that share a prefill step where nothing is said; see `CompileOptions.prefill_rows`."""
-DEFAULT_BUSY_PREFILL_CHUNK = 64
-"""See `CompileOptions.busy_prefill_chunk`."""
+DEFAULT_PREFILL_CHUNK = 64
+"""Prompt tokens of a prefill step where every step costs as much, or others wait for it."""
+LARGE_PREFILL_CHUNK = 512
+"""And where a step costs what its tokens do; larger ones gain nothing (docs/performance.md)."""
+_SKIPS_IDLE_ROWS = "skip-idle-rows"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
@@ -43,7 +46,9 @@ class CompileOptions:
             max_position_embeddings where that is smaller.
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
-        prefill_chunk: prompt tokens that one prefill step processes, of one prompt or of several.
+        prefill_chunk: prompt tokens that one prefill step processes, of one prompt or of several;
+            None is 512 where kernels leave out the rows that a step lacks, so that short prompts
+            do not pay for it (cpu, bfloat16), else 64.
         busy_prefill_chunk: of these, how many at most while other requests decode, which wait for
             the step; None is `prefill_chunk`, at most 64. Where kernels leave idle rows out (cpu,
             bfloat16), a step of fewer tokens is shorter.
@@ -84,7 +89,7 @@ class CompileOptions:
     max_len: int | None = None
     page_size: int = 16
     num_pages: int | None = None
-    prefill_chunk: int = 64
+    prefill_chunk: int | None = None
     busy_prefill_chunk: int | None = None
     prefill_rows: int | None = None
     prefix_caching: bool = True
@@ -109,7 +114,8 @@ class CompileOptions:
         if self.max_len is not None:
             _check_int("max_len", self.max_len, low=2)
         _check_int("page_size", self.page_size, low=1, high=4096)
-        _check_int("prefill_chunk", self.prefill_chunk, low=1)
+        if self.prefill_chunk is not None:
+            _check_int("prefill_chunk", self.prefill_chunk, low=1)
         _check_int("max_logprobs", self.max_logprobs, low=1, high=64)
         if self.token_mask and not self.sampling:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
@@ -127,7 +133,7 @@ class CompileOptions:
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
         object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
         if self.busy_prefill_chunk is not None:
-            _check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_chunk)
+            _check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_tokens)
         self._check_prefill_rows()
         self._check_cache()
 
@@ -161,24 +167,29 @@ class CompileOptions:
         if rows is None:
             return
         _check_int("prefill_rows", rows, low=1, high=max(self.batch_buckets))
-        if self.prefill_chunk % rows:
+        if self.prefill_tokens % rows:
             raise OptionError(
                 f"prefill_rows is {rows}, which does not divide prefill_chunk "
-                f"{self.prefill_chunk}; give a divisor, or another chunk"
+                f"{self.prefill_tokens}; give a divisor, or another chunk"
             )
+
+    @property
+    def prefill_tokens(self) -> int:
+        """`prefill_chunk` as a number."""
+        return self.prefill_chunk or DEFAULT_PREFILL_CHUNK
 
     @property
     def busy_prefill_tokens(self) -> int:
         """Prompt tokens of a prefill step that requests which decode wait for."""
-        return self.busy_prefill_chunk or min(self.prefill_chunk, DEFAULT_BUSY_PREFILL_CHUNK)
+        return self.busy_prefill_chunk or min(self.prefill_tokens, DEFAULT_PREFILL_CHUNK)
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
         """Rows of the prefill step, and its tokens over them; one prompt may take all tokens."""
         most = min(DEFAULT_PREFILL_ROWS, max(self.batch_buckets))
-        divisors = [rows for rows in range(1, most + 1) if self.prefill_chunk % rows == 0]
+        divisors = [rows for rows in range(1, most + 1) if self.prefill_tokens % rows == 0]
         rows = self.prefill_rows or max(divisors)
-        return rows, self.prefill_chunk // rows
+        return rows, self.prefill_tokens // rows
 
     def _check_cache(self) -> None:
         if self.cache_dir is not None:
@@ -192,6 +203,16 @@ class CompileOptions:
             )
         if (self.frozen or pin is not None) and not self.use_cache:
             raise OptionError("frozen and require_sha256 need the cache; drop use_cache=False")
+
+    def for_weights(self, dtype: str | None) -> CompileOptions:
+        """These options with `prefill_chunk` settled for weights that are stored in a dtype.
+
+        Every way to steps settles them so before it looks into the cache, as the chunk is in keys.
+        """
+        skips = self.backend in ("cpu", "auto") and _SKIPS_IDLE_ROWS not in self.disabled_passes
+        if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
+            return replace(self, prefill_chunk=LARGE_PREFILL_CHUNK)
+        return self
 
     def for_model(self, max_positions: int | None) -> CompileOptions:
         """These options with `max_len` settled for a model of that many positions.

@@ -270,6 +270,30 @@ def test_how_long_a_busy_chunk_is(chunks: dict[str, int], tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "stored", "tokens"),
+    [
+        ({}, "bfloat16", 512),
+        ({"backend": "cpu", "dtype": "bfloat16"}, "float32", 512),
+        ({"dtype": "float32"}, "bfloat16", 64),
+        ({}, "float16", 64),
+        ({}, None, 64),
+        ({"backend": "cuda"}, "bfloat16", 64),
+        ({"backend": "eager"}, "bfloat16", 64),
+        ({"disabled_passes": ("skip-idle-rows",)}, "bfloat16", 64),
+        ({"prefill_chunk": 32}, "bfloat16", 32),
+    ],
+)
+def test_chunks_are_large_where_steps_cost_what_their_tokens_do(
+    options: dict[str, Any], stored: str | None, tokens: int
+) -> None:
+    settled = CompileOptions(**options).for_weights(stored)
+    assert settled.prefill_tokens == tokens
+    assert settled.busy_prefill_tokens == min(tokens, 64)
+    rows, each = settled.prefill_shape
+    assert rows * each == tokens
+
+
+@pytest.mark.parametrize(
     ("options", "shape"),
     [
         ({}, (4, 16)),

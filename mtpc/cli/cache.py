@@ -202,7 +202,9 @@ def _why(args: argparse.Namespace) -> int:
     checkpoint, console = args.checkpoint or demo_checkpoint(), output()
     options = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
-    cache = open_cache(Checkpoint(checkpoint), options, console.print)
+    source = Checkpoint(checkpoint)
+    options = options.for_weights(source.dtype)
+    cache = open_cache(source, options, console.print)
     if cache is None:
         raise OptionError(f"backend {options.backend!r} has no cache; use cpu")
     answers = {str(key): _answer(cache, key) for key in step_keys(options)}

@@ -56,6 +56,7 @@ def _build(
     tell("import torch and transformers")
     from mtpc.backends import make_backend
     from mtpc.cache.opening import kernel_store
+    from mtpc.checkpoint import Checkpoint
     from mtpc.compiler import StepCompiler, step_keys
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
@@ -63,7 +64,9 @@ def _build(
     backend = make_backend(options.backend, tell, kernel_store(options, None))
     last = _last_pass(options, backend, args.after, args.before)
     tell(f"load {checkpoint}")
-    loaded = load(checkpoint, options.dtype, needs_mtp=options.spec_tokens > 0)
+    source = Checkpoint(checkpoint)
+    options = options.for_weights(source.dtype)
+    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
     compiler = StepCompiler(loaded, options, backend)
     if args.phase == "decode":
         key = StepKey.decode(args.batch, options.spec_tokens)

@@ -13,7 +13,7 @@ from mtpc.backends import Backend, choose_backend
 from mtpc.cache.opening import kernel_store, open_cache
 from mtpc.cache.steps import CachedStep, StepCache
 from mtpc.capture.graph import WeightTable, set_tensor
-from mtpc.checkpoint import Checkpoint
+from mtpc.checkpoint import Checkpoint, stored_dtype
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.host.hosted import Form, HostedModel, parts_of
@@ -57,6 +57,7 @@ def compile_host(
             raise OptionError(f"{name} belongs to mtpc.compile; a host that schedules has no such")
     parsed, report = CompileOptions.parse(options), line_reporter(progress)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
+    parsed = parsed.for_weights(stored_dtype(source))
     cache = open_cache(source, parsed, report)
     hosted = None
     if cache is not None and isinstance(source, Checkpoint):
