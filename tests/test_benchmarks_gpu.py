@@ -56,7 +56,7 @@ def test_many_requests_that_accept_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_whole_dry_run(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
-    words = ["--dry-run", "--csv", str(path), "--spec-tokens", "0", "4"]
+    words = ["--dry-run", "--csv", str(path), "--spec-tokens", "0", "4", "--deadline", "3600"]
     assert gpu.main(words) == 0
     rows = _read(path)
     gates = [row for row in rows if row["part"] == "gate"]

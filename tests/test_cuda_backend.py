@@ -212,7 +212,8 @@ def test_inductor_mutates_the_very_buffers(checkpoint: Callable[..., Path]) -> N
         tensor.copy_(before[name])
     run()
     for name, tensor in buffers.items():
-        torch.testing.assert_close(tensor, expected[name], msg=name)
+        # Slots that nobody wrote hold what memory held: NaN, too.
+        torch.testing.assert_close(tensor, expected[name], equal_nan=True, msg=name)
 
 
 # ---- messages --------------------------------------------------------------------------------

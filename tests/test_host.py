@@ -301,6 +301,8 @@ def test_the_halves_write_what_the_contract_says(
         elif name.startswith("kv."):
             is_target = int(name.split(".")[1]) < num_target_layers
             wanted &= {"verify"} if is_target else {"propose"}
+        elif (family, name) == ("deepseek_v4", "batch.slot_mapping"):
+            wanted = {"verify"}  # Its drafts write rings; nobody reads slots of pages there.
         assert written.get(name, set()) == wanted, name
 
 

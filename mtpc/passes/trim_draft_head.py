@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -45,10 +45,10 @@ class TrimDraftHead:
         return len(picks)
 
     def _trim(self, graph: StepGraph, pick: fx.Node) -> None:
-        head: fx.Node = pick.args[0]  # type: ignore[assignment]
+        head, selected = _head_of(pick.args[0])
         x, *operands = head.args
         recipe_runs = runs(self.token_ids)
-        with graph.graph.inserting_before(head):
+        with graph.graph.inserting_before(pick):
             rows = [
                 emit_weight(
                     graph,
@@ -60,6 +60,8 @@ class TrimDraftHead:
                 if isinstance(operand, fx.Node)
             ]
             logits = emit(graph.graph, aten.linear.default, (x, *rows), head)
+            if selected:
+                logits = emit(graph.graph, aten.select.int, (logits, *selected), pick)
             index = emit(graph.graph, aten.argmax.default, (logits, *pick.args[1:]), pick)
             chosen = self._token_ids_of(graph, index)
         pick.replace_all_uses_with(chosen)
@@ -88,8 +90,14 @@ def _picks(graph: StepGraph, node: fx.Node) -> bool:
     """Whether a node is the argmax, over the vocabulary, of nothing but a head's product."""
     if not is_call(node, aten.argmax.default) or node.args[1:] not in ((-1,), (-1, False)):
         return False
-    head = node.args[0]
+    head, _ = _head_of(node.args[0])
     if not is_call(head, aten.linear.default):
         return False
-    operands = head.args[1:]  # type: ignore[union-attr]
-    return all(o is None or weight_of(graph, o) is not None for o in operands)
+    return all(o is None or weight_of(graph, o) is not None for o in head.args[1:])
+
+
+def _head_of(logits: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The node that made logits, and (dim, index) where one of a leading dimension was selected."""
+    if is_call(logits, aten.select.int) and logits.args[1:] == (0, 0):
+        return logits.args[0], logits.args[1:]
+    return logits, ()
