@@ -28,7 +28,9 @@ class Target:
 class Step(nn.Module):
     """Every operator once."""
 
-    def forward(self, rows, kv, latent, mixture, indices, keys, delta, int8, logits):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        self, rows, kv, latent, mixture, indices, keys, delta, int8, logits, turned, index
+    ):
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
         attended = ops.paged_attention(rows, kv, kv, *indices, 0.1)
@@ -42,6 +44,8 @@ class Step(nn.Module):
             stepped,
             ops.quantised_linear(*int8),
             ops.sinkhorn(*logits),
+            ops.rotate_and_write(*turned),
+            ops.choose_slots(*index, *indices, 8),
         )
 
 
@@ -71,6 +75,11 @@ def main() -> None:
             ),
             (new(8, 64), new(2, 16, 32, 4, dtype=torch.uint8), new(64, dtype=torch.float32)),
             (new(8, 4, 4, dtype=torch.float32), 20, 1e-6),
+            (
+                *(new(8, 4, 64), new(8, 2, 64), new(8, 2, 32), new(8, 48), new(8, 48)),
+                *(new(10, 16, 2, 64), new(10, 16, 2, 32), new(8, dtype=torch.int64)),
+            ),
+            (new(8, 4, 64, dtype=torch.float32), new(8, 4, dtype=torch.float32), new(10, 16, 64)),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

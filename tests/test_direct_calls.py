@@ -57,10 +57,13 @@ class Layer(torch.nn.Module):
         slots: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         some = OPS.packed_linear(x, packed, 48, None, rows)
+        OPS.clear_idle_rows(some, rows, 1)
         biased = OPS.packed_linear(x, packed, 48, bias, None)
+        active = OPS.silu_and_mul(biased, rows)
+        OPS.clear_idle_rows(active, rows, 1)
         total, normed = OPS.add_rms_norm(x, x, weight, 1e-5, True, None)
         OPS.write_cache(cache, biased, slots)
-        return some, OPS.silu_and_mul(biased, rows), total, normed, cache + 0
+        return some, active, total, normed, cache + 0
 
 
 def test_arguments_and_results_are_those_of_the_dispatcher(tmp_path: Path) -> None:

@@ -473,4 +473,7 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["integers_ptr", "scales_ptr"],
         ["out_ptr"],
         ["out_ptr"],
+        ["k_cache_ptr", "out_ptr", "v_cache_ptr"],
+        ["scores_ptr"],
+        ["out_ptr"],
     ]

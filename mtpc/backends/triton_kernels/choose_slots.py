@@ -76,6 +76,16 @@ def score_positions_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _edge_of(held, digits, room, edge, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One digit of the edge, from how many scores have each digit there: the edge so far, and how
+    many of the scores that begin with it may still be chosen."""
+    not_below = tl.sum(held) - tl.cumsum(held) + held
+    found = tl.sum((not_below >= room).to(tl.int32)) - 1
+    room -= tl.sum(tl.where(digits > found, held, 0))
+    return edge | (found.to(tl.uint32) << SHIFT), room
+
+
+@triton.jit
 def choose_slots_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr,
     num_reqs, table_width, num_pages, context,
@@ -93,8 +103,7 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
         return
     token = (start + row).to(tl.int64)
     scores_ptr += token * context
-    lane = tl.arange(0, BLOCK)
-    digits = tl.arange(0, DIGITS)
+    lane, digits = tl.arange(0, BLOCK), tl.arange(0, DIGITS)
     edge = tl.full([], 0, tl.uint32)
     # Of those equal to the edge, how many are chosen. Where nothing was scored, all.
     room = visible
@@ -110,12 +119,8 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
                     inside = inside & ((score >> (32 - done)) == (edge >> (32 - done)))
                 digit = (score >> (32 - BITS - done)) & (DIGITS - 1)
                 held += tl.histogram(digit.to(tl.int32), DIGITS, mask=inside)
-            not_below = tl.sum(held) - tl.cumsum(held) + held
-            found = tl.sum((not_below >= room).to(tl.int32)) - 1
-            room -= tl.sum(tl.where(digits > found, held, 0))
-            edge = edge | (found.to(tl.uint32) << (32 - BITS - done))
-    written = tl.full([], 0, tl.int32)
-    equals = tl.full([], 0, tl.int32)
+            edge, room = _edge_of(held, digits, room, edge, 32 - BITS - done)
+    written, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for first in range(0, visible, BLOCK):
         position = first + lane
         inside = position < visible

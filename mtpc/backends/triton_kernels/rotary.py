@@ -18,43 +18,15 @@ _HEADS = 8
 
 
 @triton.jit
-def _copy_heads(  # type: ignore[no-untyped-def]
-    from_ptr, to_ptr, head, head_stride, to_head,
-    COUNT: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
-    """Features [FIRST, WIDTH) of heads."""
-    i = FIRST + tl.arange(0, PAD)
-    mask = (head < COUNT)[:, None] & (i < WIDTH)[None]
-    value = tl.load(from_ptr + head[:, None] * head_stride + i[None], mask=mask)
-    tl.store(to_ptr + head[:, None] * to_head + i[None], value, mask=mask)
-
-
-@triton.jit
-def _turn_heads(  # type: ignore[no-untyped-def]
-    from_ptr, to_ptr, cos_ptr, sin_ptr, head, head_stride,
-    COUNT: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-):  # fmt: skip
-    """Products and sum are rounded one by one, as the operators are that this stands for."""
-    element = to_ptr.dtype.element_ty
-    HALF: tl.constexpr = C // 2
-    i = tl.arange(0, HALF_PAD)
-    there = i < HALF
-    mask = (head < COUNT)[:, None] & there[None]
-    at = head[:, None] * head_stride + i[None]
-    a = tl.load(from_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(from_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    cos_a = tl.load(cos_ptr + i, mask=there, other=0.0).to(tl.float32)[None]
-    cos_b = tl.load(cos_ptr + HALF + i, mask=there, other=0.0).to(tl.float32)[None]
-    sin_a = tl.load(sin_ptr + i, mask=there, other=0.0).to(tl.float32)[None]
-    sin_b = tl.load(sin_ptr + HALF + i, mask=there, other=0.0).to(tl.float32)[None]
-    turned_a = (a * cos_a).to(element).to(tl.float32) - (b * sin_a).to(element).to(tl.float32)
-    turned_b = (b * cos_b).to(element).to(tl.float32) + (a * sin_b).to(element).to(tl.float32)
-    target = to_ptr + head[:, None] * D + i[None]
-    tl.store(target, turned_a.to(element), mask=mask)
-    tl.store(target + HALF, turned_b.to(element), mask=mask)
-    if D > C:
-        _copy_heads(from_ptr, to_ptr, head, head_stride, D, COUNT, C, D, REST_PAD)
+def _turn(a, b, cos_a, cos_b, sin_a, sin_b):  # type: ignore[no-untyped-def]
+    """Both halves of heads, turned. Products and sum are rounded one by one, as the operators are
+    that this stands for. Takes loaded values: see `tiles.locate`."""
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    along_a = (wide_a * cos_a.to(tl.float32)).to(a.dtype).to(tl.float32)
+    along_b = (wide_b * cos_b.to(tl.float32)).to(a.dtype).to(tl.float32)
+    across_a = (wide_b * sin_a.to(tl.float32)).to(a.dtype).to(tl.float32)
+    across_b = (wide_a * sin_b.to(tl.float32)).to(a.dtype).to(tl.float32)
+    return (along_a - across_a).to(a.dtype), (along_b + across_b).to(a.dtype)
 
 
 @triton.jit
@@ -67,23 +39,46 @@ def rotate_and_write_kernel(  # type: ignore[no-untyped-def]
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     KV_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    cos_ptr += token * cos_token
-    sin_ptr += token * sin_token
+    HALF: tl.constexpr = C // 2
+    i, rest = tl.arange(0, HALF_PAD), C + tl.arange(0, REST_PAD)
+    cos_at, sin_at = cos_ptr + token * cos_token + i, sin_ptr + token * sin_token + i
+    cos_a = tl.load(cos_at, mask=i < HALF, other=0.0)[None]
+    cos_b = tl.load(cos_at + HALF, mask=i < HALF, other=0.0)[None]
+    sin_a = tl.load(sin_at, mask=i < HALF, other=0.0)[None]
+    sin_b = tl.load(sin_at + HALF, mask=i < HALF, other=0.0)[None]
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    live = (slot >= 0) & (slot < num_slots)  # A wild slot must not write into other memory.
     if block < Q_BLOCKS:
-        head = block * BLOCK + tl.arange(0, BLOCK)
-        _turn_heads(q_ptr + token * q_token, out_ptr + token * (N * D), cos_ptr, sin_ptr,
-                    head, q_head, N, D, C, HALF_PAD, REST_PAD)  # fmt: skip
-    else:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        if (slot >= 0) & (slot < num_slots):  # A wild slot must not write into other memory.
-            part = block - Q_BLOCKS
-            head = part % KV_BLOCKS * BLOCK + tl.arange(0, BLOCK)
-            if part < KV_BLOCKS:
-                _turn_heads(k_ptr + token * k_token, k_cache_ptr + slot * (H * D), cos_ptr,
-                            sin_ptr, head, k_head, H, D, C, HALF_PAD, REST_PAD)  # fmt: skip
-            else:
-                _copy_heads(v_ptr + token * v_token, v_cache_ptr + slot * (H * DV), head, v_head,
-                            DV, H, 0, DV, DV_PAD)  # fmt: skip
+        head = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
+        mask = (head < N) & (i < HALF)[None]
+        at, to = q_ptr + token * q_token + head * q_head, out_ptr + (token * N + head) * D
+        a = tl.load(at + i[None], mask=mask, other=0.0)
+        b = tl.load(at + HALF + i[None], mask=mask, other=0.0)
+        a, b = _turn(a, b, cos_a, cos_b, sin_a, sin_b)
+        tl.store(to + i[None], a, mask=mask)
+        tl.store(to + HALF + i[None], b, mask=mask)
+        if D > C:
+            beyond = (head < N) & (rest < D)[None]
+            tl.store(to + rest[None], tl.load(at + rest[None], mask=beyond), mask=beyond)
+    elif live:
+        part = block - Q_BLOCKS
+        head = (part % KV_BLOCKS * BLOCK + tl.arange(0, BLOCK))[:, None]
+        if part < KV_BLOCKS:
+            mask = (head < H) & (i < HALF)[None]
+            at, to = k_ptr + token * k_token + head * k_head, k_cache_ptr + (slot * H + head) * D
+            a = tl.load(at + i[None], mask=mask, other=0.0)
+            b = tl.load(at + HALF + i[None], mask=mask, other=0.0)
+            a, b = _turn(a, b, cos_a, cos_b, sin_a, sin_b)
+            tl.store(to + i[None], a, mask=mask)
+            tl.store(to + HALF + i[None], b, mask=mask)
+            if D > C:
+                beyond = (head < H) & (rest < D)[None]
+                tl.store(to + rest[None], tl.load(at + rest[None], mask=beyond), mask=beyond)
+        else:
+            j = tl.arange(0, DV_PAD)[None]
+            held = (head < H) & (j < DV)
+            value = tl.load(v_ptr + token * v_token + head * v_head + j, mask=held)
+            tl.store(v_cache_ptr + (slot * H + head) * DV + j, value, mask=held)
 
 
 def rotate_and_write_launches(
