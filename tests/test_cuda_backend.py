@@ -214,8 +214,10 @@ def test_inductor_mutates_the_very_buffers(checkpoint: Callable[..., Path]) -> N
     run()
     for name, tensor in buffers.items():
         # Slots that nobody wrote hold what memory held, NaN too; rotary angles are float32.
-        close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6, equal_nan=True)
-        close(tensor, expected[name], msg=partial("{}: {}".format, name))
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=1e-6, atol=1e-6, equal_nan=True,
+            msg=partial("{}: {}".format, name),
+        )  # fmt: skip
 
 
 # ---- messages --------------------------------------------------------------------------------

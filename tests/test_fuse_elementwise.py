@@ -248,13 +248,22 @@ def test_other_dtypes_are_left_alone(checkpoint: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
-    """With and without the pass, on the reference operators: the same tokens and acceptance."""
+    check_no_token_changes(
+        checkpoint(family),
+        ("pack-weights",),
+        ("pack-weights", "fuse-elementwise", "skip-idle-rows"),
+    )
+
+
+def check_no_token_changes(directory: Path, *enabled: tuple[str, ...]) -> None:
+    """With these passes and with those, on the reference operators: the same tokens and
+    acceptance."""
     prompts = [[5, 9, 17, 33], [3], list(range(40, 51))]
     seen = []
-    for passes in (("pack-weights",), ("pack-weights", "fuse-elementwise", "skip-idle-rows")):
+    for passes in enabled:
         model = mtpc.compile(
-            checkpoint(family), backend="eager", dtype="bfloat16", spec_tokens=2,
-            batch_buckets=(5,), enabled_passes=passes, **TINY,
+            directory, backend="eager", dtype="bfloat16", spec_tokens=2, batch_buckets=(5,),
+            enabled_passes=passes, **TINY,
         )  # fmt: skip
         seen.append((model.generate(prompts, max_new_tokens=12), tuple(model.stats.accepted)))
     assert seen[0] == seen[1]

@@ -345,12 +345,7 @@ def _add_compile_options(
         ("max_len", int, "N", "longest sequence, prompt and new tokens"),
         ("page_size", int, "N", "tokens per KV page"),
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
-        (
-            "prefill_chunk",
-            int,
-            "N",
-            "prompt tokens per prefill step (default: 512 or 64)",
-        ),
+        ("prefill_chunk", int, "N", "prompt tokens per prefill step (default: 512 or 64)"),
         ("busy_prefill_chunk", int, "N", "the same while others decode (default: up to 64)"),
         ("prefill_rows", int, "R", "prompts that may share a prefill step (default: up to 4)"),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),

@@ -53,6 +53,7 @@ from mtpc.ops.fused import (
 from mtpc.ops.gated_delta import fake_gated_delta_rule
 from mtpc.ops.packed import fake_packed_gated_linear, fake_packed_head_linear, fake_packed_linear
 from mtpc.ops.quantised import fake_quantised_linear
+from mtpc.ops.ragged import fake_clear_idle_rows
 from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
 from mtpc.ops.sinkhorn import fake_sinkhorn
 
@@ -122,10 +123,6 @@ def _fake_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None
     return None
 
 
-def _fake_clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
-    return None
-
-
 def _fake_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
 
@@ -162,7 +159,7 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "rms_norm": fake_rms_norm,
     "add_rms_norm": fake_add_rms_norm,
     "silu_and_mul": fake_silu_and_mul,
-    "clear_idle_rows": _fake_clear_idle_rows,
+    "clear_idle_rows": fake_clear_idle_rows,
     "rotate": fake_rotate,
     "rotate_and_write": fake_rotate_and_write,
     "gated_delta_rule": fake_gated_delta_rule,

@@ -56,10 +56,8 @@ Tensor packed_gated_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows) {
   const int64_t width = features / 2, inputs = x.dim() == 0 ? 0 : x.size(x.dim() - 1);
   STD_TORCH_CHECK(
-      x.scalar_type() == ScalarType::BFloat16 && weight.scalar_type() == ScalarType::BFloat16 &&
-          weight.dim() == 4 && weight.is_contiguous() && features % (2 * kFeatures) == 0 &&
-          weight.size(0) == count_tiles(features) && 2 * weight.size(1) == inputs &&
-          weight.size(2) == kFeatures && weight.size(3) == 2,
+      x.scalar_type() == ScalarType::BFloat16 && features % (2 * kFeatures) == 0 &&
+          is_packed_linear(weight, features, inputs),
       "mtpc_cpu::packed_gated_linear: expected bfloat16 x [..., K] and a weight of ", features,
       " features, gate's and up's, a multiple of 64, packed to [N / 32, K / 2, 32, 2]");
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);

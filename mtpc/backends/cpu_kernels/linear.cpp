@@ -44,10 +44,7 @@ void check(const Tensor& x, const Tensor& weight, int64_t features,
           (!bias || bias->scalar_type() == ScalarType::BFloat16),
       "mtpc_cpu::packed_linear: x, weight and bias must be bfloat16");
   STD_TORCH_CHECK(
-      x.dim() >= 1 && weight.dim() == 4 && weight.is_contiguous() &&
-          weight.size(0) == count_tiles(features) &&
-          2 * weight.size(1) == x.size(x.dim() - 1) && weight.size(2) == kFeatures &&
-          weight.size(3) == 2,
+      x.dim() >= 1 && is_packed_linear(weight, features, x.size(x.dim() - 1)),
       "mtpc_cpu::packed_linear: expected x [..., K] and a weight of ", features,
       " features packed to [ceil(N / 32), K / 2, 32, 2]");
   STD_TORCH_CHECK(

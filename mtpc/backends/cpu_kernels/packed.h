@@ -9,6 +9,13 @@
 
 namespace mtpc {
 
+/// Whether a weight is so many features of so many inputs, packed in bfloat16.
+inline bool is_packed_linear(const Tensor& weight, int64_t features, int64_t inputs) {
+  return weight.scalar_type() == ScalarType::BFloat16 && weight.dim() == 4 &&
+      weight.is_contiguous() && weight.size(0) == count_tiles(features) &&
+      2 * weight.size(1) == inputs && weight.size(2) == kFeatures && weight.size(3) == 2;
+}
+
 /// Bytes ahead of the weights in use that are fetched meanwhile, into the second level cache. With
 /// one row any distance will do; from 8 rows on, a shorter one leaves a third of the speed.
 inline constexpr int64_t kAhead = 4096;
