@@ -249,6 +249,31 @@ def test_answers_before_the_body(word_spec: mtpc.SpecModel, server: Running) -> 
                 assert read_one(stream)[0] == 200
 
 
+CUT_OFF = (BrokenPipeError, ConnectionResetError)
+
+
+def test_answers_before_the_body_that_close(server: Running) -> None:
+    """Whoever writes on gets them; whoever writes for ever, or nothing more, is cut off."""
+    head, _, data = post(b" " * 8 * LIMIT, "/nowhere").partition(b"\r\n\r\n")
+    with connect(server) as client:
+        client.sendall(head + b"\r\n\r\n" + data[:100])
+        time.sleep(0.1)  # The server has answered.
+        for begin in range(100, len(data), LIMIT):  # A connection that is reset refuses the second.
+            client.sendall(data[begin : begin + LIMIT])
+            time.sleep(0.01)
+        assert status_of(read_all(client)) == 404
+    with connect(server) as client, pytest.raises(CUT_OFF):
+        client.sendall(head + b"\r\n\r\n" + data * 1000)
+    with connect(server) as client:
+        client.sendall(head + b"\r\n\r\n" + data[:100])
+        assert status_of(read_all(client)) == 404
+        time.sleep(2 * QUICK["header_seconds"])
+        client.sendall(b" ")  # It is answered by a reset.
+        time.sleep(0.1)
+        with pytest.raises(CUT_OFF):
+            client.sendall(b" ")
+
+
 def test_endless_heads_behind_a_request(server: Running, word_spec: mtpc.SpecModel) -> None:
     """While the client's own long request runs: its connection goes, and the request with it."""
     if server.service.options.http == "h11":

@@ -58,7 +58,7 @@ class GuardedProtocol:
         self._options = connections.options
         self._transport: Any = None
         self._ends: Ends | None = None
-        self._is_refused = self._is_paused = False
+        self._is_refused = self._is_paused = self._is_lingering = False
         # A client may send the next request before the application has left the one before.
         self._num_requests = 0
         # What came since the last head, or since the body behind it, was complete.
@@ -66,6 +66,7 @@ class GuardedProtocol:
         self._unsent: float = math.inf
         self._head_timer = _Timer(self._options.header_seconds, self._give_up)
         self._write_timer = _Timer(self._options.write_seconds, self._give_up_unread)
+        self._linger_timer = _Timer(self._options.header_seconds, self._end_lingering)
 
     def connection_made(self, transport: Any) -> None:
         """Take it, or close it where there are too many."""
@@ -79,7 +80,7 @@ class GuardedProtocol:
         self._ends = (peer, ours)
         self._all.by_ends[self._ends] = self
         self._head_timer.start()
-        self._inner.connection_made(transport)
+        self._inner.connection_made(cast(asyncio.Transport, _ClosedByGuard(transport, self)))
 
     def connection_lost(self, error: Exception | None) -> None:
         """Forget it."""
@@ -90,6 +91,7 @@ class GuardedProtocol:
             del self._all.by_ends[self._ends]
         self._head_timer.stop()
         self._write_timer.stop()
+        self._linger_timer.stop()
         self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -105,6 +107,8 @@ class GuardedProtocol:
             self._transport.abort()
             return
         self._head_bytes += len(data)
+        if self._is_lingering:
+            return
         if not self._num_requests and not self._head_timer.is_running:
             self._head_timer.start()
         self._inner.data_received(data)
@@ -112,6 +116,29 @@ class GuardedProtocol:
     def eof_received(self) -> bool | None:
         """Hand on."""
         return None if self._is_refused else self._inner.eof_received()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing more is written."""
+        return self._is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        """End the connection, at once where the client has nothing more to send.
+
+        Else only writing ends here, and what still comes is read and forgotten until the client
+        closes (within `header_seconds`): a connection closed before that is reset by what comes,
+        and with it the answer is lost (RFC 9112, section 9.6).
+        """
+        if self.is_closing:
+            return
+        if self._is_body_read and not self._head_bytes:
+            self._transport.close()
+            return
+        self._is_lingering = True
+        self._head_timer.stop()
+        self._linger_timer.start()
+        self._transport.write_eof()
+        self._transport.resume_reading()
 
     def pause_writing(self) -> None:
         """The client does not read, and the buffer is full."""
@@ -151,6 +178,9 @@ class GuardedProtocol:
         self._all.timed_out += 1
         self._transport.abort()
 
+    def _end_lingering(self) -> None:
+        self._transport.close()  # After what is not yet sent, which has its own timer.
+
     def _time_writing(self) -> None:
         # How much there is to send is known later: uvicorn may be in the midst of writing.
         self._unsent = math.inf
@@ -164,6 +194,20 @@ class GuardedProtocol:
             self._write_timer.start()
         elif unsent:
             self._give_up()
+
+
+class _ClosedByGuard:
+    """A transport as uvicorn's protocol sees it."""
+
+    def __init__(self, transport: Any, guard: GuardedProtocol):
+        self._transport, self._guard = transport, guard
+        self.close = guard.close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._guard.is_closing
 
 
 class _Timer:
