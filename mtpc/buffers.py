@@ -89,6 +89,8 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
         BufferSpec("batch.prompt_ids", (T,), torch.int64, 0, "host"),
         BufferSpec("batch.num_input", (R,), torch.int32, 0, "host"),
         BufferSpec("batch.next_prompt_id", (R,), torch.int64, -1, "host"),
+        BufferSpec("batch.is_decoding", (R,), torch.int32, 0, "host"),
+        BufferSpec("batch.logits_start_loc", (R + 1,), torch.int32, 0),
     )
 
 
@@ -113,7 +115,7 @@ def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
     )
     if not token_mask:
         return specs
-    rows = T if key.phase == "decode" else R  # A prompt's last row is the only one that chooses.
+    rows = R * (K + 1)  # Rows that choose: of a prompt its last one, as the first of them.
     mask = BufferSpec("batch.token_mask", (rows, W), torch.int32, -1, "host")
     if not key.spec_tokens:
         return (*specs, mask)

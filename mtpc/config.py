@@ -19,7 +19,6 @@ measurement, and every draft costs a full pass of the draft layer."""
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 """K by load, and what it is chosen among unless `spec_tiers` says otherwise."""
 DEFAULT_MAX_LEN = 4096
-DEFAULT_PREFILL_ROWS = 4
 """Prompts that share a prefill step where nothing is said; see `CompileOptions.prefill_rows`."""
 DEFAULT_PREFILL_CHUNK = 64
 """Prompt tokens of a prefill step where every step costs as much, or others wait for it."""
@@ -52,8 +51,9 @@ class CompileOptions:
         busy_prefill_chunk: of these, how many at most while other requests decode, which wait for
             the step; None is `prefill_chunk`, at most 64. Where kernels leave idle rows out (cpu,
             bfloat16), a step of fewer tokens is shorter.
-        prefill_rows: prompts that may share one prefill step, at most the largest bucket and a
-            divisor of `prefill_chunk`; None is the most that both allow, up to 4.
+        prefill_rows: requests that may share one prefill step, prompts and those that decode
+            meanwhile; a divisor of `prefill_chunk`. None is the smallest one that has room for
+            the largest bucket. With 1, prompts go one by one and decoding waits for each chunk.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
             model keeps all of its past in pages; see docs/serving.md.
         async_scheduling: launch a step before the one before it is read, so that a GPU does not
@@ -166,7 +166,7 @@ class CompileOptions:
         rows = self.prefill_rows
         if rows is None:
             return
-        _check_int("prefill_rows", rows, low=1, high=max(self.batch_buckets))
+        _check_int("prefill_rows", rows, low=1, high=self.prefill_tokens)
         if self.prefill_tokens % rows:
             raise OptionError(
                 f"prefill_rows is {rows}, which does not divide prefill_chunk "
@@ -185,11 +185,15 @@ class CompileOptions:
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
-        """Rows of the prefill step, and its tokens over them; one prompt may take all tokens."""
-        most = min(DEFAULT_PREFILL_ROWS, max(self.batch_buckets))
-        divisors = [rows for rows in range(1, most + 1) if self.prefill_tokens % rows == 0]
-        rows = self.prefill_rows or max(divisors)
-        return rows, self.prefill_tokens // rows
+        """Rows of the prefill step, and its tokens over them; one prompt may take all tokens.
+
+        Enough rows for all requests where the tokens can be shared out among so many evenly.
+        """
+        tokens, most = self.prefill_tokens, max(self.batch_buckets)
+        divisors = [rows for rows in range(1, tokens + 1) if tokens % rows == 0]
+        enough = [rows for rows in divisors if rows >= most]
+        rows = self.prefill_rows or min(enough, default=max(divisors))
+        return rows, tokens // rows
 
     def _check_cache(self) -> None:
         if self.cache_dir is not None:

@@ -62,7 +62,8 @@ class StepKey:
     """What selects a captured step: its shape, its number of drafts, and its phase.
 
     A decode step has query_len == spec_tokens + 1 tokens in every row (the last emitted token
-    and the drafts to verify). A prefill step packs up to num_reqs * query_len prompt tokens.
+    and the drafts to verify). A prefill step packs up to num_reqs * query_len tokens, of prompts
+    and of requests that decode.
     """
 
     phase: Phase
@@ -87,7 +88,7 @@ class StepKey:
     @property
     def max_emitted(self) -> int:
         """Tokens that the step can emit of a request."""
-        return 1 if self.phase == "prefill" else self.bucket.query_len
+        return self.spec_tokens + 1
 
     def __str__(self) -> str:
         b = self.bucket

@@ -68,7 +68,7 @@ class StepPieces(nn.Module):
     choose: nn.Module
     accept: nn.Module
     record: nn.Module
-    prompt_anchors: nn.Module
+    logits_rows: nn.Module
     drafts: nn.ModuleList
     draft_heads: nn.ModuleList
     chain_metadata: nn.Module
@@ -105,11 +105,11 @@ class Step(nn.Module):
         rows = (block_table, state_slots, certain_lens)
         metadata = self._publish(fresh, rows, self.key.bucket.num_tokens)
         features = self.pieces.target(ids, *metadata)
-        next_ids, anchors, *report, remaining, lens = self._accept(
+        next_ids, anchors, *report, remaining, lens, chosen_rows = self._accept(
             features, ids, context_lens, active, state_slots
         )
         rounds = (next_ids, features, metadata, anchors)
-        masks = self._draft_masks(anchors)
+        masks = self._draft_masks(chosen_rows)
         if self.window > 0:
             rounds = self._widen(rounds, context_lens, active)
         drafts = self._propose(*rounds, (lens, active, rows, masks))
@@ -128,11 +128,11 @@ class Step(nn.Module):
 
     def _begin(self):  # type: ignore[no-untyped-def]
         state, batch = self.state, self.batch
-        rows = (batch.state_indices, state.committed_lens, state.remaining_tokens)
-        if self.key.phase == "decode":
-            out = self.pieces.begin(*rows, state.token_ids, state.block_table)
-        else:
-            out = self.pieces.begin(*rows, batch.prompt_ids, batch.num_input, state.block_table)
+        rows = (batch.state_indices, state.committed_lens, state.remaining_tokens, state.token_ids)
+        prompts: tuple[Any, ...] = ()
+        if self.key.phase == "prefill":
+            prompts = (batch.prompt_ids, batch.num_input, batch.is_decoding)
+        out = self.pieces.begin(*rows, *prompts, state.block_table)
         return [out[i] for i in range(10)]
 
     def _publish(self, fresh, rows, num_tokens):  # type: ignore[no-untyped-def]
@@ -159,16 +159,29 @@ class Step(nn.Module):
             chosen = self._choose(logits, None, ids, slots)
             out = self.pieces.accept(*chosen, ids, context_lens, active, *tail)
         else:
-            starts = batch.query_start_loc
-            anchors = self.pieces.prompt_anchors(starts)
-            logits = aten.index_select.default(logits, 0, anchors)
-            chosen = self._choose(logits, anchors, ids, slots)
-            out = self.pieces.accept(
-                *chosen, ids, anchors, batch.next_prompt_id, context_lens, active, starts, *tail
-            )
+            chosen, logits = self._choose_selected(logits, ids, slots)
+            rows = (batch.next_prompt_id, batch.is_decoding, context_lens, active)
+            out = self.pieces.accept(*chosen, ids, *rows, batch.query_start_loc, *tail)
         if self.samples:
             self._record(logits, out[2], out[4], slots)
-        return [out[i] for i in range(8)]
+        return [out[i] for i in range(9)]
+
+    def _choose_selected(self, logits, ids, slots):  # type: ignore[no-untyped-def]
+        """Prefill's choices as a rectangle, K + 1 to a request, and their logits if it samples.
+
+        The head's rows are packed, so that kernels can leave out what is behind the last one.
+        """
+        batch = self.batch
+        out = self.pieces.logits_rows(batch.query_start_loc, batch.is_decoding)
+        indices, places = out[0], out[2]
+        aten.copy_.default(batch.logits_start_loc, out[1])
+        logits = aten.index_select.default(logits, 0, indices)
+        if self.samples:
+            logits = aten.index_select.default(logits, 0, places)
+            rows = aten.index_select.default(indices, 0, places)
+            return self._choose(logits, rows, ids, slots), logits
+        chosen = self._choose(logits, indices, ids, slots)
+        return [aten.index_select.default(each, 0, places) for each in chosen], None
 
     def _choose(self, logits, anchors, ids, slots):  # type: ignore[no-untyped-def]
         """The target's token for each row of logits; `anchors` are the rows, None is all."""
@@ -206,14 +219,11 @@ class Step(nn.Module):
         rows = (state.sampling_ints, state.output_counts, *reports)
         self.pieces.record(logits, emitted_ids, num_emitted, slots, *rows)
 
-    def _draft_masks(self, anchors):  # type: ignore[no-untyped-def]
+    def _draft_masks(self, rows):  # type: ignore[no-untyped-def]
         """The mask of each draft to be made, [R, K, W]: that of the row which was accepted last."""
         if not hasattr(self.batch, "draft_mask"):
             return None
-        masks = self.batch.draft_mask
-        if self.key.phase == "prefill":
-            return masks
-        return aten.index_select.default(masks, 0, anchors)
+        return aten.index_select.default(self.batch.draft_mask, 0, rows)
 
     def _pick(self, logits, step, chain):  # type: ignore[no-untyped-def]
         """The draft that follows `lens` + `step` + 1 tokens of each request."""

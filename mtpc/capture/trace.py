@@ -19,11 +19,11 @@ from torch.export import Dim
 from mtpc.buffers import P
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
-from mtpc.pieces.accept import Accept, AcceptPrompt
+from mtpc.pieces.accept import Accept, AcceptPrefill
 from mtpc.pieces.advance import Advance
 from mtpc.pieces.chain import KeepLast, MoveUp, Widen
 from mtpc.pieces.choose import Choose, Pick, Record, SampleChoice, SampleDraft
-from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, PromptAnchors
+from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
 from mtpc.step import Step, StepModel, StepPieces
 
 TRACE_REQS, TRACE_TOKENS = 3, 7
@@ -165,13 +165,13 @@ def _allocate_batch(layout: Layout, shared: nn.Module) -> nn.Module:
 def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     """The step's leaves: the model's traces, and glue for this bucket."""
     page_size = layout.value(P)
-    begin = BeginDecode if key.phase == "decode" else BeginPrefill
+    is_decode = key.phase == "decode"
+    begin, accept = (BeginDecode, Accept) if is_decode else (BeginPrefill, AcceptPrefill)
     pieces = StepPieces()
     pieces.target, pieces.target_head = traces.target, traces.target_head
     pieces.drafts, pieces.draft_heads = traces.drafts, traces.draft_heads
     pieces.begin = begin(key, page_size, traces.vocab_size)
-    pieces.accept = Accept(key) if key.phase == "decode" else AcceptPrompt()
-    pieces.prompt_anchors = PromptAnchors()
+    pieces.accept, pieces.logits_rows = accept(key), LogitsRows(key)
     pieces.chain_metadata = ChainMetadata(key, page_size)
     samples = "state.sampling_ints" in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())

@@ -107,7 +107,7 @@ def _as_text(prompt: Prompt) -> str:
 
 def _speed(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
     stats = model.stats
-    decoded = stats.decoded_tokens
+    decoded = stats.decode_counts().tokens
     yield "new tokens", f"{stats.emitted_tokens}, {decoded} of them in decode steps"
     yield "prefill", f"{stats.prompt_tokens} tokens, {_rate(stats.prompt_tokens, stats.prefill_s)}"
     yield "decode", f"{decoded} tokens, {_rate(decoded, stats.decode_s)}"

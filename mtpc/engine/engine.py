@@ -50,14 +50,15 @@ class PendingStep:
     Attributes:
         turn: whose.
         key: which step.
-        emitting: of its requests, those that it may emit tokens of; other prompts go on.
+        emitting: of its requests, those that it may emit tokens of, and how many of each at most;
+            other prompts go on.
         readout: its results.
         launch_s: seconds that the host took to launch it.
     """
 
     turn: Turn
     key: StepKey
-    emitting: list[Request]
+    emitting: dict[Request, int]
     readout: Readout
     launch_s: float
 
@@ -79,10 +80,15 @@ class Engine:
         self._stats = Stats(options.spec_tokens)
         self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
-        chunk = program.prefill_key().bucket
-        busy = options.busy_prefill_tokens
+        prefill = program.prefill_key()
         self.scheduler = Scheduler(
-            self.slots, self.pages, self._prefixes(), self._pages_for, chunk, busy
+            self.slots,
+            self.pages,
+            self._prefixes(),
+            self._pages_for,
+            prefill.bucket,
+            options.busy_prefill_tokens,
+            prefill.max_emitted,
         )
         self._ids = itertools.count()
         self.tiers = TierPolicy(options.tiers)
@@ -249,7 +255,7 @@ class Engine:
             self.pages.forget_all()
 
     def step(self) -> list[StepOutput]:
-        """One iteration: admit, then prefill one chunk or decode all requests that can.
+        """One iteration: admit, then prefill one chunk, decode all requests that can, or both.
 
         Returns:
             What each request of the step got; nothing for a chunk that is not a prompt's last. With
@@ -295,37 +301,37 @@ class Engine:
             write_new_pages(self.program, request, first)
         if turn.phase == "prefill":
             key = self.program.prefill_key()
-            write_chunks(self.program, key, turn.requests, turn.chunks)
+            write_chunks(self.program, key, len(turn.decoding), turn.prompts, turn.chunks)
         else:
             num_reqs = self.program.bucket_for(len(turn.requests))
             key = StepKey.decode(num_reqs, self.tiers.choose(num_reqs))
-        self._masks.write(key, turn.requests)
+        self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         readout = Readout(self.program, key)
-        emitting = [request for request in turn.requests if request.is_prefilled]
-        for request in emitting:
-            request.num_unread += key.max_emitted
+        emitting = dict.fromkeys(turn.decoding, key.max_emitted)
+        emitting |= {request: 1 for request in turn.prompts if request.is_prefilled}
+        for request, most in emitting.items():
+            request.num_unread += most
         return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
 
     def _collect(self, pending: PendingStep) -> list[Emission]:
         """Read what a step emitted."""
         start = time.perf_counter()
         results, stats, turn = pending.readout.read(), self._stats, pending.turn
-        for request in pending.emitting:
-            request.num_unread -= pending.key.max_emitted
+        for request, most in pending.emitting.items():
+            request.num_unread -= most
         if self._last_end is not None:
             stats.count_host_gap(self._last_end.seconds_until(pending.readout.begin))
         self._last_end = pending.readout.end
         stats.replay_s += pending.readout.replay_s
         if turn.phase == "prefill":
             stats.prefill_steps += 1
-            stats.prefill_prompts += len(turn.requests)
+            stats.joined_steps += bool(turn.decoding)
+            stats.prefill_prompts += len(turn.prompts)
             stats.prompt_tokens += sum(turn.chunks)
-            for request in pending.emitting:
-                request.num_drafts = pending.key.spec_tokens
         else:
             stats.decode_steps += 1
-            self._count_drafts(pending, results)
+        self._count_drafts(pending, results)
         outputs = self._read(pending, results)
         seconds = pending.launch_s + time.perf_counter() - start
         if turn.phase == "prefill":
@@ -335,22 +341,25 @@ class Engine:
         return outputs
 
     def _count_drafts(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
-        """Tell statistics and policy what became of the drafts of a decode step.
+        """Tell statistics and policy what became of the drafts that a step verified.
 
         After a step of fewer drafts a row's further columns hold old tokens: no drafts.
         """
-        key = pending.key
+        key, turn = pending.key, pending.turn
         accepted, emitted = results["batch.num_accepted"], results["batch.num_emitted"]
-        rows = zip(pending.turn.requests, accepted.tolist(), emitted.tolist(), strict=False)
+        rows = zip(turn.decoding, accepted.tolist(), emitted.tolist(), strict=False)
         drafts = []
         for request, num_accepted, num_emitted in rows:
             if request.finish_reason is not None:  # Before this step was read.
                 continue
             verified = min(request.num_drafts, key.spec_tokens)
             right = min(num_accepted, verified)
-            self._stats.count_acceptance(verified, right, num_emitted)
+            self._stats.count_acceptance(verified, right, num_emitted, turn.phase == "prefill")
             drafts.append((verified, right))
+        for request in pending.emitting:
             request.num_drafts = key.spec_tokens
+        if turn.phase == "prefill":
+            return  # Its time says nothing of a decode step's.
         self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s, drafts)
 
     def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> list[Emission]:

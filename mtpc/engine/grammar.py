@@ -7,7 +7,6 @@ those masks are written as far as few tokens are possible. docs/sampling.md has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
+from mtpc.engine.scheduler import Turn
 from mtpc.errors import GrammarError, RequestError
 from mtpc.layout import StepKey
 
@@ -91,13 +91,14 @@ class GrammarMasks:
         self.program, self.vocab_size, self.forced_drafts = program, vocab_size, 0
         self._narrowed: set[StepKey] = set()
 
-    def write(self, key: StepKey, requests: Sequence[Request]) -> None:
+    def write(self, key: StepKey, turn: Turn) -> None:
         """Write a step's masks; nothing where nobody has a grammar, now or in its last replay.
 
         Args:
             key: of the step.
-            requests: of its rows, in order; of a prefill, with this chunk counted as prefilled.
+            turn: the step's; of a prefill, with this chunk counted as prefilled.
         """
+        requests = turn.requests
         if all(request.grammar is None for request in requests):
             if key in self._narrowed:
                 self._narrowed.remove(key)
@@ -114,7 +115,8 @@ class GrammarMasks:
             rows = slice(index * each, (index + 1) * each)
             if request.grammar is not None and request.is_prefilled:
                 try:
-                    self._fill(key, request, token_rows[rows], ahead[rows])
+                    decodes = index < len(turn.decoding)
+                    self._fill(request, decodes, token_rows[rows], ahead[rows])
                 except Exception as error:
                     request.error = error
                     token_rows[rows] = -1
@@ -125,7 +127,7 @@ class GrammarMasks:
         names = ("batch.token_mask", "batch.draft_mask")
         return [name for name in names if name in self.program.steps[key].buffers]
 
-    def _fill(self, key: StepKey, request: Request, rows: Tensor, ahead: Tensor) -> None:
+    def _fill(self, request: Request, decodes: bool, rows: Tensor, ahead: Tensor) -> None:
         """A request's rows, along the drafts that the step verifies.
 
         A draft in whose place one token alone may come is replaced by it: it will be accepted.
@@ -133,7 +135,7 @@ class GrammarMasks:
         """
         walk = _Walk(request)
         state = self.program.shared["state.token_ids"][request.slot]
-        drafts = state[1 : len(rows)].tolist() if key.phase == "decode" else []
+        drafts = state[1 : len(rows)].tolist() if decodes else []
         before = list(drafts)
         try:
             for row in range(len(rows)):

@@ -58,25 +58,32 @@ def write_new_pages(program: Program, request: Request, first: int) -> None:
 
 
 def write_chunks(
-    program: Program, key: StepKey, requests: Sequence[Request], counts: Sequence[int]
+    program: Program,
+    key: StepKey,
+    num_decoding: int,
+    requests: Sequence[Request],
+    counts: Sequence[int],
 ) -> None:
     """Pack the next tokens of prompts into a prefill step, and count them as prefilled.
 
     Args:
         program: the step's.
         key: of the step.
+        num_decoding: rows before those of prompts; the device knows their tokens.
         requests: in the order of the step's rows; rows behind them are off.
         counts: tokens of each.
     """
     buffers, write = program.steps[key].buffers, program.write
-    packed, following = [], []
+    is_decoding = [int(row < num_decoding) for row in range(key.bucket.num_reqs)]
+    packed, following = list[int](), [-1] * num_decoding
     for request, count in zip(requests, counts, strict=True):
         begin, end = request.num_prefilled, request.num_prefilled + count
         packed += request.token_ids(begin, end)
         following += request.token_ids(end, end + 1) if end < request.num_input else [-1]
         request.num_prefilled = end
     write(buffers["batch.prompt_ids"], torch.tensor(packed))
-    write(buffers["batch.num_input"], torch.tensor(counts))
+    write(buffers["batch.num_input"], torch.tensor([*[0] * num_decoding, *counts]))
+    write(buffers["batch.is_decoding"], torch.tensor(is_decoding))
     write(buffers["batch.next_prompt_id"], torch.tensor(following))
 
 

@@ -7,13 +7,16 @@ The policy, and its bounds:
   first decode step, and one page more for each request that runs (so that it is not sent back at
   once). Nobody overtakes it.
 - A step is one prefill chunk, or one decode step of all requests that decode. Where there is work
-  of both kinds, they take turns, and chunks are the smaller busy ones. So a request that decodes
-  waits for at most one of those between two of its steps.
+  of both kinds, chunks are the smaller busy ones, and who decodes joins them: its rows stand beside
+  the prompts', so that weights are read once for both. It never waits, and a prompt has a chunk in
+  each step. Where a prefill step has not the rows, or the tokens for half of what a chunk should
+  be, the two kinds take turns: a request that decodes then waits for at most one busy chunk between
+  two of its steps.
 - A chunk is filled in order of arrival: the oldest unfinished prompt takes what it can, the next
   ones what it leaves, as many prompts as the step has rows. The oldest gets all it would get
   alone. So a prompt that has c chunks left, its own and those of prompts admitted before it, each
-  rounded up, has its first token after at most 2c steps; and where rows suffice, c is all their
-  tokens over the chunk's.
+  rounded up, has its first token after at most 2c steps; after c where whole chunks have room
+  beside who decodes. Where rows suffice, c is all their tokens over the chunk's.
 - A request that decodes gets pages as it grows: before a step it owns those for the committed
   tokens, the K + 1 of the step, and K chained drafts. Where the pool has none left, the request
   that came last is preempted: it gives its pages back and returns to the front of the queue, with
@@ -46,17 +49,24 @@ class Turn:
 
     Attributes:
         phase: of the step.
-        requests: those whose prompts share the chunk, or all that decode; in order of arrival.
-        chunks: of prefill, how many tokens of each.
+        decoding: all requests that decode, in order of arrival; of prefill, those that join it.
         placed: requests that got a slot since the last turn: their rows are to be written.
         grown: requests that got pages, and which of their pages is the first new one.
+        prompts: of prefill, whose prompts share the chunk; in order of arrival.
+        chunks: how many tokens of each.
     """
 
     phase: Phase
-    requests: list[Request]
+    decoding: list[Request]
     placed: list[Request]
     grown: list[tuple[Request, int]]
+    prompts: list[Request] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of the step's rows, in their order."""
+        return self.decoding + self.prompts
 
 
 class Scheduler:
@@ -67,8 +77,9 @@ class Scheduler:
         pages: the KV pool.
         prefixes: what of the pool's content is known; None reuses nothing.
         pages_for: pages a request with that many committed tokens needs for its next step.
-        prefill: prompts and tokens that a prefill step holds.
-        busy_tokens: tokens that it is given while requests decode.
+        prefill: requests and tokens that a prefill step holds.
+        busy_tokens: tokens of prompts that it is given while requests decode.
+        query_len: tokens of a request that decodes in a prefill step.
     """
 
     def __init__(
@@ -79,9 +90,10 @@ class Scheduler:
         pages_for: Callable[[int], int],
         prefill: Bucket,
         busy_tokens: int,
+        query_len: int,
     ):
         self.slots, self.pages, self.prefixes, self.prefill = slots, pages, prefixes, prefill
-        self.busy_tokens = busy_tokens
+        self.busy_tokens, self.query_len = busy_tokens, query_len
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -106,8 +118,10 @@ class Scheduler:
         self._admit()
         if self._must_read():
             return None
-        turn = self._decode_turn() if self._last == "prefill" else None
-        turn = turn or self._prefill_turn() or self._decode_turn()
+        can_join = self._room_to_join() > 0
+        turn = self._decode_turn() if can_join or self._last == "prefill" else None
+        if turn is None or can_join:
+            turn = self._prefill_turn(turn) or turn or self._decode_turn()
         if turn is None:
             return None
         self._last, self._placed = turn.phase, []
@@ -123,18 +137,41 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.learn(request)
 
-    def _prefill_turn(self) -> Turn | None:
-        """One chunk, of the oldest prompts that are left; None where there are none."""
-        room = self.busy_tokens if self._decoding() else self.prefill.num_tokens
+    def _prefill_turn(self, joining: Turn | None) -> Turn | None:
+        """One chunk, of the oldest prompts that are left; None where there are none.
+
+        Args:
+            joining: a decode turn that is to be part of it.
+        """
+        room, rows = self.prefill.num_tokens, self.prefill.num_reqs
+        decoding, grown = (joining.decoding, joining.grown) if joining else ([], [])
+        if joining:
+            room, rows = self._room_beside(decoding), rows - len(decoding)
+        elif self._decoding():
+            room = self.busy_tokens
         chunks = []
-        requests = [r for r in self.running if not r.is_prefilled][: self.prefill.num_reqs]
-        for request in requests:
+        prompts = [r for r in self.running if not r.is_prefilled][:rows]
+        for request in prompts:
             chunks.append(min(room, request.num_input - request.num_prefilled))
             room -= chunks[-1]
-        if not requests:
+        if not prompts:
             return None
         held = [count for count in chunks if count]
-        return Turn("prefill", requests[: len(held)], self._still_placed(), [], held)
+        return Turn("prefill", decoding, self._still_placed(), grown, prompts[: len(held)], held)
+
+    def _room_to_join(self) -> int:
+        """Tokens for prompts in a step that all who decode join; 0 where that is not to be."""
+        decoding = self._decoding()
+        left = [r.num_input - r.num_prefilled for r in self.running if not r.is_prefilled]
+        if not decoding or not left or len(decoding) >= self.prefill.num_reqs:
+            return 0
+        room = self._room_beside(decoding)
+        return room if 2 * room >= min(self.busy_tokens, sum(left)) else 0
+
+    def _room_beside(self, decoding: list[Request]) -> int:
+        """Tokens for prompts beside those of requests that decode."""
+        taken = len(decoding) * self.query_len
+        return min(self.busy_tokens, self.prefill.num_tokens - taken)
 
     def _must_read(self) -> bool:
         """Whether the next step depends on what one that is not read yet has emitted.

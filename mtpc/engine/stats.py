@@ -22,8 +22,8 @@ class DecodeCounts:
         seconds: in them.
         request_steps: decode steps, counted once per live request in them.
         tokens: emitted by them.
-        accepted: drafts accepted.
-        drafted: drafts verified.
+        accepted: drafts accepted, those of joined prefill steps included.
+        drafted: drafts verified, likewise.
     """
 
     steps: int
@@ -57,10 +57,13 @@ class Stats:
         spec_tokens: K, the largest one where it changes.
         drafted: draft tokens verified, per draft position; those behind a stop do not count.
         accepted: of those, accepted.
-        decoded_tokens: tokens emitted by decode steps.
-        request_steps: decode steps, counted once per live request in them.
+        decoded_tokens: tokens emitted by decode steps, and of who joined prefill steps.
+        request_steps: both kinds of steps, counted once per request that decodes in them.
         decode_steps: decode steps.
         prefill_steps: prefill chunks.
+        joined_steps: of these, those that requests joined which decode.
+        joined_requests: joined steps, counted once per request that decodes in them.
+        joined_tokens: tokens emitted by them of requests that decode.
         prefill_prompts: prompts that had a part in them, counted once a step.
         emitted_tokens: new tokens handed out, the first one of each request included.
         prompt_tokens: tokens prefilled, again after a preemption; those reused do not count.
@@ -92,6 +95,9 @@ class Stats:
     request_steps: int = 0
     decode_steps: int = 0
     prefill_steps: int = 0
+    joined_steps: int = 0
+    joined_requests: int = 0
+    joined_tokens: int = 0
     prefill_prompts: int = 0
     emitted_tokens: int = 0
     prompt_tokens: int = 0
@@ -118,8 +124,10 @@ class Stats:
         self.drafted = self.drafted or [0] * self.spec_tokens
         self.accepted = self.accepted or [0] * self.spec_tokens
 
-    def count_acceptance(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
-        """Record one request's decode step.
+    def count_acceptance(
+        self, num_drafted: int, num_accepted: int, num_emitted: int, joined: bool = False
+    ) -> None:
+        """Record one request's step in which it decoded.
 
         Where a stop cut the output short, only the drafts that were handed out count.
 
@@ -127,7 +135,11 @@ class Stats:
             num_drafted: drafts verified.
             num_accepted: of these, accepted.
             num_emitted: tokens handed out.
+            joined: whether the step was a prefill step.
         """
+        if joined:
+            self.joined_requests += 1
+            self.joined_tokens += num_emitted
         self.request_steps += 1
         self.decoded_tokens += num_emitted
         was_cut = num_emitted <= num_accepted
@@ -145,8 +157,8 @@ class Stats:
         return DecodeCounts(
             self.decode_steps,
             self.decode_s,
-            self.request_steps,
-            self.decoded_tokens,
+            self.request_steps - self.joined_requests,
+            self.decoded_tokens - self.joined_tokens,
             sum(self.accepted),
             sum(self.drafted),
         )

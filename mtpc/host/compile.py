@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mtpc.compiler import StepCompiler
 
 Parts = dict[tuple[StepKey, Part], Lowered]
-_ENGINE_OPTIONS = ("prefix_caching", "async_scheduling", "require_sha256")
+_ENGINE_OPTIONS = ("busy_prefill_chunk", "prefix_caching", "async_scheduling", "require_sha256")
 """Options that say what the engine, or the cache of its programs, does."""
 
 

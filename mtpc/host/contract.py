@@ -111,17 +111,22 @@ CONTRACT = (
     Term("batch.out_top_ids", "[R, K+1, L]", "int64", 0, ("verify",),
          "with sampling: most probable tokens"),
     Term("batch.out_top_logprobs", "[R, K+1, L]", "float64", 0, ("verify",), "their own"),
-    Term("batch.token_mask", "[T, V/32]", "int32", -1, ("host",),
-         "with token_mask: a bit a token, for each row of logits (prefill: [R, V/32]). Before each "
-         "replay"),
-    Term("batch.draft_mask", "[T, K, V/32]", "int32", -1, ("host",),
+    Term("batch.token_mask", "[R(K+1), V/32]", "int32", -1, ("host",),
+         "with token_mask: a bit a token, for each row of logits, of which a prompt's is the first "
+         "of its K + 1. Before each replay"),
+    Term("batch.draft_mask", "[R(K+1), K, V/32]", "int32", -1, ("host",),
          "with token_mask: a bit a token, for each draft to be made, by the row that was accepted "
-         "last (prefill: [R, K, V/32]). Before `propose`"),
+         "last, of a prompt the first. Before `propose`"),
     Term("batch.prompt_ids", "[T]", "int64", 0, ("host",),
          "prefill: the chunk's tokens; what is behind num_input may be anything"),
     Term("batch.num_input", "[R]", "int32", 0, ("host",), "prefill: how many they are"),
     Term("batch.next_prompt_id", "[R]", "int64", -1, ("host",),
          "prefill: the prompt's token after the chunk; -1 after the last"),
+    Term("batch.is_decoding", "[R]", "int32", 0, ("host",),
+         "prefill: 1 in the row of a request that decodes in this step: it has the K + 1 tokens of "
+         "a decode step, and its num_input counts for nothing"),
+    Term("batch.logits_start_loc", "[R+1]", "int32", 0, ("verify",),
+         "prefill: rows of logits, up to each request"),
     Term("cross.*", "any", "any", None, ("verify",),
          "what `verify` hands to `propose`; opaque. Names and shapes are those of `step_buffers`"),
 )  # fmt: skip

@@ -13,12 +13,15 @@ import mtpc.ops.packed
 import mtpc.ops.quantised
 import mtpc.ops.ragged  # noqa: F401  (these register the ops that this pass names)
 from mtpc.capture.graph import StepGraph
+from mtpc.layout import StepKey
 from mtpc.passes.base import GETITEM, emit, is_call
 
 aten = torch.ops.aten
 
 _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Of a forward's metadata, in the order in which the step writes it."""
+_LOGITS = "batch.logits_start_loc"
+"""Of a prefill step's rows of logits, [R+1]: how many there are up to each request."""
 _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.packed_linear.default: 1,
     torch.ops.mtpc.packed_gated_linear.default: 1,
@@ -70,7 +73,7 @@ class SkipIdleRows:
     name: ClassVar[str] = "skip-idle-rows"
 
     def apply(self, graph: StepGraph) -> int:
-        counts = _Counts(graph.graph)
+        counts = _Counts(graph.graph, graph.key)
         told: list[fx.Node] = []
         for node in list(graph.graph.nodes):
             counts.follow(node)
@@ -111,16 +114,20 @@ class _Counts:
 
     Attributes:
         graph: walked in order.
+        key: of its step.
         published: the last value that was written to each of `_PUBLISHED`.
         requests: node int [1], and the size that it is a part of.
         tokens: the same of flat tokens.
-        selected: features of one row a request, though the forward may have more.
+        logits: the same of a prefill step's rows of logits.
+        selected: features of rows selected, one a request or those of logits.
     """
 
     graph: fx.Graph
+    key: StepKey
     published: dict[str, fx.Node] = field(default_factory=dict)
     requests: tuple[int, fx.Node] | None = None
     tokens: tuple[int, fx.Node] | None = None
+    logits: tuple[int, fx.Node] | None = None
     selected: set[fx.Node] = field(default_factory=set)
 
     def follow(self, node: fx.Node) -> None:
@@ -134,6 +141,8 @@ class _Counts:
                 self.published[name] = value
             if name == _PUBLISHED[-1] and len(self.published) == len(_PUBLISHED):
                 self._count(node)
+            if name == _LOGITS and isinstance(value, fx.Node):
+                self._count_logits(node, value)
         elif _has_features(node) and (
             is_call(node, aten.index_select.default)
             or not self.selected.isdisjoint(node.all_input_nodes)
@@ -146,11 +155,11 @@ class _Counts:
         Sizes alone do not tell: [1, 16, H] are 16 tokens, or 16 parts of the one request's row. The
         step, and what select-head-rows makes of it, selects rows by `index_select` alone.
         """
-        counted = self.requests if node in self.selected else self.tokens
+        kinds = (self.requests, self.logits) if node in self.selected else (self.tokens,)
         x: Any = node.args[0]
         shape = x.meta["val"].shape[: -_SKIPPING[node.target]]
         lead = [size for size in shape if size != 1]
-        return counted[1] if counted is not None and lead == [counted[0]] else None
+        return next((kind[1] for kind in kinds if kind is not None and lead == [kind[0]]), None)
 
     def _count(self, node: fx.Node) -> None:
         """Count behind a node: requests up to the last one that is on, and its last token."""
@@ -167,6 +176,12 @@ class _Counts:
             tokens = emit(self.graph, aten.index_select.default, (starts, 0, requests), node)
         self.requests = (num_reqs, requests)
         self.tokens = (positions.meta["val"].shape[0], tokens)
+
+    def _count_logits(self, node: fx.Node, starts: fx.Node) -> None:
+        """The last of ascending starts."""
+        with self.graph.inserting_before(node.next):
+            count = emit(self.graph, aten.amax.default, (starts, [0], True), node)
+        self.logits = (self.key.bucket.num_reqs * self.key.max_emitted, count)
 
 
 def _has_features(node: fx.Node) -> bool:

@@ -67,7 +67,7 @@ class Accept(nn.Module):
     `chosen` and `finite` [T] are what `choose` said of the target's logits. Returns next_ids [T]
     (draft-layer inputs: ids shifted left by one), anchors [R] (flat row of the last accepted
     token), emitted_ids [R, W], num_accepted, num_emitted, stop_reason, remaining, new_lens (all
-    [R]).
+    [R]), and which row of `chosen` was the last one accepted [R].
     """
 
     def __init__(self, key: StepKey):
@@ -109,23 +109,30 @@ class Accept(nn.Module):
             reason,
             remaining,
             new_lens,
+            anchors,
         )
 
 
-class AcceptPrompt(nn.Module):
+class AcceptPrefill(nn.Module):
     """Prefill's acceptance: prompt tokens are certain; a request whose prompt ends here emits one.
 
     `next_prompt_id` [R] is the prompt token after this chunk, or -1 where the chunk is the last.
-    `chosen` and `finite` [R] are of each request's last row. Returns as `Accept`, with W = 1.
+    `chosen` and `finite` [R*W], W = K + 1, are of each request's last row, W times; of who decodes,
+    `is_decoding` [R], they are of all its rows, and its drafts are accepted as ever. Returns as
+    `Accept`.
     """
+
+    def __init__(self, key: StepKey):
+        super().__init__()
+        self.width = key.max_emitted
 
     def forward(  # type: ignore[no-untyped-def]
         self,
         chosen,
         finite,
         ids,
-        anchors,
         next_prompt_id,
+        is_decoding,
         context_lens,
         active,
         query_start_loc,
@@ -133,25 +140,33 @@ class AcceptPrompt(nn.Module):
         stop_ids,
         state_indices,
     ):
-        last_chunk = next_prompt_id < 0
-        emits = active & last_chunk
-        following = torch.where(last_chunk, chosen, next_prompt_id)
+        decodes, starts = active & (is_decoding != 0), query_start_loc.long()
+        target_ids = chosen.view(-1, self.width)
+        columns = torch.arange(self.width, device=ids.device)
+        rows = (starts[:-1, None] + columns).clamp(max=ids.shape[0] - 1)
+        matches = (ids[rows[:, 1:]] == target_ids[:, :-1]) & decodes[:, None]
+        accepted = matches.long().cumprod(1).sum(1)
+        goes_on = active & ~decodes & (next_prompt_id >= 0)
+        emits = active & ~goes_on
         remaining_before = remaining_tokens[state_indices]
         num_emitted, remaining, reason = stop(
-            chosen[:, None],
-            emits.long(),
+            target_ids,
+            torch.where(emits, accepted + 1, 0),
             emits,
-            finite[:, None],
+            finite.view(-1, self.width),
             remaining_before,
             stop_ids[state_indices],
         )
-        remaining = torch.where(active & ~last_chunk, remaining_before, remaining)
+        remaining = torch.where(goes_on, remaining_before, remaining)
+        last = torch.arange(accepted.shape[0], device=ids.device) * self.width + accepted
+        following = torch.where(goes_on, next_prompt_id, chosen[last])
+        anchors = torch.where(decodes, starts[:-1] + accepted, starts[1:] - 1)
+        anchors = anchors.clamp(0, ids.shape[0] - 1)
         next_ids = move_up(ids, anchors, active, following)
-        num_input = query_start_loc[1:] - query_start_loc[:-1]
-        new_lens = torch.where(active, context_lens + num_input, context_lens).int()
-        accepted = torch.zeros_like(num_emitted)
-        emitted = following[:, None]
-        return next_ids, anchors, emitted, accepted, num_emitted, reason, remaining, new_lens
+        num_certain = torch.where(decodes, accepted + 1, starts[1:] - starts[:-1])
+        new_lens = torch.where(active, context_lens + num_certain, context_lens).int()
+        counts = (accepted.int(), num_emitted, reason, remaining, new_lens)
+        return next_ids, anchors, target_ids, *counts, last
 
 
 def move_up(

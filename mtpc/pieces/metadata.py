@@ -83,7 +83,8 @@ class BeginDecode(nn.Module):
 class BeginPrefill(nn.Module):
     """As `BeginDecode`, for prompt tokens that the host packed into `batch.prompt_ids` [T].
 
-    Prompt tokens are certain, all of them.
+    Prompt tokens are certain, all of them. Rows of requests that decode may stand among those of
+    prompts: they have the tokens of a decode step, of which the host knows nothing.
     """
 
     def __init__(self, key: StepKey, page_size: int, vocab_size: int):
@@ -95,29 +96,58 @@ class BeginPrefill(nn.Module):
         state_indices,
         committed_lens,
         remaining_tokens,
+        token_ids,
         prompt_ids,
         num_input,
+        is_decoding,
         block_table,
     ):
+        num_tokens, width = self.key.bucket.num_tokens, self.key.max_emitted
+        decodes = is_decoding != 0
         wanted = (state_indices != SCRATCH_SLOT) & (remaining_tokens[state_indices] > 0)
-        num_input = torch.where(wanted, num_input.clamp(0, self.key.bucket.num_tokens), 0)
-        active = num_input > 0
+        packed = torch.where(decodes, 0, num_input.clamp(0, num_tokens))
+        counts = torch.where(wanted, torch.where(decodes, width, packed), 0)
+        active = counts > 0
         context_lens = torch.where(active, committed_lens[state_indices], 0)
         blocks = block_table[state_indices]
-        starts = torch.cat([num_input.new_zeros(1), num_input.cumsum(0).int()])
-        ids = prompt_ids.clamp(0, self.vocab_size - 1)
-        fresh = flat_metadata(
-            context_lens, active, blocks, starts, self.key.bucket.num_tokens, self.page_size
-        )
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
+        token = torch.arange(num_tokens, device=counts.device)
+        request = request_of(token, starts).clamp(max=counts.shape[0] - 1)
+        column = token - starts[request]
+        drafted = token_ids[state_indices[request], column.clamp(0, width - 1)]
+        before = packed.cumsum(0) - packed
+        prompt = prompt_ids[(before[request] + column).clamp(0, num_tokens - 1)]
+        ids = torch.where(decodes[request], drafted, prompt).clamp(0, self.vocab_size - 1)
+        fresh = flat_metadata(context_lens, active, blocks, starts, num_tokens, self.page_size)
         state_slots = torch.where(active, state_indices, SCRATCH_SLOT)
-        return ids, context_lens, active, blocks, state_slots, num_input, *fresh, starts
+        certain_lens = torch.where(decodes, active.int(), counts)
+        return ids, context_lens, active, blocks, state_slots, certain_lens, *fresh, starts
 
 
-class PromptAnchors(nn.Module):
-    """Flat row of each request's last prompt token [R]; row 0 for a request without tokens."""
+class LogitsRows(nn.Module):
+    """Which flat rows of a prefill step get logits: a prompt's last, all of who decodes.
 
-    def forward(self, query_start_loc: torch.Tensor) -> torch.Tensor:
-        return (query_start_loc[1:].long() - 1).clamp(min=0)
+    Returns logits_indices int64 [R*W] (one request's behind the other's; what is behind the last
+    one is padding), logits_start_loc int32 [R+1] into them, and their places in a rectangle, int64
+    [R*W]: W = K + 1 to a request, of which a prompt's are all the same one.
+    """
+
+    def __init__(self, key: StepKey):
+        super().__init__()
+        self.width, self.num_tokens = key.max_emitted, key.bucket.num_tokens
+
+    def forward(self, query_start_loc: torch.Tensor, is_decoding: torch.Tensor):  # type: ignore[no-untyped-def]
+        lens = query_start_loc[1:] - query_start_loc[:-1]
+        counts = torch.minimum(lens, torch.where(is_decoding != 0, self.width, 1))
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
+        row = torch.arange(self.width * lens.shape[0], device=lens.device)
+        request = request_of(row, starts).clamp(max=lens.shape[0] - 1)
+        first = query_start_loc[1:] - counts
+        # Padding is counted on from the last request's: any row that there is will do.
+        indices = (first[request] + row - starts[request]).clamp(0, self.num_tokens - 1)
+        column = torch.arange(self.width, device=lens.device)
+        places = torch.minimum(starts[:-1, None] + column, starts[1:, None] - 1).clamp(min=0)
+        return indices.long(), starts.int(), places.reshape(-1).long()
 
 
 class ChainMetadata(nn.Module):
