@@ -89,30 +89,37 @@ class Host:
         request.is_finished = True
 
     def step(self) -> bool:
-        """One iteration; returns whether there is work left."""
+        """One iteration; returns whether there is work left.
+
+        Who decodes joins the chunk of a prompt; where a step has no room for both, they take turns.
+        """
         self._admit()
-        prefilling = [r for r in self.running if not r.decodes]
-        decoding = [r for r in self.running if r.decodes]
-        self._prefilled_last = bool(prefilling) and not (decoding and self._prefilled_last)
+        decoding = self._with_pages([r for r in self.running if r.decodes])
+        prompts = [r for r in self.running if not r.decodes][:1]
+        joins = self._room(decoding) > 0
+        self._prefilled_last = bool(prompts) and (joins or not decoding or not self._prefilled_last)
         if self._prefilled_last:
-            key, batch = self.model.prefill_key, prefilling[:1]
-            self._write_chunk(batch[0])
-        else:
-            batch = self._with_pages(decoding)
-            if batch:
-                key = self.model.decode_key(len(batch))
-        if batch:
-            self._run(key, batch)
+            beside = decoding if joins else []
+            self._write_chunk(prompts[0], beside)
+            self._run(self.model.prefill_key, beside, prompts)
+        elif decoding:
+            self._run(self.model.decode_key(len(decoding)), decoding, [])
         return bool(self.running or self.waiting)
 
-    def _run(self, key: StepKey, batch: list[Request]) -> None:
+    def _room(self, decoding: list[Request]) -> int:
+        """Tokens for a prompt in a prefill step, beside those of requests that decode."""
+        key = self.model.prefill_key
+        has_row = len(decoding) < key.bucket.num_reqs
+        return has_row * (key.bucket.num_tokens - len(decoding) * (key.spec_tokens + 1))
+
+    def _run(self, key: StepKey, decoding: list[Request], prompts: list[Request]) -> None:
         """verify; read, decide; propose."""
-        indices = self.steps[key]["batch.state_indices"]
+        indices, batch = self.steps[key]["batch.state_indices"], decoding + prompts
         indices.zero_()
         indices[: len(batch)] = torch.tensor([request.slot for request in batch])
         self.program.verify(key)
         for request, row in zip(batch, self.program.results(key), strict=False):
-            if key.phase == "decode":
+            if request in decoding:
                 self.accepted[row.num_accepted] += 1
             self.take(request, row)
         if not all(request.is_finished for request in batch):
@@ -163,14 +170,16 @@ class Host:
                 self.shared["state.block_table"][request.slot, first : first + missing] = new
         return [request for request in decoding if request in self.running]
 
-    def _write_chunk(self, request: Request) -> None:
-        """The next chunk of what it has to prefill."""
-        key, begin = self.model.prefill_key, request.num_prefilled
-        batch, text = self.steps[key], request.text
-        end = min(begin + key.bucket.num_tokens, request.num_input)
+    def _write_chunk(self, request: Request, decoding: list[Request]) -> None:
+        """The next chunk of what it has to prefill, in the row behind those that decode."""
+        batch, text, row = self.steps[self.model.prefill_key], request.text, len(decoding)
+        begin = request.num_prefilled
+        end = min(begin + self._room(decoding), request.num_input)
+        batch["batch.is_decoding"].zero_()
+        batch["batch.is_decoding"][:row] = 1
         batch["batch.prompt_ids"][: end - begin] = torch.tensor(text[begin:end])
-        batch["batch.num_input"][0] = end - begin
-        batch["batch.next_prompt_id"][0] = text[end] if end < request.num_input else -1
+        batch["batch.num_input"][row] = end - begin
+        batch["batch.next_prompt_id"][row] = text[end] if end < request.num_input else -1
         request.num_prefilled = end
 
     def _preempt(self, request: Request) -> None:

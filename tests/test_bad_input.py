@@ -148,7 +148,7 @@ def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
         ({"batch_buckets": ()}, "batch_buckets is empty"),
         ({"batch_buckets": (0,)}, "batch_buckets is 0"),
         ({"batch_buckets": None}, "batch_buckets is None"),
-        ({"prefill_rows": 3, "batch_buckets": (2,)}, r"prefill_rows is 3; expected .* in 1\.\.2"),
+        ({"prefill_rows": 3, "prefill_chunk": 2}, r"prefill_rows is 3; expected .* in 1\.\.2"),
         (
             {"prefill_rows": 3, "batch_buckets": (4,), "prefill_chunk": 8},
             "3, which does not divide prefill_chunk 8",
