@@ -131,10 +131,12 @@ class MtpcServer:
     def step(self) -> Iterator[tuple[str, int]]:
         """One iteration."""
         before = self._engine.program.replays.copy()
+        joined = self._engine.stats.joined.tokens
         outputs = self._engine.step()
         for key in self._engine.program.replays - before:
-            if key.phase == "decode":
-                self._tokens[key.spec_tokens] += sum(len(o.token_ids) for o in outputs)
+            beside = self._engine.stats.joined.tokens - joined
+            tokens = sum(len(o.token_ids) for o in outputs) if key.phase == "decode" else beside
+            self._tokens[key.spec_tokens] += tokens
         for output in outputs:
             yield self._names[output.request_id], len(output.token_ids)
 

@@ -91,12 +91,13 @@ class Host:
     def step(self) -> bool:
         """One iteration; returns whether there is work left.
 
-        Who decodes joins the chunk of a prompt; where a step has no room for both, they take turns.
+        Who decodes joins the chunk of a prompt; where that would leave less than half of it, they
+        take turns.
         """
         self._admit()
         decoding = self._with_pages([r for r in self.running if r.decodes])
         prompts = [r for r in self.running if not r.decodes][:1]
-        joins = self._room(decoding) > 0
+        joins = 2 * self._room(decoding) >= self.model.prefill_key.bucket.num_tokens
         self._prefilled_last = bool(prompts) and (joins or not decoding or not self._prefilled_last)
         if self._prefilled_last:
             beside = decoding if joins else []

@@ -19,7 +19,6 @@ measurement, and every draft costs a full pass of the draft layer."""
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 """K by load, and what it is chosen among unless `spec_tiers` says otherwise."""
 DEFAULT_MAX_LEN = 4096
-"""Prompts that share a prefill step where nothing is said; see `CompileOptions.prefill_rows`."""
 DEFAULT_PREFILL_CHUNK = 64
 """Prompt tokens of a prefill step where every step costs as much, or others wait for it."""
 LARGE_PREFILL_CHUNK = 512
@@ -187,12 +186,15 @@ class CompileOptions:
     def prefill_shape(self) -> tuple[int, int]:
         """Rows of the prefill step, and its tokens over them; one prompt may take all tokens.
 
-        Enough rows for all requests where the tokens can be shared out among so many evenly.
+        Enough rows for the largest bucket, if all of it could decode in there, and if the tokens
+        can be shared out evenly among as many or not many more; else fewer.
         """
-        tokens, most = self.prefill_tokens, max(self.batch_buckets)
+        tokens = self.prefill_tokens
+        most = min(max(self.batch_buckets), max(tokens // (self.spec_tokens + 1), 1))
         divisors = [rows for rows in range(1, tokens + 1) if tokens % rows == 0]
-        enough = [rows for rows in divisors if rows >= most]
-        rows = self.prefill_rows or min(enough, default=max(divisors))
+        enough = [rows for rows in divisors if most <= rows < 2 * most]
+        fewer = max(rows for rows in divisors if rows <= most)
+        rows = self.prefill_rows or min(enough, default=fewer)
         return rows, tokens // rows
 
     def _check_cache(self) -> None:

@@ -90,6 +90,11 @@ class StepKey:
         """Tokens that the step can emit of a request."""
         return self.spec_tokens + 1
 
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: of a prompt its last one, of who decodes all; never more than tokens."""
+        return min(self.bucket.num_reqs * self.max_emitted, self.bucket.num_tokens)
+
     def __str__(self) -> str:
         b = self.bucket
         return f"{self.phase}[R={b.num_reqs},Q={b.query_len},K={self.spec_tokens}]"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mtpc.layout import StepKey
+from mtpc.pieces.choose import NO_POSITION
 
 aten = torch.ops.aten
 
@@ -173,18 +174,21 @@ class Step(nn.Module):
         """
         batch = self.batch
         out = self.pieces.logits_rows(batch.query_start_loc, batch.is_decoding)
-        indices, places = out[0], out[2]
+        indices, places, is_first = out[0], out[2], out[3]
         aten.copy_.default(batch.logits_start_loc, out[1])
         logits = aten.index_select.default(logits, 0, indices)
         if self.samples:
             logits = aten.index_select.default(logits, 0, places)
             rows = aten.index_select.default(indices, 0, places)
-            return self._choose(logits, rows, ids, slots), logits
+            return self._choose(logits, rows, ids, slots, is_first), logits
         chosen = self._choose(logits, indices, ids, slots)
         return [aten.index_select.default(each, 0, places) for each in chosen], None
 
-    def _choose(self, logits, anchors, ids, slots):  # type: ignore[no-untyped-def]
-        """The target's token for each row of logits; `anchors` are the rows, None is all."""
+    def _choose(self, logits, anchors, ids, slots, wanted=None):  # type: ignore[no-untyped-def]
+        """The target's token for each row of logits; `anchors` are the rows, None is all.
+
+        Of rows that are not wanted none is sampled.
+        """
         if not self.samples:
             out = self.pieces.choose(logits)
             return out[0], out[1]
@@ -193,6 +197,8 @@ class Step(nn.Module):
         if anchors is not None:
             ids = aten.index_select.default(ids, 0, anchors)
             positions = aten.index_select.default(positions, 0, anchors)
+        if wanted is not None:
+            positions = aten.where.ScalarOther(wanted, positions, NO_POSITION)
         rows = self._sampling_rows()
         if hasattr(self.batch, "token_mask"):
             rows = (*rows, self.batch.token_mask)

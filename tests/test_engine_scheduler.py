@@ -47,7 +47,7 @@ def play(scheduler: Scheduler, turn: Turn, emitted: Callable[[], int]) -> list[R
     assert (turn.phase == "prefill") == bool(turn.prompts)
     assert all(one.is_prefilled for one in turn.decoding)
     if turn.phase == "prefill":
-        taken = len(turn.decoding) * scheduler.query_len
+        taken = len(turn.decoding) * scheduler.joining_tokens
         assert 0 < sum(turn.chunks) <= CHUNK - taken
         assert len(turn.requests) <= scheduler.prefill.num_reqs
         for one, count in zip(turn.prompts, turn.chunks, strict=True):
@@ -215,7 +215,8 @@ def test_first_token_bound(rows: int, busy: int, most: int) -> None:
     """A prompt with c chunks before its first token has it after at most 2c steps; after c where
     whole chunks have room beside who decodes."""
     scheduler = make(slots=4, pages=60, rows=rows, busy=busy)
-    old, one, two = request(0, 3, 40), request(1, 20, 1), request(2, 24, 4, kind=1)
+    new = 4 if most == 2 else 1  # A third one that decodes would leave no room for whole chunks.
+    old, one, two = request(0, 3, 40), request(1, 20, new), request(2, 24, 4, kind=1)
     scheduler.add(old)
     play(scheduler, scheduler.next_turn(), lambda: 1)
     scheduler.add(one)
@@ -231,6 +232,21 @@ def test_first_token_bound(rows: int, busy: int, most: int) -> None:
     assert firsts[1] <= most * chunks[0]
     assert firsts[2] <= most * sum(chunks)
     assert len(old.output_ids) >= 6, "and nobody's decoding stood still meanwhile"
+
+
+def test_half_a_chunk_is_worth_a_step_of_its_own() -> None:
+    """Beside two that decode there is room for two tokens: all that is left, or nobody joins."""
+    scheduler = make(slots=4, pages=60, rows=4, busy=8)
+    for number in range(2):
+        scheduler.add(request(number, 1, 30, kind=number))
+    seen = []
+    for coming in ([], [], [(2, 2)], [(3, 6), (4, 7)], [], []):
+        for number, length in coming:
+            scheduler.add(request(number, length, 1, kind=number))
+        turn = scheduler.next_turn()
+        seen.append((len(turn.decoding), sum(turn.chunks)))
+        play(scheduler, turn, lambda: 1)
+    assert seen == [(0, 2), (2, 0), (2, 2), (2, 0), (0, 8), (2, 0)]
 
 
 def test_a_chunk_is_filled_in_order_of_arrival() -> None:
@@ -304,16 +320,20 @@ def test_chunks_are_large_where_steps_cost_what_their_tokens_do(
     ("options", "shape"),
     [
         ({}, (8, 8)),
-        ({"batch_buckets": (1, 3), "prefill_chunk": 8}, (4, 2)),
+        ({"batch_buckets": (1, 3), "prefill_chunk": 8}, (2, 4)),
         ({"batch_buckets": (1,)}, (1, 64)),
-        ({"batch_buckets": (5,), "prefill_chunk": 7}, (7, 1)),
-        ({"batch_buckets": (20,), "prefill_chunk": 15}, (15, 1)),
+        ({"batch_buckets": (5,), "prefill_chunk": 7, "spec_tokens": 0}, (7, 1)),
+        ({"batch_buckets": (5,), "prefill_chunk": 24, "spec_tokens": 1}, (6, 4)),
+        ({"batch_buckets": (8,), "prefill_chunk": 67}, (1, 67)),
+        ({"batch_buckets": (64,), "spec_tokens": 3}, (16, 4)),
+        ({"batch_buckets": (20,), "prefill_chunk": 15}, (3, 5)),
         ({"prefill_rows": 16}, (16, 4)),
         ({"prefill_rows": 1}, (1, 64)),
     ],
 )
 def test_how_many_requests_share_a_step(options: dict[str, Any], shape: tuple[int, int]) -> None:
-    """Unless it is said: a row for each of the largest bucket, and a divisor."""
+    """Unless it is said: a row for each of the largest bucket, if all of it could decode in there;
+    and a divisor, not much larger than that."""
     assert CompileOptions(**options).prefill_shape == shape
 
 

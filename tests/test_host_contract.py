@@ -39,6 +39,7 @@ def layouts(checkpoint: Callable[..., Path]) -> dict[str, Layout]:
     made = {}
     options = CompileOptions(
         **{**TINY, "spec_tokens": 2, "batch_buckets": (4,), "num_pages": 89},
+        prefill_rows=4,
         sampling=True,
         token_mask=True,
     )
@@ -54,7 +55,10 @@ def layouts(checkpoint: Callable[..., Path]) -> dict[str, Layout]:
 
 
 def stated(dim: str) -> int | None:
-    """A number, letter, letter+number or letter/number of the table; None where it differs."""
+    """A number, letter, letter+number or letter/number of the table, or R(K+1); None where it
+    differs."""
+    if dim == "R(K+1)":
+        return SIZES["R"] * (SIZES["K"] + 1)
     parts = re.fullmatch(r"(\w+?)(?:([+/])(\d+))?", dim)
     if parts is None:
         return None

@@ -112,16 +112,20 @@ def compiled(directory: Path, **options: Any) -> mtpc.SpecModel:
 
 
 PROMPTS = [[5, 9, 17, 33], [3], list(range(40, 51))]
+JOINED: dict[str, Any] = {"prefill_chunk": 24, "busy_prefill_chunk": 6}
+QUEUE = [*PROMPTS, [8, 8], [21, 3, 30], list(range(60, 69)), [71]]
+"""More than a bucket's: the last ones are prefilled in steps that others decode in."""
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_nothing_that_is_used_changes(family: str, checkpoint: Callable[..., Path]) -> None:
-    """Three requests of unlike length in a bucket of five, on the same reference operators: the
-    same tokens, and as many drafts accepted at each position, as without the pass."""
+    """Requests of unlike length in a bucket of five, on the same reference operators: the same
+    tokens, and as many drafts accepted at each position, as without the pass."""
     seen = []
     for disabled in ((), ("skip-idle-rows",)):
-        model = compiled(checkpoint(family), disabled_passes=disabled)
-        seen.append((model.generate(PROMPTS, max_new_tokens=12), tuple(model.stats.accepted)))
+        model = compiled(checkpoint(family), disabled_passes=disabled, **JOINED)
+        seen.append((model.generate(QUEUE, max_new_tokens=12), tuple(model.stats.accepted)))
+        assert model.stats.joined.steps > 0
         skipping = [call for call in calls(model) if "rows" in call.kwargs]
         assert bool(skipping) == (not disabled)
     assert seen[0] == seen[1]
@@ -149,10 +153,11 @@ def test_what_stands_in_idle_rows_is_never_seen(
     for disabled in ((), ("skip-idle-rows",)):
         model = compiled(
             checkpoint(family), backend="eager", enabled_passes=CpuBackend.enables,
-            disabled_passes=disabled,
+            disabled_passes=disabled, **JOINED,
         )  # fmt: skip
         with OnKernels() as kernels:
-            found = model.generate(PROMPTS, max_new_tokens=12)
+            found = model.generate(QUEUE, max_new_tokens=12)
+        assert model.stats.joined.steps > 0
         assert "packed_linear" in kernels.ran
         seen.append((found, tuple(model.stats.accepted)))
     assert seen[0] == seen[1]
@@ -195,6 +200,18 @@ def test_parts_of_a_row_are_not_rows(checkpoint: Callable[..., Path]) -> None:
     assert found == expected
 
 
+def test_heads_of_a_draft_are_not_rows_of_logits(checkpoint: Callable[..., Path]) -> None:
+    """GLM-4 norms each of its four heads: as many as one request has rows of logits at K = 3."""
+    seen = []
+    for disabled in ((), ("skip-idle-rows",)):
+        options = {"batch_buckets": (1,), "spec_tokens": 3, "disabled_passes": disabled}
+        passes = (*PACKED, "fuse-elementwise")
+        model = compiled(checkpoint("glm4_moe"), enabled_passes=passes, **options)
+        seen.append((model.generate(PROMPTS, 12), tuple(model.stats.accepted)))
+    assert seen[0] == seen[1]
+    assert seen[0][1][2] > 0
+
+
 def calls(model: mtpc.SpecModel) -> list[torch.fx.Node]:
     """Calls on packed weights in the graphs of a model."""
     nodes = [n for step in model.program.steps.values() for n in step.graph.graph.nodes]
@@ -217,14 +234,20 @@ class Counted(TorchDispatchMode):
 
 
 def test_what_is_counted(checkpoint: Callable[..., Path]) -> None:
-    """Chunks of 8 for prompts of 4, 1, and 9 tokens; then the requests of five that there are."""
-    model = compiled(checkpoint("mimo"), enabled_passes=("pack-weights", "skip-idle-rows"))
-    for prompt in PROMPTS:
-        model.engine.add(prompt[:9], 9)
+    """Chunks for prompts of 4, 1, and 9 tokens, one behind others that decode; then the requests of
+    five that there are."""
+    passes = ("pack-weights", "skip-idle-rows")
+    model = compiled(checkpoint("mimo"), enabled_passes=passes, **JOINED)
     with Counted() as counted:
+        for prompt in PROMPTS[:2]:
+            model.engine.add(prompt, 9)
+        model.engine.step()
+        model.engine.add(PROMPTS[2][:9], 9)
         while any(not r.is_prefilled for r in model.engine.running) or model.engine.waiting:
             model.engine.step()
-    assert {8, 6} <= counted.seen[8]
+    assert counted.seen[24] == {5, 2 * (K + 1) + 6, 2 * (K + 1) + 3}
+    rows = model.program.prefill_key().bucket.num_reqs
+    assert counted.seen[rows * (K + 1)] == {2, 2 * (K + 1) + 1}, "of logits"
     with Counted() as counted:
         while model.engine.has_work:
             model.engine.step()

@@ -25,11 +25,11 @@ def run(spec: mtpc.SpecModel, **params: Any) -> tuple[list[list[int]], list[int]
     texts: dict[int, list[int]] = {spec.engine.add(FIRST, NEW, **params): []}
     beside = []
     while spec.engine.has_work:
-        before = spec.stats.joined_steps
+        before = spec.stats.joined.steps
         outputs = {output.request_id: output.token_ids for output in spec.engine.step()}
         for request_id, tokens in outputs.items():
             texts[request_id] += tokens
-        if spec.stats.joined_steps > before and min(texts) in outputs:
+        if spec.stats.joined.steps > before and min(texts) in outputs:
             beside.append(len(outputs[min(texts)]))
         if len(texts) == 1:
             texts |= {spec.engine.add(prompt, NEW, **params): [] for prompt in LATER}
@@ -59,9 +59,9 @@ def test_drafts(
     engine = session.spec.engine
     engine.add(FIRST, NEW)
     while engine.has_work:
-        before = session.spec.stats.joined_steps
+        before = session.spec.stats.joined.steps
         engine.step()
-        if session.spec.stats.joined_steps > before:
+        if session.spec.stats.joined.steps > before:
             session.check_drafts()
         if len(engine.running) == 1 and not engine.running[0].output_ids[1:]:
             engine.add(LATER[0], NEW)

@@ -121,7 +121,8 @@ def test_several_prompts_in_one_prefill(compiler: StepCompiler, oracle: Callable
         assert len(prompt) <= 9
     packed = [token for prompt in prompts for token in prompt]
     buffers["batch.prompt_ids"][: len(packed)] = torch.tensor(packed)
-    buffers["batch.num_input"].copy_(torch.tensor([len(prompts[0]), 0, *map(len, prompts[1:])]))
+    buffers["batch.num_input"].copy_(torch.tensor([len(prompts[0]), 7, *map(len, prompts[1:])]))
+    buffers["batch.is_decoding"].zero_()
     buffers["batch.next_prompt_id"].fill_(-1)
     buffers["batch.state_indices"].copy_(torch.tensor(slots))
     step.replay()

@@ -43,7 +43,8 @@ def run(
             while accepted < verified and draw.random() < chance:
                 accepted += 1
             drafts.append((verified, accepted))
-        policy.observe(num_reqs, tier, cost(num_reqs, tier), drafts)
+        policy.observe(num_reqs, tier, cost(num_reqs, tier))
+        policy.observe_drafts(drafts)
         chosen.append(tier)
         before = tier
     return chosen
@@ -93,10 +94,10 @@ def test_it_does_not_flutter() -> None:
 def test_what_was_not_drafted_does_not_count() -> None:
     """After a step of K = 1, a step of K = 3 verifies one real draft."""
     policy = TierPolicy(TIERS)
-    policy.observe(1, 3, 1.0, [(1, 1)])
+    policy.observe_drafts([(1, 1)])
     assert policy.acceptance(0) == 1.0
     assert policy.acceptance(2) == 1.0  # Taken from position 0.
-    policy.observe(1, 3, 1.0, [(3, 1)])
+    policy.observe_drafts([(3, 1)])
     assert policy.acceptance(1) == 0.0
     assert policy.length(3) == pytest.approx(2.0)
 

@@ -122,16 +122,19 @@ class GrammarHost(example.Host):
         for step in self.steps.values():  # Rows that are not written must not be read.
             step["batch.draft_mask"].zero_()
 
-    def _run(self, key: StepKey, batch: list[example.Request]) -> None:
+    def _run(
+        self, key: StepKey, decoding: list[example.Request], prompts: list[example.Request]
+    ) -> None:
+        batch = decoding + prompts
         self.now = (key, batch)
         mask = self.steps[key]["batch.token_mask"]
         for row, request in enumerate(batch):
             first, drafts = request.text[-1], self.shared["state.token_ids"][request.slot, 1:]
-            path = [first, *drafts.tolist()] if key.phase == "decode" else [first]
+            path = [first, *drafts.tolist()] if request in decoding else [first]
             for j, token in enumerate(path):
-                mask[row * len(path) + j] = ROWS[(token + 1) % KINDS]
+                mask[row * key.max_emitted + j] = ROWS[(token + 1) % KINDS]
         slots = [request.slot for request in batch]
-        super()._run(key, batch)
+        super()._run(key, decoding, prompts)
         for request, slot in zip(batch, slots, strict=True):
             if request.output and not request.is_finished:
                 drafts = self.shared["state.token_ids"][slot, 1:].tolist()
@@ -140,7 +143,7 @@ class GrammarHost(example.Host):
     def take(self, request: example.Request, row: mtpc.RowResult) -> None:
         super().take(request, row)
         key, batch = self.now
-        width = key.bucket.query_len if key.phase == "decode" else 1
+        width = key.max_emitted
         masks = self.steps[key]["batch.draft_mask"]
         masks[batch.index(request) * width : (batch.index(request) + 1) * width] = 0
         for i in range(key.spec_tokens):

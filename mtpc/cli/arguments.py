@@ -347,7 +347,7 @@ def _add_compile_options(
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
         ("prefill_chunk", int, "N", "prompt tokens per prefill step (default: 512 or 64)"),
         ("busy_prefill_chunk", int, "N", "the same while others decode (default: up to 64)"),
-        ("prefill_rows", int, "R", "prompts that may share a prefill step (default: up to 4)"),
+        ("prefill_rows", int, "R", "requests that may share a prefill step (default: all)"),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", _draft_vocab, "N|FILE", "drafts are among the N lowest ids, or FILE's"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),

@@ -108,7 +108,8 @@ def _as_text(prompt: Prompt) -> str:
 def _speed(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
     stats = model.stats
     decoded = stats.decode_counts().tokens
-    yield "new tokens", f"{stats.emitted_tokens}, {decoded} of them in decode steps"
+    beside = f", {stats.joined.tokens} beside prompts" if stats.joined.tokens else ""
+    yield "new tokens", f"{stats.emitted_tokens}, {decoded} of them in decode steps{beside}"
     yield "prefill", f"{stats.prompt_tokens} tokens, {_rate(stats.prompt_tokens, stats.prefill_s)}"
     yield "decode", f"{decoded} tokens, {_rate(decoded, stats.decode_s)}"
     if stats.decode_steps:

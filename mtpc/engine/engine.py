@@ -32,7 +32,7 @@ from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.rows import unpaged_state, write_chunks, write_new_pages, write_state
 from mtpc.engine.sampling_rows import check_sampling, read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
-from mtpc.engine.stats import Stats
+from mtpc.engine.stats import DecodeCounts, Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, StepKey
@@ -326,7 +326,7 @@ class Engine:
         stats.replay_s += pending.readout.replay_s
         if turn.phase == "prefill":
             stats.prefill_steps += 1
-            stats.joined_steps += bool(turn.decoding)
+            stats.joined += DecodeCounts(steps=int(bool(turn.decoding)))
             stats.prefill_prompts += len(turn.prompts)
             stats.prompt_tokens += sum(turn.chunks)
         else:
@@ -358,9 +358,9 @@ class Engine:
             drafts.append((verified, right))
         for request in pending.emitting:
             request.num_drafts = key.spec_tokens
-        if turn.phase == "prefill":
-            return  # Its time says nothing of a decode step's.
-        self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s, drafts)
+        self.tiers.observe_drafts(drafts)
+        if turn.phase == "decode":  # Else its time says nothing of a decode step's.
+            self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s)
 
     def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> list[Emission]:
         """Take what a step emitted, row by row.

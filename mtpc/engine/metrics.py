@@ -28,7 +28,7 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     yield (
         "steps",
         f"{stats.emitted_tokens} tokens in {stats.decode_steps} decode and "
-        f"{stats.prefill_steps} prefill steps, {stats.joined_steps} of these both; "
+        f"{stats.prefill_steps} prefill steps, {stats.joined.steps} of these both; "
         f"{stats.host_writes} host writes",
     )
     yield (
@@ -103,7 +103,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     for name, description, value in (
         ("prompt_tokens_total", "Tokens prefilled.", stats.prompt_tokens),
         ("prefill_steps_total", "Prefill steps.", stats.prefill_steps),
-        ("joined_steps_total", "Of these, those joined by who decodes.", stats.joined_steps),
+        ("joined_steps_total", "Of these, those joined by who decodes.", stats.joined.steps),
         ("prefill_prompts_total", "Prompts with a part in them.", stats.prefill_prompts),
         ("generation_tokens_total", "Tokens emitted.", stats.emitted_tokens),
         ("num_preemptions_total", "Requests sent back to the queue.", stats.preemptions),

@@ -1,4 +1,4 @@
-"""Who runs next: admission, turns of prefill and decode, pages on demand, preemption.
+"""Who runs next: admission, prefill beside decode, pages on demand, preemption.
 
 The policy, and its bounds:
 
@@ -48,7 +48,6 @@ class Turn:
     """One step to run.
 
     Attributes:
-        phase: of the step.
         decoding: all requests that decode, in order of arrival; of prefill, those that join it.
         placed: requests that got a slot since the last turn: their rows are to be written.
         grown: requests that got pages, and which of their pages is the first new one.
@@ -56,12 +55,16 @@ class Turn:
         chunks: how many tokens of each.
     """
 
-    phase: Phase
     decoding: list[Request]
     placed: list[Request]
     grown: list[tuple[Request, int]]
     prompts: list[Request] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
+
+    @property
+    def phase(self) -> Phase:
+        """Of the step."""
+        return "prefill" if self.prompts else "decode"
 
     @property
     def requests(self) -> list[Request]:
@@ -79,7 +82,7 @@ class Scheduler:
         pages_for: pages a request with that many committed tokens needs for its next step.
         prefill: requests and tokens that a prefill step holds.
         busy_tokens: tokens of prompts that it is given while requests decode.
-        query_len: tokens of a request that decodes in a prefill step.
+        joining_tokens: of a request that decodes in a prefill step.
     """
 
     def __init__(
@@ -90,10 +93,10 @@ class Scheduler:
         pages_for: Callable[[int], int],
         prefill: Bucket,
         busy_tokens: int,
-        query_len: int,
+        joining_tokens: int,
     ):
         self.slots, self.pages, self.prefixes, self.prefill = slots, pages, prefixes, prefill
-        self.busy_tokens, self.query_len = busy_tokens, query_len
+        self.busy_tokens, self.joining_tokens = busy_tokens, joining_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -157,7 +160,7 @@ class Scheduler:
         if not prompts:
             return None
         held = [count for count in chunks if count]
-        return Turn("prefill", decoding, self._still_placed(), grown, prompts[: len(held)], held)
+        return Turn(decoding, self._still_placed(), grown, prompts[: len(held)], held)
 
     def _room_to_join(self) -> int:
         """Tokens for prompts in a step that all who decode join; 0 where that is not to be."""
@@ -166,11 +169,11 @@ class Scheduler:
         if not decoding or not left or len(decoding) >= self.prefill.num_reqs:
             return 0
         room = self._room_beside(decoding)
-        return room if 2 * room >= min(self.busy_tokens, sum(left)) else 0
+        return room if 2 * room >= self.busy_tokens or room >= sum(left) else 0
 
     def _room_beside(self, decoding: list[Request]) -> int:
         """Tokens for prompts beside those of requests that decode."""
-        taken = len(decoding) * self.query_len
+        taken = len(decoding) * self.joining_tokens
         return min(self.busy_tokens, self.prefill.num_tokens - taken)
 
     def _must_read(self) -> bool:
@@ -208,7 +211,7 @@ class Scheduler:
         decoding = self._decoding()
         if not decoding:
             return None
-        return Turn("decode", decoding, self._still_placed(), grown)
+        return Turn(decoding, self._still_placed(), grown)
 
     def _still_placed(self) -> list[Request]:
         """Without those that were placed and then preempted, in this very turn or an empty one."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mtpc.engine.metrics import prometheus_text, stats_rows
@@ -22,26 +23,22 @@ class DecodeCounts:
         seconds: in them.
         request_steps: decode steps, counted once per live request in them.
         tokens: emitted by them.
-        accepted: drafts accepted, those of joined prefill steps included.
-        drafted: drafts verified, likewise.
+        accepted: drafts accepted.
+        drafted: drafts verified.
     """
 
-    steps: int
-    seconds: float
-    request_steps: int
-    tokens: int
-    accepted: int
-    drafted: int
+    steps: int = 0
+    seconds: float = 0.0
+    request_steps: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    drafted: int = 0
+
+    def __add__(self, other: DecodeCounts) -> DecodeCounts:
+        return DecodeCounts(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: DecodeCounts) -> DecodeCounts:
-        return DecodeCounts(
-            self.steps - earlier.steps,
-            self.seconds - earlier.seconds,
-            self.request_steps - earlier.request_steps,
-            self.tokens - earlier.tokens,
-            self.accepted - earlier.accepted,
-            self.drafted - earlier.drafted,
-        )
+        return DecodeCounts(*map(operator.sub, astuple(self), astuple(earlier)))
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -61,9 +58,8 @@ class Stats:
         request_steps: both kinds of steps, counted once per request that decodes in them.
         decode_steps: decode steps.
         prefill_steps: prefill chunks.
-        joined_steps: of these, those that requests joined which decode.
-        joined_requests: joined steps, counted once per request that decodes in them.
-        joined_tokens: tokens emitted by them of requests that decode.
+        joined: of these, those that requests joined which decode, and what these got of them; their
+            time is prefill's.
         prefill_prompts: prompts that had a part in them, counted once a step.
         emitted_tokens: new tokens handed out, the first one of each request included.
         prompt_tokens: tokens prefilled, again after a preemption; those reused do not count.
@@ -95,9 +91,7 @@ class Stats:
     request_steps: int = 0
     decode_steps: int = 0
     prefill_steps: int = 0
-    joined_steps: int = 0
-    joined_requests: int = 0
-    joined_tokens: int = 0
+    joined: DecodeCounts = field(default_factory=DecodeCounts)
     prefill_prompts: int = 0
     emitted_tokens: int = 0
     prompt_tokens: int = 0
@@ -137,15 +131,16 @@ class Stats:
             num_emitted: tokens handed out.
             joined: whether the step was a prefill step.
         """
-        if joined:
-            self.joined_requests += 1
-            self.joined_tokens += num_emitted
         self.request_steps += 1
         self.decoded_tokens += num_emitted
         was_cut = num_emitted <= num_accepted
-        for position in range(num_emitted if was_cut else num_drafted):
+        drafted = num_emitted if was_cut else num_drafted
+        for position in range(drafted):
             self.drafted[position] += 1
             self.accepted[position] += position < num_accepted
+        if joined:
+            accepted = min(num_accepted, drafted)
+            self.joined += DecodeCounts(0, 0.0, 1, num_emitted, accepted, drafted)
 
     def count_host_gap(self, seconds: float) -> None:
         """Record a time in which there was work and no replay ran."""
@@ -154,14 +149,9 @@ class Stats:
 
     def decode_counts(self) -> DecodeCounts:
         """What decode steps did so far."""
-        return DecodeCounts(
-            self.decode_steps,
-            self.decode_s,
-            self.request_steps - self.joined_requests,
-            self.decoded_tokens - self.joined_tokens,
-            sum(self.accepted),
-            sum(self.drafted),
-        )
+        beside = replace(self.joined, steps=0)
+        counts = (self.request_steps, self.decoded_tokens, sum(self.accepted), sum(self.drafted))
+        return DecodeCounts(self.decode_steps, self.decode_s, *counts) - beside
 
     @property
     def acceptance_length(self) -> float:

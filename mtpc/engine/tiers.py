@@ -1,4 +1,6 @@
-"""How many drafts the next step verifies, where a program has steps for several numbers of them.
+"""How many drafts the next decode step verifies, where a program has some for several numbers.
+
+A prefill step has the largest number; who joins it verifies as many.
 
 A step of K drafts costs T(K) and hands out L(K) tokens a request: 1 and the drafts accepted, L(K) =
 1 + sum over i <= K of a_1 ... a_i, with a_i the share of drafts at position i that are accepted
@@ -53,17 +55,13 @@ class TierPolicy:
             self.switches += 1
         return self.current
 
-    def observe(
-        self, num_reqs: int, tier: int, seconds: float, drafts: Iterable[tuple[int, int]]
-    ) -> None:
-        """Learn from a step.
+    def observe(self, num_reqs: int, tier: int, seconds: float) -> None:
+        """Learn what a step costs.
 
         Args:
             num_reqs: of its bucket.
             tier: its K.
             seconds: that its replay took.
-            drafts: per request how many real drafts it verified (fewer than K after a step that
-                proposed fewer), and how many of them were accepted.
         """
         count, cost = self._costs.get((num_reqs, tier), (0, seconds))
         if count:  # The first sample is kept only until there is another.
@@ -74,6 +72,14 @@ class TierPolicy:
         at_top = tier == self.tiers[-1]
         self._since_top = 0 if at_top else self._since_top + 1
         self._probing = self._probing + 1 if at_top else 0
+
+    def observe_drafts(self, drafts: Iterable[tuple[int, int]]) -> None:
+        """Learn what became of the drafts of a step, of either kind.
+
+        Args:
+            drafts: per request how many real drafts it verified (fewer than K after a step that
+                proposed fewer), and how many of them were accepted.
+        """
         for verified, accepted in drafts:
             for position in range(min(verified, accepted + 1)):
                 self._tried[position] = _ACCEPTANCE_MEMORY * self._tried[position] + 1

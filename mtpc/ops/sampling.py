@@ -47,7 +47,8 @@ def sample(
         logits: [N, V], N = R * Q: Q rows a request.
         ids: int64 [N], the token each row was fed. Row j of a request has seen those of its rows
             1..j beyond what output_counts says: they are drafts.
-        positions: int64 [N], where in its sequence the chosen token will stand.
+        positions: int64 [N], where in its sequence the chosen token will stand; below 0 in a row
+            that is to choose none.
         state_slots: int64 [R]; SCRATCH_SLOT where a request is off.
         floats: rows by slot, as all that follow but the last; see above.
         ints: see above.
@@ -60,14 +61,14 @@ def sample(
         token_mask: int32 [N, W], one more mask; None allows all.
 
     Returns:
-        int64 [N]; -1 where the request is off, a logit is NaN, the greatest is not finite, or
-        nothing is allowed.
+        int64 [N]; -1 where the request is off, no token is to be chosen, a logit is NaN, the
+        greatest is not finite, or nothing is allowed.
     """
     rows_each = logits.shape[0] // state_slots.shape[0]
     slots = state_slots.repeat_interleave(rows_each)
     number, flag = _columns(floats[slots], FLOATS), _columns(ints[slots], INTS)
     x = logits.double()
-    usable = torch.isfinite(x.amax(-1)) & (slots != SCRATCH_SLOT)
+    usable = torch.isfinite(x.amax(-1)) & (slots != SCRATCH_SLOT) & (positions >= 0)
 
     allowed = _bits(allowed_tokens[slots], x.shape[1]) | (flag["masked"] == 0)
     if token_mask is not None:

@@ -119,7 +119,8 @@ class _Counts:
         requests: node int [1], and the size that it is a part of.
         tokens: the same of flat tokens.
         logits: the same of a prefill step's rows of logits.
-        selected: features of rows selected, one a request or those of logits.
+        selected: features of selected rows: whether these are the rows of logits, not one a
+            request.
     """
 
     graph: fx.Graph
@@ -128,7 +129,7 @@ class _Counts:
     requests: tuple[int, fx.Node] | None = None
     tokens: tuple[int, fx.Node] | None = None
     logits: tuple[int, fx.Node] | None = None
-    selected: set[fx.Node] = field(default_factory=set)
+    selected: dict[fx.Node, bool] = field(default_factory=dict)
 
     def follow(self, node: fx.Node) -> None:
         """Look at a node; where metadata has been published, count its rows."""
@@ -143,11 +144,16 @@ class _Counts:
                 self._count(node)
             if name == _LOGITS and isinstance(value, fx.Node):
                 self._count_logits(node, value)
-        elif _has_features(node) and (
-            is_call(node, aten.index_select.default)
-            or not self.selected.isdisjoint(node.all_input_nodes)
-        ):
-            self.selected.add(node)
+        elif _has_features(node):
+            self._follow_selection(node)
+
+    def _follow_selection(self, node: fx.Node) -> None:
+        inputs = [one for one in node.all_input_nodes if one in self.selected]
+        if is_call(node, aten.index_select.default):
+            rows = node.args[2].meta["val"].shape[0]  # type: ignore[union-attr]
+            self.selected[node] = self.logits is not None and rows == self.logits[0]
+        elif inputs:
+            self.selected[node] = self.selected[inputs[0]]
 
     def of(self, node: fx.Node) -> fx.Node | None:
         """The count for an operator's rows; None if they are of another kind, or one.
@@ -155,11 +161,13 @@ class _Counts:
         Sizes alone do not tell: [1, 16, H] are 16 tokens, or 16 parts of the one request's row. The
         step, and what select-head-rows makes of it, selects rows by `index_select` alone.
         """
-        kinds = (self.requests, self.logits) if node in self.selected else (self.tokens,)
+        counted = self.tokens
+        if node in self.selected:
+            counted = self.logits if self.selected[node] else self.requests
         x: Any = node.args[0]
         shape = x.meta["val"].shape[: -_SKIPPING[node.target]]
         lead = [size for size in shape if size != 1]
-        return next((kind[1] for kind in kinds if kind is not None and lead == [kind[0]]), None)
+        return counted[1] if counted is not None and lead == [counted[0]] else None
 
     def _count(self, node: fx.Node) -> None:
         """Count behind a node: requests up to the last one that is on, and its last token."""
@@ -178,10 +186,12 @@ class _Counts:
         self.tokens = (positions.meta["val"].shape[0], tokens)
 
     def _count_logits(self, node: fx.Node, starts: fx.Node) -> None:
-        """The last of ascending starts."""
+        """The last of ascending starts; with one row a request their count will do."""
+        if self.key.num_logits == self.key.bucket.num_reqs:
+            return
         with self.graph.inserting_before(node.next):
             count = emit(self.graph, aten.amax.default, (starts, [0], True), node)
-        self.logits = (self.key.bucket.num_reqs * self.key.max_emitted, count)
+        self.logits = (self.key.num_logits, count)
 
 
 def _has_features(node: fx.Node) -> bool:

@@ -13,6 +13,9 @@ from torch import nn
 
 import mtpc.ops.sampling  # noqa: F401  (registers the ops)
 
+NO_POSITION = -2
+"""Of a row that is not to be sampled: what it chose would not stand in a sequence."""
+
 
 class Choose(nn.Module):
     """Greedy: argmax over the vocabulary. Returns tokens [N], and whether logits were finite."""

@@ -103,10 +103,12 @@ class BeginPrefill(nn.Module):
         block_table,
     ):
         num_tokens, width = self.key.bucket.num_tokens, self.key.max_emitted
-        decodes = is_decoding != 0
         wanted = (state_indices != SCRATCH_SLOT) & (remaining_tokens[state_indices] > 0)
-        packed = torch.where(decodes, 0, num_input.clamp(0, num_tokens))
-        counts = torch.where(wanted, torch.where(decodes, width, packed), 0)
+        decodes = wanted & (is_decoding != 0)
+        packed = torch.where(wanted & ~decodes, num_input.clamp(0, num_tokens), 0)
+        counts = torch.where(decodes, width, packed)
+        # More than a step holds would read beyond it: such rows are off, and those behind them.
+        counts = torch.where(counts.cumsum(0) <= num_tokens, counts, 0)
         active = counts > 0
         context_lens = torch.where(active, committed_lens[state_indices], 0)
         blocks = block_table[state_indices]
@@ -127,27 +129,30 @@ class BeginPrefill(nn.Module):
 class LogitsRows(nn.Module):
     """Which flat rows of a prefill step get logits: a prompt's last, all of who decodes.
 
-    Returns logits_indices int64 [R*W] (one request's behind the other's; what is behind the last
-    one is padding), logits_start_loc int32 [R+1] into them, and their places in a rectangle, int64
-    [R*W]: W = K + 1 to a request, of which a prompt's are all the same one.
+    Returns logits_indices int64 [N] (one request's behind the other's; what is behind the last
+    one is padding), logits_start_loc int32 [R+1] into them, their places in a rectangle, int64
+    [R*W]: W = K + 1 to a request, of which a prompt's are all the same one; and bool [R*W], whether
+    a place is the first of its row of logits.
     """
 
     def __init__(self, key: StepKey):
         super().__init__()
-        self.width, self.num_tokens = key.max_emitted, key.bucket.num_tokens
+        self.key, self.width = key, key.max_emitted
 
     def forward(self, query_start_loc: torch.Tensor, is_decoding: torch.Tensor):  # type: ignore[no-untyped-def]
         lens = query_start_loc[1:] - query_start_loc[:-1]
         counts = torch.minimum(lens, torch.where(is_decoding != 0, self.width, 1))
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
-        row = torch.arange(self.width * lens.shape[0], device=lens.device)
+        row = torch.arange(self.key.num_logits, device=lens.device)
         request = request_of(row, starts).clamp(max=lens.shape[0] - 1)
         first = query_start_loc[1:] - counts
         # Padding is counted on from the last request's: any row that there is will do.
-        indices = (first[request] + row - starts[request]).clamp(0, self.num_tokens - 1)
+        indices = first[request] + row - starts[request]
+        indices = indices.clamp(0, self.key.bucket.num_tokens - 1).long()
         column = torch.arange(self.width, device=lens.device)
         places = torch.minimum(starts[:-1, None] + column, starts[1:, None] - 1).clamp(min=0)
-        return indices.long(), starts.int(), places.reshape(-1).long()
+        is_first = column < counts[:, None]
+        return indices, starts.int(), places.reshape(-1).long(), is_first.reshape(-1)
 
 
 class ChainMetadata(nn.Module):

@@ -102,7 +102,8 @@ class GuardedProtocol:
         """
         if self._is_refused or self._transport.is_closing():
             return
-        rest = 0 if self._is_body_read else (DISCARDED + 1) * self._options.max_body_bytes
+        may_be_body = self._is_lingering or not self._is_body_read
+        rest = (DISCARDED + 1) * self._options.max_body_bytes if may_be_body else 0
         if self._head_bytes > MAX_HEAD_BYTES + rest:
             self._transport.abort()
             return
@@ -127,12 +128,13 @@ class GuardedProtocol:
 
         Else only writing ends here, and what still comes is read and forgotten until the client
         closes (within `header_seconds`): a connection closed before that is reset by what comes,
-        and with it the answer is lost (RFC 9112, section 9.6).
+        and with it the answer is lost (RFC 9112, section 9.6). Asked a second time, as at the
+        server's end, it is closed.
         """
-        if self.is_closing:
-            return
-        if self._is_body_read and not self._head_bytes:
+        if self._is_lingering or (self._is_body_read and not self._head_bytes):
             self._transport.close()
+            return
+        if self._transport.is_closing():
             return
         self._is_lingering = True
         self._head_timer.stop()
@@ -169,8 +171,9 @@ class GuardedProtocol:
         self._num_requests -= 1
         if self._num_requests:
             return
-        if self._head_bytes and self._is_body_read and not self._head_timer.is_running:
-            self._head_timer.start()  # Of a next head that has begun already.
+        has_begun = self._head_bytes and self._is_body_read and not self._is_lingering
+        if has_begun and not self._head_timer.is_running:
+            self._head_timer.start()  # Of the next head.
         if self._transport.get_write_buffer_size() and not self._write_timer.is_running:
             self._time_writing()
 

@@ -340,7 +340,8 @@ Tensor sample(
     using T = typename decltype(type)::type;
     run_tasks(rows, worker_count(rows * vocabulary * 4), [&](int64_t i) {
       const int64_t slot = slots(i / each);
-      if (slot == 0) {  // SCRATCH_SLOT: whatever is in there belongs to nobody.
+      // SCRATCH_SLOT: whatever is in there belongs to nobody.
+      if (slot == 0 || at(i) < 0) {
         chosen[i] = -1;
         return;
       }
