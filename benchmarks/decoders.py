@@ -73,8 +73,8 @@ class Decoder(Protocol):
 class MtpcDecoder:
     """A `SpecModel`; step times are the engine's own.
 
-    Counted are steps of the whole batch: prompts are prefilled in turns with decoding, and where
-    drafts are accepted unevenly requests end at different steps.
+    Counted are steps of the whole batch: who is prefilled first decodes beside the others' prompts,
+    and where drafts are accepted unevenly requests end at different steps.
     """
 
     def __init__(self, model: mtpc.SpecModel, build_s: float, engine: str = "mtpc") -> None:

@@ -42,7 +42,7 @@ class Request:
 
 
 class Host:
-    """Continuous batching: prefill chunks and decode steps in turn, pages on demand.
+    """Continuous batching: who decodes joins prefill chunks; pages on demand.
 
     Args:
         model: compiled by `mtpc.compile_host`.

@@ -44,15 +44,16 @@ class CompileOptions:
             max_position_embeddings where that is smaller.
         page_size: tokens per KV page.
         num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
-        prefill_chunk: prompt tokens that one prefill step processes, of one prompt or of several;
-            None is 512 where kernels leave out the rows that a step lacks, so that short prompts
-            do not pay for it (cpu, bfloat16), else 64.
-        busy_prefill_chunk: of these, how many at most while other requests decode, which wait for
-            the step; None is `prefill_chunk`, at most 64. Where kernels leave idle rows out (cpu,
-            bfloat16), a step of fewer tokens is shorter.
-        prefill_rows: requests that may share one prefill step, prompts and those that decode
-            meanwhile; a divisor of `prefill_chunk`. None is the smallest one that has room for
-            the largest bucket. With 1, prompts go one by one and decoding waits for each chunk.
+        prefill_chunk: tokens that one prefill step holds, of one prompt or of several, and the
+            K + 1 of each request that decodes in it; None is 512 where kernels leave out the rows
+            that a step lacks, so that short prompts do not pay for it (cpu, bfloat16), else 64.
+        busy_prefill_chunk: of these, how many of prompts at most while other requests decode, whose
+            next tokens come with the step; None is `prefill_chunk`, at most 64. Where kernels leave
+            idle rows out (cpu, bfloat16), a step of fewer tokens is shorter.
+        prefill_rows: requests that may share one prefill step, prompts and those that decode in it;
+            a divisor of `prefill_chunk`. None is one with room for the largest bucket, where that
+            leaves each K + 1 tokens and is no more than twice as many; else fewer. With 1, prompts
+            go one by one and decoding waits for each chunk.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
             model keeps all of its past in pages; see docs/serving.md.
         async_scheduling: launch a step before the one before it is read, so that a GPU does not
@@ -179,7 +180,7 @@ class CompileOptions:
 
     @property
     def busy_prefill_tokens(self) -> int:
-        """Prompt tokens of a prefill step that requests which decode wait for."""
+        """Prompt tokens of a prefill step while requests decode."""
         return self.busy_prefill_chunk or min(self.prefill_tokens, DEFAULT_PREFILL_CHUNK)
 
     @property

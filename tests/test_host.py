@@ -628,6 +628,7 @@ def test_sampling_rows(
     [
         ({"form": "halves"}, "form is 'halves'; expected one of split, fused, both"),
         ({"prefix_caching": False}, "prefix_caching belongs to mtpc.compile"),
+        ({"busy_prefill_chunk": 8}, "busy_prefill_chunk belongs to mtpc.compile"),
         ({"async_scheduling": True}, "async_scheduling belongs to mtpc.compile"),
         ({"require_sha256": "0" * 64}, "require_sha256 belongs to mtpc.compile"),
         ({"spec_token": 3}, "did you mean 'spec_tokens'"),

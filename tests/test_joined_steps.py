@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,20 +20,31 @@ NEW = 16
 FIRST, *LATER = PROMPTS[5], PROMPTS[-1], PROMPTS[-4]
 
 
-def run(spec: mtpc.SpecModel, **params: Any) -> tuple[list[list[int]], list[int]]:
-    """One request, and two more when it decodes; their texts, and what the first got of each step
-    in which there was a prompt."""
-    texts: dict[int, list[int]] = {spec.engine.add(FIRST, NEW, **params): []}
-    beside = []
+@dataclass
+class Text:
+    """What a request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+def run(
+    spec: mtpc.SpecModel, first: list[int] = FIRST, *later: list[int], **params: Any
+) -> tuple[list[Text], list[int]]:
+    """One request, and others once it decodes; what they got, and how much the first one got of
+    each step in which there was a prompt."""
+    texts = {spec.engine.add(first, NEW, **params): Text()}
+    waiting, beside = list(later), []
     while spec.engine.has_work:
         before = spec.stats.joined.steps
-        outputs = {output.request_id: output.token_ids for output in spec.engine.step()}
-        for request_id, tokens in outputs.items():
-            texts[request_id] += tokens
+        outputs = {output.request_id: output for output in spec.engine.step()}
+        for request_id, output in outputs.items():
+            texts[request_id].token_ids += output.token_ids
+            texts[request_id].logprobs += output.logprobs or []
         if spec.stats.joined.steps > before and min(texts) in outputs:
-            beside.append(len(outputs[min(texts)]))
-        if len(texts) == 1:
-            texts |= {spec.engine.add(prompt, NEW, **params): [] for prompt in LATER}
+            beside.append(len(outputs[min(texts)].token_ids))
+        while waiting and texts[min(texts)].token_ids:
+            texts[spec.engine.add(waiting.pop(0), NEW, **params)] = Text()
     return list(texts.values()), beside
 
 
@@ -44,8 +56,10 @@ def test_text_and_acceptance(
     """Plain decoding's tokens, from wild memory; as many at a time as elsewhere."""
     spec, plain = compiled(family, spec_tokens, **WIDE), oracle(family)
     poison(spec)
-    texts, beside = run(spec)
-    assert texts == [plain.generate(prompt, NEW, False) for prompt in (FIRST, *LATER)]
+    texts, beside = run(spec, FIRST, *LATER)
+    assert [text.token_ids for text in texts] == [
+        plain.generate(prompt, NEW, False) for prompt in (FIRST, *LATER)
+    ]
     assert beside, "some steps were of both kinds"
     assert spec_tokens == 0 or max(beside) > 1, "drafts were accepted in them"
 
@@ -86,10 +100,17 @@ def test_who_decodes_never_waits(compiled: Callable[..., Any]) -> None:
 
 
 def test_sampled_texts_are_those_of_requests_alone(compiled: Callable[..., Any]) -> None:
-    """Filters and penalties are of a request's own rows, wherever they stand."""
+    """Filters, penalties and log-probabilities are of a request's own rows, wherever these are."""
     spec = compiled("mimo", 2, sampling=True, **WIDE)
     for params in FILTERS.values():
-        found, beside = run(spec, sampling=params, stop_ids=spec.served.stop_ids)
-        alone = [spec.generate([prompt], NEW, sampling=params)[0] for prompt in (FIRST, *LATER)]
-        assert found == alone
+        asked = dict(sampling=replace(params, logprobs=2), stop_ids=spec.served.stop_ids)
+        found, beside = run(spec, FIRST, *LATER, **asked)
+        for text, prompt in zip(found, (FIRST, *LATER), strict=True):
+            ((alone,), _) = run(spec, prompt, **asked)
+            assert text.token_ids == alone.token_ids
+            for one, other in zip(text.logprobs, alone.logprobs, strict=True):
+                assert one.token_id == other.token_id
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            assert len(text.logprobs) == len(text.token_ids)
         assert beside

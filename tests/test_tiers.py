@@ -115,13 +115,13 @@ def test_k_may_change_at_every_step(
     family: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
     """Text equals plain decoding's, and drafts those of the uncached oracle, also after steps
-    that drafted nothing: MTP layers keep the KV of every row."""
+    that drafted nothing, and beside a prompt: MTP layers keep the KV of every row."""
     spec = compiled(family, "auto", batch_buckets=(2,))
     drafts = DraftOracle(oracle(family))
     spec.engine.tiers = Scripted(spec.options.tiers)
     poison(spec)
-    prompts = [PROMPTS[7], PROMPTS[10]]
-    texts = {spec.engine.add(prompt, 24): list(prompt) for prompt in prompts}
+    asked = [(PROMPTS[7], 24), (PROMPTS[10], 12), (PROMPTS[9], 8)]
+    texts = {spec.engine.add(prompt, new): list(prompt) for prompt, new in asked}
     compared = 0
     while spec.engine.has_work:
         for output in spec.engine.step():
@@ -133,8 +133,9 @@ def test_k_may_change_at_every_step(
             assert found[1 : 1 + request.num_drafts] == drafts.drafts(text, request.num_drafts)
             compared += request.num_drafts > 0
     assert compared >= 10
-    for text, prompt in zip(texts.values(), prompts, strict=True):
-        assert text == prompt + oracle(family).generate(prompt, 24, stop=False)
+    for text, (prompt, new) in zip(texts.values(), asked, strict=True):
+        assert text == prompt + oracle(family).generate(prompt, new, stop=False)
+    assert spec.stats.joined.steps > 0
     used = {key.spec_tokens for key in spec.stats.replays if key.phase == "decode"}
     assert used == {0, 1, 2, 3}
     assert sum(spec.stats.drafted) < 3 * spec.stats.request_steps

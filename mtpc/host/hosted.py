@@ -85,7 +85,7 @@ class HostedModel:
 
     @property
     def prefill_key(self) -> StepKey:
-        """The prefill step: `bucket.num_tokens` prompt tokens of `bucket.num_reqs` requests.
+        """The prefill step: `bucket.num_tokens` tokens of `bucket.num_reqs` requests.
 
         At most; a request alone may take all the tokens. `prefill_rows=1` is one request a step.
         """
