@@ -7,17 +7,65 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from conftest import EACH_FAMILY
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_engine import PROMPTS, Session
 from test_sampling import FILTERS
 from test_theorem import poison
 
 import mtpc
+from mtpc.layout import StepKey
+from mtpc.pieces.metadata import BeginPrefill, LogitsRows
 
 WIDE: dict[str, Any] = {"prefill_chunk": 24, "busy_prefill_chunk": 5, "batch_buckets": (3,)}
 """Room for chunks of five tokens beside two requests that decode, whatever K is up to 4."""
 NEW = 16
 FIRST, *LATER = PROMPTS[5], PROMPTS[-1], PROMPTS[-4]
+
+
+KEY = StepKey.prefill(5, 4, 2)
+ROW = st.tuples(st.booleans(), st.booleans(), st.integers(-1, 9))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(ROW, min_size=5, max_size=5))
+def test_rows(drawn: list[tuple[bool, bool, int]]) -> None:
+    """Where each request's rows begin, what they hold, and which of them choose; row by row."""
+    is_on, decodes = (torch.tensor(column) for column in list(zip(*drawn, strict=True))[:2])
+    num_input = torch.tensor([count for *_, count in drawn]).int()
+    slots = torch.arange(1, 6)
+    remaining = torch.cat([torch.zeros(1), is_on]).int()
+    token_ids = 60 + torch.arange(18).view(6, 3)
+    committed, table = torch.arange(6).int(), torch.zeros(6, 4).int()
+    out = BeginPrefill(KEY, 4, 96)(
+        slots, committed, remaining, token_ids, torch.arange(20), num_input, decodes.int(), table
+    )
+    ids, starts, certain = out[0], out[9], out[5]
+    rows, logits_starts, places, is_first = LogitsRows(KEY)(starts, decodes.int())
+    begin = packed = chosen = 0
+    full = False
+    for row, (on, decoding, count) in enumerate(drawn):
+        length = 3 if decoding else max(count, 0)
+        full |= on and begin + length > 20
+        length = length if on and not full else 0
+        assert starts[row : row + 2].tolist() == [begin, begin + length]
+        expected = token_ids[row + 1] if decoding else torch.arange(packed, packed + length)
+        assert ids[begin : begin + length].tolist() == expected[:length].tolist()
+        assert int(certain[row]) == (min(length, 1) if decoding else length)
+        begin += length
+        packed += max(count, 0) * (on and not decoding)
+        wanted = range(begin - (3 if decoding else 1), begin) if length else range(0)
+        assert rows[chosen : chosen + len(wanted)].tolist() == [*wanted]
+        mine = slice(3 * row, 3 * row + 3)
+        assert is_first[mine].tolist() == [j < len(wanted) for j in range(3)]
+        if wanted:
+            last = chosen + len(wanted) - 1
+            assert places[mine].tolist() == [min(chosen + j, last) for j in range(3)]
+        chosen += len(wanted)
+        assert int(logits_starts[row + 1]) == chosen
+    assert ((rows >= 0) & (rows < 20)).all()
 
 
 @dataclass
