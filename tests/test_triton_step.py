@@ -29,9 +29,10 @@ from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 
-PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8]]
+PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
+"""Chunks of six: the second one is prefilled in a step that the first one decodes in."""
 OPTIONS = CompileOptions(
-    spec_tokens=2, batch_buckets=(2,), max_len=32, page_size=4, prefill_chunk=4, num_pages=20
+    spec_tokens=2, batch_buckets=(2,), max_len=32, page_size=4, prefill_chunk=6, num_pages=20
 )
 
 
@@ -77,6 +78,7 @@ def _compare(directory: Path, options: CompileOptions, expected: set[str]) -> No
     assert ours.generate(PROMPTS, 6) == theirs.generate(PROMPTS, 6)
     assert ours.stats.accepted == theirs.stats.accepted
     assert ours.stats.drafted == theirs.stats.drafted
+    assert ours.stats.joined.steps > 0
     called = {name.split(".")[1] for tape in graphs.tapes for name in tape.op_names()
               if name.startswith("mtpc_triton.")}  # fmt: skip
     assert called - {"write_cache"} == expected
