@@ -72,6 +72,8 @@ def test_rows(drawn: list[tuple[bool, bool, int]]) -> None:
 class Text:
     """What a request got."""
 
+    steps: list[int] = field(default_factory=list)
+    """Tokens of each of its steps."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
 
@@ -87,6 +89,7 @@ def run(
         before = spec.stats.joined.steps
         outputs = {output.request_id: output for output in spec.engine.step()}
         for request_id, output in outputs.items():
+            texts[request_id].steps.append(len(output.token_ids))
             texts[request_id].token_ids += output.token_ids
             texts[request_id].logprobs += output.logprobs or []
         if spec.stats.joined.steps > before and min(texts) in outputs:
@@ -101,7 +104,8 @@ def run(
 def test_text_and_acceptance(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
-    """Plain decoding's tokens, from wild memory; as many at a time as elsewhere."""
+    """Plain decoding's tokens, from wild memory; and as many at a time as alone, so that no draft
+    is another one, whether a joined step makes or verifies it."""
     spec, plain = compiled(family, spec_tokens, **WIDE), oracle(family)
     poison(spec)
     texts, beside = run(spec, FIRST, *LATER)
@@ -109,7 +113,10 @@ def test_text_and_acceptance(
         plain.generate(prompt, NEW, False) for prompt in (FIRST, *LATER)
     ]
     assert beside, "some steps were of both kinds"
-    assert spec_tokens == 0 or max(beside) > 1, "drafts were accepted in them"
+    alone = [run(spec, prompt)[0][0].steps for prompt in (FIRST, *LATER)]
+    assert [text.steps for text in texts] == alone
+    accepting = [count for text in texts for count in text.steps]
+    assert spec_tokens == 0 or max(accepting) > 1, "drafts were accepted"
 
 
 @pytest.mark.parametrize(("family", "spec_tokens"), [("mimo", 2), ("glm4_moe", 3)])
