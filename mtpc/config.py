@@ -19,6 +19,8 @@ measurement, and every draft costs a full pass of the draft layer."""
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 """K by load, and what it is chosen among unless `spec_tiers` says otherwise."""
 DEFAULT_MAX_LEN = 4096
+SHARING_PROMPTS = 4
+"""Short prompts that are to share a prefill step, though no more requests could decode in it."""
 DEFAULT_PREFILL_CHUNK = 64
 """Prompt tokens of a prefill step where every step costs as much, or others wait for it."""
 LARGE_PREFILL_CHUNK = 512
@@ -52,8 +54,8 @@ class CompileOptions:
             idle rows out (cpu, bfloat16), a step of fewer tokens is shorter.
         prefill_rows: requests that may share one prefill step, prompts and those that decode in it;
             a divisor of `prefill_chunk`. None is one with room for the largest bucket, where that
-            leaves each K + 1 tokens and is no more than twice as many; else fewer. With 1, prompts
-            go one by one and decoding waits for each chunk.
+            leaves each K + 1 tokens and is less than twice as many; else fewer, four if it can be.
+            With 1, prompts go one by one and decoding waits for each chunk.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
             model keeps all of its past in pages; see docs/serving.md.
         async_scheduling: launch a step before the one before it is read, so that a GPU does not
@@ -187,11 +189,12 @@ class CompileOptions:
     def prefill_shape(self) -> tuple[int, int]:
         """Rows of the prefill step, and its tokens over them; one prompt may take all tokens.
 
-        Enough rows for the largest bucket, if all of it could decode in there, and if the tokens
-        can be shared out evenly among as many or not many more; else fewer.
+        Enough rows for the largest bucket, if all of it could decode in there, or for some prompts,
+        and if the tokens can be shared out evenly among as many or not many more; else fewer.
         """
         tokens = self.prefill_tokens
-        most = min(max(self.batch_buckets), max(tokens // (self.spec_tokens + 1), 1))
+        could_decode = tokens // (self.spec_tokens + 1)
+        most = min(max(self.batch_buckets), max(could_decode, SHARING_PROMPTS))
         divisors = [rows for rows in range(1, tokens + 1) if tokens % rows == 0]
         enough = [rows for rows in divisors if most <= rows < 2 * most]
         fewer = max(rows for rows in divisors if rows <= most)

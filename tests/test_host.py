@@ -374,7 +374,7 @@ def tensors_for(model: mtpc.HostedModel) -> tuple[dict[str, Any], dict[Any, dict
     return {name: buffer.allocate() for name, buffer in model.buffers.items()}, steps
 
 
-DECODE, PREFILL = StepKey.decode(3, 3), StepKey.prefill(2, 4, 3)
+DECODE, PREFILL = StepKey.decode(3, 3), StepKey.prefill(4, 2, 3)
 
 
 def replaced(name: str, change: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
@@ -440,7 +440,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "step forgotten": (
         lambda shared, steps: steps.pop(PREFILL),
-        r"prefill\[R=2,Q=4,K=3\] batch.state_indices is missing",
+        r"prefill\[R=4,Q=2,K=3\] batch.state_indices is missing",
     ),
     "no mapping": (
         lambda shared, steps: steps.update({DECODE: None}),
@@ -485,7 +485,7 @@ def test_steps_may_share_memory_with_each_other(
             super().__init__(model)
             arena = {
                 name: buffer.allocate()
-                for key in (PREFILL, DECODE)
+                for key in (DECODE, PREFILL)
                 for name, buffer in model.step_buffers(key).items()
             }
             for own in self.steps.values():
