@@ -121,7 +121,7 @@ class Scheduler:
         self._admit()
         if self._must_read():
             return None
-        can_join = self._room_to_join() > 0
+        can_join = self._can_join()
         turn = self._decode_turn() if can_join or self._last == "prefill" else None
         if turn is None or can_join:
             turn = self._prefill_turn(turn) or turn or self._decode_turn()
@@ -162,14 +162,14 @@ class Scheduler:
         held = [count for count in chunks if count]
         return Turn(decoding, self._still_placed(), grown, prompts[: len(held)], held)
 
-    def _room_to_join(self) -> int:
-        """Tokens for prompts in a step that all who decode join; 0 where that is not to be."""
+    def _can_join(self) -> bool:
+        """Whether all who decode, and enough of the prompts that are left, have room in a step."""
         decoding = self._decoding()
         left = [r.num_input - r.num_prefilled for r in self.running if not r.is_prefilled]
         if not decoding or not left or len(decoding) >= self.prefill.num_reqs:
-            return 0
+            return False
         room = self._room_beside(decoding)
-        return room if 2 * room >= self.busy_tokens or room >= sum(left) else 0
+        return 2 * room >= self.busy_tokens or room >= sum(left)
 
     def _room_beside(self, decoding: list[Request]) -> int:
         """Tokens for prompts beside those of requests that decode."""
