@@ -186,7 +186,7 @@ def run_schedules(session: Session, count: int) -> None:
     seen = session.seen
     engine, stats = session.spec.engine, session.spec.stats
     assert seen["finished"] > count
-    assert seen["preemptions"] >= count / 10  # Fewest at K = 0, whose requests need fewest pages.
+    assert seen["preemptions"] >= count / 20  # Fewest where requests need fewest pages, or steps.
     assert (seen["reused tokens"] > count) == (engine.scheduler.prefixes is not None)
     assert seen["aborted"] > count / 4
     assert stats.prefill_prompts > 1.1 * stats.prefill_steps, "prompts share chunks"
