@@ -31,8 +31,8 @@ PROMPTS = [
     for tail in ((), (7,), (7, 9, 11), (9, 4))
 ]
 """They share prefixes that end on, before and behind the borders of pages and chunks."""
-PRESSED: dict[str, Any] = {"num_pages": 14, "batch_buckets": (1, 3)}
-"""13 pages of 4 tokens: the longest request alone fits, three do not."""
+PRESSED: dict[str, Any] = {"num_pages": 12, "batch_buckets": (1, 3)}
+"""11 pages of 4 tokens: the longest request alone fits, three do not."""
 
 
 class Session:
@@ -186,7 +186,7 @@ def run_schedules(session: Session, count: int) -> None:
     seen = session.seen
     engine, stats = session.spec.engine, session.spec.stats
     assert seen["finished"] > count
-    assert seen["preemptions"] >= count / 20  # Fewest where requests need fewest pages, or steps.
+    assert seen["preemptions"] >= count / 10  # Fewest at K = 0, whose requests need fewest pages.
     assert (seen["reused tokens"] > count) == (engine.scheduler.prefixes is not None)
     assert seen["aborted"] > count / 4
     assert stats.prefill_prompts > 1.1 * stats.prefill_steps, "prompts share chunks"

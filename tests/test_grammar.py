@@ -35,7 +35,7 @@ STATES: dict[str, dict[int, str]] = {
     "done": {STOP: "over"},
 }
 """Records, { key : digits , key : digits }: places with one token, with few, and with many."""
-MASKED = {**PRESSED, "batch_buckets": (3,), "sampling": True, "token_mask": True}
+MASKED = {**PRESSED, "num_pages": 14, "batch_buckets": (3,), "sampling": True, "token_mask": True}
 KINDS = {
     name: dataclasses.replace(FILTERS[name], banned_ids=(), min_tokens=0)
     for name in ("greedy", "temperature", "everything")
