@@ -92,8 +92,8 @@ class StepKey:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits: of a prompt its last one, of who decodes all; never more than tokens."""
-        return min(self.bucket.num_reqs * self.max_emitted, self.bucket.num_tokens)
+        """Rows of logits: of a prompt its last one, of who decodes all."""
+        return self.bucket.num_reqs * self.max_emitted
 
     def __str__(self) -> str:
         b = self.bucket

@@ -212,6 +212,17 @@ def test_heads_of_a_draft_are_not_rows_of_logits(checkpoint: Callable[..., Path]
     assert seen[0][1][2] > 0
 
 
+def test_rows_of_logits_are_not_requests(checkpoint: Callable[..., Path]) -> None:
+    """Three tokens, and three rows: two of who decodes, one of a prompt, are two requests'."""
+    seen = []
+    for disabled in ((), ("skip-idle-rows",)):
+        options = {"batch_buckets": (2,), "spec_tokens": 1, "disabled_passes": disabled}
+        model = compiled(checkpoint("mimo"), **{**options, "prefill_chunk": 3})
+        seen.append((model.generate(QUEUE, 12), tuple(model.stats.accepted)))
+        assert model.stats.joined.steps > 0
+    assert seen[0] == seen[1]
+
+
 def calls(model: mtpc.SpecModel) -> list[torch.fx.Node]:
     """Calls on packed weights in the graphs of a model."""
     nodes = [n for step in model.program.steps.values() for n in step.graph.graph.nodes]
