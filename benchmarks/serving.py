@@ -133,8 +133,8 @@ class MtpcServer:
         before = self._engine.program.replays.copy()
         joined = self._engine.stats.joined.tokens
         outputs = self._engine.step()
+        beside = self._engine.stats.joined.tokens - joined
         for key in self._engine.program.replays - before:
-            beside = self._engine.stats.joined.tokens - joined
             tokens = sum(len(o.token_ids) for o in outputs) if key.phase == "decode" else beside
             self._tokens[key.spec_tokens] += tokens
         for output in outputs:

@@ -111,7 +111,7 @@ class Host:
         """Tokens for a prompt in a prefill step, beside those of requests that decode."""
         key = self.model.prefill_key
         has_row = len(decoding) < key.bucket.num_reqs
-        return has_row * (key.bucket.num_tokens - len(decoding) * (key.spec_tokens + 1))
+        return has_row * (key.bucket.num_tokens - len(decoding) * key.max_emitted)
 
     def _run(self, key: StepKey, decoding: list[Request], prompts: list[Request]) -> None:
         """verify; read, decide; propose."""

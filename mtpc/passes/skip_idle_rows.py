@@ -187,7 +187,7 @@ class _Counts:
 
     def _count_logits(self, node: fx.Node, starts: fx.Node) -> None:
         """The last of ascending starts; with one row a request their count will do."""
-        if self.key.num_logits == self.key.bucket.num_reqs:
+        if self.key.max_emitted == 1:
             return
         with self.graph.inserting_before(node.next):
             count = emit(self.graph, aten.amax.default, (starts, [0], True), node)

@@ -52,6 +52,11 @@ def flat_metadata(
     return position, slot, seq_lens.int()
 
 
+def starts_of(counts: torch.Tensor) -> torch.Tensor:
+    """Where each request's rows begin, and the end of the last one's: int32 [R] -> int32 [R+1]."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
+
+
 class BeginDecode(nn.Module):
     """Gather the rows of this batch and form the verify inputs.
 
@@ -112,7 +117,7 @@ class BeginPrefill(nn.Module):
         active = counts > 0
         context_lens = torch.where(active, committed_lens[state_indices], 0)
         blocks = block_table[state_indices]
-        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
+        starts = starts_of(counts)
         token = torch.arange(num_tokens, device=counts.device)
         request = request_of(token, starts).clamp(max=counts.shape[0] - 1)
         column = token - starts[request]
@@ -142,7 +147,7 @@ class LogitsRows(nn.Module):
     def forward(self, query_start_loc: torch.Tensor, is_decoding: torch.Tensor):  # type: ignore[no-untyped-def]
         lens = query_start_loc[1:] - query_start_loc[:-1]
         counts = torch.minimum(lens, torch.where(is_decoding != 0, self.width, 1))
-        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
+        starts = starts_of(counts)
         row = torch.arange(self.key.num_logits, device=lens.device)
         request = request_of(row, starts).clamp(max=lens.shape[0] - 1)
         first = query_start_loc[1:] - counts
@@ -152,7 +157,7 @@ class LogitsRows(nn.Module):
         column = torch.arange(self.width, device=lens.device)
         places = torch.minimum(starts[:-1, None] + column, starts[1:, None] - 1).clamp(min=0)
         is_first = column < counts[:, None]
-        return indices, starts.int(), places.reshape(-1).long(), is_first.reshape(-1)
+        return indices, starts, places.reshape(-1).long(), is_first.reshape(-1)
 
 
 class ChainMetadata(nn.Module):
