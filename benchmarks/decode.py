@@ -8,7 +8,8 @@ Per workload (a model with random or accepting weights) one set of weights is lo
 and every K is built on it, and their samples are taken in turns; then all of it is freed before
 the next. GLM-4 is there for `generate(use_mtp=True)`, which transformers has for no dense model:
 mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for. Shapes with
-experts, and with latent attention, run on demand: `--workloads glm4-moe-random deepseek-random`.
+experts, and with latent attention, run on demand: `--workloads glm4-moe-random deepseek-random`;
+so does the model that ships with mtpc, `--workloads demo`, whose drafts text decides upon.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,15 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.decoders import Decoder, MtpcDecoder, TransformersDecoder
-from benchmarks.models import MOE_SHAPES, SHAPES, Checkpoint, write_checkpoint
+from benchmarks.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from benchmarks.models import (
+    MOE_SHAPES,
+    SHAPES,
+    Checkpoint,
+    demo,
+    text_prompts,
+    write_checkpoint,
+)
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.vllm_decoder import VllmDecoder, VllmProcess
@@ -62,7 +71,7 @@ class Workload:
 
     Attributes:
         model: family name.
-        weights: "random" or "accepting".
+        weights: "random", "accepting", or "demo": those that ship with mtpc, and text as prompts.
         is_peer: it exists for the peers' sake: transformers drafts here, at batch 1.
         has_experts: of `MOE_SHAPES`, not of `SHAPES`.
     """
@@ -90,6 +99,7 @@ WORKLOADS = {
     "glm4-moe-accepting": Workload("glm4_moe", "accepting", has_experts=True),
     "deepseek-random": Workload("deepseek_v3", "random", has_experts=True),
     "deepseek-accepting": Workload("deepseek_v3", "accepting", has_experts=True),
+    "demo": Workload("glm4_moe", "demo"),
 }
 DEFAULT = ("mimo-random", "mimo-accepting", "glm4-random")
 
@@ -123,14 +133,11 @@ def _measure(
     tell: Tell,
 ) -> list[Row]:
     """All rows of one workload; nothing it loads outlives the call."""
-    shape = (MOE_SHAPES if workload.has_experts else SHAPES)[args.shape]
-    tell(f"write {directory}")
-    accepting = workload.weights == "accepting"
-    checkpoint = write_checkpoint(directory, workload.model, shape, accepting, args.seed)
     plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+    checkpoint, prompts = _prepare(workload, directory, plan, args, tell)
     with ExitStack() as closing:
         decoders = []
-        for decoder in _decoders(workload, checkpoint, args, tell):
+        for decoder in _decoders(workload, checkpoint, directory.parent / "vllm", args, tell):
             closing.callback(decoder.close)
             decoders.append(decoder)
         cases = [
@@ -144,14 +151,37 @@ def _measure(
             for decoder in decoders
             for batch in workload.batches(args.batches)
         ]
-        sample_in_turns(cases, plan, shape.vocab_size, probe, tell)
+        sample_in_turns(cases, plan, prompts, probe, tell)
     return [summarise(case, plan.max_foreign) for case in cases]
 
 
+def _prepare(
+    workload: Workload, directory: Path, plan: Plan, args: argparse.Namespace, tell: Tell
+) -> tuple[Checkpoint, Prompts]:
+    """The checkpoint, and prompts for the largest batch."""
+    count = max(workload.batches(args.batches))
+    if workload.weights == "demo":
+        checkpoint = demo()
+        return checkpoint, text_prompts(checkpoint.directory, count, plan.prompt_tokens)
+    shape = (MOE_SHAPES if workload.has_experts else SHAPES)[args.shape]
+    tell(f"write {directory}")
+    accepting = workload.weights == "accepting"
+    checkpoint = write_checkpoint(directory, workload.model, shape, accepting, args.seed)
+    return checkpoint, plan.prompts(count, shape.vocab_size)
+
+
 def _decoders(
-    workload: Workload, checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell
+    workload: Workload, checkpoint: Checkpoint, kept: Path, args: argparse.Namespace, tell: Tell
 ) -> Iterator[Decoder]:
-    """Every engine and K on one set of weights, which mtpc shares and does not change."""
+    """Every engine and K on one set of weights, which mtpc shares and does not change.
+
+    Args:
+        workload: which.
+        checkpoint: its weights.
+        kept: a directory for vLLM's caches and logs.
+        args: the command line's.
+        tell: hears what is being done.
+    """
     target = checkpoint.load_target()
     numbers = workload.spec_tokens(args.spec_tokens)
     if args.peers:
@@ -167,9 +197,9 @@ def _decoders(
         options = vllm_host.arguments(
             str(checkpoint.directory.absolute()), k, _max_len(args), max(batches)
         )
-        kept = checkpoint.directory.absolute().parent / "vllm"
         threads = torch.get_num_threads()
-        yield VllmDecoder(VllmProcess(args.vllm_python, options, kept, threads))
+        launch = partial(VllmProcess, args.vllm_python, options, kept.absolute(), threads)
+        yield VllmDecoder(launch, args.vllm_relaunch)
 
 
 def _max_len(args: argparse.Namespace) -> int:
@@ -216,6 +246,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
     add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
+    relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
+    add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
     add("--backend", default="auto", help="mtpc's backend")
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
     add("--prompt-tokens", type=positive, default=32, metavar="N")

@@ -55,14 +55,20 @@ class Decoder(Protocol):
         engine: its name.
         spec_tokens: drafts a step.
         build_s: seconds it took to make ready.
+        launches: how often it has been started.
     """
 
     engine: str
     spec_tokens: int
     build_s: float
+    launches: int
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Continue prompts greedily, by exactly `new_tokens` each."""
+        ...
+
+    def renew(self) -> bool:
+        """Before another round: start anew, if that is wanted; whether it did."""
         ...
 
     def close(self) -> None:
@@ -70,7 +76,20 @@ class Decoder(Protocol):
         ...
 
 
-class MtpcDecoder:
+class OneLaunch:
+    """Of a decoder in this process: it is started once, and freed as other objects are."""
+
+    launches = 1
+
+    def renew(self) -> bool:
+        """Its samples are of one launch."""
+        return False
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class MtpcDecoder(OneLaunch):
     """A `SpecModel`; step times are the engine's own.
 
     Counted are steps of the whole batch: who is prefilled first decodes beside the others' prompts,
@@ -105,11 +124,8 @@ class MtpcDecoder:
             acceptance_rate=accepted / drafted if drafted else None,
         )
 
-    def close(self) -> None:
-        """Nothing to do."""
 
-
-class TransformersDecoder:
+class TransformersDecoder(OneLaunch):
     """transformers' `generate`, with `use_mtp=True` where it drafts (one token: one MTP layer).
 
     Loading the MTP layer, which `generate` repeats in every call, is not counted.
@@ -142,9 +158,6 @@ class TransformersDecoder:
         rate = (length / steps - 1) / self.spec_tokens if self.spec_tokens else None
         seconds = sum(after.seconds - before.seconds for before, after in intervals)
         return Decoded(steps, length * len(prompts), seconds, rate)
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 @dataclass(frozen=True)

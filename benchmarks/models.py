@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file
 
+from mtpc.cli.demo import demo_checkpoint
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.family import find_norm_class
+from mtpc.models.glm4_moe import GLM4_MOE
 from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.save import save_checkpoint
 
@@ -130,9 +134,9 @@ def load_target(directory: Path, family: ModelFamily) -> Any:
     num_layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
     prefix = re.escape(family.layer_prefix(num_layers, 0))
     target_class._keys_to_ignore_on_load_unexpected = [prefix]
-    return target_class.from_pretrained(
-        directory, dtype=torch.bfloat16, local_files_only=True
-    ).eval()
+    target = target_class.from_pretrained(directory, dtype=torch.bfloat16, local_files_only=True)
+    target.generation_config.eos_token_id = None  # Samples are of as many tokens as asked for.
+    return target.eval()
 
 
 def write_checkpoint(
@@ -158,7 +162,26 @@ def write_checkpoint(
         make_successor_model(model)
     layer = split_off_mtp_layer(model, family, accepting)
     save_checkpoint(model, (layer,), directory, family)
-    return _weigh(directory, family, shape)
+    return _weigh(directory, family)
+
+
+def demo() -> Checkpoint:
+    """The model that ships with mtpc, of whose drafts text decides how many are accepted."""
+    return _weigh(demo_checkpoint(), GLM4_MOE)
+
+
+def text_prompts(directory: Path, count: int, length: int) -> list[list[int]]:
+    """Beginnings of pages that every Python carries, as a checkpoint's tokenizer has them.
+
+    Args:
+        directory: of the checkpoint.
+        count: how many, all different.
+        length: tokens of each.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    pages = (tokenizer(topics[name]).input_ids for name in sorted(topics))
+    long_enough = (page[:length] for page in pages if len(page) >= length)
+    return list(islice(long_enough, count))
 
 
 def _config(family: ModelFamily, shape: Shape) -> Any:
@@ -228,10 +251,11 @@ def split_off_mtp_layer(model: Any, family: ModelFamily, accepting: bool) -> MTP
     return layer
 
 
-def _weigh(directory: Path, family: ModelFamily, shape: Shape) -> Checkpoint:
+def _weigh(directory: Path, family: ModelFamily) -> Checkpoint:
     """Sort the tensors by who reads them; the embedding is gathered, not read."""
+    config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
-    prefix = family.layer_prefix(shape.num_hidden_layers, 0)
+    prefix = family.layer_prefix(config["num_hidden_layers"], 0)
     draft = [name for name in tensors if name.startswith(prefix)]
     apart = {"model.embed_tokens.weight", "lm_head.weight", *draft}
 
@@ -246,5 +270,13 @@ def _weigh(directory: Path, family: ModelFamily, shape: Shape) -> Checkpoint:
         head_bytes=total(["lm_head.weight"]),
         draft_bytes=total(draft),
         expert_bytes=(total(chosen - set(draft)), total(chosen & set(draft))),
-        experts=shape.experts,
+        experts=_experts(config),
     )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    """What a config says of experts; None where it has none."""
+    count = config.get("n_routed_experts")
+    if not count:
+        return None
+    return Experts(count, config["num_experts_per_tok"], config["moe_intermediate_size"])

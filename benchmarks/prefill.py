@@ -37,7 +37,7 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.decoders import Decoded, Decoder, Prompts
+from benchmarks.decoders import Decoded, Decoder, OneLaunch, Prompts
 from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.vllm_decoder import VllmProcess
@@ -53,7 +53,7 @@ NOTES = (
 )
 
 
-class MtpcPrefill:
+class MtpcPrefill(OneLaunch):
     """A `SpecModel` whose prefill step takes that many rows."""
 
     def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
@@ -71,11 +71,8 @@ class MtpcPrefill:
 
         return _timed(prompts, first_token)
 
-    def close(self) -> None:
-        """Nothing to do."""
 
-
-class TransformersPrefill:
+class TransformersPrefill(OneLaunch):
     """transformers' `generate`, for one token."""
 
     engine, spec_tokens, build_s = "transformers", 0, 0.0
@@ -93,18 +90,19 @@ class TransformersPrefill:
 
         return _timed(prompts, first_token)
 
-    def close(self) -> None:
-        """Nothing to do."""
 
-
-class VllmPrefill:
+class VllmPrefill(OneLaunch):
     """vLLM in its process, which takes the time itself."""
 
     engine = "vLLM"
 
     def __init__(self, process: VllmProcess) -> None:
         self._process, self.spec_tokens = process, process.spec_tokens
-        self.build_s, self.close = process.build_s, process.close
+        self.build_s = process.build_s
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """First tokens, one prompt after another; `new_tokens` is not looked at."""
@@ -138,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for decoder in _engines(checkpoint, args, tell):
             closing.callback(decoder.close)
             cases.append(Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0)))
-        sample_in_turns(cases, plan, shape.vocab_size, probe, tell)
+        sample_in_turns(cases, plan, plan.prompts(1, shape.vocab_size), probe, tell)
     rows = [summarise(case, plan.max_foreign) for case in cases]
     lines = cells(rows, checkpoint.target_bytes)
     write_results(args, COLUMNS, lines, NOTES, {"rows": [asdict(row) for row in rows]})

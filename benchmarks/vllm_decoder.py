@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,31 @@ class VllmProcess:
 
 
 class VllmDecoder:
-    """vLLM as a decoder of the decode benchmark."""
+    """vLLM as a decoder of the decode benchmark.
+
+    Args:
+        launch: starts a process.
+        relaunches: whether each round has a launch of its own.
+    """
 
     engine = "vLLM"
 
-    def __init__(self, process: VllmProcess):
-        self._process, self.spec_tokens = process, process.spec_tokens
-        self.build_s, self.close = process.build_s, process.close
+    def __init__(self, launch: Callable[[], VllmProcess], relaunches: bool) -> None:
+        self._launch, self._relaunches = launch, relaunches
+        self._process, self.launches = launch(), 1
+        self.spec_tokens, self.build_s = self._process.spec_tokens, self._process.build_s
+
+    def renew(self) -> bool:
+        """End the process and start another, if that was asked for."""
+        if self._relaunches:
+            self.close()
+            self._process = self._launch()
+            self.launches += 1
+        return self._relaunches
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Continue prompts greedily, by exactly `new_tokens` each."""

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import transformers
 
 import mtpc
-from benchmarks import decode, plot, report, waterfall
+from benchmarks import decode, plot, readme, report, waterfall
+from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.decoders import Decoded
-from benchmarks.models import MOE_SHAPES, SHAPES, Checkpoint, write_checkpoint
-from benchmarks.sampling import Case, Row, Sample, summarise
+from benchmarks.models import (
+    MOE_SHAPES,
+    SHAPES,
+    Checkpoint,
+    demo,
+    text_prompts,
+    write_checkpoint,
+)
+from benchmarks.sampling import Case, Plan, Row, Sample, sample_in_turns, summarise
 from mtpc.models.glm4_moe import GLM4_MOE
 
 K = 1
@@ -136,8 +146,11 @@ class _NoDecoder:
 
     engine, build_s = "mtpc", 0.0
 
-    def __init__(self, spec_tokens: int) -> None:
-        self.spec_tokens = spec_tokens
+    def __init__(self, spec_tokens: int, launches: int = 1) -> None:
+        self.spec_tokens, self.launches = spec_tokens, launches
+
+    def renew(self) -> bool:
+        raise NotImplementedError
 
     def decode(self, prompts: Any, new_tokens: int) -> Decoded:
         raise NotImplementedError
@@ -166,6 +179,49 @@ def test_a_row_says_when_all_was_disturbed() -> None:
     assert (row.samples, row.discarded, row.disturbed) == (1, 0, True)
 
 
+def test_a_peer_of_many_launches_counts_at_its_best() -> None:
+    case = Case("mimo", "random", _NoDecoder(0, launches=3), 1, 950)
+    case.samples = [_sample(20.0, 0.0), _sample(10.0, 0.0), _sample(5.0, 0.5)]
+    row = summarise(case, max_foreign=0.1)
+    assert (row.ms_per_step, row.samples, row.discarded) == (1000.0, 2, 1)
+
+
+class _Launched(_NoDecoder):
+    """A decoder that starts anew when asked to, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.log: list[str] = []
+
+    def decode(self, prompts: Any, new_tokens: int) -> Decoded:
+        self.log.append(f"decode {len(prompts)}")
+        return Decoded(10, 20, 1.0, None)
+
+    def renew(self) -> bool:
+        self.launches += 1
+        self.log.append("renew")
+        return True
+
+
+def test_each_round_has_a_launch_of_its_own() -> None:
+    """Once for all batches, and warmed up before anything is measured."""
+    decoder, plan = _Launched(), Plan(4, 8, 2, 10.0, 0)
+    cases = [Case("mimo", "random", decoder, batch, 1000) for batch in (1, 2)]
+    sample_in_turns(cases, plan, [[1]] * 2, BandwidthProbe(1 << 20), lambda _: None)
+    once = ["decode 1", "decode 2"] * 2
+    assert decoder.log == [*once, "renew", *once]
+    assert [len(case.samples) for case in cases] == [2, 2]
+
+
+def test_prompts_of_the_demo_are_text() -> None:
+    checkpoint = demo()
+    prompts = text_prompts(checkpoint.directory, 3, 32)
+    assert [len(prompt) for prompt in prompts] == [32] * 3
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+    read = transformers.AutoTokenizer.from_pretrained(checkpoint.directory).decode
+    assert all(any(read(prompt) in page for page in topics.values()) for prompt in prompts)
+
+
 def test_speedup_is_over_plain_decoding() -> None:
     rows = [_row(0, _sample(20.0, 0.0)), _row(2, _sample(10.0, 0.0))]
     column = list(report.COLUMNS).index("speedup")
@@ -185,3 +241,20 @@ def test_the_waterfall_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {"paged_attention", "rotate_and_write", "the rest"} <= {part["part"] for part in parts}
     assert limit["ms"] + sum(part["ms"] for part in parts) == pytest.approx(whole["ms"])
     assert parts == sorted(parts, key=lambda part: -part["ms"])
+
+
+def test_readme_has_the_measured_table(tmp_path: Path) -> None:
+    """As the script makes it from the results file that README names; nothing was typed."""
+    text = (readme.ROOT / "README.md").read_text()
+    made = text[text.index(readme.BEGIN) + len(readme.BEGIN) : text.index(readme.END)]
+    named = re.search(r"\(([^)]+)\.md\)", made)
+    assert named is not None
+    copy = tmp_path / "README.md"
+    copy.write_text(readme.replace(text, "nothing"))
+    results = readme.ROOT / f"{named[1]}.json"
+    assert readme.main([str(results), "--file", str(copy)]) == 0
+    assert copy.read_text() == text
+    copy.write_text("no place\n")
+    with pytest.raises(SystemExit):
+        readme.main([str(results), "--file", str(copy)])
+    assert copy.read_text() == "no place\n"

@@ -50,7 +50,7 @@ def _row(engine: Any, seconds: float) -> Row:
 
 def test_cells() -> None:
     """100 tokens of a target of 3 GB, 1.5 billion weights, in 2 s: 50 a second, 150 GFLOP/s."""
-    vllm = SimpleNamespace(engine="vLLM", spec_tokens=0, build_s=0.0)
+    vllm = SimpleNamespace(engine="vLLM", spec_tokens=0, build_s=0.0, launches=1)
     rows = [_row(TransformersPrefill(None), 2.0), _row(vllm, 1.0)]
     first, second = prefill.cells(rows, target_bytes=3 * 10**9)
     assert first == ["transformers", "0", "1000.0", "50", "150", "1.00x", "0.50x", "1+0"]

@@ -81,6 +81,8 @@ MTP, lists of layer types (it cuts off what they say of MTP layers)."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 """Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
 argmax."""
+BACKENDS = {"deepseek_v3": "CPU_MLA"}
+"""With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
 TRAINING_STEPS = dict.fromkeys(DTYPES, 30)
 """Margins that bfloat16 does not move: both programs round, at other places."""
 ZEROED = ("mimo", "glm4_moe", "deepseek_v3")
@@ -189,12 +191,22 @@ def _without_torchvision(root: Path) -> Path:
     return root
 
 
+def vllm_options(
+    family: str, directory: Path, spec_tokens: int, max_seqs: int = 1, eager: bool = True
+) -> dict[str, Any]:
+    """What vLLM is given to run a family's tiny checkpoint as exactly as it can."""
+    options = vllm_host.arguments(str(directory), spec_tokens, 128, max_seqs, eager=eager)
+    for part in (options, options["speculative_config"]):
+        if part is not None and family in BACKENDS:
+            part["attention_backend"] = BACKENDS[family]
+    return options | {"dtype": DTYPES.get(family, "float32"), "disable_log_stats": False}
+
+
 def run_vllm(
     python: Path, directory: Path, spec_tokens: int, kept: Path, family: str
 ) -> dict[str, Any]:
     """The same of vLLM, in a process of its own."""
-    options = vllm_host.arguments(str(directory), spec_tokens, 128, max_seqs=1, eager=True)
-    options |= {"dtype": DTYPES.get(family, "float32"), "disable_log_stats": False}
+    options = vllm_options(family, directory, spec_tokens)
     job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
     python = python.absolute()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""vLLM runs for its neighbours here, under vLLM's interpreter: standard library and vllm only.
+"""vLLM runs for its neighbours here, under vLLM's interpreter: no module of mtpc's.
 
 Reads a job, or a list of them, as JSON from its argument; its last line of output is the answer,
 or the list of answers, as JSON.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -58,6 +59,9 @@ def draft_class(worker) -> str | None:
 
 def main(jobs: dict | list) -> None:
     """Do what is asked, one after the other."""
+    # Some of vLLM's kernels use tile registers without asking Linux for them: the process would end
+    # by SIGILL, unless somebody else had asked. False, and no harm, where there are none.
+    torch.cpu._init_amx()
     if isinstance(jobs, dict):
         answer: dict | list = run(jobs)
     else:

@@ -28,10 +28,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "peers")]
 import tiny  # noqa: E402
 from vllm_agreement import (  # noqa: E402
     CHANGES,
-    DTYPES,
     NEW_TOKENS,
     PROMPTS,
     make_trained,
+    vllm_options,
 )
 
 from benchmarks import vllm_host  # noqa: E402
@@ -121,9 +121,8 @@ def run(
     jobs, keys = [], []
     for family, kind in cases:
         for k in spec_tokens:
-            directory = str(kept / f"{family}-{kind}")
-            options = vllm_host.arguments(directory, k, 128, seqs, eager=not args.compiled)
-            options |= {"dtype": DTYPES.get(family, "float32"), "disable_log_stats": False}
+            directory = kept / f"{family}-{kind}"
+            options = vllm_options(family, directory, k, seqs, eager=not args.compiled)
             job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
             jobs.append(job | {"together": args.together})
             keys.append((family, kind, k))
