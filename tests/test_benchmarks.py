@@ -247,7 +247,7 @@ def test_readme_has_the_measured_table(tmp_path: Path) -> None:
     """As the script makes it from the results file that README names; nothing was typed."""
     text = (readme.ROOT / "README.md").read_text()
     made = text[text.index(readme.BEGIN) + len(readme.BEGIN) : text.index(readme.END)]
-    named = re.search(r"\(([^)]+)\.md\)", made)
+    named = re.search(r"\]\(([^)]+)\.md\)", made)
     assert named is not None
     copy = tmp_path / "README.md"
     copy.write_text(readme.replace(text, "nothing"))
