@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import store_writer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, refusal
 
@@ -219,6 +219,7 @@ names = st.text(string.ascii_letters + string.digits + "_.-", min_size=1, max_si
 sums = st.dictionaries(names, st.text("0123456789abcdef", min_size=64, max_size=64), min_size=1)
 
 
+@settings(deadline=None)
 @given(sums, st.integers(0), st.integers(1, 255))
 def test_sums_have_one_spelling(files: dict[str, str], at: int, change: int) -> None:
     """They are parsed as rendered; a byte changed, lost or added is refused or means another."""

@@ -30,6 +30,16 @@ def serving(spec: mtpc.SpecModel, **changes: Any) -> AsyncEngine:
     return AsyncEngine(spec.engine, spec.served, **changes)
 
 
+def serving_in_turn(
+    spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> AsyncEngine:
+    """One that waits for its consumers after each step: who is late finds requests running."""
+    monkeypatch.setattr("mtpc.engine.async_engine.MAX_TURN_S", 10)
+    engine = serving(spec, **changes)
+    engine._turns = 10**6
+    return engine
+
+
 async def collect(engine: AsyncEngine, prompt: list[int], new: int) -> list[int]:
     ids: list[int] = []
     async for output in engine.generate(prompt, new, stop_ids=()):
@@ -67,7 +77,9 @@ def test_many_at_once(spec: mtpc.SpecModel, oracle: Callable[..., Any]) -> None:
     assert is_empty(spec)
 
 
-def test_cancelled_at_every_await(spec: mtpc.SpecModel, oracle: Callable[..., Any]) -> None:
+def test_cancelled_at_every_await(
+    spec: mtpc.SpecModel, oracle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Waiting for a place, for the first output, for a later one; all come back, none is harmed."""
     wanted = oracle("mimo").generate(PROMPTS[5], 30, stop=False)
 
@@ -78,7 +90,7 @@ def test_cancelled_at_every_await(spec: mtpc.SpecModel, oracle: Callable[..., An
                 reached.set()
 
     async def main() -> None:
-        async with serving(spec, max_requests=2) as engine:
+        async with serving_in_turn(spec, monkeypatch, max_requests=2) as engine:
             for outputs in range(6):
                 neighbour = asyncio.create_task(collect(engine, PROMPTS[5], 30))
                 reached = asyncio.Event()
@@ -110,12 +122,14 @@ def test_leaving_the_loop_aborts(spec: mtpc.SpecModel) -> None:
     assert spec.stats.finished["aborted"]
 
 
-def test_a_consumer_that_never_reads(spec: mtpc.SpecModel, oracle: Callable[..., Any]) -> None:
+def test_a_consumer_that_never_reads(
+    spec: mtpc.SpecModel, oracle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its request runs to its end and frees all; what it missed is one output."""
     plain = oracle("mimo")
 
     async def main() -> None:
-        async with serving(spec) as engine:
+        async with serving_in_turn(spec, monkeypatch) as engine:
             idle = engine.generate(PROMPTS[4], 30, stop_ids=())
             first = await anext(idle)
             assert await collect(engine, PROMPTS[6], 20) == plain.generate(
@@ -169,12 +183,16 @@ def test_places_are_bounded(spec: mtpc.SpecModel) -> None:
     """No more than max_requests are in the engine, whoever asks."""
     most = 0
 
+    def count() -> int:
+        return len(spec.engine.waiting) + len(spec.engine.running)
+
     async def main() -> None:
         nonlocal most
         async with serving(spec, max_requests=2) as engine:
             tasks = [asyncio.create_task(collect(engine, p, 6)) for p in PROMPTS[:8]]
             while not all(task.done() for task in tasks):
-                most = max(most, len(spec.engine.waiting) + len(spec.engine.running))
+                # Between two steps: within one a request may be in both for a moment.
+                most = max(most, await engine.call(count))
                 await asyncio.sleep(0.002)
             assert all(len(task.result()) == 6 for task in tasks)
 
@@ -212,7 +230,9 @@ def test_an_engine_error_reaches_each_consumer_once(
     assert len(spec.generate(PROMPTS[3], 4, ignore_eos=True)) == 4
 
 
-def test_closing_tells_those_who_wait(spec: mtpc.SpecModel) -> None:
+def test_closing_tells_those_who_wait(
+    spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And ends the thread; closing twice, or what never ran, does nothing."""
 
     async def main() -> threading.Thread:
@@ -220,7 +240,7 @@ def test_closing_tells_those_who_wait(spec: mtpc.SpecModel) -> None:
         with pytest.raises(ServingError, match="not running"):
             await collect(engine, PROMPTS[3], 3)
         await engine.aclose()
-        engine = serving(spec)
+        engine = serving_in_turn(spec, monkeypatch)
         engine.start()
         task = asyncio.create_task(collect(engine, PROMPTS[3], 55))
         await until(lambda: spec.engine.has_work)

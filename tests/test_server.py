@@ -262,11 +262,11 @@ def test_leaving_a_stream_aborts_it(
 ) -> None:
     aborted = spec.stats.finished["aborted"]
     with complete(
-        client, [7], stream=True, max_tokens=60, extra_body={"ignore_eos": True}
+        client, [7], n=8, stream=True, max_tokens=60, extra_body={"ignore_eos": True}
     ) as stream:
         next(iter(stream))
     until(lambda: is_idle(server, spec))
-    assert spec.stats.finished["aborted"] == aborted + 1
+    assert spec.stats.finished["aborted"] > aborted
 
 
 def test_async_client(server: Running, spec: mtpc.SpecModel) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,11 +190,13 @@ def test_tokens_up_to_a_stop_string() -> None:
     assert assembler.num_tokens == 3
 
 
-def test_calls_between_steps(word_spec: mtpc.SpecModel) -> None:
+def test_calls_between_steps(word_spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's thread while it runs, also while it is busy; here before and after."""
+    monkeypatch.setattr("mtpc.engine.async_engine.MAX_TURN_S", 10)
 
     async def main() -> None:
         engine = AsyncEngine(word_spec.engine, word_spec.served)
+        engine._turns = 10**6  # It waits for this loop: a late one finds the request running.
         assert await engine.call(threading.current_thread) is threading.current_thread()
         async with engine:
             outputs = engine.generate([7], 40, stop_ids=())
@@ -249,6 +251,25 @@ class Wire:
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
+
+
+class Hurried(asyncio.SelectorEventLoop):
+    """A loop whose time passes only where it would sleep: no machine is too slow for it."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:
+            self.now = max(self.now, self._scheduled[0].when())
+        super()._run_once()
+
+
+def hurry(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        runner.run(main())
 
 
 SCOPE = {"client": ("127.0.0.1", 5), "server": ("127.0.0.2", 80)}
@@ -309,7 +330,7 @@ def test_times_of_a_connection() -> None:
         assert connections.begin(scope) is newer, "the same port, to another address of ours"
         assert connections.begin({**scope, "server": ("127.0.0.3", 80)}) is elsewhere
 
-    asyncio.run(main())
+    hurry(main)
 
 
 def test_slow_readers_are_borne() -> None:
@@ -326,7 +347,7 @@ def test_slow_readers_are_borne() -> None:
         await asyncio.sleep(0.4)
         assert wire.is_cut
 
-    asyncio.run(main())
+    hurry(main)
 
 
 def test_bytes_of_a_connection() -> None:

@@ -132,7 +132,10 @@ class EntryStore:
             except PermissionError as error:
                 raise self._unreadable(error) from error
             except DamagedEntryError:
-                replaced = not directory.exists() or directory.lstat().st_ino != before
+                try:
+                    replaced = directory.lstat().st_ino != before
+                except (FileNotFoundError, NotADirectoryError):
+                    replaced = True
                 if not replaced or attempt == _ATTEMPTS - 1:
                     raise
         return None

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Running:
         service: its state.
         loop: where it runs.
         stop: begins the end, as SIGTERM does; a second call ends what runs at once. To be called
-            from any thread.
+            from any thread, also when the server has ended by itself.
     """
 
     host: str
@@ -130,6 +130,10 @@ async def _serve(
     def stop() -> None:
         (at_once if stopping.is_set() else stopping).set()
 
+    def stop_from_any_thread() -> None:
+        with suppress(RuntimeError):  # The loop is closed: the server has ended by itself.
+            loop.call_soon_threadsafe(stop)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Here uvicorn has installed its own handlers, which would close the port at once.
@@ -147,7 +151,7 @@ async def _serve(
             await asyncio.sleep(0.01)
         if not serving.done():
             host, port = listener.getsockname()[:2]
-            ready(Running(host, port, service, loop, lambda: loop.call_soon_threadsafe(stop)))
+            ready(Running(host, port, service, loop, stop_from_any_thread))
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
