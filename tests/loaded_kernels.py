@@ -58,6 +58,15 @@ def launches() -> list[Launch]:
         *(new(3, 4, 8, 8, dtype=float32), new(3, 6, 72), new(3, dtype=int32)),
         *(new(2, dtype=int64), *indices[1:], new(2, dtype=int32)),
     )
+    numbers = (new(3, 6, dtype=torch.float64), new(3, 6, dtype=int64))
+    biases = (new(3, 5, dtype=int64), new(3, 5, dtype=torch.float64))
+    tokens = (*(new(3, 3, dtype=int32) for _ in range(2)), new(3, 96, dtype=int32))
+    rows = (new(8, 96), new(8, dtype=int64), new(8, dtype=int64), new(2, dtype=int64))
+    emitted = (new(2, 4, dtype=int64), new(2, dtype=int32), new(2, dtype=int64))
+    reports = (
+        new(2, 4, dtype=torch.float64),
+        *(new(2, 4, 3, dtype=dtype) for dtype in (int64, torch.float64)),
+    )
     made = [
         plans.plan_write_cache(kv, new(8, 2, 64), new(8, dtype=int64)),
         plans.plan_paged_attention(new(8, 4, 64), kv, kv, *indices, 0.1),
@@ -68,6 +77,9 @@ def launches() -> list[Launch]:
         plans.plan_quantised_linear(
             new(8, 64), new(2, 16, 32, 4, dtype=torch.uint8), new(64, dtype=float32)
         ),
+        plans.plan_sample(*rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64)),
+        plans.plan_count_tokens(tokens[2], *emitted),
+        plans.plan_write_logprobs(*reports, rows[0], *emitted, numbers[1]),
         plans.plan_sinkhorn(new(8, 4, 4, dtype=float32), 20, 1e-6),
     ]
     return [launch for plan, _ in made for launch in plan]

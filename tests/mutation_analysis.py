@@ -29,14 +29,17 @@ class Step(nn.Module):
     """Every operator once."""
 
     def forward(  # type: ignore[no-untyped-def]
-        self, rows, kv, latent, mixture, indices, keys, delta, int8, logits, turned, index
-    ):
+        self, rows, kv, latent, mixture, indices, keys, delta, int8, logits, turned, index,
+        sampled, counted, reported,
+    ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
         attended = ops.paged_attention(rows, kv, kv, *indices, 0.1)
         absorbed = ops.latent_attention(rows, latent, *indices, 0.1, 48)
         mixed = ops.experts(*mixture)
         stepped = ops.gated_delta_rule(*delta)
+        ops.count_tokens(*counted)
+        ops.write_logprobs(*reported)
         return (
             attended,
             absorbed,
@@ -46,6 +49,7 @@ class Step(nn.Module):
             ops.sinkhorn(*logits),
             ops.rotate_and_write(*turned),
             ops.choose_slots(*index, *indices, 8),
+            ops.sample(*sampled),
         )
 
 
@@ -56,7 +60,20 @@ def main() -> None:
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
+    int32, int64, float64 = torch.int32, torch.int64, torch.float64
     with FakeTensorMode():
+        slots = new(2, dtype=int64)
+        parameters = (
+            *(new(3, 6, dtype=float64), new(3, 6, dtype=int64)),
+            *(new(3, 5, dtype=int64), new(3, 5, dtype=float64)),
+            *(new(3, width, dtype=int32) for width in (3, 3, 96)),
+            new(3, 2, dtype=int64),
+        )
+        emitted = (new(2, 4, dtype=int64), new(2, dtype=int32), slots)
+        reports = (
+            new(2, 4, dtype=float64),
+            *(new(2, 4, 3, dtype=dtype) for dtype in (int64, float64)),
+        )
         lengths = (new(2, dtype=torch.int32), new(3, dtype=torch.int32))
         arguments = (
             new(8, 4, 64),
@@ -80,6 +97,9 @@ def main() -> None:
                 *(new(10, 16, 2, 64), new(10, 16, 2, 32), new(8, dtype=torch.int64)),
             ),
             (new(8, 4, 64, dtype=torch.float32), new(8, 4, dtype=torch.float32), new(10, 16, 64)),
+            (new(8, 96), *(new(8, dtype=int64) for _ in range(2)), slots, *parameters),
+            (new(3, 96, dtype=int32), *emitted),
+            (*reports, new(8, 96), *emitted, parameters[1]),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

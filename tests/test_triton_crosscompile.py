@@ -158,6 +158,33 @@ def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plans.plan_sinkhorn(_fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
 
+def _sample(tokens: int, vocab: int, with_mask: bool = False) -> list[Launch]:
+    """Bias of up to 256 tokens, 8 stop tokens; a row a request."""
+    int64, float64, words = torch.int64, torch.float64, -(-vocab // 32)
+    rows = [_fake(tokens, dtype=int64) for _ in range(3)]
+    numbers = (_fake(65, 6, dtype=float64), _fake(65, 6, dtype=int64))
+    bias = (_fake(65, 256, dtype=int64), _fake(65, 256, dtype=float64))
+    known = [_fake(65, width, dtype=torch.int32) for width in (words, words, vocab)]
+    mask = _fake(tokens, words, dtype=torch.int32) if with_mask else None
+    stops = _fake(65, 8, dtype=int64)
+    return plans.plan_sample(_fake(tokens, vocab), *rows, *numbers, *bias, *known, stops, mask)[0]
+
+
+def _record(reqs: int, rows: int, vocab: int) -> list[Launch]:
+    """The 20 most probable tokens of each row."""
+    ids, emitted = _fake(reqs, rows, dtype=torch.int64), _fake(reqs, dtype=torch.int32)
+    slots, counts = _fake(reqs, dtype=torch.int64), _fake(65, vocab, dtype=torch.int32)
+    own = _fake(reqs, rows, dtype=torch.float64)
+    top = [_fake(reqs, rows, 20, dtype=dtype) for dtype in (torch.int64, torch.float64)]
+    ints = _fake(65, 6, dtype=torch.int64)
+    logits = _fake(reqs * rows, vocab)
+    counted = plans.plan_count_tokens(counts, ids, emitted, slots)[0]
+    return [
+        *counted,
+        *plans.plan_write_logprobs(own, *top, logits, ids, emitted, slots, ints)[0],
+    ]
+
+
 SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "GLM-4.5 (96/8 heads of 128), 1 x 4 rows": lambda: _gqa(1, 4, (96, 8), (128, 128)),
     "GLM-4.5, prompt of 512": lambda: _gqa(1, 512, (96, 8), (128, 128)),
@@ -180,6 +207,9 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
     "DeepSeek-V3.2's indexer, 4 x 4 rows": lambda: _choose(4, 4),
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
+    "choice among GLM-4.5's tokens, 4 rows": lambda: _sample(4, 151_552),
+    "choice among masked tokens, 64 rows": lambda: _sample(64, 129_280, True),
+    "counts and log-probabilities, 4 x 4 rows": lambda: _record(4, 4, 151_552),
     "cache write, 16 rows": lambda: _write(16),
     "GLM-4.5's rotary of half a head, 4 rows": lambda: _rotate(4, (96, 8), (128, 64, 128)),
     "MiMo-V2's rotary of a third, 16 rows": lambda: _rotate(16, (64, 4), (192, 64, 128)),
@@ -361,7 +391,7 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     store = tmp_path / "store"
     _child("build", store, target, tmp_path / "elsewhere")
     found = _child("load", store, target, tmp_path / "here")
-    assert len(found) == 16
+    assert len(found) == 20
     assert all(reason is None for _, reason, _ in found)
     assert all(was_there for _, _, was_there in found), found
     for code in store.glob("entries/*/triton.json"):
@@ -470,10 +500,14 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["terms_ptr"],
         ["out_ptr", "state_ptr"],
         ["history_ptr", "out_ptr", "standing_ptr"],
+        ["counts_ptr"],
+        ["logprobs_ptr", "top_ids_ptr", "top_ptr"],
         ["integers_ptr", "scales_ptr"],
         ["out_ptr"],
         ["out_ptr"],
         ["k_cache_ptr", "out_ptr", "v_cache_ptr"],
         ["scores_ptr"],
+        ["out_ptr"],
+        ["peaks_ptr", "raw_peaks_ptr", "scores_ptr"],
         ["out_ptr"],
     ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.sampling_params import SamplingParams
 
 PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
 """Chunks of six: the second one is prefilled in a step that the first one decodes in."""
@@ -65,7 +67,20 @@ def test_int8_drafts_are_the_same(checkpoint: Callable[..., Path]) -> None:
     _compare(checkpoint("mimo"), options, {"paged_attention", "quantised_linear"})
 
 
-def _compare(directory: Path, options: CompileOptions, expected: set[str]) -> None:
+def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
+    """Filters, penalties and log-probabilities, in verify and in drafts."""
+    options = replace(OPTIONS, sampling=True)
+    params = SamplingParams(
+        temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5,
+        logit_bias={7: 1.5}, logprobs=2,
+    )  # fmt: skip
+    expected = {"paged_attention", "sample", "count_tokens", "write_logprobs"}
+    _compare(checkpoint("mimo"), options, expected, sampling=params)
+
+
+def _compare(
+    directory: Path, options: CompileOptions, expected: set[str], **arguments: Any
+) -> None:
     def lower(graph):  # type: ignore[no-untyped-def]
         return EagerBackend().lower(graph)
 
@@ -75,7 +90,7 @@ def _compare(directory: Path, options: CompileOptions, expected: set[str]) -> No
     reference = CudaBackend(NullGraphs(), lower, (), device="cpu")
     theirs = _compile(directory, reference, options)
     assert not backend.notes, "everything is bound"
-    assert ours.generate(PROMPTS, 6) == theirs.generate(PROMPTS, 6)
+    assert ours.generate(PROMPTS, 6, **arguments) == theirs.generate(PROMPTS, 6, **arguments)
     assert ours.stats.accepted == theirs.stats.accepted
     assert ours.stats.drafted == theirs.stats.drafted
     assert ours.stats.joined.steps > 0

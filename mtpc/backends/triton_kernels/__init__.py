@@ -1,10 +1,10 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
 `mtpc_triton::` has `write_cache`, `rotate_and_write`, `paged_attention`, `latent_attention`,
-`choose_slots`, `experts`, `gated_delta_rule`, `quantised_linear`, `sinkhorn`; `mtpc_loaded::` has
-the same, for code that was compiled elsewhere. They take what the reference ops in `mtpc::` take
-and mean the same. This module imports no Triton, which only torch's builds for GPUs bring along;
-all others here do.
+`choose_slots`, `experts`, `gated_delta_rule`, `quantised_linear`, `sample`, `count_tokens`,
+`write_logprobs`, `sinkhorn`; `mtpc_loaded::` has the same, for code that was compiled elsewhere.
+They take what the reference ops in `mtpc::` take and mean the same. This module imports no Triton,
+which only torch's builds for GPUs bring along; all others here do.
 
 What they guarantee:
 
@@ -15,7 +15,8 @@ What they guarantee:
   context its request has, nor on whether it was replayed.
 - No cache position that no row attends to is read, nor the weights of an expert nobody chose.
 
-Sums are float32, of int8 products int32. Elements are bfloat16, float16 or float32.
+Sums are float32, of int8 products int32, of probabilities float64. Elements are bfloat16, float16
+or float32.
 """
 
 from __future__ import annotations

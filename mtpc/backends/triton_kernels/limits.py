@@ -22,6 +22,8 @@ _MAX_INPUTS = (2**31 - 1) // LARGEST**2
 """Products of int8 that an int32 sum surely holds."""
 _MAX_STREAMS = 64
 """Rows of a matrix that is normalised in registers."""
+_ANY_DTYPE = ("count_tokens", "sample", "write_logprobs")
+"""Operators that compute in float64, from logits of any kind."""
 
 
 def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
@@ -43,10 +45,10 @@ def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
 def refuses(node: fx.Node, graph: StepGraph) -> str | None:
     """Why our kernels cannot take a call, or None."""
     tensors = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
-    for tensor in tensors:
+    name = str(node.target).removeprefix("mtpc.").removesuffix(".default")
+    for tensor in () if name in _ANY_DTYPE else tensors:
         if tensor.is_floating_point() and tensor.dtype not in ELEMENTS:
             return f"{dtype_name(tensor.dtype)}; it takes {', '.join(map(dtype_name, ELEMENTS))}"
-    name = str(node.target).removeprefix("mtpc.").removesuffix(".default")
     return _SIZES[name](node, tensors) if name in _SIZES else None
 
 

@@ -21,8 +21,7 @@ from mtpc.backends.triton_kernels.plans import plan
 
 def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, *, configs: str = "") -> None:
     """`mtpc::write_cache`."""
-    launches, _ = plan("write_cache", cache, rows, slot_mapping, configs=configs)
-    run(launches)
+    _run_in_place("write_cache", cache, rows, slot_mapping, configs=configs)
 
 
 def paged_attention(
@@ -76,6 +75,35 @@ def choose_slots(
     """`mtpc::choose_slots`."""
     indices = (block_table, seq_lens, query_start_loc)
     return _run("choose_slots", query, weights, index_cache, *indices, count, configs=configs)
+
+
+def count_tokens(
+    output_counts: Tensor,
+    ids: Tensor,
+    num_emitted: Tensor,
+    state_slots: Tensor,
+    *,
+    configs: str = "",
+) -> None:
+    """`mtpc::count_tokens`."""
+    _run_in_place("count_tokens", output_counts, ids, num_emitted, state_slots, configs=configs)
+
+
+def write_logprobs(
+    logprobs: Tensor,
+    top_ids: Tensor,
+    top_logprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    num_emitted: Tensor,
+    state_slots: Tensor,
+    ints: Tensor,
+    *,
+    configs: str = "",
+) -> None:
+    """`mtpc::write_logprobs`."""
+    reports, emitted = (logprobs, top_ids, top_logprobs), (ids, num_emitted)
+    _run_in_place("write_logprobs", *reports, logits, *emitted, state_slots, ints, configs=configs)
 
 
 def experts(
@@ -139,6 +167,30 @@ def rotate_and_write(
     return _run("rotate_and_write", *rows, cos, sin, *caches, slot_mapping, configs=configs)
 
 
+def sample(
+    logits: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    state_slots: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    bias_ids: Tensor,
+    bias_values: Tensor,
+    allowed_tokens: Tensor,
+    prompt_tokens: Tensor,
+    output_counts: Tensor,
+    stop_ids: Tensor,
+    token_mask: Tensor | None = None,
+    *,
+    configs: str = "",
+) -> Tensor:
+    """`mtpc::sample`."""
+    numbers = (floats, ints, bias_ids, bias_values)
+    tokens = (allowed_tokens, prompt_tokens, output_counts, stop_ids, token_mask)
+    rows = (logits, ids, positions, state_slots)
+    return _run("sample", *rows, *numbers, *tokens, configs=configs)
+
+
 def sinkhorn(logits: Tensor, rounds: int, epsilon: float, *, configs: str = "") -> Tensor:
     """`mtpc::sinkhorn`."""
     return _run("sinkhorn", logits, rounds, epsilon, configs=configs)
@@ -151,16 +203,24 @@ def _run(name: str, *args: Any, configs: str) -> Tensor:
     return out
 
 
+def _run_in_place(name: str, *args: Any, configs: str) -> None:
+    launches, _ = plan(name, *args, configs=configs)
+    run(launches)
+
+
 _STATE = ("recurrent", "history", "standing")
 _OPERATORS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (write_cache, ("cache",)),
     (paged_attention, ()),
     (latent_attention, ()),
     (choose_slots, ()),
+    (count_tokens, ("output_counts",)),
+    (write_logprobs, ("logprobs", "top_ids", "top_logprobs")),
     (experts, ()),
     (gated_delta_rule, _STATE),
     (quantised_linear, ()),
     (rotate_and_write, ("k_cache", "v_cache")),
+    (sample, ()),
     (sinkhorn, ()),
 )
 """Every operator, with the arguments that it writes."""

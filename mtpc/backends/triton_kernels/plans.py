@@ -20,7 +20,12 @@ from mtpc.backends.triton_kernels.gated_delta import gated_delta_launches
 from mtpc.backends.triton_kernels.latent import latent_attention_launches
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.quantised import quantised_linear_launches
+from mtpc.backends.triton_kernels.records import (
+    count_tokens_launches,
+    write_logprobs_launches,
+)
 from mtpc.backends.triton_kernels.rotary import rotate_and_write_launches
+from mtpc.backends.triton_kernels.sampling import sample_launches
 from mtpc.backends.triton_kernels.sinkhorn import sinkhorn_launches
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
@@ -63,6 +68,22 @@ def plan_choose_slots(  # type: ignore[no-untyped-def]
     out = query.new_full((query.shape[0], most), -1, dtype=torch.int32)
     indices = (block_table, seq_lens, query_start_loc)
     return choose_slots_launches(query, weights, index_cache, indices, out), out
+
+
+def plan_count_tokens(
+    output_counts: Tensor, ids: Tensor, num_emitted: Tensor, state_slots: Tensor
+) -> Plan:
+    """`mtpc::count_tokens`."""
+    return count_tokens_launches(output_counts, ids, num_emitted, state_slots), None
+
+
+def plan_write_logprobs(
+    logprobs: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor,
+    ids: Tensor, num_emitted: Tensor, state_slots: Tensor, ints: Tensor,
+) -> Plan:  # fmt: skip
+    """`mtpc::write_logprobs`."""
+    reports = (logprobs, top_ids, top_logprobs)
+    return write_logprobs_launches(reports, logits, (ids, num_emitted), state_slots, ints), None
 
 
 def plan_experts(
@@ -111,6 +132,20 @@ def plan_rotate_and_write(
     return rotate_and_write_launches(rows, (cos, sin), caches, slot_mapping, out), out
 
 
+def plan_sample(
+    logits: Tensor, ids: Tensor, positions: Tensor, state_slots: Tensor,
+    floats: Tensor, ints: Tensor, bias_ids: Tensor, bias_values: Tensor, allowed_tokens: Tensor,
+    prompt_tokens: Tensor, output_counts: Tensor, stop_ids: Tensor,
+    token_mask: Tensor | None = None,
+) -> Plan:  # fmt: skip
+    """`mtpc::sample`."""
+    out = ids.new_full((logits.shape[0],), -1)
+    tokens = (allowed_tokens, prompt_tokens, output_counts, stop_ids)
+    state = (floats, ints, bias_ids, bias_values, *tokens)
+    rows = (logits, ids, positions, state_slots)
+    return sample_launches(*rows, state, token_mask, out) if len(ids) else [], out
+
+
 def plan_sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
     """`mtpc::sinkhorn`."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -122,10 +157,13 @@ PLANS: dict[str, Callable[..., Plan]] = {
     "paged_attention": plan_paged_attention,
     "latent_attention": plan_latent_attention,
     "choose_slots": plan_choose_slots,
+    "count_tokens": plan_count_tokens,
+    "write_logprobs": plan_write_logprobs,
     "experts": plan_experts,
     "gated_delta_rule": plan_gated_delta_rule,
     "quantised_linear": plan_quantised_linear,
     "rotate_and_write": plan_rotate_and_write,
+    "sample": plan_sample,
     "sinkhorn": plan_sinkhorn,
 }
 """Every op exists as mtpc::NAME, the reference, and as mtpc_triton::NAME."""

@@ -1,0 +1,300 @@
+"""Choosing tokens: logits adjusted by all of a request's parameters, then filters, noise, argmax.
+
+In the first kernel a program has one block of one row's vocabulary, and writes what is left of its
+logits, in float64. In the second a program has one row. A greedy one looks at the blocks' peaks and
+reads one block. For one that is sampled, edges of top-k and top-p are found by bisection: both ask
+for the greatest logit above or at which there is enough, of tokens or of probability. An interval
+of logits is halved until it holds one that there is; ends are always logits of the row, so that a
+few dozen passes suffice, and the edge is exact. Sums run in an order of their own for each row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.layout import SCRATCH_SLOT
+from mtpc.sampling_params import FLOATS, INTS
+
+_BLOCK = 1024
+"""Tokens whose logits a program adjusts."""
+_CHUNK = 4096
+"""Tokens gone over together."""
+
+_TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
+_TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
+_MIN_P: tl.constexpr = tl.constexpr(FLOATS.index("min_p"))
+_REPETITION: tl.constexpr = tl.constexpr(FLOATS.index("repetition_penalty"))
+_PRESENCE: tl.constexpr = tl.constexpr(FLOATS.index("presence_penalty"))
+_FREQUENCY: tl.constexpr = tl.constexpr(FLOATS.index("frequency_penalty"))
+_NUM_FLOATS: tl.constexpr = tl.constexpr(len(FLOATS))
+_SEED: tl.constexpr = tl.constexpr(INTS.index("seed"))
+_TOP_K: tl.constexpr = tl.constexpr(INTS.index("top_k"))
+_FIRST_STOP: tl.constexpr = tl.constexpr(INTS.index("first_stop"))
+_MASKED: tl.constexpr = tl.constexpr(INTS.index("masked"))
+_PENALISED: tl.constexpr = tl.constexpr(INTS.index("penalised"))
+_NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
+
+
+@triton.jit
+def _bits(words_ptr, token, inside):  # type: ignore[no-untyped-def]
+    """Whether each token's bit is set, of 32 in a word."""
+    words = tl.load(words_ptr + token // 32, mask=inside, other=0)
+    return ((words >> (token % 32)) & 1) != 0
+
+
+@triton.jit
+def adjust_logits_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, ids_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, bias_ids_ptr,
+    bias_values_ptr, allowed_ptr, prompt_ptr, counts_ptr, stops_ptr, mask_ptr,
+    scores_ptr, raw_peaks_ptr, peaks_ptr, vocab, words, logits_row,
+    ROWS: tl.constexpr, BIASES: tl.constexpr, B_PAD: tl.constexpr, STOPS: tl.constexpr,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """scores float64 [N, V]; raw_peaks, of logits as they are (inf where one is NaN), and peaks,
+    of scores: float64 [N, blocks]."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request = row // ROWS
+    slot, position = tl.load(slots_ptr + request), tl.load(positions_ptr + row)
+    if (slot == _SCRATCH) | (position < 0):
+        return
+    first = block * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    inside = token < vocab
+    x = tl.load(logits_ptr + row * logits_row + token, mask=inside, other=float("-inf"))
+    x = x.to(tl.float64)
+    raw = tl.max(tl.where(x == x, x, float("inf")), 0)
+    floats_ptr += slot * _NUM_FLOATS
+    ints_ptr += slot * _NUM_INTS
+
+    bias = tl.arange(0, B_PAD)
+    at = slot * BIASES + bias
+    biased = tl.load(bias_ids_ptr + at, mask=bias < BIASES, other=-1)
+    in_block = (biased >= first) & (biased < first + BLOCK)
+    if tl.sum(in_block.to(tl.int32)) > 0:
+        for b in range(BIASES):
+            biased_token = tl.load(bias_ids_ptr + slot * BIASES + b)
+            value = tl.load(bias_values_ptr + slot * BIASES + b)
+            x = tl.where(token == biased_token, x + value, x)
+
+    if tl.load(ints_ptr + _PENALISED) != 0:
+        counts = tl.load(counts_ptr + slot * vocab + token, mask=inside, other=0)
+        for j in range(1, ROWS):
+            fed = tl.load(ids_ptr + request * ROWS + j)
+            counts += ((token == fed) & (request * ROWS + j <= row)).to(tl.int32)
+        seen = (counts > 0) | _bits(prompt_ptr + slot * words, token, inside)
+        repetition = tl.load(floats_ptr + _REPETITION)
+        x = tl.where(seen, tl.where(x > 0, x / repetition, x * repetition), x)
+        x = x - tl.load(floats_ptr + _FREQUENCY) * counts
+        x = x - tl.load(floats_ptr + _PRESENCE) * (counts > 0).to(tl.float64)
+
+    if tl.load(ints_ptr + _MASKED) != 0:
+        x = tl.where(_bits(allowed_ptr + slot * words, token, inside), x, float("-inf"))
+    if HAS_MASK:
+        x = tl.where(_bits(mask_ptr + row * words, token, inside), x, float("-inf"))
+    if position < tl.load(ints_ptr + _FIRST_STOP):
+        for e in range(STOPS):
+            x = tl.where(token == tl.load(stops_ptr + slot * STOPS + e), float("-inf"), x)
+    temperature = tl.load(floats_ptr + _TEMPERATURE)
+    if temperature != 0:
+        x = x / temperature
+
+    tl.store(scores_ptr + row * vocab + token, x, mask=inside)
+    at = row * tl.num_programs(1) + block
+    tl.store(raw_peaks_ptr + at, raw)
+    tl.store(peaks_ptr + at, tl.max(tl.where(inside, x, float("-inf")), 0))
+
+
+@triton.jit
+def _ordered(x):  # type: ignore[no-untyped-def]
+    """int64 that are ordered as float64 are; of the zeros, the negative one comes first."""
+    bits = x.to(tl.int64, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+
+
+@triton.jit
+def _unordered(key):  # type: ignore[no-untyped-def]
+    """The float64 of a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFFFFFFFFFF, key).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _mass(x, peak, IS_COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What each token counts for: one, or its probability, not normalised."""
+    if IS_COUNT:
+        return tl.where(x == x, 1.0, 0.0).to(tl.float64)
+    return tl.exp(x - peak)
+
+
+@triton.jit
+def _total(  # type: ignore[no-untyped-def]
+    scores_ptr, vocab, cut, peak, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The mass of the tokens whose logit is at or above `cut`."""
+    total = tl.full([], 0.0, tl.float64)
+    for first in range(0, vocab, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+        held = (token < vocab) & (x >= cut)
+        total += tl.sum(tl.where(held, _mass(x, peak, IS_COUNT), 0.0), 0)
+    return total
+
+
+@triton.jit
+def _edge(  # type: ignore[no-untyped-def]
+    scores_ptr, vocab, cut, peak, wanted, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The greatest logit such that the mass at or above it is `wanted` at least; of those at or
+    above `cut`, the least where there is not so much."""
+    low, high = _ordered(cut), _ordered(peak)
+    # The answer is in [low, high]; `high` is a logit of the row, and so is `low` after a pass.
+    while low < high:
+        middle = low + ((high - low).to(tl.uint64, bitcast=True) // 2).to(tl.int64) + 1
+        middle = tl.minimum(middle, high)
+        mass = tl.full([], 0.0, tl.float64)
+        above, below = high, low
+        found_below = tl.full([], 0, tl.int32)
+        for first in range(0, vocab, CHUNK):
+            token = first + tl.arange(0, CHUNK)
+            x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+            key = _ordered(x)
+            held = (token < vocab) & (x >= cut)
+            upper = held & (key >= middle)
+            lower = held & (key < middle)
+            mass += tl.sum(tl.where(upper, _mass(x, peak, IS_COUNT), 0.0), 0)
+            above = tl.minimum(above, tl.min(tl.where(upper, key, high), 0))
+            below = tl.maximum(below, tl.max(tl.where(lower, key, low), 0))
+            found_below += tl.sum(lower.to(tl.int32), 0)
+        if (mass >= wanted) | (found_below == 0):
+            low = above
+        else:
+            high = below
+    return _unordered(low)
+
+
+@triton.jit
+def _noise(seed, position, token):  # type: ignore[no-untyped-def]
+    """Standard Gumbel noise, float64, as in mtpc/ops/philox.py: two tokens share a call."""
+    zero = tl.zeros_like(token).to(tl.uint32)
+    pair, place = (token // 2).to(tl.uint32), zero + position.to(tl.uint32)
+    a, b, c, d = tl.philox(seed, pair, place, zero, zero)
+    is_second = token % 2 == 1
+    high, low = tl.where(is_second, c, a).to(tl.uint64), tl.where(is_second, d, b).to(tl.uint64)
+    steps = ((high << 20) | (low >> 12)).to(tl.float64)
+    return -tl.log(-tl.log((steps + 0.5) * 2.220446049250313e-16))
+
+
+@triton.jit
+def choose_token_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, out_ptr,
+    vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """out int64 [N], full of -1."""
+    row = tl.program_id(0).to(tl.int64)
+    slot, position = tl.load(slots_ptr + row // ROWS), tl.load(positions_ptr + row)
+    if (slot == _SCRATCH) | (position < 0):
+        return
+    block = tl.arange(0, BLOCKS_PAD)
+    at, there = row * BLOCKS + block, block < BLOCKS
+    raw = tl.max(tl.load(raw_peaks_ptr + at, mask=there, other=float("-inf")), 0)
+    peaks = tl.load(peaks_ptr + at, mask=there, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    is_usable = (raw < float("inf")) & (raw > float("-inf"))
+    if (not is_usable) | (peak == float("-inf")) | (peak == float("inf")):
+        return
+    scores_ptr += row * vocab
+    floats_ptr += slot * _NUM_FLOATS
+    ints_ptr += slot * _NUM_INTS
+    if tl.load(floats_ptr + _TEMPERATURE) == 0:
+        best = tl.argmax(peaks, 0, tie_break_left=True) * BLOCK
+        token = best + tl.arange(0, BLOCK)
+        x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+        chosen = best + tl.argmax(x, 0, tie_break_left=True)
+        tl.store(out_ptr + row, chosen.to(tl.int64))
+        return
+
+    cut = tl.full([], float("-inf"), tl.float64)
+    min_p = tl.load(floats_ptr + _MIN_P)
+    if min_p > 0:
+        cut = peak + tl.log(min_p)
+    top_k = tl.load(ints_ptr + _TOP_K)
+    if top_k > 0:
+        wanted = tl.minimum(top_k, vocab).to(tl.float64)
+        lowest = tl.full([], float("-inf"), tl.float64)
+        cut = tl.maximum(cut, _edge(scores_ptr, vocab, lowest, peak, wanted, True, CHUNK))
+    top_p = tl.load(floats_ptr + _TOP_P)
+    if top_p < 1:
+        wanted = top_p * _total(scores_ptr, vocab, cut, peak, False, CHUNK)
+        cut = _edge(scores_ptr, vocab, cut, peak, wanted, False, CHUNK)
+
+    seed = tl.load(ints_ptr + _SEED)
+    best = tl.full([], float("-inf"), tl.float64)
+    chosen = tl.full([], -1, tl.int32)
+    for first in range(0, vocab, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+        x = tl.where(x >= cut, x + _noise(seed, position, token), float("-inf"))
+        highest = tl.max(x, 0)
+        if highest > best:
+            best = highest
+            chosen = first + tl.argmax(x, 0, tie_break_left=True)
+    tl.store(out_ptr + row, chosen.to(tl.int64))
+
+
+def sample_launches(
+    logits: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    state_slots: Tensor,
+    state: tuple[Tensor, ...],
+    token_mask: Tensor | None,
+    out: Tensor,
+) -> list[Launch]:
+    """Launches of `mtpc::sample`.
+
+    Args:
+        logits: [N, V].
+        ids: int64 [N].
+        positions: int64 [N].
+        state_slots: int64 [R].
+        state: rows by slot, in the operator's order: floats to stop_ids.
+        token_mask: int32 [N, ceil(V / 32)], or None.
+        out: int64 [N], full of -1.
+    """
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    ids, positions, slots = (t.contiguous() for t in (ids, positions, state_slots))
+    floats, ints, bias_ids, bias_values, allowed, prompt, counts, stops = (
+        t.contiguous() for t in state
+    )
+    count, vocab = logits.shape
+    rows, blocks = count // slots.shape[0], -(-vocab // _BLOCK)
+    scores, raw_peaks, peaks = (
+        torch.empty((count, width), dtype=torch.float64, device=logits.device)
+        for width in (vocab, blocks, blocks)
+    )
+    mask = allowed if token_mask is None else token_mask.contiguous()  # Else it is not read.
+    shared = dict(
+        scores_ptr=scores, raw_peaks_ptr=raw_peaks, peaks_ptr=peaks, positions_ptr=positions,
+        slots_ptr=slots, floats_ptr=floats, ints_ptr=ints, vocab=vocab,
+    )  # fmt: skip
+    adjusted = dict(
+        logits_ptr=logits, ids_ptr=ids, bias_ids_ptr=bias_ids, bias_values_ptr=bias_values,
+        allowed_ptr=allowed, prompt_ptr=prompt, counts_ptr=counts, stops_ptr=stops, mask_ptr=mask,
+        words=allowed.shape[1], logits_row=logits.stride(0),
+    )  # fmt: skip
+    sizes = dict(
+        ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
+        STOPS=stops.shape[1], HAS_MASK=token_mask is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+    chosen = dict(ROWS=rows, BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks), BLOCK=_BLOCK,
+                  CHUNK=_CHUNK)  # fmt: skip
+    return [
+        Launch(adjust_logits_kernel, (count, blocks, 1), shared | adjusted, sizes),
+        Launch(choose_token_kernel, (count, 1, 1), shared | dict(out_ptr=out), chosen, 512),
+    ]
