@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.packing import TILE, Fill, can_pack, fill_packed, pack, unpack
+from mtpc.packing import TILE, Fill, allocate, can_pack, fill_packed, pack, unpack
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.recipes import Blocks, Convert, Join, Recipe
 
@@ -377,3 +378,14 @@ def test_experts_are_packed(family: str, compiler: Callable[..., StepCompiler]) 
 def test_float32_is_left_alone(compiler: Callable[..., StepCompiler]) -> None:
     graph = (built := compiler("mimo", dtype="float32")).rewrite(built.trace(StepKey.decode(1, 3)))
     assert PackWeights().apply(graph) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux")
+@pytest.mark.parametrize("shape", [(1024, 1024), (1536, 1024), (3, 999, 1000)])
+def test_weights_begin_with_a_huge_page(shape: tuple[int, ...]) -> None:
+    """Each of them, in a row of allocations: else both ends of each are in small pages."""
+    held = [allocate(shape, torch.bfloat16) for _ in range(3)]
+    for tensor in held:
+        assert tensor.shape == shape
+        assert tensor.data_ptr() % 2**21 == 0
+        tensor.fill_(1)
