@@ -19,4 +19,4 @@ TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_t
     tests/test_triton_rotary.py tests/test_triton_choose_slots.py tests/test_triton_sampling.py \
     tests/test_triton_step.py tests/test_triton_tuning.py \
     tests/test_cuda_backend.py tests/test_aiter.py "$@"
-exec "$PYTHON" -m pytest tests/test_triton_crosscompile.py "$@"
+exec "$PYTHON" -m pytest tests/test_triton_crosscompile.py tests/test_triton_loading.py "$@"

@@ -1,0 +1,181 @@
+"""Launches of every kernel at sizes of shipped models, on tensors that are only sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mtpc.backends.targets import Target
+from mtpc.backends.triton_kernels import plans
+from mtpc.backends.triton_kernels.crosscompile import Specialisation
+from mtpc.backends.triton_kernels.launch import Launch
+
+BF16 = torch.bfloat16
+
+
+def _fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _indices(reqs: int, blocks: int) -> tuple[torch.Tensor, ...]:
+    return (
+        _fake(reqs, blocks, dtype=torch.int32),
+        _fake(reqs, dtype=torch.int32),
+        _fake(reqs + 1, dtype=torch.int32),
+    )
+
+
+def gqa(reqs: int, rows: int, heads: tuple[int, int], dims: tuple[int, int]) -> list[Launch]:
+    q = _fake(reqs * rows, heads[0], dims[0])
+    k, v = _fake(4096, 16, heads[1], dims[0]), _fake(4096, 16, heads[1], dims[1])
+    return plans.plan_paged_attention(q, k, v, *_indices(reqs, 2048), 0.09)[0]
+
+
+def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
+    q, kv = _fake(reqs * rows, 64, 64), _fake(4096, 16, 8, 64)
+    sinks = _fake(64)
+    return plans.plan_paged_attention(
+        q, kv, kv, *_indices(reqs, 2048), 0.1, sliding_window=128, softcap=30.0, sinks=sinks
+    )[0]
+
+
+def _mla(reqs: int, rows: int, heads: int = 128) -> list[Launch]:
+    q = _fake(reqs * rows, heads, 576)
+    return plans.plan_latent_attention(q, _fake(4096, 16, 576), *_indices(reqs, 2048), 0.07, 512)[0]
+
+
+def _experts(
+    tokens: int, sizes: tuple[int, int, int], chosen: int = 8, *limit: float | bool
+) -> list[Launch]:
+    count, hidden, inner = sizes
+    ids, weights = _fake(tokens, chosen, dtype=torch.int64), _fake(tokens, chosen)
+    gate_up, down = _fake(count, 2 * inner, hidden), _fake(count, hidden, inner)
+    return plans.plan_experts(_fake(tokens, hidden), gate_up, down, ids, weights, *limit)[0]
+
+
+def write(tokens: int) -> list[Launch]:
+    slots = _fake(tokens, dtype=torch.int64)
+    return plans.plan_write_cache(_fake(4096, 16, 8, 128), _fake(tokens, 8, 128), slots)[0]
+
+
+def far_write(pages: int) -> list[Launch]:
+    """Into a cache of which more than 2 GB may lie before a row, or not."""
+    slots = _fake(16, dtype=torch.int64)
+    return plans.plan_write_cache(_fake(pages, 16, 128), _fake(16, 128), slots)[0]
+
+
+def write_for(target: Target) -> Specialisation:
+    """A launch's specialisation for a target."""
+    with FakeTensorMode():
+        return Specialisation.of(write(16)[0], target)
+
+
+def _rotate(tokens: int, heads: tuple[int, int], dims: tuple[int, int, int]) -> list[Launch]:
+    """dims: of a key, of the angles, of a value."""
+    (count, kv_count), (width, turned, v_width) = heads, dims
+    rows = [_fake(tokens, *shape) for shape in ((count, width), (kv_count, width))]
+    angles = [_fake(tokens, turned) for _ in range(2)]
+    caches = [_fake(4096, 16, kv_count, dim) for dim in (width, v_width)]
+    v, slots = _fake(tokens, kv_count, v_width), _fake(tokens, dtype=torch.int64)
+    return plans.plan_rotate_and_write(*rows, v, *angles, *caches, slots)[0]
+
+
+def _choose(reqs: int, rows: int) -> list[Launch]:
+    """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions."""
+    query = _fake(reqs * rows, 64, 128, dtype=torch.float32)
+    weights = _fake(reqs * rows, 64, dtype=torch.float32)
+    indices = _indices(reqs, 2048)
+    return plans.plan_choose_slots(query, weights, _fake(4096, 16, 128), *indices, 2048)[0]
+
+
+def _delta(
+    reqs: int, rows: int, heads: tuple[int, int] = (16, 32), drafts: int = 3, dtype=BF16
+) -> list[Launch]:  # type: ignore[no-untyped-def]
+    """Qwen3-Next: key and value heads of 128, a convolution over four rows."""
+    channels = (2 * heads[0] + heads[1]) * 128
+    tokens, fields, slots = reqs * rows, channels + 2 * heads[1], reqs + 1
+    weights = (_fake(channels, 4, dtype=dtype), _fake(heads[1]), _fake(heads[1]))
+    state = (
+        _fake(slots, heads[1], 128, 128, dtype=torch.float32),
+        _fake(slots, 3 + drafts, fields, dtype=dtype),
+        _fake(slots, dtype=torch.int32),
+    )
+    indices = (
+        _fake(reqs, dtype=torch.int64),
+        _fake(reqs, dtype=torch.int32),
+        _fake(reqs + 1, dtype=torch.int32),
+        _fake(reqs, dtype=torch.int32),
+    )
+    args = (_fake(tokens, fields, dtype=dtype), *weights, *state, *indices)
+    return plans.plan_gated_delta_rule(*args)[0]
+
+
+def _int8(tokens: int, features: int, inputs: int) -> list[Launch]:
+    weight = _fake(-(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8)
+    scales = _fake(features, dtype=torch.float32)
+    return plans.plan_quantised_linear(_fake(tokens, inputs), weight, scales)[0]
+
+
+def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
+    return plans.plan_sinkhorn(_fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
+
+
+def _sample(tokens: int, vocab: int, with_mask: bool = False) -> list[Launch]:
+    """Bias of up to 256 tokens, 8 stop tokens; a row a request."""
+    int64, float64, words = torch.int64, torch.float64, -(-vocab // 32)
+    rows = [_fake(tokens, dtype=int64) for _ in range(3)]
+    numbers = (_fake(65, 6, dtype=float64), _fake(65, 6, dtype=int64))
+    bias = (_fake(65, 256, dtype=int64), _fake(65, 256, dtype=float64))
+    known = [_fake(65, width, dtype=torch.int32) for width in (words, words, vocab)]
+    mask = _fake(tokens, words, dtype=torch.int32) if with_mask else None
+    stops = _fake(65, 8, dtype=int64)
+    return plans.plan_sample(_fake(tokens, vocab), *rows, *numbers, *bias, *known, stops, mask)[0]
+
+
+def _record(reqs: int, rows: int, vocab: int) -> list[Launch]:
+    """The 20 most probable tokens of each row."""
+    ids, emitted = _fake(reqs, rows, dtype=torch.int64), _fake(reqs, dtype=torch.int32)
+    slots, counts = _fake(reqs, dtype=torch.int64), _fake(65, vocab, dtype=torch.int32)
+    own = _fake(reqs, rows, dtype=torch.float64)
+    top = [_fake(reqs, rows, 20, dtype=dtype) for dtype in (torch.int64, torch.float64)]
+    ints = _fake(65, 6, dtype=torch.int64)
+    logits = _fake(reqs * rows, vocab)
+    counted = plans.plan_count_tokens(counts, ids, emitted, slots)[0]
+    return [
+        *counted,
+        *plans.plan_write_logprobs(own, *top, logits, ids, emitted, slots, ints)[0],
+    ]
+
+
+SHIPPED: dict[str, Callable[[], list[Launch]]] = {
+    "GLM-4.5 (96/8 heads of 128), 1 x 4 rows": lambda: gqa(1, 4, (96, 8), (128, 128)),
+    "GLM-4.5, prompt of 512": lambda: gqa(1, 512, (96, 8), (128, 128)),
+    "MiMo-7B (32/8 heads of 128), 64 x 1 rows": lambda: gqa(64, 1, (32, 8), (128, 128)),
+    "MiMo-V2 (64/4 heads of 192, 128), 4 x 4 rows": lambda: gqa(4, 4, (64, 4), (192, 128)),
+    "window, cap and sinks, 4 x 2 rows": lambda: _gqa_with_all(4, 2),
+    "DeepSeek-V3, 1 x 4 rows": lambda: _mla(1, 4),
+    "DeepSeek-V3, 64 x 1 rows": lambda: _mla(64, 1),
+    "DeepSeek-V3 experts, 4 rows": lambda: _experts(4, (256, 7168, 2048)),
+    "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
+    "Step-3.7's bounded experts, 4 rows": lambda: _experts(4, (288, 4096, 1280), 8, 7.0),
+    "DeepSeek-V4's bounded experts, 64 rows": lambda: _experts(
+        64, (256, 4096, 2048), 6, 10.0, True
+    ),
+    "Qwen3-Next's state, 1 x 4 rows": lambda: _delta(1, 4),
+    "Qwen3-Next's state, 64 x 1 rows without drafts": lambda: _delta(64, 1, drafts=0),
+    "Qwen3-Next's state, prompt of 512": lambda: _delta(1, 512),
+    "Qwen3.5's state (48 heads), float32": lambda: _delta(4, 4, (16, 48), dtype=torch.float32),
+    "int8 head of GLM-4.5, 1 row": lambda: _int8(1, 151_552, 4096),
+    "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
+    "DeepSeek-V3.2's indexer, 4 x 4 rows": lambda: _choose(4, 4),
+    "four streams, 16 rows": lambda: _sinkhorn(16, 4),
+    "choice among GLM-4.5's tokens, 4 rows": lambda: _sample(4, 151_552),
+    "choice among masked tokens, 64 rows": lambda: _sample(64, 129_280, True),
+    "counts and log-probabilities, 4 x 4 rows": lambda: _record(4, 4, 151_552),
+    "cache write, 16 rows": lambda: write(16),
+    "GLM-4.5's rotary of half a head, 4 rows": lambda: _rotate(4, (96, 8), (128, 64, 128)),
+    "MiMo-V2's rotary of a third, 16 rows": lambda: _rotate(16, (64, 4), (192, 64, 128)),
+    "MiMo-7B's rotary, prompt of 512": lambda: _rotate(512, (32, 8), (128, 128, 128)),
+}

@@ -1,0 +1,188 @@
+"""Code objects that were built elsewhere: found, refused, and bound to the steps of a device.
+
+Needs Triton, compiling, not interpreting: `tests/run_triton.sh`. Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
+
+import triton
+from shipped_launches import write, write_for
+
+from mtpc.backends.bindings import BindKernels, Configure, by_default
+from mtpc.backends.cross import CrossBackend
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.memory import intermediate_bytes
+from mtpc.backends.targets import TARGETS
+from mtpc.backends.triton_kernels import crosscompile
+from mtpc.backends.triton_kernels.configs import Config, all_configured
+from mtpc.backends.triton_kernels.crosscompile import (
+    METADATA,
+    compiler_fields,
+    cross_compile,
+)
+from mtpc.backends.triton_kernels.limits import triton_bindings
+from mtpc.backends.triton_kernels.loading import (
+    CodeObjects,
+    built_by_another,
+    loaded_bindings,
+)
+from mtpc.backends.triton_kernels.plans import step_launches
+from mtpc.backends.triton_kernels.tuning import Call, Tuner
+from mtpc.cache.key import digest
+from mtpc.cache.lookup import KEY, key_bytes
+from mtpc.cache.store import EntryStore
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.passes import Verifier
+
+
+def test_code_of_another_triton_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filed under its own key it is not found; filed under ours, by whatever mistake, refused."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
+    tmp_path.chmod(0o755)
+    store, target = EntryStore(tmp_path / "store"), TARGETS["cuda:90"]
+    with FakeTensorMode():
+        launches = write(16)
+    with monkeypatch.context() as patch:
+        patch.setattr(crosscompile, "triton_key", lambda: "3.0.0 and its files")
+        patch.setattr(triton.runtime.cache, "triton_key", lambda: "3.0.0 and its files")
+        (theirs,) = cross_compile(launches, target, store)
+    objects = CodeObjects(store, target)
+    assert objects.has_any()
+    reason = objects.seed(launches)
+    assert reason == "write_cache_kernel was not built for cuda:90 at these sizes"
+    said = built_by_another(store, target)
+    assert said is not None
+    assert said.startswith("the cache's code is another Triton's (triton.build: ")
+    assert said.endswith("); build it with this one")
+
+    def fill(directory: Path) -> None:
+        for name in theirs.entry.files:
+            (directory / name).write_bytes(theirs.entry.read(name))
+        (directory / KEY).write_bytes(key_bytes(write_for(target).fields))
+
+    store.write(digest(write_for(target).fields), fill)
+    reason = objects.seed(launches)
+    assert reason is not None
+    assert "the code is another Triton's; remove the entry" in reason
+    found = json.loads(theirs.entry.read(METADATA))["hash"]
+    assert not (tmp_path / "triton" / found / "write_cache_kernel.cubin").is_file() or (
+        triton.runtime.cache.get_cache_manager(write_for(target).triton_hash()).get_group(
+            "write_cache_kernel.json"
+        )
+        is None
+    )
+    assert compiler_fields(target)["triton.build"] != "3.0.0 and its files"
+    (ours,) = cross_compile(launches, target, store)
+    assert ours.was_there, "cross_compile trusts a key: the record is looked at when it is loaded"
+
+
+def _child(action: str, store: Path, target: str, triton_cache: Path) -> list[list[Any]]:
+    """tests/loaded_kernels.py with a cache of Triton's that it has for itself."""
+    script = Path(__file__).parent / "loaded_kernels.py"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(triton_cache)}
+    done = subprocess.run(
+        [sys.executable, str(script), action, str(store), target],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) if action == "load" else []
+
+
+@pytest.mark.parametrize("target", ["hip:gfx942", "cuda:90"])
+def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) -> None:
+    """Triton's own launcher asks its cache for the very code; without ours it would compile.
+
+    A damaged entry is refused with its reason, and compiled instead.
+    """
+    tmp_path.chmod(0o755)
+    store = tmp_path / "store"
+    _child("build", store, target, tmp_path / "elsewhere")
+    found = _child("load", store, target, tmp_path / "here")
+    assert len(found) == 20
+    assert all(reason is None for _, reason, _ in found)
+    assert all(was_there for _, _, was_there in found), found
+    for code in store.glob("entries/*/triton.json"):
+        if json.loads(code.read_bytes())["name"] == "sinkhorn_kernel":
+            code.chmod(0o644)
+            code.write_bytes(b"{}")
+    *rest, (name, reason, was_there) = _child("load", store, target, tmp_path / "fresh")
+    assert all(was_there for _, _, was_there in rest)
+    assert name == "sinkhorn_kernel"
+    assert not was_there
+    assert "triton.json" in reason
+
+
+def test_steps_are_bound_to_what_was_built(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose kernels are all in the cache takes them; what is not there is noted."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
+    tmp_path.chmod(0o755)
+    store, target = EntryStore(tmp_path / "store"), TARGETS["cuda:90"]
+    objects = CodeObjects(store, target)
+    assert loaded_bindings(objects) == loaded_bindings(None) == ()
+    loaded = load(checkpoint("mimo"), "bfloat16", True)
+    options = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8)
+    compiler = StepCompiler(loaded, options, CrossBackend())
+    launches = step_launches(compiler.rewritten(StepKey.decode(2, 1)))
+    attend = next(x for x in launches if x.name == "paged_attention_kernel")
+    parts = [attend.arguments[name] for name in ("acc_ptr", "stats_ptr")]
+    estimate = intermediate_bytes(compiler.rewritten(StepKey.decode(2, 1)))
+    assert estimate > sum(part.nbytes for part in parts) > 0, "scratch memory is counted"
+    cross_compile([x for x in launches if x.name != "write_cache_kernel"], target, store)
+
+    def bind(configure: Configure = by_default) -> tuple[set[str], list[str]]:
+        notes: list[str] = []
+        compiler = StepCompiler(loaded, options, EagerBackend())
+        graph = compiler.rewritten(StepKey.decode(2, 1))
+        objects = CodeObjects(store, target)
+        bindings = (*loaded_bindings(objects, configure), *triton_bindings(configure))
+        BindKernels(bindings, notes.append).apply(graph)
+        Verifier(propagate=True)(graph, "legalise-gpu")
+        ours = {str(node.target) for node in graph.graph.nodes if ".default" in str(node.target)}
+        return {name for name in ours if name.startswith("mtpc")}, notes
+
+    names, notes = bind()
+    assert names == {"mtpc_triton.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert set(notes) == {
+        "mtpc::write_cache does not run on code built for cuda:90 (write_cache_kernel was not "
+        "built for cuda:90 at these sizes): triton"
+    }
+    cross_compile(launches, target, store)
+    names, notes = bind()
+    assert names == {"mtpc_loaded.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert not notes
+    other = loaded_bindings(CodeObjects(store, TARGETS["cuda:80"]))
+    assert other == (), "nothing was built for it, and nobody is told"
+
+    def last(call: Call, index: int, configs: Sequence[Config]) -> list[float]:
+        return [float(len(configs) - place) for place in range(len(configs))]
+
+    tuner = Tuner(store, "no device", last)
+    names, notes = bind(tuner)
+    assert "mtpc_triton.paged_attention.default" in names, "its choice was not built"
+    assert all("paged_attention_kernel was not built for cuda:90" in note for note in notes)
+    cross_compile([launch for launch, _ in all_configured(launches)], target, store)
+    names, notes = bind(tuner)
+    assert names == {"mtpc_loaded.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert not notes
