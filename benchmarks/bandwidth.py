@@ -8,8 +8,9 @@ import torch
 
 from mtpc.packing import allocate
 
-BUFFER_BYTES = 384 << 20
-"""Far more than the caches hold."""
+BUFFER_BYTES = 1 << 30
+"""More than the caches hold, and as much as a step reads at 0.5B: a Xeon's 480 MB of third level
+let 384 MB be read a twentieth faster than a gigabyte."""
 PASSES = 5
 """The fastest pass counts: whatever slows one down is not the memory."""
 

@@ -30,7 +30,7 @@ import transformers
 
 import mtpc
 from benchmarks import vllm_host
-from benchmarks.bandwidth import BandwidthProbe
+from benchmarks.bandwidth import BUFFER_BYTES, BandwidthProbe
 from benchmarks.command import (
     add_result_files,
     add_sampling,
@@ -253,7 +253,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=96, metavar="N")
     add_sampling(parser, 3)
-    add("--probe-mib", type=positive, default=384, metavar="N", help="the probe's buffer")
+    add(
+        "--probe-mib",
+        type=positive,
+        default=BUFFER_BYTES >> 20,
+        metavar="N",
+        help="read by the probe",
+    )
     add_workdir(parser)
     add_result_files(parser)
     args = parser.parse_args(argv)

@@ -77,7 +77,7 @@ class Decoder(Protocol):
 
 
 class OneLaunch:
-    """Of a decoder in this process: it is started once, and freed as other objects are."""
+    """Of a decoder that is started once; what it has is freed as other objects are."""
 
     launches = 1
 

@@ -12,7 +12,7 @@ import torch
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, lower_by_inductor, open_cuda
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.graphs import Graphs, TorchGraphs
+from mtpc.backends.graphs import Graphs, TorchGraphs, kernels_of
 from mtpc.backends.null import NullGraphs
 from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph
@@ -173,13 +173,7 @@ class GpuMachine:
 
     def kernels(self, work: Run) -> Counter[str]:
         """As the profiler lists what ran on the device, copies and fills included."""
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            work()
-            torch.cuda.synchronize()
-        on_device = torch.autograd.DeviceType.CUDA
-        return Counter(e.name for e in seen.events() or () if e.device_type == on_device)
+        return kernels_of(work)
 
 
 class _HostClock:

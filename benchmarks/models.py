@@ -177,11 +177,19 @@ def text_prompts(directory: Path, count: int, length: int) -> list[list[int]]:
         directory: of the checkpoint.
         count: how many, all different.
         length: tokens of each.
+
+    Raises:
+        ValueError: there are not so many of that length.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     pages = (tokenizer(topics[name]).input_ids for name in sorted(topics))
-    long_enough = (page[:length] for page in pages if len(page) >= length)
-    return list(islice(long_enough, count))
+    prompts = list(islice((page[:length] for page in pages if len(page) >= length), count))
+    if len(prompts) < count:
+        raise ValueError(
+            f"{len(prompts)} pages have {length} tokens or more, {count} are wanted: ask for "
+            "smaller batches or shorter prompts"
+        )
+    return prompts
 
 
 def _config(family: ModelFamily, shape: Shape) -> Any:

@@ -25,7 +25,7 @@ import transformers
 
 import mtpc
 from benchmarks import vllm_host
-from benchmarks.bandwidth import BandwidthProbe
+from benchmarks.bandwidth import BUFFER_BYTES, BandwidthProbe
 from benchmarks.command import (
     add_result_files,
     add_sampling,
@@ -216,7 +216,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="auto", help="mtpc's backend")
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
     add_sampling(parser, 5)
-    add("--probe-mib", type=positive, default=384, metavar="N", help="the probe's buffer")
+    add(
+        "--probe-mib",
+        type=positive,
+        default=BUFFER_BYTES >> 20,
+        metavar="N",
+        help="read by the probe",
+    )
     add_workdir(parser)
     add_result_files(parser)
     return parser.parse_args(argv)

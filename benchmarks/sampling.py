@@ -142,13 +142,13 @@ def _take(case: Case, prompts: Prompts, new_tokens: int, probe: BandwidthProbe) 
 class Row:
     """What the samples of a case say: medians, over undisturbed samples where there is one.
 
-    Of a decoder that started anew for each, the fastest sample alone: launches differ, and a peer
-    is to be measured at its best.
+    Of a decoder that started anew for each, the sample alone that was fastest for the bandwidth
+    around it: launches differ, and a peer is to be measured at its best.
 
     Attributes:
         roofline_ms: the time that reading the step's weights takes at the adjacent bandwidth.
         efficiency: roofline over measured time, sample by sample.
-        samples: how many the medians are of.
+        samples: how many there are to choose from.
         discarded: how many were left out as disturbed.
         disturbed: every sample was disturbed; the medians are of all of them.
         taken: every sample, those left out too.
@@ -177,7 +177,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
     """The row of a case that has been sampled."""
     clean = case.undisturbed(max_foreign)
     all_kept = clean or case.samples
-    best = max(all_kept, key=lambda sample: sample.decoded.tokens_per_s)
+    best = max(all_kept, key=lambda sample: sample.decoded.tokens_per_s / sample.bandwidth)
     kept = [best] if case.decoder.launches > 1 else all_kept
     roofline = [1e3 * case.step_bytes / sample.bandwidth for sample in kept]
     measured = [sample.decoded.ms_per_step for sample in kept]

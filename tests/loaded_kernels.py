@@ -62,6 +62,7 @@ def launches() -> list[Launch]:
     biases = (new(3, 5, dtype=int64), new(3, 5, dtype=torch.float64))
     tokens = (*(new(3, 3, dtype=int32) for _ in range(2)), new(3, 96, dtype=int32))
     rows = (new(8, 96), new(8, dtype=int64), new(8, dtype=int64), new(2, dtype=int64))
+    mask = new(2, 8, 3, dtype=int32)[1]  # Begins at 96 bytes; as a step's part of several.
     emitted = (new(2, 4, dtype=int64), new(2, dtype=int32), new(2, dtype=int64))
     reports = (
         new(2, 4, dtype=torch.float64),
@@ -77,7 +78,7 @@ def launches() -> list[Launch]:
         plans.plan_quantised_linear(
             new(8, 64), new(2, 16, 32, 4, dtype=torch.uint8), new(64, dtype=float32)
         ),
-        plans.plan_sample(*rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64)),
+        plans.plan_sample(*rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
         plans.plan_count_tokens(tokens[2], *emitted),
         plans.plan_write_logprobs(*reports, rows[0], *emitted, numbers[1]),
         plans.plan_sinkhorn(new(8, 4, 4, dtype=float32), 20, 1e-6),

@@ -1,4 +1,4 @@
-"""Calls of `mtpc::sample` with all that a request may ask for, for those who test kernels."""
+"""What requests may ask of `mtpc::sample` and its companions, for those who test kernels."""
 
 from __future__ import annotations
 
@@ -75,8 +75,28 @@ def make_rows(case: dict[str, Any], vocab: int, biased: bool, seed: int) -> Rows
         torch.randint(0, 3, (SLOTS, vocab), generator=gen, dtype=torch.int32),
         torch.tensor([[some[0][0], -1, vocab + 5]] * SLOTS),
     )
+    _vary(rows, vocab)
     rows.floats[0], rows.ints[0], rows.bias_ids[0] = float("nan"), 2**60, 2**60
     return rows
+
+
+def _vary(rows: Rows, vocab: int) -> None:
+    """No two slots alike, so that a row taken from another's is seen."""
+    by_name = {name: rows.ints[:, i] for i, name in enumerate(INTS)}
+    by_name |= {name: rows.floats[:, i] for i, name in enumerate(FLOATS)}
+    for slot in range(SLOTS):
+        for name in ("temperature", "repetition_penalty", "frequency_penalty"):
+            by_name[name][slot] *= 1 + slot / 16
+        if 1 < by_name["top_k"][slot] < vocab:
+            by_name["top_k"][slot] += slot
+        if by_name["top_p"][slot] < 0.99:
+            by_name["top_p"][slot] *= 1 - slot / 64
+        by_name["first_stop"][slot] //= 1 + slot % 2
+        for per_slot in (rows.bias_ids, rows.stops):
+            used = (per_slot[slot] >= 0) & (per_slot[slot] < vocab)
+            per_slot[slot] = torch.where(used, (per_slot[slot] + slot) % vocab, per_slot[slot])
+        for words in (rows.allowed, rows.prompt):
+            words[slot] = words[slot].roll(slot)
 
 
 def call(ops: Any, logits: Tensor, rows: Rows, seed: int, mask: Tensor | None = None) -> Tensor:

@@ -122,7 +122,9 @@ def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plans.plan_sinkhorn(_fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
 
-def _sample(tokens: int, vocab: int, with_mask: bool = False) -> list[Launch]:
+def _sample(
+    tokens: int, vocab: int, with_mask: bool = False, dtype: torch.dtype = BF16
+) -> list[Launch]:
     """Bias of up to 256 tokens, 8 stop tokens; a row a request."""
     int64, float64, words = torch.int64, torch.float64, -(-vocab // 32)
     rows = [_fake(tokens, dtype=int64) for _ in range(3)]
@@ -131,7 +133,8 @@ def _sample(tokens: int, vocab: int, with_mask: bool = False) -> list[Launch]:
     known = [_fake(65, width, dtype=torch.int32) for width in (words, words, vocab)]
     mask = _fake(tokens, words, dtype=torch.int32) if with_mask else None
     stops = _fake(65, 8, dtype=int64)
-    return plans.plan_sample(_fake(tokens, vocab), *rows, *numbers, *bias, *known, stops, mask)[0]
+    logits = _fake(tokens, vocab, dtype=dtype)
+    return plans.plan_sample(logits, *rows, *numbers, *bias, *known, stops, mask)[0]
 
 
 def _record(reqs: int, rows: int, vocab: int) -> list[Launch]:
@@ -172,6 +175,7 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "DeepSeek-V3.2's indexer, 4 x 4 rows": lambda: _choose(4, 4),
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "choice among GLM-4.5's tokens, 4 rows": lambda: _sample(4, 151_552),
+    "choice by float32 logits, 16 rows": lambda: _sample(16, 32_768, dtype=torch.float32),
     "choice among masked tokens, 64 rows": lambda: _sample(64, 129_280, True),
     "counts and log-probabilities, 4 x 4 rows": lambda: _record(4, 4, 151_552),
     "cache write, 16 rows": lambda: write(16),

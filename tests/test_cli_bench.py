@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_cli import SMALL_MODEL, word_model  # noqa: F401  (a fixture)
 
+from mtpc.cli import bench
 from mtpc.cli.main import main
+from mtpc.layout import StepKey
 
 
 def table(out: str) -> list[list[str]]:
@@ -24,11 +31,15 @@ def test_every_variant_has_a_row(word_model: Path, capsys: pytest.CaptureFixture
     assert main(["bench", str(word_model), *SMALL_MODEL, *arguments, *prompts]) == 0
     rows = table(capsys.readouterr().out)
     assert [row[:2] for row in rows] == [["0", "-"], ["2", "-"], ["2", "quantise-draft"]]
-    assert rows[0][4:] == ["1.00", "-", "1.00x", "yes"]
+    assert rows[0][4:8] == ["1.00", "-", "1.00x", "yes"]
     for row in rows[1:]:
         assert row[5].endswith("%")
         assert row[7] == "yes"  # float32: drafts decide nothing.
         assert 1 <= float(row[4]) <= 3
+    for row in rows:
+        assert row[8] == "1.00", "one replay a step"
+        assert int(row[9]) >= 0
+        assert row[10] == "-", "kernels are counted on GPUs"
 
 
 @pytest.mark.parametrize(
@@ -51,3 +62,28 @@ def test_what_it_refuses(
     out, err = capsys.readouterr()
     assert message in err
     assert not out
+
+
+def test_kernels_are_counted_of_the_largest_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed for nobody; where there is no GPU, nothing is."""
+    keys = [StepKey.decode(1, 2), StepKey.decode(4, 0), StepKey.decode(4, 2)]
+    replayed: list[StepKey] = []
+    emptied: list[tuple[StepKey, list[int]]] = []
+
+    def program(is_cuda: bool) -> Any:
+        buffers = {"batch.state_indices": SimpleNamespace(is_cuda=is_cuda)}
+        steps = {
+            key: SimpleNamespace(buffers=buffers, replay=partial(replayed.append, key))
+            for key in keys
+        }
+        return SimpleNamespace(steps=steps, set_batch=lambda *args: emptied.append(args))
+
+    def kernels_of(run: Callable[[], None]) -> Counter[str]:
+        run()
+        return Counter(a=3, b=1)
+
+    monkeypatch.setattr("mtpc.backends.graphs.kernels_of", kernels_of)
+    assert bench.count_kernels(SimpleNamespace(program=program(False))) is None  # type: ignore[arg-type]
+    assert bench.count_kernels(SimpleNamespace(program=program(True))) == 4  # type: ignore[arg-type]
+    assert replayed == [keys[2]]
+    assert emptied == [(keys[2], [])]

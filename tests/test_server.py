@@ -266,7 +266,8 @@ def test_leaving_a_stream_aborts_it(
     ) as stream:
         next(iter(stream))
     until(lambda: is_idle(server, spec))
-    assert spec.stats.finished["aborted"] > aborted
+    # Those that decode at once may be done before a late client is gone; others wait for them.
+    assert spec.stats.finished["aborted"] >= aborted + 4
 
 
 def test_async_client(server: Running, spec: mtpc.SpecModel) -> None:

@@ -1,7 +1,11 @@
-"""The Triton kernel that chooses tokens, in Triton's interpreter: `tests/run_triton.sh`."""
+"""The Triton kernels that choose tokens and keep what was chosen, in Triton's interpreter.
+
+`tests/run_triton.sh` runs them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from importlib import util
@@ -15,6 +19,7 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
 
 from mtpc.backends.triton_kernels import load_kernels
 from mtpc.engine.sampling_rows import pack_bits
+from mtpc.errors import BackendError
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc
@@ -22,7 +27,7 @@ VOCABS = (5, 32, 97, 1030, 5003)
 """Around words, pairs, blocks of 1,024 and chunks of 4,096."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_sample_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     """The very tokens, ties at edges and requests that are off included."""
@@ -116,3 +121,32 @@ def test_the_most_probable_of_many_equals() -> None:
         results.append(reports)
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_misfits_are_refused() -> None:
+    """A kernel would read what is not there."""
+    rows, logits = make_rows(CASES["all"], 40, True, 0), make_logits(6, 40, torch.float32, 0)
+    changes: list[dict[str, torch.Tensor]] = [
+        {"floats": rows.floats.float()},
+        {"ints": rows.ints[:, :-1]},
+        {"counts": rows.counts[:, :-1]},
+        {"allowed": rows.allowed.long()},
+    ]
+    for change in changes:
+        with pytest.raises(BackendError, match="expected"):
+            call(OURS, logits, dataclasses.replace(rows, **change), 0)
+    with pytest.raises(BackendError, match="token_mask"):
+        call(OURS, logits, rows, 0, torch.zeros(6, 1, dtype=torch.int32))
+    with pytest.raises(BackendError, match="4 rows of logits for 3 requests"):
+        call(OURS, logits[:4], rows, 0)
+
+
+def test_a_mask_that_begins_anywhere_is_the_same() -> None:
+    """A step's part of the masks for drafts, where a word more or less lies before it."""
+    rows, logits = make_rows(CASES["sampled"], 40, False, 0), make_logits(6, 40, torch.float32, 0)
+    masks = torch.stack([pack_bits([3, 9, 31], 40), pack_bits([5, 38], 40)] * 8).flatten()
+    for begin in (0, 2, 4):
+        mask = masks[begin : begin + 12].view(6, 2)
+        assert torch.equal(
+            call(OURS, logits, rows, 0, mask), call(REFERENCE, logits, rows, 0, mask)
+        )

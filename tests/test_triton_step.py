@@ -68,14 +68,15 @@ def test_int8_drafts_are_the_same(checkpoint: Callable[..., Path]) -> None:
 
 
 def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
-    """Filters, penalties and log-probabilities, in verify and in drafts."""
+    """Filters, penalties and log-probabilities, a request's own each, in verify and in drafts."""
     options = replace(OPTIONS, sampling=True)
     params = SamplingParams(
         temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5,
         logit_bias={7: 1.5}, logprobs=2,
     )  # fmt: skip
+    others = [SamplingParams(temperature=1.3, seed=9, top_p=0.8), SamplingParams()]
     expected = {"paged_attention", "sample", "count_tokens", "write_logprobs"}
-    _compare(checkpoint("mimo"), options, expected, sampling=params)
+    _compare(checkpoint("mimo"), options, expected, sampling=[params, *others])
 
 
 def _compare(

@@ -6,6 +6,7 @@ tested on the null device, which refuses and freezes what a device would.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,3 +153,14 @@ def empty_batch(graph: StepGraph) -> Iterator[None]:
 
 Lower = Callable[[StepGraph], Run]
 """Compiles a flat, verified graph to a callable without arguments."""
+
+
+def kernels_of(run: Run) -> Counter[str]:
+    """What one run launches on the GPU, by name, copies and fills included: torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return Counter(event.name for event in seen.events() or () if event.device_type == on_device)

@@ -117,12 +117,9 @@ class EntryStore:
         """
         directory = self._entries / digest
         for attempt in range(_ATTEMPTS):
-            try:
-                before = directory.lstat().st_ino
-            except (FileNotFoundError, NotADirectoryError):
+            before = self._inode(directory)
+            if before is None:
                 return None
-            except PermissionError as error:
-                raise self._unreadable(error) from error
             try:
                 return self._read(digest)
             except FileNotFoundError:
@@ -132,13 +129,19 @@ class EntryStore:
             except PermissionError as error:
                 raise self._unreadable(error) from error
             except DamagedEntryError:
-                try:
-                    replaced = directory.lstat().st_ino != before
-                except (FileNotFoundError, NotADirectoryError):
-                    replaced = True
-                if not replaced or attempt == _ATTEMPTS - 1:
+                after = self._inode(directory)
+                if after == before or (after is not None and attempt == _ATTEMPTS - 1):
                     raise
         return None
+
+    def _inode(self, directory: Path) -> int | None:
+        """What tells an entry from one that took its place; None where there is none."""
+        try:
+            return directory.lstat().st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError as error:
+            raise self._unreadable(error) from error
 
     def _unreadable(self, error: OSError) -> CacheError:
         return CacheError(f"cannot read the graph cache: {error}; chmod -R a+rX {self.root}")

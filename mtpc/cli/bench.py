@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.arguments import compile_options
@@ -17,9 +19,20 @@ from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads, stage_listener
 from mtpc.errors import OptionError, RequestError
 
+if TYPE_CHECKING:
+    from mtpc.layout import StepKey
+
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
-COLUMNS = ("K", "passes", "ms/step", "tokens/s", "tokens/step", "accepted", "vs first", "same text")
+COLUMNS = (
+    *("K", "passes", "ms/step", "tokens/s", "tokens/step", "accepted", "vs first", "same text"),
+    *("replays/step", "host us", "kernels"),
+)
+NOTES = (
+    "medians of rounds in which all variants took turns; tokens/step is of one request",
+    "host us: from the end of a replay to the start of the next, while there is work",
+    "kernels: that the largest decode step's graph launches, copies and fills too; on GPUs only",
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Sample:
     tokens_per_step: float
     acceptance_rate: float | None
     results: list[Prompt]
+    replays_per_step: float
+    host_us: float
 
 
 def command(args: argparse.Namespace) -> int:
@@ -69,7 +84,11 @@ def command(args: argparse.Namespace) -> int:
                 tell(f"round {turn} of {args.repeats}: {variant}")
                 taken = _take(checkpoint, prompts, _options_of(variant, options), args, tell)
                 samples[variant].append(taken)
-    _print(samples)
+        # Last: what was ever profiled is timed with the profiler's hooks from then on.
+        kernels = {
+            variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
+        }
+    _print(samples, kernels)
     return 0
 
 
@@ -116,9 +135,10 @@ def _take(
     """Load, warm up, and run once; nothing stays, so that variants do not crowd each other."""
     model = mtpc.compile(checkpoint, progress=stage_listener(tell), **options)
     model.generate(prompts, WARM_UP_TOKENS, ignore_eos=True)
-    before = model.stats.decode_counts()
+    earlier = deepcopy(model.stats)
     results = model.generate(prompts, args.max_new_tokens, ignore_eos=True)
-    counts = model.stats.decode_counts() - before
+    stats = model.stats
+    counts = stats.decode_counts() - earlier.decode_counts()
     if not counts.steps:
         raise RequestError(
             f"{args.max_new_tokens} new token(s) take no decode step; expected 2 or more"
@@ -129,19 +149,48 @@ def _take(
         counts.tokens / counts.request_steps,
         counts.acceptance_rate,
         results,
+        _decode_replays(stats.replays - earlier.replays) / counts.steps,
+        1e6 * (stats.host_gap_s - earlier.host_gap_s) / max(1, stats.host_gaps - earlier.host_gaps),
     )
 
 
-def _print(samples: dict[Variant, list[Sample]]) -> None:
+def _decode_replays(replays: Counter[StepKey]) -> int:
+    return sum(count for key, count in replays.items() if key.phase == "decode")
+
+
+def count_kernels(model: mtpc.SpecModel) -> int | None:
+    """Of the graph of the largest decode step, replayed for nobody; None where there is no GPU."""
+    program = model.program
+    decode = [key for key in program.steps if key.phase == "decode"]
+    key = max(decode, key=lambda key: (key.bucket.num_reqs, key.spec_tokens))
+    if not program.steps[key].buffers["batch.state_indices"].is_cuda:
+        return None
+    from mtpc.backends.graphs import kernels_of
+
+    program.set_batch(key, [])
+    return kernels_of(program.steps[key].replay).total()
+
+
+def _kernels(checkpoint: Path, options: dict[str, Any]) -> int | None:
+    """What a decode step launches, of a program compiled once more (from the cache, by now)."""
+    import torch
+
+    return count_kernels(mtpc.compile(checkpoint, **options)) if torch.cuda.is_available() else None
+
+
+def _print(samples: dict[Variant, list[Sample]], kernels: dict[Variant, int | None]) -> None:
     from mtpc.cli.tables import output, print_table
 
     (first, *_) = samples.values()
     base = median(sample.tokens_per_s for sample in first)
-    rows = [_row(variant, taken, base, first[0].results) for variant, taken in samples.items()]
+    rows = [
+        [*_row(variant, taken, base, first[0].results), str(kernels[variant] or "-")]
+        for variant, taken in samples.items()
+    ]
     console = output()
     print_table(console, "Decoding", COLUMNS, rows)
-    note = "medians of rounds in which all variants took turns; tokens/step is of one request"
-    console.print(note, style="dim")
+    for note in NOTES:
+        console.print(note, style="dim", soft_wrap=True)
 
 
 def _row(variant: Variant, taken: list[Sample], base: float, results: list[Prompt]) -> list[str]:
@@ -156,4 +205,6 @@ def _row(variant: Variant, taken: list[Sample], base: float, results: list[Promp
         "-" if rate is None else f"{rate:.1%}",
         f"{speed / base:.2f}x",
         "yes" if same else "no",
+        f"{taken[0].replays_per_step:.2f}",
+        f"{median(s.host_us for s in taken):.0f}",
     ]

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, triton_key
 
 from mtpc.backends.targets import Target
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.launch import ALIGNMENT, Launch
 from mtpc.cache.key import digest, hash_of
 from mtpc.cache.lookup import KEY, key_bytes, key_of
 from mtpc.cache.store import Entry, EntryStore
@@ -35,8 +35,6 @@ from mtpc.errors import BackendError, DamagedEntryError
 
 KIND = "gpu-kernel"
 RESOURCES, METADATA = "kernel.json", "triton.json"
-ALIGNMENT = 16
-"""Bytes, and for integers divisors, that compiled code takes for granted where its key says so."""
 _NEAR = 2**31 - 1
 """Bytes of a tensor up to which AMD's code addresses it by 32 bits."""
 _ELEMENTS = {

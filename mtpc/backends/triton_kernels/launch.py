@@ -19,6 +19,10 @@ from triton.runtime.jit import JITFunction
 
 from mtpc.errors import BackendError
 
+ALIGNMENT = 16
+"""Bytes at whose multiples tensors begin, and for integers divisors, that compiled code takes for
+granted where its key says so (`crosscompile`)."""
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -52,39 +52,39 @@ def write_logprobs_kernel(  # type: ignore[no-untyped-def]
     if (slot == _SCRATCH) | (asked < 0) | (column >= tl.load(emitted_ptr + request)):
         return
     logits_ptr += row * logits_row
-    peak = tl.full([], float("-inf"), tl.float64)
+    # Lane by lane, and across lanes at the end: each reduction waits for the whole program.
+    peaks = tl.full([CHUNK], float("-inf"), tl.float64)
     for first in range(0, vocab, CHUNK):
         token = first + tl.arange(0, CHUNK)
         x = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(x.to(tl.float64), 0))
-    total = tl.full([], 0.0, tl.float64)
+        peaks = tl.maximum(peaks, x.to(tl.float64))
+    peak = tl.max(peaks, 0)
+    totals = tl.zeros([CHUNK], tl.float64)
     for first in range(0, vocab, CHUNK):
         token = first + tl.arange(0, CHUNK)
         x = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf"))
-        total += tl.sum(tl.exp(x.to(tl.float64) - peak), 0)
-    shift = peak + tl.log(total)
+        totals += tl.exp(x.to(tl.float64) - peak)
+    shift = peak + tl.log(tl.sum(totals, 0))
 
     at = request * width + column
     own = tl.load(logits_ptr + tl.load(ids_ptr + row)).to(tl.float64)
     tl.store(logprobs_ptr + at, own - shift)
     last, last_token = tl.full([], float("inf"), tl.float64), tl.full([], -1, tl.int32)
     for place in range(COUNT):
-        best = tl.full([], float("-inf"), tl.float64)
-        chosen = tl.full([], -1, tl.int32)
+        best = tl.full([CHUNK], float("-inf"), tl.float64)
+        chosen = tl.zeros([CHUNK], tl.int32) + vocab
         for first in range(0, vocab, CHUNK):
             token = first + tl.arange(0, CHUNK)
             x = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf"))
-            x = x.to(tl.float64)
+            x = x.to(tl.float64) - shift
             left = (token < vocab) & ((x < last) | ((x == last) & (token > last_token)))
-            highest = tl.max(tl.where(left, x, float("-inf")), 0)
-            there = tl.min(tl.where(left & (x == highest), token, vocab), 0)
-            if (there < vocab) & ((highest > best) | (chosen < 0)):
-                best = highest
-                chosen = there
-        tl.store(top_ids_ptr + at * COUNT + place, chosen.to(tl.int64))
-        tl.store(top_ptr + at * COUNT + place, best - shift)
-        last = best
-        last_token = chosen
+            better = left & ((x > best) | (chosen == vocab))
+            best = tl.where(better, x, best)
+            chosen = tl.where(better, token, chosen)
+        last = tl.max(best, 0)
+        last_token = tl.min(tl.where(best == last, chosen, vocab), 0)
+        tl.store(top_ids_ptr + at * COUNT + place, last_token.to(tl.int64))
+        tl.store(top_ptr + at * COUNT + place, last)
 
 
 def count_tokens_launches(

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import ALIGNMENT, Launch, power_of_two
+from mtpc.errors import BackendError
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 
@@ -45,6 +46,15 @@ def _bits(words_ptr, token, inside):  # type: ignore[no-untyped-def]
     """Whether each token's bit is set, of 32 in a word."""
     words = tl.load(words_ptr + token // 32, mask=inside, other=0)
     return ((words >> (token % 32)) & 1) != 0
+
+
+@triton.jit
+def _penalise(x, counts, seen, floats_ptr):  # type: ignore[no-untyped-def]
+    """Repetition, then frequency and presence: one rounding each, as in mtpc/ops/sampling.py."""
+    repetition = tl.load(floats_ptr + _REPETITION)
+    x = tl.where(seen, tl.where(x > 0, x / repetition, x * repetition), x)
+    x = x - tl.load(floats_ptr + _FREQUENCY) * counts
+    return x - tl.load(floats_ptr + _PRESENCE) * (counts > 0).to(tl.float64)
 
 
 @triton.jit
@@ -87,10 +97,7 @@ def adjust_logits_kernel(  # type: ignore[no-untyped-def]
             fed = tl.load(ids_ptr + request * ROWS + j)
             counts += ((token == fed) & (request * ROWS + j <= row)).to(tl.int32)
         seen = (counts > 0) | _bits(prompt_ptr + slot * words, token, inside)
-        repetition = tl.load(floats_ptr + _REPETITION)
-        x = tl.where(seen, tl.where(x > 0, x / repetition, x * repetition), x)
-        x = x - tl.load(floats_ptr + _FREQUENCY) * counts
-        x = x - tl.load(floats_ptr + _PRESENCE) * (counts > 0).to(tl.float64)
+        x = _penalise(x, counts, seen, floats_ptr)
 
     if tl.load(ints_ptr + _MASKED) != 0:
         x = tl.where(_bits(allowed_ptr + slot * words, token, inside), x, float("-inf"))
@@ -135,13 +142,13 @@ def _total(  # type: ignore[no-untyped-def]
     scores_ptr, vocab, cut, peak, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr
 ):
     """The mass of the tokens whose logit is at or above `cut`."""
-    total = tl.full([], 0.0, tl.float64)
+    total = tl.zeros([CHUNK], tl.float64)
     for first in range(0, vocab, CHUNK):
         token = first + tl.arange(0, CHUNK)
         x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
         held = (token < vocab) & (x >= cut)
-        total += tl.sum(tl.where(held, _mass(x, peak, IS_COUNT), 0.0), 0)
-    return total
+        total += tl.where(held, _mass(x, peak, IS_COUNT), 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -154,10 +161,11 @@ def _edge(  # type: ignore[no-untyped-def]
     # The answer is in [low, high]; `high` is a logit of the row, and so is `low` after a pass.
     while low < high:
         middle = low + ((high - low).to(tl.uint64, bitcast=True) // 2).to(tl.int64) + 1
-        middle = tl.minimum(middle, high)
-        mass = tl.full([], 0.0, tl.float64)
-        above, below = high, low
-        found_below = tl.full([], 0, tl.int32)
+        # Lane by lane, and across lanes once a pass: each reduction waits for the whole program.
+        masses = tl.zeros([CHUNK], tl.float64)
+        above = tl.zeros([CHUNK], tl.int64) + high
+        below = tl.zeros([CHUNK], tl.int64) + low
+        has_below = tl.zeros([CHUNK], tl.int32)
         for first in range(0, vocab, CHUNK):
             token = first + tl.arange(0, CHUNK)
             x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
@@ -165,14 +173,14 @@ def _edge(  # type: ignore[no-untyped-def]
             held = (token < vocab) & (x >= cut)
             upper = held & (key >= middle)
             lower = held & (key < middle)
-            mass += tl.sum(tl.where(upper, _mass(x, peak, IS_COUNT), 0.0), 0)
-            above = tl.minimum(above, tl.min(tl.where(upper, key, high), 0))
-            below = tl.maximum(below, tl.max(tl.where(lower, key, low), 0))
-            found_below += tl.sum(lower.to(tl.int32), 0)
-        if (mass >= wanted) | (found_below == 0):
-            low = above
+            masses += tl.where(upper, _mass(x, peak, IS_COUNT), 0.0)
+            above = tl.where(upper, tl.minimum(above, key), above)
+            below = tl.where(lower, tl.maximum(below, key), below)
+            has_below = tl.where(lower, 1, has_below)
+        if (tl.sum(masses, 0) >= wanted) | (tl.max(has_below, 0) == 0):
+            low = tl.min(above, 0)
         else:
-            high = below
+            high = tl.max(below, 0)
     return _unordered(low)
 
 
@@ -234,16 +242,16 @@ def choose_token_kernel(  # type: ignore[no-untyped-def]
         cut = _edge(scores_ptr, vocab, cut, peak, wanted, False, CHUNK)
 
     seed = tl.load(ints_ptr + _SEED)
-    best = tl.full([], float("-inf"), tl.float64)
-    chosen = tl.full([], -1, tl.int32)
+    best = tl.full([CHUNK], float("-inf"), tl.float64)
+    chosen = tl.zeros([CHUNK], tl.int32)
     for first in range(0, vocab, CHUNK):
         token = first + tl.arange(0, CHUNK)
         x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
         x = tl.where(x >= cut, x + _noise(seed, position, token), float("-inf"))
-        highest = tl.max(x, 0)
-        if highest > best:
-            best = highest
-            chosen = first + tl.argmax(x, 0, tie_break_left=True)
+        chosen = tl.where(x > best, token, chosen)
+        best = tl.maximum(best, x)
+    # The peak is kept, whatever the filters, so that there is a best; of equals the first.
+    chosen = tl.min(tl.where(best == tl.max(best, 0), chosen, vocab), 0)
     tl.store(out_ptr + row, chosen.to(tl.int64))
 
 
@@ -267,6 +275,7 @@ def sample_launches(
         token_mask: int32 [N, ceil(V / 32)], or None.
         out: int64 [N], full of -1.
     """
+    _check(logits, state_slots, state, token_mask)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids, positions, slots = (t.contiguous() for t in (ids, positions, state_slots))
     floats, ints, bias_ids, bias_values, allowed, prompt, counts, stops = (
@@ -278,7 +287,7 @@ def sample_launches(
         torch.empty((count, width), dtype=torch.float64, device=logits.device)
         for width in (vocab, blocks, blocks)
     )
-    mask = allowed if token_mask is None else token_mask.contiguous()  # Else it is not read.
+    mask = allowed if token_mask is None else _aligned(token_mask)  # Where none is, none is read.
     shared = dict(
         scores_ptr=scores, raw_peaks_ptr=raw_peaks, peaks_ptr=peaks, positions_ptr=positions,
         slots_ptr=slots, floats_ptr=floats, ints_ptr=ints, vocab=vocab,
@@ -298,3 +307,47 @@ def sample_launches(
         Launch(adjust_logits_kernel, (count, blocks, 1), shared | adjusted, sizes),
         Launch(choose_token_kernel, (count, 1, 1), shared | dict(out_ptr=out), chosen, 512),
     ]
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """Dense, and where code that was built elsewhere takes it to begin: a draft's part of all
+    drafts' masks may begin at any word."""
+    dense = mask.contiguous()
+    offset = dense.storage_offset() * dense.itemsize
+    return dense.clone() if offset % ALIGNMENT else dense
+
+
+def _check(
+    logits: Tensor, state_slots: Tensor, state: tuple[Tensor, ...], token_mask: Tensor | None
+) -> None:
+    """Else a kernel would read what is not there.
+
+    Raises:
+        BackendError: shapes or dtypes are not those of `mtpc::sample`.
+    """
+    floats, ints, bias_ids, bias_values, allowed, prompt, counts, stops = state
+    count, vocab = logits.shape
+    slots, words = floats.shape[0], -(-vocab // 32)
+    expected = {
+        "floats": (floats, (slots, len(FLOATS)), torch.float64),
+        "ints": (ints, (slots, len(INTS)), torch.int64),
+        "bias_ids": (bias_ids, (slots, bias_ids.shape[-1]), torch.int64),
+        "bias_values": (bias_values, tuple(bias_ids.shape), torch.float64),
+        "allowed_tokens": (allowed, (slots, words), torch.int32),
+        "prompt_tokens": (prompt, (slots, words), torch.int32),
+        "output_counts": (counts, (slots, vocab), torch.int32),
+        "stop_ids": (stops, (slots, stops.shape[-1]), torch.int64),
+    }
+    if token_mask is not None:
+        expected["token_mask"] = (token_mask, (count, words), torch.int32)
+    for name, (tensor, shape, dtype) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise BackendError(
+                f"mtpc::sample: {name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} "
+                f"{shape}"
+            )
+    if count % len(state_slots):
+        raise BackendError(
+            f"mtpc::sample: {count} rows of logits for {len(state_slots)} requests; expected as "
+            "many for each"
+        )
