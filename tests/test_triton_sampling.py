@@ -24,7 +24,7 @@ from mtpc.errors import BackendError
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc
 VOCABS = (5, 32, 97, 1030, 5003)
-"""Around words, pairs, blocks of 1,024 and chunks of 4,096."""
+"""Around words, pairs, blocks of 1,024 and chunks of 2,048."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -22,8 +22,8 @@ from mtpc.sampling_params import FLOATS, INTS
 
 _BLOCK = 1024
 """Tokens whose logits a program adjusts."""
-_CHUNK = 4096
-"""Tokens gone over together."""
+_CHUNK = 2048
+"""Tokens gone over together; with more, sums and edges of each would not fit into registers."""
 
 _TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
 _TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
@@ -46,6 +46,21 @@ def _bits(words_ptr, token, inside):  # type: ignore[no-untyped-def]
     """Whether each token's bit is set, of 32 in a word."""
     words = tl.load(words_ptr + token // 32, mask=inside, other=0)
     return ((words >> (token % 32)) & 1) != 0
+
+
+@triton.jit
+def _bias(  # type: ignore[no-untyped-def]
+    x, token, first, ids_ptr, values_ptr,
+    BIASES: tl.constexpr, B_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Logits and what is added to them; most blocks hold no such token, and look no further."""
+    place = tl.arange(0, B_PAD)
+    ids = tl.load(ids_ptr + place, mask=place < BIASES, other=-1)
+    in_block = (ids >= first) & (ids < first + BLOCK)
+    if tl.sum(in_block.to(tl.int32)) > 0:
+        for b in range(BIASES):
+            x = tl.where(token == tl.load(ids_ptr + b), x + tl.load(values_ptr + b), x)
+    return x
 
 
 @triton.jit
@@ -81,16 +96,8 @@ def adjust_logits_kernel(  # type: ignore[no-untyped-def]
     floats_ptr += slot * _NUM_FLOATS
     ints_ptr += slot * _NUM_INTS
 
-    bias = tl.arange(0, B_PAD)
-    at = slot * BIASES + bias
-    biased = tl.load(bias_ids_ptr + at, mask=bias < BIASES, other=-1)
-    in_block = (biased >= first) & (biased < first + BLOCK)
-    if tl.sum(in_block.to(tl.int32)) > 0:
-        for b in range(BIASES):
-            biased_token = tl.load(bias_ids_ptr + slot * BIASES + b)
-            value = tl.load(bias_values_ptr + slot * BIASES + b)
-            x = tl.where(token == biased_token, x + value, x)
-
+    x = _bias(x, token, first, bias_ids_ptr + slot * BIASES, bias_values_ptr + slot * BIASES,
+              BIASES, B_PAD, BLOCK)  # fmt: skip
     if tl.load(ints_ptr + _PENALISED) != 0:
         counts = tl.load(counts_ptr + slot * vocab + token, mask=inside, other=0)
         for j in range(1, ROWS):
@@ -185,6 +192,26 @@ def _edge(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _cut(  # type: ignore[no-untyped-def]
+    scores_ptr, vocab, peak, floats_ptr, top_k, CHUNK: tl.constexpr
+):
+    """The least logit that all three filters keep; the nucleus is of what the first two leave."""
+    cut = tl.full([], float("-inf"), tl.float64)
+    min_p = tl.load(floats_ptr + _MIN_P)
+    if min_p > 0:
+        cut = peak + tl.log(min_p)
+    if top_k > 0:
+        wanted = tl.minimum(top_k, vocab).to(tl.float64)
+        lowest = tl.full([], float("-inf"), tl.float64)
+        cut = tl.maximum(cut, _edge(scores_ptr, vocab, lowest, peak, wanted, True, CHUNK))
+    top_p = tl.load(floats_ptr + _TOP_P)
+    if top_p < 1:
+        wanted = top_p * _total(scores_ptr, vocab, cut, peak, False, CHUNK)
+        cut = _edge(scores_ptr, vocab, cut, peak, wanted, False, CHUNK)
+    return cut
+
+
+@triton.jit
 def _noise(seed, position, token):  # type: ignore[no-untyped-def]
     """Standard Gumbel noise, float64, as in mtpc/ops/philox.py: two tokens share a call."""
     zero = tl.zeros_like(token).to(tl.uint32)
@@ -227,20 +254,7 @@ def choose_token_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + row, chosen.to(tl.int64))
         return
 
-    cut = tl.full([], float("-inf"), tl.float64)
-    min_p = tl.load(floats_ptr + _MIN_P)
-    if min_p > 0:
-        cut = peak + tl.log(min_p)
-    top_k = tl.load(ints_ptr + _TOP_K)
-    if top_k > 0:
-        wanted = tl.minimum(top_k, vocab).to(tl.float64)
-        lowest = tl.full([], float("-inf"), tl.float64)
-        cut = tl.maximum(cut, _edge(scores_ptr, vocab, lowest, peak, wanted, True, CHUNK))
-    top_p = tl.load(floats_ptr + _TOP_P)
-    if top_p < 1:
-        wanted = top_p * _total(scores_ptr, vocab, cut, peak, False, CHUNK)
-        cut = _edge(scores_ptr, vocab, cut, peak, wanted, False, CHUNK)
-
+    cut = _cut(scores_ptr, vocab, peak, floats_ptr, tl.load(ints_ptr + _TOP_K), CHUNK)
     seed = tl.load(ints_ptr + _SEED)
     best = tl.full([CHUNK], float("-inf"), tl.float64)
     chosen = tl.zeros([CHUNK], tl.int32)
