@@ -142,14 +142,17 @@ def test_steps_are_bound_to_what_was_built(
     objects = CodeObjects(store, target)
     assert loaded_bindings(objects) == loaded_bindings(None) == ()
     loaded = load(checkpoint("mimo"), "bfloat16", True)
-    options = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8)
+    options = CompileOptions(
+        spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8,
+        enabled_passes=("fuse-cache-write",),  # As the GPU's backends do, and eager does not.
+    )  # fmt: skip
     compiler = StepCompiler(loaded, options, CrossBackend())
     launches = step_launches(compiler.rewritten(StepKey.decode(2, 1)))
     attend = next(x for x in launches if x.name == "paged_attention_kernel")
     parts = [attend.arguments[name] for name in ("acc_ptr", "stats_ptr")]
     estimate = intermediate_bytes(compiler.rewritten(StepKey.decode(2, 1)))
     assert estimate > sum(part.nbytes for part in parts) > 0, "scratch memory is counted"
-    cross_compile([x for x in launches if x.name != "write_cache_kernel"], target, store)
+    cross_compile([x for x in launches if x.name != "rotate_and_write_kernel"], target, store)
 
     def bind(configure: Configure = by_default) -> tuple[set[str], list[str]]:
         notes: list[str] = []
@@ -163,14 +166,14 @@ def test_steps_are_bound_to_what_was_built(
         return {name for name in ours if name.startswith("mtpc")}, notes
 
     names, notes = bind()
-    assert names == {"mtpc_triton.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert names == {"mtpc_triton.rotate_and_write.default", "mtpc_loaded.paged_attention.default"}
     assert set(notes) == {
-        "mtpc::write_cache does not run on code built for cuda:90 (write_cache_kernel was not "
-        "built for cuda:90 at these sizes): triton"
+        "mtpc::rotate_and_write does not run on code built for cuda:90 (rotate_and_write_kernel "
+        "was not built for cuda:90 at these sizes): triton"
     }
     cross_compile(launches, target, store)
     names, notes = bind()
-    assert names == {"mtpc_loaded.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert names == {"mtpc_loaded.rotate_and_write.default", "mtpc_loaded.paged_attention.default"}
     assert not notes
     other = loaded_bindings(CodeObjects(store, TARGETS["cuda:80"]))
     assert other == (), "nothing was built for it, and nobody is told"
@@ -184,5 +187,5 @@ def test_steps_are_bound_to_what_was_built(
     assert all("paged_attention_kernel was not built for cuda:90" in note for note in notes)
     cross_compile([launch for launch, _ in all_configured(launches)], target, store)
     names, notes = bind(tuner)
-    assert names == {"mtpc_loaded.write_cache.default", "mtpc_loaded.paged_attention.default"}
+    assert names == {"mtpc_loaded.rotate_and_write.default", "mtpc_loaded.paged_attention.default"}
     assert not notes
