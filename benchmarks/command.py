@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bandwidth import BUFFER_BYTES
 from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.sampling import Tell
 from mtpc.cli.tables import output, print_table
@@ -57,6 +58,12 @@ def add_sampling(
     add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
     add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     add("--seed", type=int, default=0)
+
+
+def add_probe(parser: argparse.ArgumentParser) -> None:
+    """The option that sizes a `BandwidthProbe`, in MiB."""
+    default, help_ = BUFFER_BYTES >> 20, "read by the probe"
+    parser.add_argument("--probe-mib", type=positive, default=default, metavar="N", help=help_)
 
 
 def add_workdir(parser: argparse.ArgumentParser) -> None:

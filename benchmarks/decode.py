@@ -30,8 +30,9 @@ import transformers
 
 import mtpc
 from benchmarks import vllm_host
-from benchmarks.bandwidth import BUFFER_BYTES, BandwidthProbe
+from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.command import (
+    add_probe,
     add_result_files,
     add_sampling,
     add_workdir,
@@ -253,13 +254,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=96, metavar="N")
     add_sampling(parser, 3)
-    add(
-        "--probe-mib",
-        type=positive,
-        default=BUFFER_BYTES >> 20,
-        metavar="N",
-        help="read by the probe",
-    )
+    add_probe(parser)
     add_workdir(parser)
     add_result_files(parser)
     args = parser.parse_args(argv)

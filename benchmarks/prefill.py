@@ -25,8 +25,9 @@ import transformers
 
 import mtpc
 from benchmarks import vllm_host
-from benchmarks.bandwidth import BUFFER_BYTES, BandwidthProbe
+from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.command import (
+    add_probe,
     add_result_files,
     add_sampling,
     add_workdir,
@@ -216,13 +217,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="auto", help="mtpc's backend")
     add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
     add_sampling(parser, 5)
-    add(
-        "--probe-mib",
-        type=positive,
-        default=BUFFER_BYTES >> 20,
-        metavar="N",
-        help="read by the probe",
-    )
+    add_probe(parser)
     add_workdir(parser)
     add_result_files(parser)
     return parser.parse_args(argv)

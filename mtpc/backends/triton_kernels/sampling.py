@@ -145,16 +145,14 @@ def _mass(x, peak, IS_COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _total(  # type: ignore[no-untyped-def]
-    scores_ptr, vocab, cut, peak, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The mass of the tokens whose logit is at or above `cut`."""
+def _total(scores_ptr, vocab, cut, peak, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The probability, not normalised, of the tokens whose logit is at or above `cut`."""
     total = tl.zeros([CHUNK], tl.float64)
     for first in range(0, vocab, CHUNK):
         token = first + tl.arange(0, CHUNK)
         x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
         held = (token < vocab) & (x >= cut)
-        total += tl.where(held, _mass(x, peak, IS_COUNT), 0.0)
+        total += tl.where(held, _mass(x, peak, False), 0.0)
     return tl.sum(total, 0)
 
 
@@ -206,7 +204,7 @@ def _cut(  # type: ignore[no-untyped-def]
         cut = tl.maximum(cut, _edge(scores_ptr, vocab, lowest, peak, wanted, True, CHUNK))
     top_p = tl.load(floats_ptr + _TOP_P)
     if top_p < 1:
-        wanted = top_p * _total(scores_ptr, vocab, cut, peak, False, CHUNK)
+        wanted = top_p * _total(scores_ptr, vocab, cut, peak, CHUNK)
         cut = _edge(scores_ptr, vocab, cut, peak, wanted, False, CHUNK)
     return cut
 
