@@ -16,10 +16,6 @@ inline bool is_packed_linear(const Tensor& weight, int64_t features, int64_t inp
       2 * weight.size(1) == inputs && weight.size(2) == kFeatures && weight.size(3) == 2;
 }
 
-/// Bytes ahead of the weights in use that are fetched meanwhile, into the second level cache. With
-/// one row any distance will do; from 8 rows on, a shorter one leaves a third of the speed.
-inline constexpr int64_t kAhead = 4096;
-
 /// Rows of x times one tile; body(row, its 32 sums) for each. Registers are a thread's own.
 template <class Dot, class Body>
 void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& registers,
@@ -28,15 +24,10 @@ void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& re
 #if defined(__AMX_TILE__)
   if (rows >= kManyRows) return multiply_in_blocks<Dot>(x, rows, weights, registers, body);
 #endif
-  const char* bytes = static_cast<const char*>(tile);
-  const int64_t size = x.groups * kGroupBytes;
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
-    // The first pass takes the tile from memory, the others from the second-level cache: each
-    // fetches its part of the next tile.
-    const int64_t step = kGroupBytes / passes;
-    const Fetch fetch{bytes + (passes == 1 ? kAhead : size + pass * step * x.groups), step};
+    const auto fetch = fetch_in_pass(static_cast<const char*>(tile), x.groups, pass, passes);
     registers.set_rows(count);
     TileSums<Dot, kMostRows> sums;
     multiply_rows<Dot>(x.from(row, 0, x.groups), count, weights, fetch, sums);

@@ -90,4 +90,11 @@ struct Fetch {
   int64_t step;
 };
 
+/// A pass's part of the next tile, where several share one: the first takes the tile from memory,
+/// the others from the second-level cache.
+inline Fetch fetch_next(const char* tile, int64_t groups, int64_t pass, int64_t passes) {
+  const int64_t step = kGroupBytes / passes;
+  return {tile + groups * (kGroupBytes + pass * step), step};
+}
+
 }  // namespace mtpc

@@ -38,7 +38,7 @@ inline bool need_phases(InputRows x, int64_t rows) {
 
 /// Adds rows times one tile's part to `sums`, or begins them.
 template <class Dot>
-void add_tile(InputRows x, int64_t rows, const Group* tile, Fetch fetch, bool begun,
+void add_tile(InputRows x, int64_t rows, const Group* tile, TileFetch fetch, bool begun,
               PassRegisters& registers, typename Dot::Sum (*sums)[kFeatures]) {
   for (int64_t group = 0; group < x.groups; group += kBlockGroups) {
     const int64_t groups = std::min(kBlockGroups, x.groups - group);
@@ -58,9 +58,9 @@ void add_tile(InputRows x, int64_t rows, const Group* tile, Fetch fetch, bool be
 }
 
 /// What add_tile of `rows` rows is to fetch of the next tile, if it is a part of `all` rows'.
-inline Fetch share_of(const Group* next, int64_t all) {
+inline TileFetch share_of(const Group* next, int64_t all) {
   const int64_t step = kGroupBytes * kMostRows / std::max<int64_t>(all, kMostRows);
-  return {reinterpret_cast<const char*>(next), step};
+  return {{reinterpret_cast<const char*>(next), step}};
 }
 
 /// As for_products, of kManyRows or more.
@@ -68,7 +68,7 @@ template <class Dot, class Body>
 void multiply_in_blocks(InputRows x, int64_t rows, const Group* tile, PassRegisters& registers,
                         const Body& body) {
   alignas(64) typename Dot::Sum sums[kBlockRows][kFeatures];
-  Fetch fetch = share_of(tile + x.groups * kFeatures, rows);
+  TileFetch fetch = share_of(tile + x.groups * kFeatures, rows);
   for (int64_t first = 0; first < rows; first += kBlockRows) {
     const int64_t count = std::min(kBlockRows, rows - first);
     add_tile<Dot>(x.from(first, 0, x.groups), count, tile, fetch, false, registers, sums);
@@ -91,7 +91,7 @@ void multiply_in_phases(InputRows x, int64_t rows, const Group* weights, int64_t
       run_stream<PassRegisters>(tiles, workers, [&](int64_t tile, PassRegisters& registers) {
         Row* sums = reinterpret_cast<Row*>(all_sums.get()) + tile * count;
         const Group* from = weights + (tile * x.groups + group) * kFeatures;
-        const Fetch fetch = share_of(from + x.groups * kFeatures, count);
+        const TileFetch fetch = share_of(from + x.groups * kFeatures, count);
         add_tile<Dot>(part, count, from, fetch, group > 0, registers, sums);
         for (int64_t r = 0; last && r < count; ++r) body(tile, first + r, sums[r]);
       });
