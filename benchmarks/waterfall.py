@@ -42,8 +42,8 @@ from mtpc.backends.cpu_kernels.direct_calls import function_of
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(
     f"mtpc_cpu::{name}"
-    for name in ("packed_linear", "packed_gated_linear", "packed_head_linear", "packed_experts",
-                 "float32_linear", "quantised_linear", "quantised_experts")
+    for name in ("packed_linear", "packed_gated_linear", "linear_chain", "packed_head_linear",
+                 "packed_experts", "float32_linear", "quantised_linear", "quantised_experts")
 )  # fmt: skip
 DIRECT_CALLS = {function_of(name): f"mtpc_cpu::{name}" for name in NAMES}
 """What the profiler calls kernels that generated code calls as functions of C."""
@@ -52,7 +52,7 @@ TELL_THE_PROFILER = {"cpp.enable_kernel_profile": True}
 PROMPT_TOKENS, HEADROOM, WARM_UP_STEPS = 32, 8, 3
 NOTES = (
     "limit: reading the step's weights once each at the bandwidth around the measurement.",
-    "linears beyond it: compute where rows are many, and threads starting and waiting.",
+    "linears beyond it: compute where rows are many, threads that start and wait, norms in chains.",
     "the rest: code that Inductor generated (norms, rotary, activations, argmax), and the host.",
 )
 

@@ -11,6 +11,7 @@ from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_weights import PackWeights
@@ -29,6 +30,7 @@ OFF_BY_DEFAULT = (
     "pack-weights",
     "fuse-cache-write",
     "fuse-elementwise",
+    "fuse-linear-chains",
     "skip-idle-rows",
 )
 """Run only where the option `enabled_passes`, or the backend, names them."""
@@ -56,6 +58,7 @@ def full_pipeline(
         PackWeights(),
         FuseCacheWrite(),
         FuseElementwise(),
+        FuseLinearChains(),
         SkipIdleRows(),
     )
 

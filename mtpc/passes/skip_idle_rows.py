@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+import mtpc.ops.chain
 import mtpc.ops.fused
 import mtpc.ops.packed
 import mtpc.ops.quantised
@@ -25,6 +26,7 @@ _LOGITS = "batch.logits_start_loc"
 _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.packed_linear.default: 1,
     torch.ops.mtpc.packed_gated_linear.default: 1,
+    torch.ops.mtpc.linear_chain.default: 1,
     torch.ops.mtpc.packed_head_linear.default: 2,
     torch.ops.mtpc.packed_experts.default: 1,
     torch.ops.mtpc.quantised_linear.default: 1,

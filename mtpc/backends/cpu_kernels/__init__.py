@@ -3,9 +3,9 @@
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `choose_slots`,
 `gated_delta_rule`, `sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`,
 `add_rms_norm`, `silu_and_mul`, `clear_idle_rows`, `rotate`, `rotate_and_write`; on packed weights
-`packed_linear`, `packed_gated_linear`, `packed_head_linear`, `packed_experts` and, in int8,
-`quantised_linear` and `quantised_experts`, and `pack`, which packs them; for sampling `sample`,
-`count_tokens` and `write_logprobs`.
+`packed_linear`, `packed_gated_linear`, `linear_chain`, `packed_head_linear`, `packed_experts` and,
+in int8, `quantised_linear` and `quantised_experts`, and `pack`, which packs them; for sampling
+`sample`, `count_tokens` and `write_logprobs`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
 for the other, so the meaning of a traced graph never depends on what has been loaded.
 
@@ -18,7 +18,7 @@ references, on each level:
 - Attention and `choose_slots` cost time in proportion to seq_lens, not to the width of the block
   table, and read no cache position that no row attends to.
 - `experts`, `packed_experts` and `quantised_experts` read each chosen expert's weights once,
-  `packed_linear` and `packed_gated_linear` their weight.
+  `packed_linear` and `packed_gated_linear` their weight, `linear_chain` each of its weights.
 - `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
 - No kernel needs Python's lock, and packages run without it (`torch.classes.mtpc_runner.Runner`).
 
@@ -41,6 +41,7 @@ import mtpc.ops.experts  # noqa: F401  (these register references that kernel_ta
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.backends.cpu_kernels.direct_calls import declarations, open_to_packages
 from mtpc.cache.store import Entry, EntryStore
+from mtpc.ops.chain import fake_linear_chain
 from mtpc.ops.choose_slots import fake_choose_slots
 from mtpc.ops.float32_linear import fake_float32_linear
 from mtpc.ops.fused import (
@@ -58,7 +59,8 @@ from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprob
 from mtpc.ops.sinkhorn import fake_sinkhorn
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
-         "packed_linear", "packed_gated_linear", "packed_head_linear", "packed_experts",
+         "packed_linear", "packed_gated_linear", "linear_chain", "packed_head_linear",
+         "packed_experts",
          "float32_linear", "quantised_linear", "quantised_experts", "rms_norm", "add_rms_norm",
          "silu_and_mul", "clear_idle_rows", "rotate", "rotate_and_write", "gated_delta_rule",
          "sinkhorn", "sample", "count_tokens", "write_logprobs")  # fmt: skip
@@ -151,6 +153,7 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "experts": _fake_experts,
     "packed_linear": fake_packed_linear,
     "packed_gated_linear": fake_packed_gated_linear,
+    "linear_chain": fake_linear_chain,
     "packed_head_linear": fake_packed_head_linear,
     "packed_experts": _fake_experts,
     "float32_linear": fake_float32_linear,

@@ -17,6 +17,7 @@ _C_TYPES = {
     "int": "int64_t",
     "float": "double",
     "bool": "int32_t",
+    "str": "const char*",
 }
 
 
@@ -39,7 +40,14 @@ def declarations(names: Iterable[str]) -> dict[Any, list[str]]:
 def _declaration(overload: Any) -> str:
     """The C function that takes an op's arguments, then a place for each result."""
     schema = overload._schema
-    arguments = [f"{_C_TYPES[str(argument.type)]} {argument.name}" for argument in schema.arguments]
+    arguments = [_parameters(str(argument.type), argument.name) for argument in schema.arguments]
     results = [f"AtenTensorHandle* result{i}" for i in range(max(len(schema.returns), 1))]
     function = function_of(schema.name.removeprefix("mtpc_cpu::"))
     return f"AOTITorchError {function}({', '.join([*arguments, *results])})"
+
+
+def _parameters(kind: str, name: str) -> str:
+    """The C function's for one argument; a list comes with its length."""
+    if kind == "List[Tensor]":
+        return f"const AtenTensorHandle* {name}, int64_t num_{name}"
+    return f"{_C_TYPES[kind]} {name}"

@@ -1,37 +1,14 @@
 // What stands between linears: norms and activations. See mtpc/ops/fused.py.
 #include <torch/csrc/stable/ops.h>
 
-#include <cmath>
 #include <optional>
 #include <tuple>
 
 #include "kernels.h"
-#include "row_steps.h"
+#include "norm.h"
 
 namespace mtpc {
 namespace {
-
-struct Norm {
-  const BFloat16* weight;
-  int64_t width;
-  float epsilon;
-  bool plus_one;
-
-  /// out = the norm of `row`. Adds up lane by lane, then across lanes, for each row alike.
-  void operator()(const BFloat16* row, BFloat16* out) const {
-    Vec<float> squares{};
-    for_steps(width, [&](int64_t i, auto count) {
-      const Vec<float> x = take(row + i, count);
-      squares += x * x;
-    });
-    const float mean = sum_lanes<float>(squares) / static_cast<float>(width);
-    const float scale = 1.0f / std::sqrt(mean + epsilon);
-    for_steps(width, [&](int64_t i, auto count) {
-      const Vec<float> x = take(row + i, count) * scale, w = take(weight + i, count);
-      put(out + i, plus_one ? x * (w + 1.0f) : round_bf16(x) * w, count);
-    });
-  }
-};
 
 Norm check_norm(const Tensor& x, const Tensor& weight, double epsilon, bool plus_one) {
   STD_TORCH_CHECK(
@@ -72,12 +49,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(
   const int64_t used = used_rows(rows, count_rows(x, norm.width));
   const RowStarts lefts(left), rights(right);
   run_tasks(used, worker_count(used * norm.width * kWork), [&](int64_t r) {
-    const BFloat16 *a = lefts(r), *b = rights(r);
-    BFloat16* sums = data(total) + r * norm.width;
-    for_steps(norm.width, [&](int64_t i, auto count) {
-      put(sums + i, take(a + i, count) + take(b + i, count), count);
-    });
-    norm(sums, data(out) + r * norm.width);
+    const int64_t at = r * norm.width;
+    norm.of_sum(lefts(r), rights(r), data(total) + at, data(out) + at);
   });
   return {total, out};
 }

@@ -3,50 +3,20 @@
 
 #include <optional>
 
+#include "gated_tiles.h"
 #include "kernels.h"
-#include "packed.h"
-#include "row_steps.h"
 #include "tensors.h"
 
 namespace mtpc {
 namespace {
 
-/// A thread's own.
-struct Worker {
-  PassRegisters registers;
-  Buffer<float> gates;
-};
-
-/// Whether both products of a feature can be had at once.
-bool can_pair([[maybe_unused]] InputRows x, [[maybe_unused]] int64_t rows) {
-#if defined(__AMX_TILE__)
-  return !need_phases(x, rows);
-#else
-  return true;
-#endif
-}
-
-/// out [rows, width] = silu(gate) * up, by tiles of gate and the same tiles of up.
+/// out [rows, width] = silu(gate) * up.
 void run(InputRows x, int64_t rows, const BFloat16* weight, int64_t width, BFloat16* out) {
-  const int64_t tiles = width / kFeatures, size = x.groups * kGroupBytes;
-  const char* gates = reinterpret_cast<const char*>(weight);
+  const int64_t tiles = width / kFeatures;
+  const char* bytes = reinterpret_cast<const char*>(weight);
   const int64_t workers = worker_count(4 * rows * width * x.groups);
-  run_stream<Worker>(tiles, workers, [&](int64_t tile, Worker& worker) {
-    float* kept = worker.gates.reserve(rows * kFeatures);
-    for_products<Bf16Pairs>(
-        x, rows, gates + tile * size, worker.registers, [&](int64_t row, const float* sums) {
-          std::memcpy(kept + row * kFeatures, sums, kFeatures * sizeof(float));
-        });
-    for_products<Bf16Pairs>(
-        x, rows, gates + (tiles + tile) * size, worker.registers,
-        [&](int64_t row, const float* sums) {
-          BFloat16* to = out + row * width + tile * kFeatures;
-          for (int i = 0; i < kFeatures; i += kStep) {
-            const Vec<float> gate = load<float>(kept + row * kFeatures + i);
-            const Vec<float> up = load<float>(sums + i);
-            narrow(to + i, activate(round_bf16(gate), round_bf16(up)));
-          }
-        });
+  run_stream<GatedWorker>(tiles, workers, [&](int64_t tile, GatedWorker& worker) {
+    multiply_gated(x, rows, bytes, tiles, tile, worker, out, width);
   });
 }
 
@@ -65,7 +35,7 @@ Tensor packed_gated_linear(
   Buffer<char> copy;
   const InputRows from = rows_for_products(
       static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy);
-  if (!can_pair(from, used)) {
+  if (!goes_by_tiles(from, used)) {
     return silu_and_mul(packed_linear(dense, weight, features, std::nullopt, rows), rows);
   }
   const Tensor out = empty_rows(x, width);

@@ -120,6 +120,9 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
   library.def(
       "packed_gated_linear(Tensor x, Tensor weight, int features, Tensor? rows=None) -> Tensor");
   library.def(
+      "linear_chain(Tensor x, Tensor residual, str kinds, Tensor[] operands, float epsilon, "
+      "Tensor? rows=None) -> (Tensor, Tensor)");
+  library.def(
       "packed_head_linear(Tensor x, Tensor weight, int features, Tensor? rows=None) -> Tensor");
   library.def("float32_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
   library.def(
@@ -169,6 +172,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("pack", TORCH_BOX(&mtpc::pack));
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
   library.impl("packed_gated_linear", TORCH_BOX(&mtpc::packed_gated_linear));
+  library.impl("linear_chain", TORCH_BOX(&mtpc::linear_chain));
   library.impl("packed_head_linear", TORCH_BOX(&mtpc::packed_head_linear));
   library.impl("float32_linear", TORCH_BOX(&mtpc::float32_linear));
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));

@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <vector>
 
 namespace mtpc {
 
@@ -45,6 +47,10 @@ Tensor packed_linear(
 
 Tensor packed_gated_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows);
+
+std::tuple<Tensor, Tensor> linear_chain(
+    const Tensor& x, const Tensor& residual, std::string kinds, std::vector<Tensor> operands,
+    double epsilon, const std::optional<Tensor>& rows);
 
 Tensor packed_head_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows);

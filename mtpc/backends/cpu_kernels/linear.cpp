@@ -1,41 +1,15 @@
 // Linear layers on packed bfloat16 weights.
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <optional>
-#include <vector>
 
 #include "kernels.h"
+#include "linear_result.h"
 #include "packed.h"
-#include "tensors.h"
+#include "row_steps.h"
 
 namespace mtpc {
 namespace {
-
-/// A call's operands.
-struct Linear {
-  InputRows x;
-  const BFloat16* weight;
-  const float* bias;  // may be null
-  BFloat16* out;
-  int64_t rows, inputs, features;
-};
-
-void run(const Linear& call) {
-  const auto finish = [&](int64_t tile, int64_t row, const float* sums) {
-    const int64_t begin = tile * kFeatures;
-    const int64_t count = std::min<int64_t>(kFeatures, call.features - begin);
-    BFloat16* out = call.out + row * call.features + begin;
-    const float* bias = call.bias ? call.bias + begin : nullptr;
-    if (count == kFeatures && !bias) return narrow_sums<kFeatures>(out, sums);
-    for (int64_t f = 0; f < count; ++f) {
-      out[f] = static_cast<BFloat16>(sums[f] + (bias ? bias[f] : 0.0f));
-    }
-  };
-  const int64_t workers = worker_count(call.rows * call.features * call.inputs);
-  for_all_products<Bf16Pairs>(
-      call.x, call.rows, call.weight, count_tiles(call.features), workers, finish);
-}
 
 void check(const Tensor& x, const Tensor& weight, int64_t features,
            const std::optional<Tensor>& bias) {
@@ -60,15 +34,17 @@ Tensor packed_linear(
   check(x, weight, features, bias);
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor out = empty_rows(x, features);
-  std::vector<float> biases(bias ? features : 0);
-  if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
+  const Biases biases(bias, features);
   const int64_t inputs = x.size(x.dim() - 1);
   const int64_t used = used_rows(rows, count_rows(x, inputs));
   Buffer<char> copy;
-  run({rows_for_products(
-           static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy),
-       static_cast<const BFloat16*>(weight.const_data_ptr()), bias ? biases.data() : nullptr,
-       static_cast<BFloat16*>(out.mutable_data_ptr()), used, inputs, features});
+  const InputRows from = rows_for_products(
+      static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy);
+  const LinearResult result{biases.get(), data(out), features, features};
+  for_all_products<Bf16Pairs>(
+      from, used, weight.const_data_ptr(), count_tiles(features),
+      worker_count(used * features * inputs),
+      [&](int64_t tile, int64_t row, const float* sums) { result.put(tile, row, sums); });
   return out;
 }
 

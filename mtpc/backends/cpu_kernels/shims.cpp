@@ -32,6 +32,20 @@ int64_t borrow(int64_t value) { return value; }
 double borrow(double value) { return value; }
 bool borrow(int32_t value) { return value != 0; }
 
+const char* borrow(const char* value) { return value; }
+
+/// A list of tensors.
+struct Handles {
+  const AtenTensorHandle* first;
+  int64_t count;
+};
+
+std::vector<Tensor> borrow(Handles handles) {
+  std::vector<Tensor> tensors;
+  for (int64_t i = 0; i < handles.count; ++i) tensors.push_back(borrow(handles.first[i]));
+  return tensors;
+}
+
 /// What an op throws goes through the generated code to whoever runs the package.
 template <class Op, class... Arguments>
 AOTITorchError call(AtenTensorHandle* out, Op op, Arguments... arguments) {
@@ -41,6 +55,15 @@ AOTITorchError call(AtenTensorHandle* out, Op op, Arguments... arguments) {
   } else {
     *out = own(op(borrow(arguments)...).get());
   }
+  return AOTI_TORCH_SUCCESS;
+}
+
+template <class Op, class... Arguments>
+AOTITorchError call_for_two(
+    AtenTensorHandle* first, AtenTensorHandle* second, Op op, Arguments... arguments) {
+  const auto results = op(borrow(arguments)...);
+  *first = own(std::get<0>(results).get());
+  *second = own(std::get<1>(results).get());
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -100,6 +123,14 @@ MTPC_SHIM aoti_torch_cpu_packed_gated_linear(
   return mtpc::call(out, mtpc::packed_gated_linear, x, weight, features, rows);
 }
 
+MTPC_SHIM aoti_torch_cpu_linear_chain(
+    H x, H residual, const char* kinds, const AtenTensorHandle* operands, int64_t num_operands,
+    double epsilon, O rows, AtenTensorHandle* total, AtenTensorHandle* out) {
+  return mtpc::call_for_two(
+      total, out, mtpc::linear_chain, x, residual, kinds, mtpc::Handles{operands, num_operands},
+      epsilon, rows);
+}
+
 MTPC_SHIM aoti_torch_cpu_packed_head_linear(
     H x, H weight, int64_t features, O rows, AtenTensorHandle* out) {
   return mtpc::call(out, mtpc::packed_head_linear, x, weight, features, rows);
@@ -138,12 +169,8 @@ MTPC_SHIM aoti_torch_cpu_rms_norm(
 MTPC_SHIM aoti_torch_cpu_add_rms_norm(
     H x, H added, H weight, double epsilon, int32_t plus_one, O rows, AtenTensorHandle* total,
     AtenTensorHandle* normed) {
-  using mtpc::borrow;
-  const auto results = mtpc::add_rms_norm(
-      borrow(x), borrow(added), borrow(weight), borrow(epsilon), borrow(plus_one), borrow(rows));
-  *total = mtpc::own(std::get<0>(results).get());
-  *normed = mtpc::own(std::get<1>(results).get());
-  return AOTI_TORCH_SUCCESS;
+  return mtpc::call_for_two(
+      total, normed, mtpc::add_rms_norm, x, added, weight, epsilon, plus_one, rows);
 }
 
 MTPC_SHIM aoti_torch_cpu_silu_and_mul(H gate_up, O rows, AtenTensorHandle* out) {

@@ -1,0 +1,85 @@
+// Work in stages on one parallel region: each stage's tasks begin when those before it are done.
+//
+// A region of its own for each stage costs more than starting threads: between two of them an
+// operator's host code runs, out of caches that the stage before has filled with weights. And
+// whoever has nothing left to do can fetch what the next stage begins with.
+#pragma once
+
+#include <thread>
+
+#include "tensors.h"
+
+namespace mtpc {
+
+/// A stage's tasks, in a share for each worker.
+class StageTasks {
+ public:
+  StageTasks(int64_t count, int64_t workers) : count_(count), shares_(workers) {
+    for (int64_t w = 0; w < workers; ++w) {
+      shares_[w].set(count * w / workers, count * (w + 1) / workers);
+    }
+  }
+
+  /// Runs body(task) for tasks of worker `me`'s share, then of others', until none is left.
+  template <class Body>
+  void run(int64_t me, const Body& body) {
+    for (int64_t task; (task = shares_[me].take_first()) >= 0;) finish(task, body);
+    for (Share& share : shares_) {
+      for (int64_t task; (task = share.take_last()) >= 0;) finish(task, body);
+    }
+  }
+
+  /// Returns when all tasks are done, those of others, too; calls meanwhile() again and again.
+  template <class Body>
+  void wait(Body meanwhile) const {
+    constexpr int64_t kSpins = 1 << 14;
+    for (int64_t spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
+      meanwhile();
+      if (spins > kSpins) std::this_thread::yield();  // Whoever is late may need this processor.
+    }
+  }
+
+ private:
+  template <class Body>
+  void finish(int64_t task, const Body& body) {
+    body(task);
+    done_.fetch_add(1, std::memory_order_release);
+  }
+
+  int64_t count_;
+  std::vector<Share> shares_;
+  alignas(64) std::atomic<int64_t> done_{0};
+};
+
+/// Fetches a part of memory into the second-level cache, a little at each call.
+class Warming {
+ public:
+  Warming(const char* from, int64_t bytes) : from_(from), end_(from + bytes) {}
+
+  void operator()() {
+    constexpr int64_t kLine = 64, kLines = 8;
+    if (from_ >= end_) return relax();
+    for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(from_ + i * kLine, 0, 2);
+    from_ += kLines * kLine;
+  }
+
+ private:
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+  const char *from_, *end_;
+};
+
+/// Runs work(me) on up to `workers` threads of torch's, me from 0 on. There may be fewer threads:
+/// whoever works must take over the others' tasks.
+template <class Work>
+void run_workers(int64_t workers, const Work& work) {
+  if (workers <= 1) return work(0);
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) { work(next++); });
+}
+
+}  // namespace mtpc
