@@ -113,7 +113,8 @@ def _stage_of(node: fx.Node) -> _Stage | None:
         return _Stage(node, kind, (x, added), (weight,), epsilon, out, results.get(0))
     if not is_call(node, _LINEAR, _GATED):
         return None
-    x, weight, features, *bias = args
+    x, weight, features, *rest = args
+    bias = [operand for operand in rest if operand is not None]
     if features % TILE or weight.meta["val"].shape[0] * TILE != features:
         return None
     kind = GATED if is_call(node, _GATED) else BIASED if bias else LINEAR
@@ -139,7 +140,7 @@ def _following(chain: _Chain) -> _Stage | None:
         return None
     (user,) = last.out.users
     stage = _stage_of(user)
-    if stage is None or last.out not in stage.inputs or not _alike(last.node, stage.node):
+    if stage is None or stage.inputs.count(last.out) != 1 or not _alike(last.node, stage.node):
         return None
     if stage.epsilon is None:
         return stage if _is_read_later(chain.total, stage.node) else None
