@@ -147,11 +147,15 @@ def test_schemas_and_fakes() -> None:
 def test_misfits_are_refused() -> None:
     x, residual, operands = bf16(3, 128), bf16(3, HIDDEN), operands_of("LN", 128)
     for arguments, message in (
-        ((x.float(), residual, "LN", operands), "in bfloat16, as many rows"),
-        ((x, residual[:2], "LN", operands), "as many rows"),
+        ((x.float(), residual, "LN", operands), "in bfloat16, of the same leading sizes"),
+        ((x, residual[:2], "LN", operands), "the same leading sizes"),
+        ((x, residual[None], "LN", operands), "the same leading sizes"),
+        ((x[:, :0], residual, "LN", operands), "expected x"),
         ((x, residual, "LN", operands[:1]), "operand for each stage of LN, two for B; found 1"),
         ((x, residual, "L", operands), "L has 1 operands, found 2"),
-        ((x, residual, "", []), "has 0 operands"),
+        ((x, residual, "", []), "expected a norm among the stages"),
+        ((x, residual, "L", operands[:1]), "expected a norm among the stages, found L"),
+        ((x, residual, "BN", [operands[0], bf16(1, 32).expand(2, 32), operands[1]]), "stage B"),
         ((x, residual, "LX", operands), "does not fit stage X"),
         ((x[:, :64], residual, "LN", operands), "operand 0 does not fit stage L of LN"),
         ((x, residual, "LN", [operands[0], bf16(63)]), "operand 1 does not fit stage N of LN"),
@@ -160,6 +164,25 @@ def test_misfits_are_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             OURS.linear_chain(*arguments, EPSILON)
+    for kinds, some in (
+        ("LX", operands),
+        ("L", operands[:1]),
+        ("LN", operands[:1]),
+        ("N", operands),
+    ):
+        with pytest.raises(ValueError, match="an N or P among them"):
+            REFERENCE.linear_chain(x, residual, kinds, some, EPSILON)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_norms_of_odd_width_and_no_rows(rows: int) -> None:
+    x, residual, weight = bf16(rows, 71, seed=1), bf16(rows, 71, seed=2), bf16(71)
+    found = OURS.linear_chain(x, residual, "N", [weight], EPSILON)
+    for one, other in zip(found, OURS.add_rms_norm(residual, x, weight, EPSILON), strict=True):
+        assert torch.equal(one, other)
+    assert OURS.linear_chain(x[:0, :64], residual[:0, :64], "NL", operands_of("NL", 64), 0.0)[
+        1
+    ].shape == (0, FEATURES)
 
 
 # ---- The pass --------------------------------------------------------------------------------
@@ -234,6 +257,25 @@ def test_what_is_read_on_the_way_ends_a_chain(checkpoint: Callable[..., Path]) -
             read.meta = dict(node.meta)
         FuseLinearChains().apply(graph)
         assert kinds_of(graph)[:2] == expected
+
+
+def test_stages_with_other_arguments_are_left_alone(checkpoint: Callable[..., Path]) -> None:
+    graph = graph_of(checkpoint("mimo", "random"))
+    first, second = calls(graph, REFERENCE.add_rms_norm)[:2]
+    first.args, first.kwargs = first.args[:4], {"plus_one": True}
+    second.replace_input_with(second.args[0], second.args[1])  # Twice the same summand.
+    FuseLinearChains().apply(graph)
+    assert kinds_of(graph)[0] == "NB"
+
+
+def test_a_write_on_the_way_ends_a_chain(checkpoint: Callable[..., Path]) -> None:
+    graph = graph_of(checkpoint("mimo", "random"))
+    gated = calls(graph, REFERENCE.packed_gated_linear)[0]
+    cache = calls(graph, REFERENCE.write_cache)[0].args[0]
+    with graph.graph.inserting_before(gated):
+        graph.graph.call_function(torch.ops.aten.zero_.default, (cache,)).meta = dict(cache.meta)
+    FuseLinearChains().apply(graph)
+    assert kinds_of(graph)[:2] == ["LN", "GLNB"]
 
 
 def test_other_dtypes_are_left_alone(checkpoint: Callable[..., Path]) -> None:

@@ -101,12 +101,16 @@ class _Chain:
 
 
 def _stage_of(node: fx.Node) -> _Stage | None:
-    """What a call is as a stage."""
+    """What a call is as a stage; none where it has arguments that stages have not."""
     args: Any = node.args
+    if node.kwargs:
+        return None
     if is_call(node, _NORM):
-        (x, added, weight, epsilon), plus_one = args[:4], args[4:] == (True,)
+        (x, added, weight, epsilon), rest = args[:4], args[4:]
+        if len(rest) > 1:
+            return None
         results = {user.args[1]: user for user in node.users if is_call(user, GETITEM)}
-        kind = NORM_PLUS_ONE if plus_one else NORM
+        kind = NORM_PLUS_ONE if rest and rest[0] else NORM
         out = results.get(1)
         if out is None:
             return None
@@ -115,6 +119,8 @@ def _stage_of(node: fx.Node) -> _Stage | None:
         return None
     x, weight, features, *rest = args
     bias = [operand for operand in rest if operand is not None]
+    if len(bias) > is_call(node, _LINEAR):
+        return None
     if features % TILE or weight.meta["val"].shape[0] * TILE != features:
         return None
     kind = GATED if is_call(node, _GATED) else BIASED if bias else LINEAR
@@ -142,6 +148,8 @@ def _following(chain: _Chain) -> _Stage | None:
     stage = _stage_of(user)
     if stage is None or stage.inputs.count(last.out) != 1 or not _alike(last.node, stage.node):
         return None
+    if _writes_between(last.node, stage.node):
+        return None
     if stage.epsilon is None:
         return stage if _is_read_later(chain.total, stage.node) else None
     if chain.epsilon is None:
@@ -158,8 +166,20 @@ def _other_input(chain: _Chain, norm: _Stage) -> fx.Node:
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two calls are of one piece of the step."""
+    """Whether two calls are of pieces of one name."""
     return bool(one.meta.get("piece") == other.meta.get("piece"))
+
+
+def _writes_between(first: fx.Node, last: fx.Node) -> bool:
+    """Whether anything is written between two calls: a chain reads everything where its last stage
+    is, and a write of metadata is where another forward begins."""
+    node = first.next
+    while node is not last:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return True
+        node = node.next
+    return False
 
 
 def _is_read_later(total: fx.Node | None, node: fx.Node) -> bool:

@@ -364,7 +364,7 @@ void check(const Problem& p) {
 Tensor attend(const Problem& problem) {
   check(problem);
   const Tensor out =
-      zeros_like(problem.q, {problem.tokens(), problem.heads(), problem.values.width});
+      dense_zeros(problem.q, {problem.tokens(), problem.heads(), problem.values.width});
   with_type(problem.keys.tensor.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     if (problem.q.scalar_type() == ScalarType::Double) {

@@ -68,8 +68,8 @@ std::vector<Stage> read_stages(
           stage.operand.size(0) == width && stage.operand.is_contiguous();
     } else {
       stage.width = width = stage.is_gated() ? features / 2 : features;
-      fits = is_packed_linear(stage.operand, features, stage.inputs) &&
-          width % kFeatures == 0 && (!stage.bias || stage.bias->numel() == width);
+      fits = is_packed_linear(stage.operand, features, stage.inputs) && width % kFeatures == 0 &&
+          (!stage.bias || (stage.bias->dim() == 1 && stage.bias->size(0) == width));
     }
     STD_TORCH_CHECK(
         fits && std::string("LBGNP").find(kind) != std::string::npos,
@@ -78,8 +78,11 @@ std::vector<Stage> read_stages(
     stages.push_back(std::move(stage));
   }
   STD_TORCH_CHECK(
-      next == operands.size() && !stages.empty(), "mtpc_cpu::linear_chain: ", kinds, " has ", next,
+      next == operands.size(), "mtpc_cpu::linear_chain: ", kinds, " has ", next,
       " operands, found ", operands.size());
+  STD_TORCH_CHECK(
+      kinds.find_first_of("NP") != std::string::npos,
+      "mtpc_cpu::linear_chain: expected a norm among the stages, found ", kinds);
   return stages;
 }
 
@@ -98,20 +101,21 @@ class Chain {
 
   /// From `x` to `out`; `total` becomes the residual sum.
   void run(const Rows& x, const BFloat16* residual, const Rows& total, const Rows& out) {
-    // A line more than their width apart: rows in the same sets of a cache push each other out.
-    const int64_t stride = widest_ + kLine / static_cast<int64_t>(sizeof(BFloat16));
-    BFloat16* scratch = scratch_.reserve(2 * rows_ * stride);
+    const int64_t place = rows_ * (widest_ + kLine);
+    BFloat16* scratch = scratch_.reserve(2 * place);
     std::deque<StageTasks> tasks;
     std::vector<Rows> places{x};
     for (size_t s = 0; s < stages_.size(); ++s) {
       const int64_t width = stages_[s].width;
       const bool last = s + 1 == stages_.size();
       // Two places in turns: a stage begins when nobody reads what the last but one has read.
-      places.push_back(last ? out : Rows{scratch + s % 2 * rows_ * stride, width, stride});
+      places.push_back(last ? out : Rows{scratch + s % 2 * place, width, spaced(width)});
       tasks.emplace_back(stages_[s].is_norm() ? rows_ : stages_[s].tiles(), workers_);
     }
     run_workers(workers_, [&](int64_t me) {
       GatedWorker worker;
+      // Now, for without memory it throws, and nobody would do a task that it had taken.
+      worker.gates.reserve(rows_ * kFeatures);
       const BFloat16* sums = residual;
       for (size_t s = 0; s < stages_.size(); ++s) {
         tasks[s].run(me, [&](int64_t task) {
@@ -124,7 +128,14 @@ class Chain {
   }
 
  private:
-  static constexpr int64_t kLine = 64;
+  /// Elements of a line.
+  static constexpr int64_t kLine = 64 / sizeof(BFloat16);
+
+  /// How far apart rows are: not so that their places are in the same sets of a cache.
+  static int64_t spaced(int64_t width) {
+    constexpr int64_t kAliased = 1024 / sizeof(BFloat16);
+    return width % kAliased == 0 ? width + kLine : width;
+  }
 
   void run_task(size_t s, int64_t task, const Rows& from, const BFloat16* sums, const Rows& total,
                 const Rows& to, GatedWorker& worker) const {
@@ -185,6 +196,16 @@ std::tuple<Tensor, Tensor> run_each(
   return {total, x};
 }
 
+void check_rows(const Tensor& x, const Tensor& residual) {
+  bool fits = x.scalar_type() == ScalarType::BFloat16 &&
+      residual.scalar_type() == ScalarType::BFloat16 && x.dim() >= 1 && residual.dim() == x.dim() &&
+      x.size(x.dim() - 1) > 0;
+  for (int64_t dim = 0; fits && dim + 1 < x.dim(); ++dim) fits = x.size(dim) == residual.size(dim);
+  STD_TORCH_CHECK(
+      fits, "mtpc_cpu::linear_chain: expected x [..., K] and residual [..., N] in bfloat16, of the "
+      "same leading sizes");
+}
+
 bool go_by_tiles(const std::vector<Stage>& stages, int64_t rows) {
   if (rows > kFewRows) return false;
   for (const Stage& stage : stages) {
@@ -198,26 +219,24 @@ bool go_by_tiles(const std::vector<Stage>& stages, int64_t rows) {
 std::tuple<Tensor, Tensor> linear_chain(
     const Tensor& x, const Tensor& residual, std::string kinds, std::vector<Tensor> operands,
     double epsilon, const std::optional<Tensor>& rows) {
-  const int64_t width = x.dim() == 0 ? 0 : x.size(x.dim() - 1);
-  const int64_t residual_width = residual.dim() == 0 ? 0 : residual.size(residual.dim() - 1);
-  const int64_t count = count_rows(x, width);
-  STD_TORCH_CHECK(
-      x.scalar_type() == ScalarType::BFloat16 && residual.scalar_type() == ScalarType::BFloat16 &&
-          count_rows(residual, residual_width) == count,
-      "mtpc_cpu::linear_chain: expected x [..., K] and residual [..., N] in bfloat16, as many rows");
+  check_rows(x, residual);
+  const int64_t width = x.size(x.dim() - 1), residual_width = residual.size(x.dim() - 1);
   std::vector<Stage> stages = read_stages(kinds, operands, width, residual_width);
-  const int64_t used = used_rows(rows, count);
+  const int64_t used = used_rows(rows, count_rows(x, width));
   if (!go_by_tiles(stages, used)) return run_each(stages, x, residual, epsilon, rows);
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor sums = residual.is_contiguous() ? residual : torch::stable::contiguous(residual);
   const Tensor total = empty_rows(residual, residual_width);
   const Tensor out = empty_rows(x, stages.back().width);
   Buffer<char> copy;
-  const BFloat16* first = static_cast<const BFloat16*>(dense.const_data_ptr());
-  const InputRows from = rows_for_products(first, used, width, copy);
+  Rows first{const_cast<BFloat16*>(static_cast<const BFloat16*>(dense.const_data_ptr())), width,
+             width};
+  if (!stages.front().is_norm()) {
+    const InputRows from = rows_for_products(first.first, used, width, copy);
+    first = {reinterpret_cast<BFloat16*>(const_cast<Group*>(from.first)), width, 2 * from.stride};
+  }
   Chain(stages, used, epsilon)
-      .run({reinterpret_cast<BFloat16*>(const_cast<Group*>(from.first)), width, 2 * from.stride},
-           static_cast<const BFloat16*>(sums.const_data_ptr()),
+      .run(first, static_cast<const BFloat16*>(sums.const_data_ptr()),
            {data(total), residual_width, residual_width},
            {data(out), stages.back().width, stages.back().width});
   return {total, out};

@@ -156,7 +156,7 @@ Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights, double limit, bool limit_input) {
   const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
-  const Tensor out = empty_like(x, {shape.tokens, shape.hidden});
+  const Tensor out = dense_empty(x, {shape.tokens, shape.hidden});
   const Tensor inputs = adjacent_last(x), first = adjacent_last(gate_up);
   const Tensor second = adjacent_last(down), weights = adjacent_last(expert_weights);
   with_type(x.scalar_type(), [&](auto type) {

@@ -262,7 +262,7 @@ Tensor gated_delta_rule(
       s, stood, Indices(state_slots, "state_slots", 1), Indices(seq_lens, "seq_lens", 1),
       Indices(query_start_loc, "query_start_loc", 1), Indices(certain_lens, "certain_lens", 1));
   const Tensor dense = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
-  const Tensor out = zeros_like(rows, {s.tokens, s.value_heads, s.value_dim});
+  const Tensor out = dense_zeros(rows, {s.tokens, s.value_heads, s.value_dim});
   with_type(rows.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     using A = std::conditional_t<std::is_same_v<T, double>, double, float>;

@@ -47,7 +47,7 @@ HeadLinear check(const Tensor& x, const Tensor& weight, int64_t features,
 Tensor packed_head_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows) {
   const HeadLinear s = check(x, weight, features, rows);
-  const Tensor out = empty_like(x, {s.rows, s.heads, features});
+  const Tensor out = dense_empty(x, {s.rows, s.heads, features});
   const Buffer<BFloat16> inputs(s.heads * s.used * s.inputs);
   gather(adjacent_last(x), s, inputs.get());
   const auto* weights = static_cast<const BFloat16*>(weight.const_data_ptr());

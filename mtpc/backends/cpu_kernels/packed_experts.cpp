@@ -144,7 +144,7 @@ Tensor packed_experts(
       check(x, gate_up, down, expert_ids, expert_weights, rows, {limit, limit_input});
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor weights = adjacent_last(expert_weights);
-  const Tensor out = empty_like(dense, {shape.tokens, shape.hidden});
+  const Tensor out = dense_empty(dense, {shape.tokens, shape.hidden});
   PackedExperts(shape, dense, gate_up, down, expert_ids, weights)
       .run(static_cast<BFloat16*>(out.mutable_data_ptr()));
   return out;

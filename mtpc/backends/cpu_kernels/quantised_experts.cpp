@@ -154,7 +154,7 @@ Tensor quantised_experts(
           expert_weights.size(0) == x.size(0) && expert_weights.size(1) == expert_ids.size(1),
       "mtpc_cpu::quantised_experts: expert_ids and expert_weights must be [T, k]");
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
-  const Tensor out = empty_like(dense, {x.size(0), x.size(1)});
+  const Tensor out = dense_empty(dense, {x.size(0), x.size(1)});
   const int64_t used = used_rows(rows, x.size(0));
   Choices<float> choices =
       group_rows<float>(expert_ids, adjacent_last(expert_weights), down.size(0), used);

@@ -20,7 +20,8 @@ class StageTasks {
     }
   }
 
-  /// Runs body(task) for tasks of worker `me`'s share, then of others', until none is left.
+  /// Runs body(task) for tasks of worker `me`'s share, then of others', until none is left. It must
+  /// not throw: others wait for the task.
   template <class Body>
   void run(int64_t me, const Body& body) {
     for (int64_t task; (task = shares_[me].take_first()) >= 0;) finish(task, body);

@@ -66,7 +66,7 @@ inline int64_t count_rows(const Tensor& t, int64_t width) {
 
 /// Uninitialised and dense, of x's dtype. `torch::stable::new_empty` goes through the dispatcher: 25
 /// microseconds where a stream of weights has just cleared the caches of its code.
-inline Tensor empty_like(const Tensor& x, const std::vector<int64_t>& shape) {
+inline Tensor dense_empty(const Tensor& x, const std::vector<int64_t>& shape) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
   int32_t dtype;
@@ -78,10 +78,14 @@ inline Tensor empty_like(const Tensor& x, const std::vector<int64_t>& shape) {
   return Tensor(handle);
 }
 
-/// The same, filled with zeros.
-inline Tensor zeros_like(const Tensor& x, const std::vector<int64_t>& shape) {
-  const Tensor zeros = empty_like(x, shape);
-  std::memset(zeros.mutable_data_ptr(), 0, zeros.numel() * zeros.element_size());
+/// The same, filled with zeros; where those are many, torch's threads fill it.
+inline Tensor dense_zeros(const Tensor& x, const std::vector<int64_t>& shape) {
+  constexpr int64_t kMany = 1 << 16;
+  int64_t bytes = x.element_size();
+  for (const int64_t size : shape) bytes *= size;
+  if (bytes == 0 || bytes > kMany) return torch::stable::new_zeros(x, shape);
+  const Tensor zeros = dense_empty(x, shape);
+  std::memset(zeros.mutable_data_ptr(), 0, bytes);
   return zeros;
 }
 
@@ -90,7 +94,7 @@ inline Tensor empty_rows(const Tensor& x, int64_t last) {
   std::vector<int64_t> shape;
   for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
   shape.push_back(last);
-  return empty_like(x, shape);
+  return dense_empty(x, shape);
 }
 
 /// Reads an int32 or int64 tensor of one or two dimensions in place, whatever its strides.
