@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mtpc
+from mtpc.backends.base import Backend
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import StepGraph
@@ -216,9 +217,12 @@ FUSED = {
 norm each head, DeepSeek its latents; its rotary pairs neighbours, which is another operator."""
 
 
-def rewritten(directory: Path, dtype: str = "bfloat16", **options: Any) -> StepGraph:
+def rewritten(
+    directory: Path, dtype: str = "bfloat16", backend: Backend | None = None, **options: Any
+) -> StepGraph:
+    """A decode step's graph after the passes, the cpu backend's unless told otherwise."""
     chosen = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, **options)
-    compiler = StepCompiler(load(str(directory), dtype, True), chosen, CpuBackend())
+    compiler = StepCompiler(load(str(directory), dtype, True), chosen, backend or CpuBackend())
     return compiler.rewritten(compiler.keys[0])
 
 

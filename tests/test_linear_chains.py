@@ -18,9 +18,6 @@ from torch import Tensor, fx
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
-from mtpc.compiler import StepCompiler
-from mtpc.config import CompileOptions
-from mtpc.models.load import load
 from mtpc.packing import TILE, pack
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 
@@ -202,12 +199,8 @@ one; so does a hidden state that an MTP layer reads."""
 
 def graph_of(directory: Path, dtype: str = "bfloat16") -> StepGraph:
     """What the pass is given, on the reference operators."""
-    chosen = CompileOptions(
-        spec_tokens=1, batch_buckets=(2,), max_len=64,
-        enabled_passes=("pack-weights", "fuse-elementwise"),
-    )  # fmt: skip
-    compiler = StepCompiler(load(str(directory), dtype, True), chosen, EagerBackend())
-    return compiler.rewritten(compiler.keys[0])
+    before = ("pack-weights", "fuse-elementwise")
+    return rewritten(directory, dtype, EagerBackend(), enabled_passes=before)
 
 
 def calls(graph: StepGraph, target: Any) -> list[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,16 +72,11 @@ def linear_chain(
 
 @linear_chain.register_fake
 def fake_linear_chain(
-    x: Tensor,
-    residual: Tensor,
-    kinds: str,
-    operands: Sequence[Tensor],
-    epsilon: float,
-    rows: Tensor | None = None,
+    x: Tensor, residual: Tensor, kinds: str, operands: Sequence[Tensor], *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
     """Shapes and dtypes of the results."""
     width = x.shape[-1]
-    for kind, weight, _ in _stages(kinds, operands):
+    for kind, weight, _bias in _stages(kinds, operands):
         features = weight.shape[0] * TILE
         if kind == GATED:
             width = features // 2

@@ -60,10 +60,9 @@ from mtpc.ops.sinkhorn import fake_sinkhorn
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
          "packed_linear", "packed_gated_linear", "linear_chain", "packed_head_linear",
-         "packed_experts",
-         "float32_linear", "quantised_linear", "quantised_experts", "rms_norm", "add_rms_norm",
-         "silu_and_mul", "clear_idle_rows", "rotate", "rotate_and_write", "gated_delta_rule",
-         "sinkhorn", "sample", "count_tokens", "write_logprobs")  # fmt: skip
+         "packed_experts", "float32_linear", "quantised_linear", "quantised_experts", "rms_norm",
+         "add_rms_norm", "silu_and_mul", "clear_idle_rows", "rotate", "rotate_and_write",
+         "gated_delta_rule", "sinkhorn", "sample", "count_tokens", "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 _DISPATCHED = ("experts", "sample", "count_tokens", "write_logprobs")

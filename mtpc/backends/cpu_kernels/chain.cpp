@@ -94,14 +94,14 @@ class Chain {
     for (const Stage& stage : stages) {
       const int64_t work = stage.is_norm() ? stage.width * kWork : stage.features() * stage.inputs;
       workers_ = std::max(workers_, worker_count(rows * work));
-      widest_ = std::max(widest_, stage.width);
+      widest_ = std::max(widest_, stride(stage.width));
       biases_.emplace_back(stage.bias, stage.width);
     }
   }
 
   /// From `x` to `out`; `total` becomes the residual sum.
   void run(const Rows& x, const BFloat16* residual, const Rows& total, const Rows& out) {
-    const int64_t place = rows_ * (widest_ + kLine);
+    const int64_t place = rows_ * widest_;
     BFloat16* scratch = scratch_.reserve(2 * place);
     std::deque<StageTasks> tasks;
     std::vector<Rows> places{x};
@@ -109,7 +109,7 @@ class Chain {
       const int64_t width = stages_[s].width;
       const bool last = s + 1 == stages_.size();
       // Two places in turns: a stage begins when nobody reads what the last but one has read.
-      places.push_back(last ? out : Rows{scratch + s % 2 * place, width, spaced(width)});
+      places.push_back(last ? out : Rows{scratch + s % 2 * place, width, stride(width)});
       tasks.emplace_back(stages_[s].is_norm() ? rows_ : stages_[s].tiles(), workers_);
     }
     run_workers(workers_, [&](int64_t me) {
@@ -128,13 +128,8 @@ class Chain {
   }
 
  private:
-  /// Elements of a line.
-  static constexpr int64_t kLine = 64 / sizeof(BFloat16);
-
-  /// How far apart rows are: not so that their places are in the same sets of a cache.
-  static int64_t spaced(int64_t width) {
-    constexpr int64_t kAliased = 1024 / sizeof(BFloat16);
-    return width % kAliased == 0 ? width + kLine : width;
+  static int64_t stride(int64_t width) {
+    return spaced(width * sizeof(BFloat16)) / static_cast<int64_t>(sizeof(BFloat16));
   }
 
   void run_task(size_t s, int64_t task, const Rows& from, const BFloat16* sums, const Rows& total,

@@ -12,15 +12,6 @@ struct GatedWorker {
   Buffer<float> gates;
 };
 
-/// Whether all rows go by a tile at once, and not by parts of all tiles.
-inline bool goes_by_tiles([[maybe_unused]] InputRows x, [[maybe_unused]] int64_t rows) {
-#if defined(__AMX_TILE__)
-  return !need_phases(x, rows);
-#else
-  return true;
-#endif
-}
-
 /// One tile's features of silu(gate) * up, of `tiles` in each; rows of out are `stride` apart.
 inline void multiply_gated(InputRows x, int64_t rows, const char* weight, int64_t tiles,
                            int64_t tile, GatedWorker& worker, BFloat16* out, int64_t stride) {

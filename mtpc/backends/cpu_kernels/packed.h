@@ -35,6 +35,15 @@ void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& re
   }
 }
 
+/// Whether all rows go by a tile at once, and not by parts of all tiles.
+inline bool goes_by_tiles([[maybe_unused]] InputRows x, [[maybe_unused]] int64_t rows) {
+#if defined(__AMX_TILE__)
+  return !need_phases(x, rows);
+#else
+  return true;
+#endif
+}
+
 /// Rows of x times `tiles` tiles on several threads; body(tile, row, its 32 sums) for each.
 template <class Dot, class Body>
 void for_all_products(InputRows x, int64_t rows, const void* weights, int64_t tiles,

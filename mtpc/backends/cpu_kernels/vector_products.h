@@ -8,18 +8,17 @@
 
 namespace mtpc {
 
-/// Dense rows, copied further apart where the same places of several are in one set of the first
-/// level cache: it has eight ways, and twelve rows go through it side by side.
+/// Dense rows, copied further apart where several would be in one set of the first-level cache.
 template <class T>
 InputRows rows_for_products(const T* first, int64_t rows, int64_t inputs, Buffer<char>& copy) {
-  constexpr int64_t kFewRows = 5, kAliased = 1024, kLine = 64;
+  constexpr int64_t kFewRows = 5;
   InputRows result = dense_rows(first, inputs);
-  const int64_t bytes = inputs * sizeof(T), spaced = bytes + kLine;
-  if (rows < kFewRows || bytes % kAliased != 0) return result;
-  char* to = copy.reserve(rows * spaced);
-  for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * spaced, first + r * inputs, bytes);
+  const int64_t bytes = inputs * sizeof(T), step = spaced(bytes);
+  if (rows < kFewRows || step == bytes) return result;
+  char* to = copy.reserve(rows * step);
+  for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * step, first + r * inputs, bytes);
   result.first = reinterpret_cast<const Group*>(to);
-  result.stride = spaced / sizeof(Group);
+  result.stride = step / sizeof(Group);
   return result;
 }
 
