@@ -2,11 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
-#include "tensors.h"
+#include "row_steps.h"
 
 namespace mtpc {
 
@@ -19,19 +19,26 @@ class Int8Rows {
   Int8Rows(int64_t rows, int64_t inputs)
       : inputs_(inputs), integers_(rows * inputs), steps_(rows), offsets_(rows) {}
 
-  const int8_t* row(int64_t r) const { return integers_.get() + r * inputs_; }
+  int8_t* row(int64_t r) const { return integers_.get() + r * inputs_; }
 
   /// Rounds `from`, `inputs` numbers, to row r. Different rows may be set on different threads.
-  void set(int64_t r, const float* from) {
-    float largest = 0;
-    for (int64_t i = 0; i < inputs_; ++i) largest = std::max(largest, std::abs(from[i]));
+  template <class T>
+  void set(int64_t r, const T* from) {
+    Vec<float> magnitudes{};
+    for_steps(inputs_, [&](int64_t i, auto count) {
+      const Vec<float> x = take(from + i, count), magnitude = x < 0.0f ? -x : x;
+      magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
+    });
+    const float largest = max_lanes<float>(magnitudes);
     const float inverse = largest == 0 ? 0 : kLargest / largest;
-    int8_t* to = integers_.get() + r * inputs_;
+    Mask<float> totals{};
+    for_steps(inputs_, [&](int64_t i, auto count) {
+      const Mask<float> integers = round_to_integers(take(from + i, count) * inverse);
+      put_bytes(row(r) + i, integers, count);
+      totals += integers;
+    });
     int32_t total = 0;
-    for (int64_t i = 0; i < inputs_; ++i) {
-      to[i] = static_cast<int8_t>(std::nearbyint(from[i] * inverse));
-      total += to[i];
-    }
+    for (int lane = 0; lane < kStep; ++lane) total += totals[lane];
     steps_[r] = largest / kLargest;
     offsets_[r] = total * kZero;
   }
@@ -49,6 +56,13 @@ class Int8Rows {
   }
 
  private:
+  /// The first `count` lanes, none of which needs more than a byte.
+  static void put_bytes(int8_t* to, Mask<float> integers, int count) {
+    typedef int8_t Bytes __attribute__((vector_size(kStep)));
+    const Bytes bytes = __builtin_convertvector(integers, Bytes);
+    std::memcpy(to, &bytes, count);
+  }
+
   int64_t inputs_;
   Buffer<int8_t> integers_;
   std::vector<float> steps_;
@@ -58,11 +72,11 @@ class Int8Rows {
 /// The rows of a dense tensor of any floating-point dtype.
 inline Int8Rows round_rows(const Tensor& x, int64_t rows, int64_t inputs) {
   Int8Rows rounded(rows, inputs);
-  std::vector<float> row(inputs);
-  for (int64_t r = 0; r < rows; ++r) {
-    read(row.data(), x, r * inputs, inputs);
-    rounded.set(r, row.data());
-  }
+  with_type(x.scalar_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* from = static_cast<const T*>(x.const_data_ptr());
+    for (int64_t r = 0; r < rows; ++r) rounded.set(r, from + r * inputs);
+  });
   return rounded;
 }
 

@@ -1,4 +1,4 @@
-// Going over rows of bfloat16 a register at a time.
+// Going over rows a register of floats at a time.
 #pragma once
 
 #include <cstring>
@@ -20,10 +20,14 @@ void for_steps(int64_t width, const Body& body) {
 }
 
 /// Elements from p on: a register full of them where `count` is a constant.
-inline Vec<float> take(const BFloat16* p, std::integral_constant<int, kStep>) {
+template <class T>
+Vec<float> take(const T* p, std::integral_constant<int, kStep>) {
   return load<float>(p);
 }
-inline Vec<float> take(const BFloat16* p, int count) { return load_first<float>(p, count); }
+template <class T>
+Vec<float> take(const T* p, int count) {
+  return load_first<float>(p, count);
+}
 
 inline void put(BFloat16* p, Vec<float> v, std::integral_constant<int, kStep>) { narrow(p, v); }
 inline void put(BFloat16* p, Vec<float> v, int count) {

@@ -218,6 +218,19 @@ inline void transpose(Vec<A> (&square)[kLanes<A>]) {
 
 // ---- Functions -------------------------------------------------------------------------------
 
+/// The nearest integers, ties to even, of numbers that an int32 holds.
+inline Mask<float> round_to_integers(Vec<float> x) {
+#if defined(__AVX512F__)
+  return (Mask<float>)_mm512_cvtps_epi32(x);
+#elif defined(__AVX__)
+  return (Mask<float>)_mm256_cvtps_epi32(x);
+#else
+  Mask<float> out;
+  for (int i = 0; i < kLanes<float>; ++i) out[i] = static_cast<int32_t>(std::nearbyint(x[i]));
+  return out;
+#endif
+}
+
 /// e^x to 2 ulp: 2^n times a polynomial on |r| <= log(2) / 2. Exactly 0 below -87.3 (so for
 /// masked scores, -inf), exactly 1 at 0, saturated above 88.3, NaN for NaN.
 __attribute__((always_inline)) inline Vec<float> exp(Vec<float> x) {

@@ -146,7 +146,13 @@ void write(const Tensor& to, int64_t offset, const A* from, int64_t count) {
   with_type(to.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     T* target = static_cast<T*>(to.mutable_data_ptr()) + offset;
-    std::transform(from, from + count, target, [](A x) { return static_cast<T>(x); });
+    int64_t done = 0;
+    if constexpr (std::is_same_v<A, float> && std::is_same_v<T, BFloat16>) {
+      for (; done + kLanes<float> <= count; done += kLanes<float>) {
+        narrow(target + done, load<float>(from + done));
+      }
+    }
+    std::transform(from + done, from + count, target + done, [](A x) { return static_cast<T>(x); });
   });
 }
 
