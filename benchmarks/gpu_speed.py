@@ -100,11 +100,11 @@ class Bench:
             disabled = PROFILES[row.engine]
             fused = Fused(self.machine, self.loaded, self._options(case, disabled))
             decoder, timed = self._warm(fused, row)
-            self._fill(row, decoder.decode(self._prompts(row.batch), self.plan.new_tokens), timed)
+            self._fill(row, self._decode(decoder, row), timed)
             fill_floor(row)
             profiler = self.machine.profiler()
             timed.restart(profiler)
-            decoder.decode(self._prompts(row.batch), self.plan.new_tokens)
+            self._decode(decoder, row)
             row.kernels, row.build_s = launches_in(profiler), fused.build_s
             yield row
             if not disabled:
@@ -147,9 +147,7 @@ class Bench:
             row.launches, row.note = pieces.num_parts, NOTES[row.engine]
             replay = pieces.capture(self.machine.graphs()) if is_apart else pieces.run
         decoder, timed = self._warm(fused, row, replay)
-        return self._fill(
-            row, decoder.decode(self._prompts(row.batch), self.plan.new_tokens), timed
-        )
+        return self._fill(row, self._decode(decoder, row), timed)
 
     def _warm(
         self, fused: Fused, row: Row, replay: Run | None = None
@@ -157,9 +155,12 @@ class Bench:
         """An engine that has decoded once, with a new clock; the copy's bandwidth just before."""
         row.copy_gb_s = self.machine.copy_bandwidth() / 1e9
         decoder, timed = fused.decoder(replay, late=row.engine == LATE)
-        decoder.decode(self._prompts(row.batch), self.plan.new_tokens)
+        self._decode(decoder, row)
         timed.restart(self.machine.clock())
         return decoder, timed
+
+    def _decode(self, decoder: MtpcDecoder, row: Row) -> Decoded:
+        return decoder.decode(self._prompts(row.batch), self.plan.new_tokens)
 
     def _fill(self, row: Row, decoded: Decoded, timed: TimedProgram) -> Row:
         row.ms_step, row.tokens_per_s = decoded.ms_per_step, decoded.tokens_per_s
@@ -213,15 +214,15 @@ class Task:
 
 
 def tasks(shapes: Sequence[str], spec_tokens: Sequence[int], batches: Sequence[int]) -> list[Task]:
-    """The most telling first: of each shape no drafts and three for a single request, by our engines
-    and then by its peers; after that all else, small batches first."""
-    most, batch = telling_case(spec_tokens, batches), min(batches)
-    telling = list(dict.fromkeys((Case(min(spec_tokens), batch), most)))
+    """The most telling first: of each shape no drafts and three for a single request, by our
+    engines and then by its peers; after that all else, small batches first."""
+    most = telling_case(spec_tokens, batches)
+    telling = list(dict.fromkeys((Case(min(spec_tokens), most.batch), most)))
     rest = [Case(k, b) for b in sorted(batches) for k in spec_tokens]
     found: dict[Task, None] = {}
     for shape in shapes:
         found |= dict.fromkeys(_ours(shape, case) for case in telling)
-        found |= dict.fromkeys(_peers(shape, [*telling, Case(1, batch)], spec_tokens))
+        found |= dict.fromkeys(_peers(shape, [*telling, Case(1, most.batch)], spec_tokens))
     for shape in shapes:
         found |= dict.fromkeys(_ours(shape, case) for case in rest)
         found |= dict.fromkeys(_peers(shape, rest, spec_tokens))
