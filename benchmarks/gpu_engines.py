@@ -17,7 +17,7 @@ from benchmarks.gpu_pieces import Compiled, PiecewiseStep
 from benchmarks.models import load_target
 from mtpc.api import SpecModel
 from mtpc.backends.base import Run
-from mtpc.backends.cuda import INDUCTOR, CudaBackend
+from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -127,12 +127,8 @@ class Fused:
         """The decode step's parts, compiled as the whole is."""
         graph = self.step.graph
         assert graph is not None
-        compile_part = _interpret if self.machine.is_dry else _by_inductor
+        compile_part = _interpret if self.machine.is_dry else compile_flat
         return PiecewiseStep(graph, compile_part)
-
-
-def _by_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Compiled:
-    return torch._inductor.compile(module, inputs, options=dict(INDUCTOR))
 
 
 def _interpret(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Compiled:

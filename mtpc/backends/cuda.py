@@ -7,10 +7,14 @@ of kernels: aiter's where this is ROCm and aiter is installed, Triton's everywhe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Report, Run
 from mtpc.backends.bindings import Binding, BindKernels
@@ -144,8 +148,7 @@ def lower_by_inductor(graph: StepGraph) -> Run:
     """
     module, tensors = lift_tensors(graph)
     try:
-        with torch.no_grad():
-            compiled = torch._inductor.compile(module, [*tensors], options=dict(INDUCTOR))
+        compiled = compile_flat(module, tensors)
     except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
         raise BackendError(f"Inductor could not compile {graph.name}: {error}") from error
 
@@ -154,6 +157,20 @@ def lower_by_inductor(graph: StepGraph) -> Run:
             compiled(*tensors)
 
     return run
+
+
+def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """Inductor's code for a module that takes these tensors; Inductor keeps it in its own cache.
+
+    That cache takes only what is compiled under a shape environment, which torch.compile has and
+    a plain call of Inductor has not; no size is made symbolic by it.
+    """
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    with torch.no_grad(), tracing(TracingContext(fakes)):
+        compiled: Callable[..., Any] = torch._inductor.compile(
+            module, [*tensors], options=dict(INDUCTOR)
+        )
+    return compiled
 
 
 def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
