@@ -11,6 +11,7 @@ from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
@@ -30,6 +31,7 @@ OFF_BY_DEFAULT = (
     "pack-weights",
     "fuse-cache-write",
     "fuse-elementwise",
+    "fuse-head-max",
     "fuse-linear-chains",
     "skip-idle-rows",
 )
@@ -58,6 +60,7 @@ def full_pipeline(
         PackWeights(),
         FuseCacheWrite(),
         FuseElementwise(),
+        FuseHeadMax(),
         FuseLinearChains(),
         SkipIdleRows(),
     )
