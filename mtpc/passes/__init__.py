@@ -10,6 +10,7 @@ from mtpc.passes.base import Pass, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.hoist_shared import HoistShared
@@ -30,6 +31,7 @@ OFF_BY_DEFAULT = (
     "pack-weights",
     "fuse-cache-write",
     "fuse-elementwise",
+    "fuse-draft-entry",
     "fuse-linear-chains",
     "skip-idle-rows",
 )
@@ -58,6 +60,7 @@ def full_pipeline(
         PackWeights(),
         FuseCacheWrite(),
         FuseElementwise(),
+        FuseDraftEntry(),
         FuseLinearChains(),
         SkipIdleRows(),
     )
