@@ -193,3 +193,18 @@ def test_one_launch_whose_grid_is_of_the_sizes(
     assert alone.grid == added.grid == grid
     assert both.grid == (grid[0], 2, 1)
     assert {launch.threads for launch in (alone, added, both)} == {threads}
+
+
+def test_schemas_and_fakes() -> None:
+    """Of both namespaces: what Inductor sees into, and what it does not."""
+    x, weight = random(3, 2, 64), random(64)
+    for namespace in (OURS, torch.ops.mtpc_loaded):
+        for op, arguments in (
+            (namespace.rms_norm, (x, weight, EPSILON, True)),
+            (namespace.add_rms_norm, (x, x, weight, EPSILON)),
+            (namespace.draft_entry, (x, weight, x, weight, EPSILON)),
+            (namespace.silu_and_mul, (x,)),
+            (namespace.rotate, (x, random(3, 32), random(3, 32))),
+        ):
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(op.default, arguments, test_utils=tests)
