@@ -8,7 +8,8 @@ Three parts. `gate`: each family's tiny model, drafting, emits what the uncompil
 without drafts, and accepts what that accepts with them. `speed`: bfloat16, weights that accept all
 drafts, by shape, batch and K, against transformers, its `use_mtp`, and our own pieces: compiled and
 launched one by one, or captured as a graph each, as servers do. `profile`: kernels per iteration
-with all passes and without the optional ones. Most of the time goes into compiling, so a call does
+and its time, with the default passes, without the optional ones, and with norms and the draft's
+entry fused by us instead of by Inductor. Most of the time goes into compiling, so a call does
 what its deadline allows, the most telling cases first, and says what it left out.
 
 Exit code 1: a gate failed. 2: there is no GPU, and no --dry-run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from benchmarks.decoders import Decoded, Decoder, Prompts, TransformersDecoder
-from benchmarks.gpu_engines import OPTIONAL_PASSES, Fused, TimedProgram, decode_on, with_mtp
+from benchmarks.gpu_engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
 from benchmarks.gpu_machine import Machine
 from benchmarks.gpu_models import SHAPES, build, weigh
 from benchmarks.gpu_rows import APART, COMPILED, FUSED, PLAIN, USE_MTP, Row
+from mtpc.backends.base import Run
 from mtpc.config import CompileOptions
 from mtpc.models.load import LoadedModel
 
@@ -89,27 +90,29 @@ class Bench:
         _free(self.machine)
 
     def profile(self, case: Case) -> Iterator[Row]:
-        """Kernels of an iteration after the passes and without the optional ones."""
-        for name, disabled in (("all passes", ()), ("without passes", OPTIONAL_PASSES)):
-            fused = Fused(self.machine, self.loaded, self._options(case, disabled))
+        """Kernels of an iteration and its time, by which passes ran."""
+        for name, disabled, enabled in VARIANTS:
+            passes = {"disabled_passes": disabled, "enabled_passes": enabled}
+            options = replace(self._options(case), **passes)
+            fused = Fused(self.machine, self.loaded, options)
             row, kernels = self._blank(f"{FUSED}, {name}", case, "profile"), fused.kernels()
             row.kernels, row.build_s = kernels.total(), fused.build_s
             row.note = "; ".join(f"{count} {kernel}" for kernel, count in kernels.most_common(12))
-            yield row
+            yield self._time(fused, row)
             del fused
             _free(self.machine)
 
     def _blank(self, engine: str, case: Case, part: str = "speed") -> Row:
         return Row(part, self.machine.name, self.shape, engine, case.spec_tokens, case.batch)
 
-    def _options(self, case: Case, disabled: tuple[str, ...] = ()) -> CompileOptions:
+    def _options(self, case: Case) -> CompileOptions:
         length = self.plan.prompt_tokens + 2 * self.plan.new_tokens + 32
         # One by one, the first prompts of many would be done before the last one began.
         together = min(case.batch, PROMPTS_AT_ONCE)
         return CompileOptions(
             spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=length,
             page_size=PAGE, prefill_chunk=together * self.plan.prompt_tokens,
-            prefill_rows=together, prefix_caching=False, disabled_passes=disabled,
+            prefill_rows=together, prefix_caching=False,
         )  # fmt: skip
 
     def _prompts(self, batch: int) -> Prompts:
@@ -118,8 +121,7 @@ class Bench:
         return torch.randint(0, self.loaded.vocab_size, shape, generator=generator).tolist()
 
     def _measure(self, fused: Fused, row: Row) -> Row:
-        before = fused.machine.copy_bandwidth()
-        row.copy_gb_s, row.build_s = before / 1e9, fused.build_s
+        row.build_s = fused.build_s
         replay = None
         if row.engine != FUSED:
             pieces = fused.pieces()
@@ -131,6 +133,10 @@ class Bench:
             captured = fused.backend.captured.values()
             row.graph_mib = sum(step.pool_bytes for step in captured) / (1 << 20)
             row.note = "; ".join(fused.backend.notes)
+        return self._time(fused, row, replay)
+
+    def _time(self, fused: Fused, row: Row, replay: Run | None = None) -> Row:
+        row.copy_gb_s = self.machine.copy_bandwidth() / 1e9
         decoder, timed = fused.decoder(replay)
         prompts = self._prompts(row.batch)
         decoder.decode(prompts, self.plan.new_tokens)

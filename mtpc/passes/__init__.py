@@ -10,6 +10,7 @@ from mtpc.passes.base import Pass, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
@@ -31,6 +32,7 @@ OFF_BY_DEFAULT = (
     "pack-weights",
     "fuse-cache-write",
     "fuse-elementwise",
+    "fuse-draft-entry",
     "fuse-head-max",
     "fuse-linear-chains",
     "skip-idle-rows",
@@ -60,6 +62,7 @@ def full_pipeline(
         PackWeights(),
         FuseCacheWrite(),
         FuseElementwise(),
+        FuseDraftEntry(),
         FuseHeadMax(),
         FuseLinearChains(),
         SkipIdleRows(),
