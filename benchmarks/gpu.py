@@ -9,10 +9,11 @@ model, drafting, emits what the uncompiled reference emits without drafts, and a
 accepts with them. `sampling`: the same by seeds. `aot`: code objects built for this device, loaded.
 `speed`: bfloat16, weights that accept all drafts, by shape, batch and K, against transformers, its
 `use_mtp`, and our own pieces: compiled and launched one by one, or captured as a graph each, as
-servers do. `profile`: kernels per iteration with all passes and without the optional ones, and what
-is furthest from the time of its bytes. Most of the time goes into compiling, so a call does what
-its deadline allows, the most telling cases first, and says what it left out; with `--cache-dir`,
-the next one starts with what was compiled.
+servers do. `profile`: kernels per iteration and its time, with the default passes, without the
+optional ones, and with norms and the draft's entry fused by us instead of by Inductor; and what is
+furthest from the time of its bytes. Most of the time goes into compiling, so a call does what its
+deadline allows, the most telling cases first, and says what it left out; with `--cache-dir`, the
+next one starts with what was compiled.
 
 Exit code 1: a check failed, or a case raised an error. 2: there is no GPU, and no --dry-run.
 """

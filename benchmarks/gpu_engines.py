@@ -28,6 +28,15 @@ from mtpc.models.save import save_checkpoint
 OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
 """Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""
 
+NORM_PASSES = ("fuse-elementwise", "fuse-draft-entry")
+"""Off by default on GPUs, where Inductor fuses most of the same."""
+VARIANTS = (
+    ("default passes", (), ()),
+    ("without passes", OPTIONAL_PASSES, ()),
+    ("norms fused by us", (), NORM_PASSES),
+)
+"""Of a profile: what it is called, passes disabled, passes enabled."""
+
 
 class TimedProgram:
     """A program that times its decode replays: on the device, and until the launch returns.

@@ -127,6 +127,29 @@ def _rotate_and_write(new: Inputs) -> Iterator[Arguments]:
     yield *rows, *angles, new.normal(4, PAGE, 2, 64), new.normal(4, PAGE, 2, 48), _slots(new, 4)
 
 
+def _rotate(new: Inputs) -> Iterator[Arguments]:
+    yield new.normal(7, 6, 64), new.normal(7, 32).cos(), new.normal(7, 32).sin()
+
+
+def _rms_norm(new: Inputs) -> Iterator[Arguments]:
+    """Of hidden states and of heads; by a weight, and by 1 + weight."""
+    yield new.normal(7, 2048), new.normal(2048), 1e-5
+    yield new.normal(7, 4, 80), new.normal(80), 1e-5, True
+
+
+def _add_rms_norm(new: Inputs) -> Iterator[Arguments]:
+    yield new.normal(7, 2048), new.normal(7, 2048), new.normal(2048), 1e-5
+
+
+def _draft_entry(new: Inputs) -> Iterator[Arguments]:
+    halves = [(new.normal(7, 2048), new.normal(2048)) for _ in range(2)]
+    yield *halves[0], *halves[1], 1e-5
+
+
+def _silu_and_mul(new: Inputs) -> Iterator[Arguments]:
+    yield (new.normal(7, 2 * 1500),)
+
+
 def _experts(new: Inputs) -> Iterator[Arguments]:
     for tokens, limit in ((1, ()), (5, ()), (5, (1.0, True))):
         weights = (new.normal(8, 256, 256) / 16, new.normal(8, 256, 128) / 11)
@@ -218,6 +241,11 @@ def _sinkhorn(new: Inputs) -> Iterator[Arguments]:
 CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "write_cache": (_write_cache, HALVES),
     "rotate_and_write": (_rotate_and_write, HALVES),
+    "rotate": (_rotate, HALVES),
+    "rms_norm": (_rms_norm, HALVES),
+    "add_rms_norm": (_add_rms_norm, HALVES),
+    "draft_entry": (_draft_entry, HALVES),
+    "silu_and_mul": (_silu_and_mul, HALVES),
     "paged_attention": (_paged_attention, ALL),
     "latent_attention": (_latent_attention, ALL),
     "choose_slots": (_choose_slots, ALL),

@@ -117,7 +117,8 @@ def _run(overload: Any, arguments: Arguments, configs: str) -> list[Tensor]:
     out = overload(*copied, **({"configs": configs} if configs else {}))
     schema = overload._schema.arguments[: len(copied)]
     written = [a for a, s in zip(copied, schema, strict=True) if s.is_write]
-    return written if out is None else [out, *written]
+    results = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
+    return [*results, *written]
 
 
 def difference(found: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> float:

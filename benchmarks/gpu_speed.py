@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
-from benchmarks.gpu_engines import OPTIONAL_PASSES, Fused, TimedProgram, decode_on, with_mtp
+from benchmarks.gpu_engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
 from benchmarks.gpu_machine import Machine
 from benchmarks.gpu_models import SHAPES, build, weigh
 from benchmarks.gpu_profile import Bytes, fill_floor, gap_rows, kernel_rows, launches_in
@@ -26,8 +26,11 @@ PROMPTS_AT_ONCE = 16
 """That share a prefill step, at most."""
 OURS = (FUSED, LATE, APART, COMPILED)
 """Of one compiled step; the last two of the same pieces of it."""
-PROFILES = {f"{FUSED}, all passes": (), f"{FUSED}, without passes": OPTIONAL_PASSES}
-"""And the passes that each leaves out."""
+PROFILES = {
+    f"{FUSED}, {name}": {"disabled_passes": disabled, "enabled_passes": enabled}
+    for name, disabled, enabled in VARIANTS
+}
+"""And the options of each."""
 NOTES = {
     APART: "our pieces (the target's pass, each draft's), each a graph of its own, as servers do",
     COMPILED: "torch.compile of the same modules piecewise: our pieces, each compiled by Inductor "
@@ -97,8 +100,8 @@ class Bench:
         """Fill rows of PROFILES; of the first also its kernels, and the largest gaps to the time
         of its bytes."""
         for row in rows:
-            disabled = PROFILES[row.engine]
-            fused = Fused(self.machine, self.loaded, self._options(case, disabled))
+            options = replace(self._options(case), **PROFILES[row.engine])
+            fused = Fused(self.machine, self.loaded, options)
             decoder, timed = self._warm(fused, row)
             self._fill(row, self._decode(decoder, row), timed)
             fill_floor(row)
@@ -107,7 +110,7 @@ class Bench:
             self._decode(decoder, row)
             row.kernels, row.build_s = launches_in(profiler), fused.build_s
             yield row
-            if not disabled:
+            if row.engine == next(iter(PROFILES)):
                 kernels = list(kernel_rows(row, profiler))
                 yield from gap_rows(row, kernels, self._bytes(row))
                 yield from kernels
@@ -119,14 +122,14 @@ class Bench:
         products = weigh(self.loaded, 0).step(row.spec_tokens)
         return Bytes(products, (row.step_bytes or 0) - products)
 
-    def _options(self, case: Case, disabled: tuple[str, ...] = ()) -> CompileOptions:
+    def _options(self, case: Case) -> CompileOptions:
         length = self.plan.prompt_tokens + 2 * self.plan.new_tokens + 32
         # One by one, the first prompts of many would be done before the last one began.
         together = min(case.batch, PROMPTS_AT_ONCE)
         return CompileOptions(
             spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=length,
             page_size=PAGE, prefill_chunk=together * self.plan.prompt_tokens,
-            prefill_rows=together, prefix_caching=False, disabled_passes=disabled,
+            prefill_rows=together, prefix_caching=False,
         )  # fmt: skip
 
     def _prompts(self, batch: int) -> Prompts:

@@ -42,8 +42,9 @@ from mtpc.backends.cpu_kernels.direct_calls import function_of
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(
     f"mtpc_cpu::{name}"
-    for name in ("packed_linear", "packed_gated_linear", "linear_chain", "packed_head_linear",
-                 "packed_experts", "float32_linear", "quantised_linear", "quantised_experts")
+    for name in ("packed_linear", "packed_linear_max", "packed_gated_linear", "linear_chain",
+                 "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
+                 "quantised_linear_max", "quantised_experts")
 )  # fmt: skip
 DIRECT_CALLS = {function_of(name): f"mtpc_cpu::{name}" for name in NAMES}
 """What the profiler calls kernels that generated code calls as functions of C."""

@@ -81,6 +81,11 @@ def launches() -> list[Launch]:
         plans.plan_sample(*rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
         plans.plan_count_tokens(tokens[2], *emitted),
         plans.plan_write_logprobs(*reports, rows[0], *emitted, numbers[1]),
+        plans.plan_rms_norm(new(8, 80)[:, :64], new(64), 1e-6),
+        plans.plan_add_rms_norm(new(1, 80), new(1, 80), new(80), 1e-6, True),
+        plans.plan_draft_entry(new(8, 64), new(64), new(8, 96)[:, 32:], new(64), 1e-6),
+        plans.plan_silu_and_mul(new(8, 128)),
+        plans.plan_rotate(new(8, 4, 64), new(8, 48), new(8, 48)),
         plans.plan_sinkhorn(new(8, 4, 4, dtype=float32), 20, 1e-6),
     ]
     return [launch for plan, _ in made for launch in plan]

@@ -30,7 +30,7 @@ class Step(nn.Module):
 
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, int8, logits, turned, index,
-        sampled, counted, reported,
+        sampled, counted, reported, normed, added, entered, gated,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
@@ -50,6 +50,11 @@ class Step(nn.Module):
             ops.rotate_and_write(*turned),
             ops.choose_slots(*index, *indices, 8),
             ops.sample(*sampled),
+            ops.rms_norm(*normed),
+            *ops.add_rms_norm(*added),
+            ops.draft_entry(*entered),
+            ops.silu_and_mul(gated),
+            ops.rotate(turned[0], *turned[3:5]),
         )
 
 
@@ -100,6 +105,10 @@ def main() -> None:
             (new(8, 96), *(new(8, dtype=int64) for _ in range(2)), slots, *parameters),
             (new(3, 96, dtype=int32), *emitted),
             (*reports, new(8, 96), *emitted, parameters[1]),
+            (new(8, 4, 80), new(80), 1e-6, True),
+            (new(8, 80), new(8, 80), new(80), 1e-6),
+            (new(8, 80), new(80), new(8, 80), new(80), 1e-6),
+            new(8, 128),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

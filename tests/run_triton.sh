@@ -16,7 +16,7 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHONPATH=$PWD
 TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_delta.py \
-    tests/test_triton_rotary.py tests/test_triton_choose_slots.py tests/test_triton_sampling.py \
-    tests/test_triton_step.py tests/test_triton_tuning.py \
+    tests/test_triton_rotary.py tests/test_triton_norms.py tests/test_triton_choose_slots.py \
+    tests/test_triton_sampling.py tests/test_triton_step.py tests/test_triton_tuning.py \
     tests/test_cuda_backend.py tests/test_aiter.py "$@"
 exec "$PYTHON" -m pytest tests/test_triton_crosscompile.py tests/test_triton_loading.py "$@"

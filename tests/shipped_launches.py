@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -80,6 +81,32 @@ def _rotate(tokens: int, heads: tuple[int, int], dims: tuple[int, int, int]) -> 
     caches = [_fake(4096, 16, kv_count, dim) for dim in (width, v_width)]
     v, slots = _fake(tokens, kv_count, v_width), _fake(tokens, dtype=torch.int64)
     return plans.plan_rotate_and_write(*rows, v, *angles, *caches, slots)[0]
+
+
+def _norms(tokens: int, width: int, plus_one: bool = False, dtype=BF16) -> list[Launch]:  # type: ignore[no-untyped-def]
+    """Of the residual stream, and of a draft's entry."""
+    x, weight = _fake(tokens, width, dtype=dtype), _fake(width, dtype=dtype)
+    options = (1e-6, plus_one)
+    return [
+        *plans.plan_rms_norm(x, weight, *options)[0],
+        *plans.plan_add_rms_norm(x, x, weight, *options)[0],
+        *plans.plan_draft_entry(x, weight, x, weight, *options)[0],
+    ]
+
+
+def _norm_of_parts(tokens: int, joint: int, *shape: int) -> list[Launch]:
+    """Of the first so many features of a projection: heads, or a latent beside its rotary part."""
+    part = _fake(tokens, joint)[:, : math.prod(shape)].unflatten(1, shape)
+    return plans.plan_rms_norm(part, _fake(shape[-1]), 1e-6)[0]
+
+
+def _elementwise(tokens: int, width: int, heads: int, dims: tuple[int, int]) -> list[Launch]:
+    """SwiGLU's activation; rotary angles of heads, of which some features are turned."""
+    angles = [_fake(tokens, dims[1]) for _ in range(2)]
+    return [
+        *plans.plan_silu_and_mul(_fake(tokens, 2 * width))[0],
+        *plans.plan_rotate(_fake(tokens, heads, dims[0]), *angles)[0],
+    ]
 
 
 def _choose(reqs: int, rows: int) -> list[Launch]:
@@ -178,6 +205,14 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "choice by float32 logits, 16 rows": lambda: _sample(16, 32_768, dtype=torch.float32),
     "choice among masked tokens, 64 rows": lambda: _sample(64, 129_280, True),
     "counts and log-probabilities, 4 x 4 rows": lambda: _record(4, 4, 151_552),
+    "DeepSeek-V3's norms (7168), 4 rows": lambda: _norms(4, 7168),
+    "Qwen3-Next's norms (2048, 1 + weight), 64 rows": lambda: _norms(64, 2048, True),
+    "the widest norms, float32": lambda: _norms(1, 16_384, dtype=torch.float32),
+    "GLM-4.5's norm of heads, prompt of 512": lambda: _norm_of_parts(512, 14_336, 96, 128),
+    "DeepSeek-V3's norm of latents, 4 rows": lambda: _norm_of_parts(4, 576, 512),
+    "GLM-4.5's activation and rotary of half a head, 4 rows": lambda: _elementwise(
+        4, 12_288, 96, (128, 64)
+    ),
     "cache write, 16 rows": lambda: write(16),
     "GLM-4.5's rotary of half a head, 4 rows": lambda: _rotate(4, (96, 8), (128, 64, 128)),
     "MiMo-V2's rotary of a third, 16 rows": lambda: _rotate(16, (64, 4), (192, 64, 128)),

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from batches import close, make_batch
+from torch import fx
 
-import mtpc.ops  # noqa: F401  (registers the references)
+import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter
 from mtpc.backends.aiter_ops import page_lists
 from mtpc.backends.bindings import BindKernels
@@ -76,6 +77,28 @@ def mla_decode_fwd(
         )
 """
 
+NORMS = """
+import torch
+
+def _check(*tensors):
+    assert all(t.dim() == 2 and t.is_contiguous() for t in tensors)
+
+def rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=0):
+    _check(input)
+    if use_model_sensitive_rmsnorm == 1:
+        return torch.ops.mtpc.rms_norm(input, weight, epsilon)
+    normed = torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), epsilon)
+    return normed.to(input.dtype)
+
+def rmsnorm2d_fwd_with_add(
+    out, input, residual_in, residual_out, weight, epsilon,
+    gemma_norm=False, use_model_sensitive_rmsnorm=0,
+):
+    _check(out, input, residual_in, residual_out)
+    residual_out.copy_(input + residual_in)
+    out.copy_(rmsnorm2d_fwd(residual_out, weight, epsilon, use_model_sensitive_rmsnorm))
+"""
+
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
@@ -99,7 +122,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         del sys.modules[name]
 
 
-ALL = {"aiter/ops/triton/unified_attention.py": UNIFIED, "aiter/mla.py": MLA}
+ALL = {
+    "aiter/ops/triton/unified_attention.py": UNIFIED,
+    "aiter/mla.py": MLA,
+    "aiter/ops/rmsnorm.py": NORMS,
+}
 
 
 def _operator(found: aiter.Found, name: str) -> Any:
@@ -135,10 +162,12 @@ def test_the_unrelated_aiter_is_recognised(install: Callable[..., None]) -> None
 
 
 def test_both_locations_of_a_function_that_moved(install: Callable[..., None]) -> None:
-    install({"aiter/ops/triton/attention/unified_attention.py": UNIFIED, "aiter/mla.py": MLA})
+    moved = {**ALL, "aiter/ops/triton/attention/unified_attention.py": UNIFIED}
+    del moved["aiter/ops/triton/unified_attention.py"]
+    install(moved)
     found = aiter.aiter_bindings()
     assert found.message == "amd-aiter 0.1.5"
-    assert len(found.bindings) == 2
+    assert len(found.bindings) == 4
 
 
 # ---- signatures ------------------------------------------------------------------------------
@@ -160,7 +189,8 @@ def test_a_deviation_leaves_that_op_to_triton_and_says_so(
     assert old in MLA
     install({**ALL, "aiter/mla.py": MLA.replace(old, new, 1)})
     found = aiter.aiter_bindings()
-    assert [b.reference for b in found.bindings] == [REFERENCE.paged_attention.default]
+    left = (REFERENCE.paged_attention, REFERENCE.rms_norm, REFERENCE.add_rms_norm)
+    assert [b.reference for b in found.bindings] == [op.default for op in left]
     assert "of which Triton stands in for mla_decode_fwd: " in found.message
     assert message in found.message
 
@@ -192,6 +222,20 @@ def test_latent_attention_is_translated(page_size: int, install: Callable[..., N
     close(batch.latent(_Ours(aiter.aiter_bindings()), 512), expected)
 
 
+def test_norms_are_translated(install: Callable[..., None]) -> None:
+    """Bit for bit: aiter is asked to round where we do. Rows of any strides and dimensions."""
+    install(ALL)
+    found = aiter.aiter_bindings()
+    joint = torch.randn(2, 7, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for x in (joint, joint[..., :96], joint[..., 64:160].unflatten(-1, (6, 16))):
+        weight, added = torch.linspace(-2, 2, x.shape[-1]).bfloat16(), x.flip(1)
+        normed = _operator(found, "rms_norm")(x, weight, 1e-6)
+        assert torch.equal(normed, REFERENCE.rms_norm(x, weight, 1e-6))
+        both = _operator(found, "add_rms_norm")(x, added, weight, 1e-6)
+        for ours, theirs in zip(both, REFERENCE.add_rms_norm(x, added, weight, 1e-6), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_page_lists() -> None:
     table = torch.tensor([[5, 6, -99], [7, 2**30, 2**30], [1, 2, 3]], dtype=torch.int32)
     indptr, indices, last = page_lists(table, torch.tensor([5, 0, 12], dtype=torch.int32), 4)
@@ -205,7 +249,8 @@ def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
     for binding in aiter.aiter_bindings().bindings:
         assert not binding.target._schema.is_mutable
         names = [a.name for a in binding.target._schema.arguments]
-        assert names == [a.name for a in binding.reference._schema.arguments]
+        taken = [a.name for a in binding.reference._schema.arguments if a.name != "rows"]
+        assert names == taken
 
 
 # ---- limits ----------------------------------------------------------------------------------
@@ -231,8 +276,11 @@ def _bound(directory: Path, spec_tokens: int, dtype: str, found: aiter.Found) ->
 
 
 def _attentions(graph: StepGraph) -> list[str]:
-    names = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
-    return sorted({name.split(".")[0] for name in names if "attention" in name})
+    return sorted({name.split(".")[0] for name in _names(graph) if "attention" in name})
+
+
+def _names(graph: StepGraph) -> list[str]:
+    return [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +317,50 @@ def test_other_dtypes_and_widths_are_refused(
     assert any("rows of 40 with rank 32; it takes 576 and 512" in note for note in notes)
     libraries, _ = _bound(checkpoint("mimo"), 2, "bfloat16", found)
     assert libraries == ["mtpc_aiter"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "plus_one", "reason"),
+    [
+        ("bfloat16", 7168, False, None),
+        ("float16", 128, False, None),
+        ("float32", 128, False, "float32 rows with float32 weights"),
+        ("bfloat16", 128, True, "1 + weight; it scales by the weight"),
+        ("bfloat16", 8200, False, "rows of 8200; it takes multiples of 8 up to 8192"),
+        ("bfloat16", 100, False, "rows of 100; it takes multiples of 8 up to 8192"),
+    ],
+)
+def test_limits_of_norms(
+    dtype: str, width: int, plus_one: bool, reason: str | None, install: Callable[..., None]
+) -> None:
+    install(ALL)
+    found = aiter.aiter_bindings()
+    for name, count in (("rms_norm", 1), ("add_rms_norm", 2)):
+        graph = fx.Graph()
+        rows = [graph.placeholder(f"x{i}") for i in range(count)]
+        weight = graph.placeholder("weight")
+        for node, shape in (*((row, (3, width)) for row in rows), (weight, (width,))):
+            node.meta["val"] = torch.empty(shape, dtype=getattr(torch, dtype))
+        reference = getattr(REFERENCE, name).default
+        call = graph.call_function(reference, (*rows, weight, 1e-6, plus_one))
+        (binding,) = (b for b in found.bindings if b.reference is reference)
+        assert binding.refuses(call, None) == reason  # type: ignore[arg-type]
+
+
+def test_fused_norms_are_bound(
+    checkpoint: Callable[..., Path], install: Callable[..., None]
+) -> None:
+    """Where the pass is enabled; the draft's entry is left to Triton."""
+    install(ALL)
+    enabled = ("fuse-elementwise", "fuse-draft-entry")
+    options = CompileOptions(
+        spec_tokens=2, batch_buckets=(2,), max_len=64, enabled_passes=enabled
+    )  # fmt: skip
+    compiler = StepCompiler(load(checkpoint("mimo"), "bfloat16", True), options, EagerBackend())
+    with torch.no_grad():
+        graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
+    BindKernels(aiter.aiter_bindings().bindings).apply(graph)
+    norms = {name for name in _names(graph) if "norm" in name or "entry" in name}
+    assert norms == {
+        "mtpc.draft_entry.default", "mtpc_aiter.rms_norm.default", "mtpc_aiter.add_rms_norm.default"
+    }  # fmt: skip

@@ -65,7 +65,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, *gaps = (row for row in found if row["part"] in ("profile", "gap"))
     kernels = [int(row["kernels"]) for row in found if row["part"] == "kernel"]
     assert int(whole["kernels"]) == sum(kernels) > 100
-    assert len(gaps) == 3 + 1, "three, then the profile without passes"
+    assert len(gaps) == 3 + 2, "three, then two more profiles"
     assert float(whole["floor_ms"]) + float(whole["gap_ms"]) == pytest.approx(
         float(whole["ms_device"]), rel=1e-4
     )
@@ -73,6 +73,19 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = path.read_text()
     assert gpu.main([*words, "--resume"]) == 0
     assert path.read_text() == before
+
+
+def test_profile(tmp_path: Path) -> None:
+    """Passes leave fewer kernels, fused norms the fewest; and each is timed."""
+    path = tmp_path / "gpu.csv"
+    words = ["--dry-run", "--parts", "profile", "--shapes", "tiny-glm4", "--spec-tokens", "1"]
+    words += ["--batches", "1", "--csv", str(path), "--prompt-tokens", "8", "--new-tokens", "8"]
+    assert gpu.main(words) == 0
+    rows = [row for row in _read(path) if row["part"] == "profile"]
+    kernels = [int(row["kernels"]) for row in rows]
+    assert kernels[2] < kernels[0] < kernels[1]
+    assert rows[2]["engine"] == f"{FUSED}, norms fused by us"
+    assert all(float(row["ms_device"]) > 0 and float(row["copy_gb_s"]) > 0 for row in rows)
 
 
 def test_many_requests_that_accept_all(tmp_path: Path) -> None:
@@ -97,8 +110,8 @@ def test_the_whole_dry_run(tmp_path: Path) -> None:
     assert [row["shape"] for row in rows if row["part"] == "aot"] == ["deepseek_v3"]
     assert {row["engine"] for row in rows if row["part"] == "speed"} >= {FUSED, LATE, APART, PLAIN}
     assert {row["launches"] for row in rows if row["engine"] == APART} == {"1", "5"}
-    profiles = [int(row["kernels"]) for row in rows if row["part"] == "profile"]
-    assert profiles[0] < profiles[1], "passes leave fewer kernels"
+    profiles = [row["shape"] for row in rows if row["part"] == "profile"]
+    assert len(profiles) == 3 * len(set(profiles)) > 0
 
 
 def test_what_the_deadline_leaves_out_is_said(

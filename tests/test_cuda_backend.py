@@ -16,11 +16,12 @@ import torch
 from test_null_device import _graph
 from test_theorem import PROMPTS
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mtpc
 from mtpc.api import SpecModel
 from mtpc.backends.bindings import Binding, BindKernels
-from mtpc.backends.cuda import CudaBackend, lift_tensors, lower_by_inductor
+from mtpc.backends.cuda import INDUCTOR, CudaBackend, lift_tensors, lower_by_inductor
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import WARM_UPS, Lower
 from mtpc.backends.null import NullGraphs
@@ -218,6 +219,31 @@ def test_inductor_mutates_the_very_buffers(checkpoint: Callable[..., Path]) -> N
             tensor, expected[name], rtol=1e-6, atol=1e-6, equal_nan=True,
             msg=partial("{}: {}".format, name),
         )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_inductor_rounds_a_residual_sum_before_its_norm() -> None:
+    """What `emulate_precision_casts` is for: fused, the norm would be that of the float32 sum."""
+
+    def body(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> Any:
+        total = x + added
+        wide = total.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return total, weight * normed.to(total.dtype)
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((64, 1024), (64, 1024), (1024,))
+    inputs = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    graph, expected = make_fx(body)(*inputs), body(*inputs)
+
+    def differing(options: dict[str, Any]) -> float:
+        with torch.no_grad():
+            found = torch._inductor.compile(graph, inputs, options=options)(*inputs)
+        assert torch.equal(found[0], expected[0])
+        return float((found[1] != expected[1]).float().mean())
+
+    assert differing(dict(INDUCTOR)) < 0.001
+    assert differing({**INDUCTOR, "emulate_precision_casts": False}) > 0.1
 
 
 # ---- messages --------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     store = tmp_path / "store"
     _child("build", store, target, tmp_path / "elsewhere")
     found = _child("load", store, target, tmp_path / "here")
-    assert len(found) == 20
+    assert len(found) == 25
     assert all(reason is None for _, reason, _ in found)
     assert all(was_there for _, _, was_there in found), found
     for code in store.glob("entries/*/triton.json"):
@@ -189,3 +189,26 @@ def test_steps_are_bound_to_what_was_built(
     names, notes = bind(tuner)
     assert names == {"mtpc_loaded.rotate_and_write.default", "mtpc_loaded.paged_attention.default"}
     assert not notes
+
+
+def test_fused_norms_are_bound_to_what_was_built(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators of one result and of two; their values are as the verifier expects them."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
+    tmp_path.chmod(0o755)
+    store, target = EntryStore(tmp_path / "store"), TARGETS["hip:gfx942"]
+    options = CompileOptions(
+        spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8,
+        enabled_passes=("fuse-cache-write", "fuse-elementwise", "fuse-draft-entry"),
+    )  # fmt: skip
+    loaded = load(checkpoint("mimo"), "bfloat16", True)
+    key = StepKey.decode(2, 1)
+    built = StepCompiler(loaded, options, CrossBackend()).rewritten(key)
+    cross_compile(step_launches(built), target, store)
+    graph = StepCompiler(loaded, options, EagerBackend()).rewritten(key)
+    BindKernels(loaded_bindings(CodeObjects(store, target))).apply(graph)
+    Verifier(propagate=True)(graph, "legalise-gpu")
+    names = {str(node.target) for node in graph.graph.nodes if "mtpc_" in str(node.target)}
+    bound = ("rms_norm", "add_rms_norm", "draft_entry", "rotate_and_write", "paged_attention")
+    assert names == {f"mtpc_loaded.{name}.default" for name in bound}

@@ -1,6 +1,7 @@
 """The Triton kernel of rotary embedding and cache writes, in Triton's interpreter.
 
-Against the four operators that it stands for. Needs Triton: `tests/run_triton.sh`.
+Against the four operators that it stands for; and that of rotary embedding alone. Needs Triton:
+`tests/run_triton.sh`.
 """
 
 from __future__ import annotations
@@ -66,12 +67,31 @@ def test_it_is_the_four_operators(
         assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("heads", [1, 5, 20])
+@pytest.mark.parametrize("dims", [(16, 16), (24, 8), (6, 2)])
+def test_heads_that_no_cache_write_follows(
+    dims: tuple[int, int], heads: int, dtype: torch.dtype
+) -> None:
+    width, turned = dims
+    x = random(5, 3, heads * width, dtype=dtype)[:, 1].unflatten(1, (heads, width))
+    angles = [random(5, 2 * turned, dtype=dtype)[:, :turned] for _ in range(2)]
+    assert torch.equal(OURS.rotate(x, *angles), REFERENCE.rotate(x, *angles))
+    assert OURS.rotate(x[:0], *(part[:0] for part in angles)).shape == (0, heads, width)
+    poisoned = x.clone()
+    poisoned[3] = torch.nan
+    others = [0, 1, 2, 4]
+    found = OURS.rotate(poisoned, *angles)[others]
+    assert torch.equal(found, OURS.rotate(x, *angles)[others])
+
+
 def test_roundings_are_those_of_the_operators() -> None:
     """In float16, which the interpreter rounds as devices do: each product, then the sum."""
     rows, angles, caches = make_rows(9, (4, 2), (32, 32, 32), torch.float16)
     rows, angles = ([torch.randn(x.shape).half() for x in some] for some in (rows, angles))
     found = OURS.rotate_and_write(*rows, *angles, *caches, torch.full((9,), -1))
     assert torch.equal(found, REFERENCE.rotate(rows[0], *angles))
+    assert torch.equal(OURS.rotate(rows[0], *angles), found)
 
 
 def test_rows_without_a_slot_may_hold_anything() -> None:

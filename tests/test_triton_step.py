@@ -6,7 +6,8 @@ Needs Triton's interpreter: `tests/run_triton.sh`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
@@ -23,12 +25,13 @@ from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels.limits import triton_bindings
+from mtpc.backends.triton_kernels.limits import refuses, triton_bindings
 from mtpc.backends.triton_kernels.plans import PLANS, step_launches
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
 from mtpc.sampling_params import SamplingParams
 
 PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
@@ -38,8 +41,14 @@ OPTIONS = CompileOptions(
 )
 
 
-def _compile(directory: Path, backend: CudaBackend, options: CompileOptions) -> SpecModel:
-    loaded = load(directory, "float32", True)
+NORMS = {"rms_norm", "add_rms_norm", "draft_entry"}
+FUSED = ("fuse-elementwise", "fuse-draft-entry")
+
+
+def _compile(
+    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str
+) -> SpecModel:
+    loaded = load(directory, dtype, True)
     program = StepCompiler(loaded, options, backend).compile()
     return SpecModel(loaded.served(), options, program)
 
@@ -79,17 +88,39 @@ def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> 
     _compare(checkpoint("mimo"), options, expected, sampling=[params, *others])
 
 
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_next"])
+def test_fused_norms_emit_the_same_tokens(
+    family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes take bfloat16, which the interpreter rounds wrongly: here they are told to take
+    float16."""
+    for module in (fuse_cache_write, fuse_elementwise, rotary):
+        monkeypatch.setattr(module, "is_narrow", _is_float16)
+    options = replace(OPTIONS, enabled_passes=FUSED)
+    expected = FAMILIES.get(family, {"paged_attention"}) | NORMS | {"rotate_and_write"}
+    _compare(checkpoint(family), options, expected, dtype="float16")
+
+
+def _is_float16(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+
+
 def _compare(
-    directory: Path, options: CompileOptions, expected: set[str], **arguments: Any
+    directory: Path,
+    options: CompileOptions,
+    expected: set[str],
+    dtype: str = "float32",
+    **arguments: Any,
 ) -> None:
     def lower(graph):  # type: ignore[no-untyped-def]
         return EagerBackend().lower(graph)
 
     graphs = NullGraphs()
     backend = CudaBackend(graphs, lower, triton_bindings(), device="cpu")
-    ours = _compile(directory, backend, options)
+    ours = _compile(directory, backend, options, dtype)
     reference = CudaBackend(NullGraphs(), lower, (), device="cpu")
-    theirs = _compile(directory, reference, options)
+    theirs = _compile(directory, reference, options, dtype)
     assert not backend.notes, "everything is bound"
     assert ours.generate(PROMPTS, 6, **arguments) == theirs.generate(PROMPTS, 6, **arguments)
     assert ours.stats.accepted == theirs.stats.accepted
@@ -130,6 +161,52 @@ def test_a_layer_in_bfloat16_has_one_launch_before_attention(
     assert names.count("rotate_and_write_kernel") == names.count("paged_attention_kernel") > 0
     assert "write_cache_kernel" not in names
     assert not backend.notes
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_next", "deepseek_v3", "step3p7"])
+def test_nothing_that_passes_fuse_is_left_to_references(
+    family: str, checkpoint: Callable[..., Path]
+) -> None:
+    """In bfloat16: norms, entries, activations of joint projections."""
+    for launches in _fused_launches(checkpoint(family)):
+        assert launches["draft_entry_kernel"] == 2
+        assert launches["add_rms_norm_kernel"] > 5
+        assert launches["rms_norm_kernel"] > 2
+        # Qwen3-Next's layers here are all mixtures; Step-3.7 bounds what it multiplies.
+        assert (launches["silu_and_mul_kernel"] > 0) == (family not in ("qwen3_next", "step3p7"))
+        assert not launches["rotate_kernel"], "cache writes follow, or other operators turn"
+
+
+def test_angles_without_cache_writes_have_a_kernel(checkpoint: Callable[..., Path]) -> None:
+    """Of half a head. Cache writes are a pass of their own, which may be off."""
+    for launches in _fused_launches(checkpoint("glm4_moe"), "fuse-cache-write"):
+        assert launches["rotate_kernel"] == launches["write_cache_kernel"] > 0
+
+
+@torch.no_grad()
+def _fused_launches(directory: Path, *disabled: str) -> Iterator[Counter[str]]:
+    """Of a decode step and of the longest prompt's, with all that fuses enabled; all is bound."""
+    loaded = load(directory, "bfloat16", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    enabled = (*FUSED, "merge-projections")
+    options = replace(OPTIONS, enabled_passes=enabled, disabled_passes=disabled)
+    compiler = StepCompiler(loaded, options, backend)
+    for key in (StepKey.decode(2, 2), compiler.keys[-1]):
+        graph = compiler.rewritten(key)
+        assert not backend.notes
+        assert not [n for n in graph.graph.nodes if str(n.target).startswith("mtpc.")]
+        yield Counter(launch.name for launch in step_launches(graph))
+
+
+def test_wide_norms_stay_with_the_reference() -> None:
+    """A row is held in registers."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    call = graph.call_function(torch.ops.mtpc.rms_norm.default, (x, weight, 1e-6))
+    for width, reason in ((16_384, None), (16_392, "rows of 16392; it takes up to 16384")):
+        for node, shape in ((x, (2, width)), (weight, (width,))):
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+        assert refuses(call, None) == reason  # type: ignore[arg-type]
 
 
 def test_float64_stays_with_the_reference_and_is_noted(checkpoint: Callable[..., Path]) -> None:

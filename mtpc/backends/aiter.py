@@ -1,9 +1,10 @@
 """aiter, AMD's kernels for ROCm, as candidates for binding: which, within what limits, and how.
 
 Bound are the two that read the caches as we lay them out: `unified_attention` (Triton, any number
-of query rows) and `mla_decode_fwd` (assembly, at most 4). Not bound, and why: `pa_fwd_asm` and
+of query rows) and `mla_decode_fwd` (assembly, at most 4); and, where fuse-elementwise is enabled,
+`rmsnorm2d_fwd` and `rmsnorm2d_fwd_with_add`. Not bound, and why: `pa_fwd_asm` and
 `pa_persistent_fwd` want another order of the cache; `fused_moe` wants shuffled weights, which is
-a pass of its own; norms and rotary embeddings are fused by Inductor.
+a pass of its own; rotary embeddings are ours, together with the cache writes.
 
 aiter changes quickly: signatures are compared at bind time, and a deviation is a note, not a
 crash in the middle of a capture.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import mtpc.ops  # noqa: F401  (registers the references)
+import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter_ops
 from mtpc.backends.bindings import Binding, Limits
 from mtpc.capture.graph import StepGraph
@@ -30,6 +31,7 @@ DISTRIBUTION, MODULE = "amd-aiter", "aiter"
 MAX_MLA_ROWS = 4
 """Query rows per request of aiter's assembly MLA kernels; K = 3 drafts and the last token."""
 _HALF = (torch.bfloat16, torch.float16)
+_MAX_NORM, _NORM_STEP = 8192, 8
 _MLA_WIDTHS, _MLA_HEADS = (576, 512), (16, 128)
 
 
@@ -188,6 +190,20 @@ def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
     return None
 
 
+def _norm_limits(node: fx.Node, graph: StepGraph) -> str | None:
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    overload: Any = node.target
+    names = [argument.name for argument in overload._schema.arguments]
+    weight = node.args[names.index("weight")].meta["val"]  # type: ignore[union-attr]
+    if x.dtype not in _HALF or weight.dtype != x.dtype:
+        return f"{dtype_name(x.dtype)} rows with {dtype_name(weight.dtype)} weights"
+    if _value(node, names.index("plus_one"), "plus_one", False):
+        return "1 + weight; it scales by the weight"
+    if x.shape[-1] > _MAX_NORM or x.shape[-1] % _NORM_STEP:
+        return f"rows of {x.shape[-1]}; it takes multiples of {_NORM_STEP} up to {_MAX_NORM}"
+    return None
+
+
 KERNELS = (
     Kernel(
         "paged_attention",
@@ -205,6 +221,21 @@ KERNELS = (
         ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens",
          "max_seqlen_q", "page_size", "nhead_kv", "sm_scale"),
         _mla_limits,
+    ),
+    Kernel(
+        "rms_norm",
+        ("aiter.ops.rmsnorm",),
+        "rmsnorm2d_fwd",
+        ("input", "weight", "epsilon", "use_model_sensitive_rmsnorm"),
+        _norm_limits,
+    ),
+    Kernel(
+        "add_rms_norm",
+        ("aiter.ops.rmsnorm",),
+        "rmsnorm2d_fwd_with_add",
+        ("out", "input", "residual_in", "residual_out", "weight", "epsilon",
+         "use_model_sensitive_rmsnorm"),
+        _norm_limits,
     ),
 )  # fmt: skip
 """aiter's table. Signatures as published in August 2026; never run by us."""

@@ -99,6 +99,62 @@ def latent_attention(function: Function) -> Any:
     return torch.ops.mtpc_aiter.latent_attention.default
 
 
+ROUND_BEFORE_WEIGHT = 1
+"""What aiter calls model-sensitive, T5's: it rounds the sum before the norm, and the norm before
+the weight, where `mtpc::add_rms_norm` does; without it, it does not."""
+
+
+def rms_norm(function: Function) -> Any:
+    """`mtpc_aiter::rms_norm` on `rmsnorm2d_fwd`."""
+
+    @torch.library.custom_op("mtpc_aiter::rms_norm", mutates_args=())
+    def norm(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False) -> Tensor:
+        normed = function(
+            input=_flat(x),
+            weight=weight,
+            epsilon=epsilon,
+            use_model_sensitive_rmsnorm=ROUND_BEFORE_WEIGHT,
+        )
+        return normed.view(x.shape)
+
+    @norm.register_fake
+    def _(x, weight, epsilon, plus_one=False):  # type: ignore[no-untyped-def]
+        return x.new_empty(x.shape)
+
+    return torch.ops.mtpc_aiter.rms_norm.default
+
+
+def add_rms_norm(function: Function) -> Any:
+    """`mtpc_aiter::add_rms_norm` on `rmsnorm2d_fwd_with_add`."""
+
+    @torch.library.custom_op("mtpc_aiter::add_rms_norm", mutates_args=())
+    def norm(
+        x: Tensor, added: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        rows = _flat(x)
+        total, normed = torch.empty_like(rows), torch.empty_like(rows)
+        function(
+            out=normed,
+            input=rows,
+            residual_in=_flat(added),
+            residual_out=total,
+            weight=weight,
+            epsilon=epsilon,
+            use_model_sensitive_rmsnorm=ROUND_BEFORE_WEIGHT,
+        )
+        return total.view(x.shape), normed.view(x.shape)
+
+    @norm.register_fake
+    def _(x, added, weight, epsilon, plus_one=False):  # type: ignore[no-untyped-def]
+        return x.new_empty(x.shape), x.new_empty(x.shape)
+
+    return torch.ops.mtpc_aiter.add_rms_norm.default
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def page_lists(
     block_table: Tensor, seq_lens: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,4 +193,6 @@ def off_rows_to_zero(out: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> 
 OPERATORS: dict[str, Callable[[Function], Any]] = {
     "paged_attention": paged_attention,
     "latent_attention": latent_attention,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
 }

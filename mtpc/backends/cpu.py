@@ -83,6 +83,7 @@ class CpuBackend:
         "pack-weights",
         "fuse-cache-write",
         "fuse-elementwise",
+        "fuse-head-max",
         "fuse-linear-chains",
         "skip-idle-rows",
     )

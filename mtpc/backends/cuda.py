@@ -163,12 +163,13 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
     """Inductor's code for a module that takes these tensors; Inductor keeps it in its own cache.
 
     That cache takes only what is compiled under a shape environment, which torch.compile has and
-    a plain call of Inductor has not; no size is made symbolic by it.
+    a plain call of Inductor has not. Sizes are those of the tensors: none is made symbolic.
     """
-    fakes = FakeTensorMode(shape_env=ShapeEnv())
-    with torch.no_grad(), tracing(TracingContext(fakes)):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes: list[Tensor] = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+    with torch.no_grad(), tracing(TracingContext(mode)):
         compiled: Callable[..., Any] = torch._inductor.compile(
-            module, [*tensors], options=dict(INDUCTOR)
+            module, fakes, options=dict(INDUCTOR)
         )
     return compiled
 

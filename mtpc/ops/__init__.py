@@ -15,7 +15,12 @@ from mtpc.ops.choose_slots import choose_slots
 from mtpc.ops.experts import experts
 from mtpc.ops.float32_linear import float32_linear
 from mtpc.ops.gated_delta import gated_delta_rule
-from mtpc.ops.packed import packed_experts, packed_head_linear, packed_linear
+from mtpc.ops.packed import (
+    packed_experts,
+    packed_head_linear,
+    packed_linear,
+    packed_linear_max,
+)
 from mtpc.ops.sinkhorn import sinkhorn
 
 __all__ = [
@@ -28,6 +33,7 @@ __all__ = [
     "packed_experts",
     "packed_head_linear",
     "packed_linear",
+    "packed_linear_max",
     "paged_attention",
     "sinkhorn",
     "write_cache",

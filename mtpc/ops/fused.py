@@ -85,6 +85,39 @@ def fake_add_rms_norm(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
+@torch.library.custom_op("mtpc::draft_entry", mutates_args=())
+def draft_entry(
+    left: Tensor,
+    left_weight: Tensor,
+    right: Tensor,
+    right_weight: Tensor,
+    epsilon: float,
+    plus_one: bool = False,
+) -> Tensor:
+    """What an MTP layer's projection reads: the norms of an embedding and of a hidden state, side
+    by side, in the order that the family's authors chose.
+
+    Args:
+        left: [..., N], of 16 bits.
+        left_weight: as in `rms_norm`.
+        right: as left.
+        right_weight: as left_weight.
+        epsilon: as there, of both.
+        plus_one: as there, of both.
+
+    Returns:
+        [..., 2N], left's norm first.
+    """
+    halves = ((left, left_weight), (right, right_weight))
+    return torch.cat([rms_norm(x, weight, epsilon, plus_one) for x, weight in halves], -1)
+
+
+@draft_entry.register_fake
+def fake_draft_entry(left: Tensor, *_: Tensor | float) -> Tensor:
+    """Shape and dtype of the result."""
+    return left.new_empty((*left.shape[:-1], 2 * left.shape[-1]))
+
+
 @torch.library.custom_op("mtpc::silu_and_mul", mutates_args=())
 def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     """SwiGLU's activation (https://arxiv.org/abs/2002.05202), silu(gate) * up.

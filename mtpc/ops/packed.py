@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,6 +48,39 @@ def fake_packed_linear(
 ) -> Tensor:
     """Shape and dtype of the result."""
     return x.new_empty((*x.shape[:-1], features))
+
+
+@torch.library.custom_op("mtpc::packed_linear_max", mutates_args=())
+def packed_linear_max(
+    x: Tensor,
+    weight: Tensor,
+    features: int,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The largest feature of `packed_linear`: greedy choice from a head, whose logits nobody needs.
+
+    Args:
+        x: as there, like what follows.
+        weight: as there.
+        features: as there, at least one.
+        bias: as there.
+        rows: as there, of both results.
+
+    Returns:
+        Values bfloat16 [...] and features int64 [...] of all rows. The first of equals is the
+        largest, and NaN larger than any number, as torch has it.
+    """
+    values, indices = packed_linear(x, weight, features, bias, rows).max(-1)
+    return values, indices
+
+
+def fake_linear_max(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Shapes and dtypes of the largest feature and its index, of any linear layer."""
+    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
+
+
+packed_linear_max.register_fake(fake_linear_max)
 
 
 @torch.library.custom_op("mtpc::packed_gated_linear", mutates_args=())

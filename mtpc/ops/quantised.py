@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mtpc.ops.experts import swiglu
+from mtpc.ops.packed import fake_linear_max
 from mtpc.ops.ragged import keep_rows
 from mtpc.packing import LARGEST, ZERO, unpack
 
@@ -55,6 +56,22 @@ def fake_quantised_linear(
 ) -> Tensor:
     """Shape and dtype of the result."""
     return x.new_empty((*x.shape[:-1], scales.shape[0]))
+
+
+@torch.library.custom_op("mtpc::quantised_linear_max", mutates_args=())
+def quantised_linear_max(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The largest feature of `quantised_linear` of bfloat16 x; else as `packed_linear_max`."""
+    values, indices = quantised_linear(x, weight, scales, bias, rows).max(-1)
+    return values, indices
+
+
+quantised_linear_max.register_fake(fake_linear_max)
 
 
 @torch.library.custom_op("mtpc::quantised_experts", mutates_args=())

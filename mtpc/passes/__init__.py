@@ -10,7 +10,9 @@ from mtpc.passes.base import Pass, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
@@ -30,6 +32,8 @@ OFF_BY_DEFAULT = (
     "pack-weights",
     "fuse-cache-write",
     "fuse-elementwise",
+    "fuse-draft-entry",
+    "fuse-head-max",
     "fuse-linear-chains",
     "skip-idle-rows",
 )
@@ -58,6 +62,8 @@ def full_pipeline(
         PackWeights(),
         FuseCacheWrite(),
         FuseElementwise(),
+        FuseDraftEntry(),
+        FuseHeadMax(),
         FuseLinearChains(),
         SkipIdleRows(),
     )

@@ -26,8 +26,9 @@ class FuseElementwise:
     Three chains make up nearly all that a layer does between linears and attention: a residual sum
     and its norm, silu(gate) * up, rotary angles applied to queries and keys. A compiler that fuses
     loops emits several for each, and rounds to bfloat16 in between one element at a time; a kernel
-    passes once over each row, on one thread as long as that is worth no more. On by default where
-    the backend has such kernels (cpu). Rounding stays where the chains have it.
+    passes once over each row, on one thread as long as that is worth no more. On by default on the
+    cpu; there are such kernels for GPUs, too, but no fewer launches than Inductor leaves there.
+    Rounding stays where the chains have it.
     """
 
     name: ClassVar[str] = "fuse-elementwise"

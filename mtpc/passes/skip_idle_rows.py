@@ -25,11 +25,13 @@ _LOGITS = "batch.logits_start_loc"
 """Of a prefill step's rows of logits, [R+1]: how many there are up to each request."""
 _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.packed_linear.default: 1,
+    torch.ops.mtpc.packed_linear_max.default: 1,
     torch.ops.mtpc.packed_gated_linear.default: 1,
     torch.ops.mtpc.linear_chain.default: 1,
     torch.ops.mtpc.packed_head_linear.default: 2,
     torch.ops.mtpc.packed_experts.default: 1,
     torch.ops.mtpc.quantised_linear.default: 1,
+    torch.ops.mtpc.quantised_linear_max.default: 1,
     torch.ops.mtpc.quantised_experts.default: 1,
     torch.ops.mtpc.rms_norm.default: 1,
     torch.ops.mtpc.add_rms_norm.default: 1,
@@ -91,9 +93,11 @@ class SkipIdleRows:
 def _clear_what_is_seen(graph: fx.Graph, node: fx.Node) -> None:
     """Clear the idle rows of each result that operators read which were not told of them."""
     single = isinstance(node.meta["val"], Tensor)
-    rows, features = node.kwargs["rows"], _SKIPPING[node.target]
+    rows, x = node.kwargs["rows"], node.args[0]
+    lead = x.meta["val"].dim() - _SKIPPING[node.target]  # type: ignore[union-attr]
     for result in [node] if single else list(node.users):
         if _is_seen(result, rows):
+            features = result.meta["val"].dim() - lead
             with graph.inserting_before(result.next):
                 args = (result, rows, features)
                 emit(graph, torch.ops.mtpc.clear_idle_rows.default, args, node)

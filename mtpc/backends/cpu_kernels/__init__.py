@@ -3,9 +3,9 @@
 `mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `choose_slots`,
 `gated_delta_rule`, `sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`,
 `add_rms_norm`, `silu_and_mul`, `clear_idle_rows`, `rotate`, `rotate_and_write`; on packed weights
-`packed_linear`, `packed_gated_linear`, `linear_chain`, `packed_head_linear`, `packed_experts` and,
-in int8, `quantised_linear` and `quantised_experts`, and `pack`, which packs them; for sampling
-`sample`, `count_tokens` and `write_logprobs`.
+`packed_linear`, `packed_linear_max`, `packed_gated_linear`, `linear_chain`, `packed_head_linear`,
+`packed_experts` and, in int8, `quantised_linear`, `quantised_linear_max` and `quantised_experts`,
+and `pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
 for the other, so the meaning of a traced graph never depends on what has been loaded.
 
@@ -52,17 +52,23 @@ from mtpc.ops.fused import (
     fake_silu_and_mul,
 )
 from mtpc.ops.gated_delta import fake_gated_delta_rule
-from mtpc.ops.packed import fake_packed_gated_linear, fake_packed_head_linear, fake_packed_linear
+from mtpc.ops.packed import (
+    fake_linear_max,
+    fake_packed_gated_linear,
+    fake_packed_head_linear,
+    fake_packed_linear,
+)
 from mtpc.ops.quantised import fake_quantised_linear
 from mtpc.ops.ragged import fake_clear_idle_rows
 from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
 from mtpc.ops.sinkhorn import fake_sinkhorn
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
-         "packed_linear", "packed_gated_linear", "linear_chain", "packed_head_linear",
-         "packed_experts", "float32_linear", "quantised_linear", "quantised_experts", "rms_norm",
-         "add_rms_norm", "silu_and_mul", "clear_idle_rows", "rotate", "rotate_and_write",
-         "gated_delta_rule", "sinkhorn", "sample", "count_tokens", "write_logprobs")  # fmt: skip
+         "packed_linear", "packed_linear_max", "packed_gated_linear", "linear_chain",
+         "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
+         "quantised_linear_max", "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul",
+         "clear_idle_rows", "rotate", "rotate_and_write", "gated_delta_rule", "sinkhorn", "sample",
+         "count_tokens", "write_logprobs")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 _DISPATCHED = ("experts", "sample", "count_tokens", "write_logprobs")
@@ -151,12 +157,14 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "choose_slots": fake_choose_slots,
     "experts": _fake_experts,
     "packed_linear": fake_packed_linear,
+    "packed_linear_max": fake_linear_max,
     "packed_gated_linear": fake_packed_gated_linear,
     "linear_chain": fake_linear_chain,
     "packed_head_linear": fake_packed_head_linear,
     "packed_experts": _fake_experts,
     "float32_linear": fake_float32_linear,
     "quantised_linear": fake_quantised_linear,
+    "quantised_linear_max": fake_linear_max,
     "quantised_experts": _fake_experts,
     "rms_norm": fake_rms_norm,
     "add_rms_norm": fake_add_rms_norm,

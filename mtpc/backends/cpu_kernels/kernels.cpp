@@ -118,6 +118,9 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
       "packed_linear(Tensor x, Tensor weight, int features, Tensor? bias=None, "
       "Tensor? rows=None) -> Tensor");
   library.def(
+      "packed_linear_max(Tensor x, Tensor weight, int features, Tensor? bias=None, "
+      "Tensor? rows=None) -> (Tensor, Tensor)");
+  library.def(
       "packed_gated_linear(Tensor x, Tensor weight, int features, Tensor? rows=None) -> Tensor");
   library.def(
       "linear_chain(Tensor x, Tensor residual, str kinds, Tensor[] operands, float epsilon, "
@@ -128,6 +131,9 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
   library.def(
       "quantised_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, "
       "Tensor? rows=None) -> Tensor");
+  library.def(
+      "quantised_linear_max(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, "
+      "Tensor? rows=None) -> (Tensor, Tensor)");
   library.def(
       "quantised_experts(Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor down, "
       "Tensor down_scales, Tensor expert_ids, Tensor expert_weights, float limit=0.0, "
@@ -171,11 +177,13 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("packed_experts", TORCH_BOX(&mtpc::packed_experts));
   library.impl("pack", TORCH_BOX(&mtpc::pack));
   library.impl("packed_linear", TORCH_BOX(&mtpc::packed_linear));
+  library.impl("packed_linear_max", TORCH_BOX(&mtpc::packed_linear_max));
   library.impl("packed_gated_linear", TORCH_BOX(&mtpc::packed_gated_linear));
   library.impl("linear_chain", TORCH_BOX(&mtpc::linear_chain));
   library.impl("packed_head_linear", TORCH_BOX(&mtpc::packed_head_linear));
   library.impl("float32_linear", TORCH_BOX(&mtpc::float32_linear));
   library.impl("quantised_linear", TORCH_BOX(&mtpc::quantised_linear));
+  library.impl("quantised_linear_max", TORCH_BOX(&mtpc::quantised_linear_max));
   library.impl("quantised_experts", TORCH_BOX(&mtpc::quantised_experts));
   library.impl("gated_delta_rule", TORCH_BOX(&mtpc::gated_delta_rule));
   library.impl("rms_norm", TORCH_BOX(&mtpc::rms_norm));

@@ -48,6 +48,10 @@ Tensor packed_linear(
 Tensor packed_gated_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows);
 
+std::tuple<Tensor, Tensor> packed_linear_max(
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rows);
+
 std::tuple<Tensor, Tensor> linear_chain(
     const Tensor& x, const Tensor& residual, std::string kinds, std::vector<Tensor> operands,
     double epsilon, const std::optional<Tensor>& rows);
@@ -59,6 +63,10 @@ Tensor float32_linear(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
 
 Tensor quantised_linear(
+    const Tensor& x, const Tensor& weight, const Tensor& scales,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows);
+
+std::tuple<Tensor, Tensor> quantised_linear_max(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& rows);
 

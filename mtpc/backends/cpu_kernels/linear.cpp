@@ -2,9 +2,11 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <optional>
+#include <tuple>
 
 #include "kernels.h"
 #include "linear_result.h"
+#include "maxima.h"
 #include "packed.h"
 #include "row_steps.h"
 
@@ -26,26 +28,56 @@ void check(const Tensor& x, const Tensor& weight, int64_t features,
       "mtpc_cpu::packed_linear: expected bias [", features, "]");
 }
 
+/// Calls put(result, tile, row, its 32 sums) for all tiles of the rows in use.
+template <class Put>
+void for_results(const Tensor& x, const Tensor& weight, LinearResult result, int64_t used,
+                 const Put& put) {
+  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const int64_t inputs = x.size(x.dim() - 1);
+  Buffer<char> copy;
+  const InputRows from = rows_for_products(
+      static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy);
+  for_all_products<Bf16Pairs>(
+      from, used, weight.const_data_ptr(), count_tiles(result.features),
+      worker_count(used * result.features * inputs),
+      [&](int64_t tile, int64_t row, const float* sums) { put(result, tile, row, sums); });
+}
+
+int64_t used_rows_of(const Tensor& x, const std::optional<Tensor>& rows) {
+  return used_rows(rows, count_rows(x, x.size(x.dim() - 1)));
+}
+
 }  // namespace
 
 Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& rows) {
   check(x, weight, features, bias);
-  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor out = empty_rows(x, features);
   const Biases biases(bias, features);
-  const int64_t inputs = x.size(x.dim() - 1);
-  const int64_t used = used_rows(rows, count_rows(x, inputs));
-  Buffer<char> copy;
-  const InputRows from = rows_for_products(
-      static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy);
-  const LinearResult result{biases.get(), data(out), features, features};
-  for_all_products<Bf16Pairs>(
-      from, used, weight.const_data_ptr(), count_tiles(features),
-      worker_count(used * features * inputs),
-      [&](int64_t tile, int64_t row, const float* sums) { result.put(tile, row, sums); });
+  for_results(
+      x, weight, {biases.get(), data(out), features, features}, used_rows_of(x, rows),
+      [](const LinearResult& result, int64_t tile, int64_t row, const float* sums) {
+        result.put(tile, row, sums);
+      });
   return out;
+}
+
+std::tuple<Tensor, Tensor> packed_linear_max(
+    const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rows) {
+  check(x, weight, features, bias);
+  STD_TORCH_CHECK(features > 0, "mtpc_cpu::packed_linear_max: expected a feature at least");
+  const Biases biases(bias, features);
+  const int64_t used = used_rows_of(x, rows);
+  const Maxima maxima(used, count_tiles(features));
+  for_results(
+      x, weight, {biases.get(), nullptr, features, 0}, used,
+      [&](const LinearResult& result, int64_t tile, int64_t row, const float* sums) {
+        BFloat16 values[kFeatures];
+        maxima.put(tile, row, values, result.round(tile, sums, values));
+      });
+  return write_maxima(x, used, maxima);
 }
 
 }  // namespace mtpc

@@ -30,13 +30,21 @@ struct LinearResult {
 
   /// Rounds a tile's sums to their place.
   void put(int64_t tile, int64_t row, const float* sums) const {
+    round(tile, sums, out + row * stride + tile * kFeatures);
+  }
+
+  /// Rounds a tile's sums to another place; returns how many of them are features.
+  int64_t round(int64_t tile, const float* sums, BFloat16* to) const {
     const int64_t begin = tile * kFeatures;
     const int64_t count = std::min<int64_t>(kFeatures, features - begin);
-    BFloat16* to = out + row * stride + begin;
-    if (count == kFeatures && !bias) return narrow_sums<kFeatures>(to, sums);
-    for (int64_t f = 0; f < count; ++f) {
-      to[f] = static_cast<BFloat16>(sums[f] + (bias ? bias[begin + f] : 0.0f));
+    if (count == kFeatures && !bias) {
+      narrow_sums<kFeatures>(to, sums);
+    } else {
+      for (int64_t f = 0; f < count; ++f) {
+        to[f] = static_cast<BFloat16>(sums[f] + (bias ? bias[begin + f] : 0.0f));
+      }
     }
+    return count;
   }
 };
 

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "int8_rows.h"
 #include "kernels.h"
+#include "maxima.h"
 #include "packed.h"
 #include "tensors.h"
 
@@ -31,18 +33,14 @@ void check(const Tensor& x, const Tensor& weight, const Tensor& scales,
       "mtpc_cpu::quantised_linear: expected bias [", scales.size(0), "]");
 }
 
-}  // namespace
-
-Tensor quantised_linear(
-    const Tensor& x, const Tensor& weight, const Tensor& scales,
-    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
-  check(x, weight, scales, bias);
+/// Calls put(tile, row, values, count) with all tiles' features, as floats, of the rows in use.
+template <class Put>
+void for_results(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                 const std::optional<Tensor>& bias, int64_t used, const Put& put) {
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const int64_t features = scales.size(0), inputs = x.size(x.dim() - 1);
-  const Tensor out = empty_rows(x, features);
   std::vector<float> biases(features);
   if (bias) read(biases.data(), adjacent_last(*bias), 0, features);
-  const int64_t used = used_rows(rows, count_rows(x, inputs));
   const Int8Rows integers = round_rows(dense, used, inputs);
   const float* scale = static_cast<const float*>(scales.const_data_ptr());
   // An instruction does twice the work that it does in bfloat16.
@@ -54,12 +52,49 @@ Tensor quantised_linear(
     for (int64_t f = 0; f < count; ++f) {
       values[f] = integers.value(row, sums[f], scale[begin + f]) + biases[begin + f];
     }
-    write(out, row * features + begin, values, count);
+    put(tile, row, values, count);
   };
   for_all_products<Int8Quads>(
       dense_rows(integers.row(0), inputs), used, weight.const_data_ptr(), count_tiles(features),
       workers, finish);
+}
+
+}  // namespace
+
+Tensor quantised_linear(
+    const Tensor& x, const Tensor& weight, const Tensor& scales,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
+  check(x, weight, scales, bias);
+  const int64_t features = scales.size(0);
+  const Tensor out = empty_rows(x, features);
+  const int64_t used = used_rows(rows, count_rows(x, x.size(x.dim() - 1)));
+  for_results(
+      x, weight, scales, bias, used,
+      [&](int64_t tile, int64_t row, const float* values, int64_t count) {
+        write(out, row * features + tile * kFeatures, values, count);
+      });
   return out;
+}
+
+std::tuple<Tensor, Tensor> quantised_linear_max(
+    const Tensor& x, const Tensor& weight, const Tensor& scales,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
+  check(x, weight, scales, bias);
+  STD_TORCH_CHECK(
+      x.scalar_type() == ScalarType::BFloat16 && scales.size(0) > 0,
+      "mtpc_cpu::quantised_linear_max: expected bfloat16 x, and a feature at least");
+  const int64_t used = used_rows(rows, count_rows(x, x.size(x.dim() - 1)));
+  const Maxima maxima(used, count_tiles(scales.size(0)));
+  for_results(
+      x, weight, scales, bias, used,
+      [&](int64_t tile, int64_t row, const float* values, int64_t count) {
+        BFloat16 rounded[kFeatures];
+        for_steps(count, [&](int64_t i, auto step) {
+          put(rounded + i, take(values + i, step), step);
+        });
+        maxima.put(tile, row, rounded, count);
+      });
+  return write_maxima(x, used, maxima);
 }
 
 }  // namespace mtpc

@@ -118,6 +118,13 @@ MTPC_SHIM aoti_torch_cpu_packed_linear(
   return mtpc::call(out, mtpc::packed_linear, x, weight, features, bias, rows);
 }
 
+MTPC_SHIM aoti_torch_cpu_packed_linear_max(
+    H x, H weight, int64_t features, O bias, O rows, AtenTensorHandle* values,
+    AtenTensorHandle* indices) {
+  return mtpc::call_for_two(
+      values, indices, mtpc::packed_linear_max, x, weight, features, bias, rows);
+}
+
 MTPC_SHIM aoti_torch_cpu_packed_gated_linear(
     H x, H weight, int64_t features, O rows, AtenTensorHandle* out) {
   return mtpc::call(out, mtpc::packed_gated_linear, x, weight, features, rows);
@@ -143,6 +150,12 @@ MTPC_SHIM aoti_torch_cpu_float32_linear(H x, H weight, O bias, AtenTensorHandle*
 MTPC_SHIM aoti_torch_cpu_quantised_linear(
     H x, H weight, H scales, O bias, O rows, AtenTensorHandle* out) {
   return mtpc::call(out, mtpc::quantised_linear, x, weight, scales, bias, rows);
+}
+
+MTPC_SHIM aoti_torch_cpu_quantised_linear_max(
+    H x, H weight, H scales, O bias, O rows, AtenTensorHandle* values, AtenTensorHandle* indices) {
+  return mtpc::call_for_two(
+      values, indices, mtpc::quantised_linear_max, x, weight, scales, bias, rows);
 }
 
 MTPC_SHIM aoti_torch_cpu_quantised_experts(

@@ -64,18 +64,22 @@ inline int64_t count_rows(const Tensor& t, int64_t width) {
   return width == 0 ? 0 : t.numel() / width;
 }
 
-/// Uninitialised and dense, of x's dtype. `torch::stable::new_empty` goes through the dispatcher: 25
+/// Uninitialised and dense, of torch's or x's dtype. `torch::stable::new_empty` goes through the dispatcher: 25
 /// microseconds where a stream of weights has just cleared the caches of its code.
-inline Tensor dense_empty(const Tensor& x, const std::vector<int64_t>& shape) {
+inline Tensor dense_empty(const std::vector<int64_t>& shape, int32_t dtype) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
-  int32_t dtype;
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(shape.size()), shape.data(), strides.data(), dtype,
       aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
+}
+
+inline Tensor dense_empty(const Tensor& x, const std::vector<int64_t>& shape) {
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  return dense_empty(shape, dtype);
 }
 
 /// The same, filled with zeros; where those are many, torch's threads fill it.

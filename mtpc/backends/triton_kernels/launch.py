@@ -96,6 +96,12 @@ def adjacent(tensor: Tensor, what: str) -> Tensor:
     return tensor
 
 
+def flat_rows(x: Tensor) -> Tensor:
+    """[..., N] as [rows, N], copied only where no one distance leads from row to row."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that holds `size`, and is at least `least`."""
     return max(least, int(triton.next_power_of_2(size)))

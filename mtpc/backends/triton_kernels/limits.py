@@ -20,6 +20,8 @@ _MAX_KEY_DIM = 256
 """Of the gated delta rule, which has whole columns of its state in registers."""
 _MAX_INPUTS = (2**31 - 1) // LARGEST**2
 """Products of int8 that an int32 sum surely holds."""
+_MAX_NORM = 16_384
+"""Numbers of a row that is normed in registers: 32 a thread."""
 _MAX_STREAMS = 64
 """Rows of a matrix that is normalised in registers."""
 _ANY_DTYPE = ("count_tokens", "sample", "write_logprobs")
@@ -71,6 +73,11 @@ def _gated_delta(node: fx.Node, tensors: list[Tensor]) -> str | None:
     return None
 
 
+def _norm(node: fx.Node, tensors: list[Tensor]) -> str | None:
+    width = tensors[0].shape[-1]
+    return f"rows of {width}; it takes up to {_MAX_NORM}" if width > _MAX_NORM else None
+
+
 def _quantised_linear(node: fx.Node, tensors: list[Tensor]) -> str | None:
     inputs = tensors[0].shape[-1]
     if inputs > _MAX_INPUTS:
@@ -88,11 +95,15 @@ def _sinkhorn(node: fx.Node, tensors: list[Tensor]) -> str | None:
 
 
 _SIZES: dict[str, Callable[[fx.Node, list[Tensor]], str | None]] = {
+    "add_rms_norm": _norm,
     "choose_slots": _choose_slots,
+    "draft_entry": _norm,
     "gated_delta_rule": _gated_delta,
     "latent_attention": _attention,
     "paged_attention": _attention,
     "quantised_linear": _quantised_linear,
+    "rms_norm": _norm,
+    "rotate": _attention,
     "sinkhorn": _sinkhorn,
 }
 """Limits of size, by operator."""

@@ -167,6 +167,55 @@ def rotate_and_write(
     return _run("rotate_and_write", *rows, cos, sin, *caches, slot_mapping, configs=configs)
 
 
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, *, configs: str = ""
+) -> Tensor:
+    """`mtpc::rms_norm`."""
+    return _run("rms_norm", x, weight, epsilon, plus_one, configs=configs)
+
+
+def add_rms_norm(
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    plus_one: bool = False,
+    *,
+    configs: str = "",
+) -> tuple[Tensor, Tensor]:
+    """`mtpc::add_rms_norm`."""
+    launches, out = plan("add_rms_norm", x, added, weight, epsilon, plus_one, configs=configs)
+    run(launches)
+    assert isinstance(out, tuple)
+    total, normed = out
+    return total, normed
+
+
+def draft_entry(
+    left: Tensor,
+    left_weight: Tensor,
+    right: Tensor,
+    right_weight: Tensor,
+    epsilon: float,
+    plus_one: bool = False,
+    *,
+    configs: str = "",
+) -> Tensor:
+    """`mtpc::draft_entry`."""
+    halves = (left, left_weight, right, right_weight)
+    return _run("draft_entry", *halves, epsilon, plus_one, configs=configs)
+
+
+def silu_and_mul(gate_up: Tensor, *, configs: str = "") -> Tensor:
+    """`mtpc::silu_and_mul`."""
+    return _run("silu_and_mul", gate_up, configs=configs)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, configs: str = "") -> Tensor:
+    """`mtpc::rotate`."""
+    return _run("rotate", x, cos, sin, configs=configs)
+
+
 def sample(
     logits: Tensor,
     ids: Tensor,
@@ -199,7 +248,7 @@ def sinkhorn(logits: Tensor, rounds: int, epsilon: float, *, configs: str = "") 
 def _run(name: str, *args: Any, configs: str) -> Tensor:
     launches, out = plan(name, *args, configs=configs)
     run(launches)
-    assert out is not None
+    assert isinstance(out, Tensor)
     return out
 
 
@@ -219,6 +268,11 @@ _OPERATORS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (experts, ()),
     (gated_delta_rule, _STATE),
     (quantised_linear, ()),
+    (rms_norm, ()),
+    (add_rms_norm, ()),
+    (draft_entry, ()),
+    (silu_and_mul, ()),
+    (rotate, ()),
     (rotate_and_write, ("k_cache", "v_cache")),
     (sample, ()),
     (sinkhorn, ()),
@@ -234,8 +288,8 @@ def _register() -> None:
         loaded.register_fake(_fake(name))
 
 
-def _fake(name: str) -> Callable[..., Tensor | None]:
-    def fake(*args: Any, **kwargs: Any) -> Tensor | None:
+def _fake(name: str) -> Callable[..., Any]:
+    def fake(*args: Any, **kwargs: Any) -> Any:
         return plan(name, *args, **kwargs)[1]
 
     return fake

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mtpc.backends.triton_kernels.activation import silu_and_mul_launches
 from mtpc.backends.triton_kernels.attention import paged_attention_launches
 from mtpc.backends.triton_kernels.cache_write import write_cache_launches
 from mtpc.backends.triton_kernels.choose_slots import choose_slots_launches
@@ -19,18 +20,23 @@ from mtpc.backends.triton_kernels.experts import expert_launches
 from mtpc.backends.triton_kernels.gated_delta import gated_delta_launches
 from mtpc.backends.triton_kernels.latent import latent_attention_launches
 from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.norms import (
+    add_rms_norm_launches,
+    draft_entry_launches,
+    rms_norm_launches,
+)
 from mtpc.backends.triton_kernels.quantised import quantised_linear_launches
 from mtpc.backends.triton_kernels.records import (
     count_tokens_launches,
     write_logprobs_launches,
 )
-from mtpc.backends.triton_kernels.rotary import rotate_and_write_launches
+from mtpc.backends.triton_kernels.rotary import rotate_and_write_launches, rotate_launches
 from mtpc.backends.triton_kernels.sampling import sample_launches
 from mtpc.backends.triton_kernels.sinkhorn import sinkhorn_launches
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 
-Plan = tuple[list[Launch], Tensor | None]
+Plan = tuple[list[Launch], Tensor | tuple[Tensor, ...] | None]
 
 
 def plan_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> Plan:
@@ -146,6 +152,46 @@ def plan_sample(
     return sample_launches(*rows, state, token_mask, out) if len(ids) else [], out
 
 
+def plan_rms_norm(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False) -> Plan:
+    """`mtpc::rms_norm`."""
+    out = x.new_empty(x.shape)
+    return rms_norm_launches(x, weight, epsilon, plus_one, out) if x.numel() else [], out
+
+
+def plan_add_rms_norm(
+    x: Tensor, added: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False
+) -> Plan:
+    """`mtpc::add_rms_norm`."""
+    results = (x.new_empty(x.shape), x.new_empty(x.shape))
+    if x.numel() == 0:
+        return [], results
+    return add_rms_norm_launches((x, added), weight, epsilon, plus_one, results), results
+
+
+def plan_draft_entry(
+    left: Tensor, left_weight: Tensor, right: Tensor, right_weight: Tensor,
+    epsilon: float, plus_one: bool = False,
+) -> Plan:  # fmt: skip
+    """`mtpc::draft_entry`."""
+    out = left.new_empty((*left.shape[:-1], 2 * left.shape[-1]))
+    if left.numel() == 0:
+        return [], out
+    halves = ((left, left_weight), (right, right_weight))
+    return draft_entry_launches(*halves, epsilon, plus_one, out), out
+
+
+def plan_silu_and_mul(gate_up: Tensor) -> Plan:
+    """`mtpc::silu_and_mul`."""
+    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    return silu_and_mul_launches(gate_up, out) if out.numel() else [], out
+
+
+def plan_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Plan:
+    """`mtpc::rotate`."""
+    out = x.new_empty(x.shape)
+    return rotate_launches(x, cos, sin, out) if len(x) else [], out
+
+
 def plan_sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
     """`mtpc::sinkhorn`."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -154,6 +200,11 @@ def plan_sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
 
 PLANS: dict[str, Callable[..., Plan]] = {
     "write_cache": plan_write_cache,
+    "rms_norm": plan_rms_norm,
+    "add_rms_norm": plan_add_rms_norm,
+    "draft_entry": plan_draft_entry,
+    "silu_and_mul": plan_silu_and_mul,
+    "rotate": plan_rotate,
     "paged_attention": plan_paged_attention,
     "latent_attention": plan_latent_attention,
     "choose_slots": plan_choose_slots,

@@ -1,7 +1,8 @@
 """Rotary embedding of queries and keys, and both cache writes: one launch before attention.
 
 A program has one token and a few of its heads, of queries, of keys or of values. One of keys or
-values whose slot is -1, or beyond the cache, does nothing.
+values whose slot is -1, or beyond the cache, does nothing. `rotate_kernel` only turns heads: those
+that no cache write follows.
 """
 
 from __future__ import annotations
@@ -79,6 +80,51 @@ def rotate_and_write_kernel(  # type: ignore[no-untyped-def]
             held = (head < H) & (j < DV)
             value = tl.load(v_ptr + token * v_token + head * v_head + j, mask=held)
             tl.store(v_cache_ptr + (slot * H + head) * DV + j, value, mask=held)
+
+
+@triton.jit
+def rotate_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, cos_ptr, sin_ptr, out_ptr, x_token, x_head, cos_token, sin_token,
+    N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    HALF: tl.constexpr = C // 2
+    turned, partner = i < C, tl.where(i < HALF, i + HALF, i - HALF)
+    mask = (head < N) & (i < D)[None]
+    at = x_ptr + token * x_token + head * x_head
+    x = tl.load(at + i[None], mask=mask, other=0.0)
+    other = tl.load(at + partner[None], mask=mask & turned[None], other=0.0)
+    cos = tl.load(cos_ptr + token * cos_token + i, mask=turned, other=0.0)[None].to(tl.float32)
+    sin = tl.load(sin_ptr + token * sin_token + i, mask=turned, other=0.0)[None].to(tl.float32)
+    along = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
+    across = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
+    total = tl.where((i < HALF)[None], along - across, along + across).to(x.dtype)
+    out = tl.where(turned[None], total, x)
+    tl.store(out_ptr + (token * N + head) * D + i[None], out, mask=mask)
+
+
+def rotate_launches(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> list[Launch]:
+    """Launches of `mtpc::rotate`.
+
+    Args:
+        x: [T, N, D].
+        cos: [T, C].
+        sin: as cos.
+        out: as x, contiguous.
+    """
+    x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
+    tokens, heads, width = x.shape
+    block = min(power_of_two(heads), _HEADS)
+    arguments = dict(
+        x_ptr=x, cos_ptr=cos, sin_ptr=sin, out_ptr=out, x_token=x.stride(0), x_head=x.stride(1),
+        cos_token=cos.stride(0), sin_token=sin.stride(0),
+    )  # fmt: skip
+    constants = dict(
+        N=heads, D=width, C=cos.shape[1], BLOCK=block, D_PAD=power_of_two(width)
+    )  # fmt: skip
+    grid = (tokens, -(-heads // block), 1)
+    return [Launch(rotate_kernel, grid, arguments, constants, threads=128)]
 
 
 def rotate_and_write_launches(

@@ -1,0 +1,66 @@
+"""fuse-head-max: the most likely token without the logits of all the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+import mtpc.ops.packed
+import mtpc.ops.quantised  # noqa: F401  (these register the ops that this pass calls)
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import GETITEM, emit, is_call, sweep
+
+aten = torch.ops.aten
+
+_MAXIMA: dict[Any, Any] = {
+    torch.ops.mtpc.packed_linear.default: torch.ops.mtpc.packed_linear_max.default,
+    torch.ops.mtpc.quantised_linear.default: torch.ops.mtpc.quantised_linear_max.default,
+}
+"""What gives the largest feature of what a linear layer gives."""
+
+
+@dataclass(frozen=True)
+class FuseHeadMax:
+    """Exchange a packed head, of whose logits only the largest is asked for, for
+    `mtpc::packed_linear_max`, or `quantised_linear_max`.
+
+    A greedy choice reads the vocabulary's logits once, right after the head wrote them: as code
+    that a compiler makes of it, on few threads, for each row in turn. Where each tile of the head
+    is reduced as soon as it is there, that costs next to nothing, and no logits are kept. Sampled
+    choices, and log-probabilities, read logits otherwise and are left alone. On by default where
+    the backend has such kernels (cpu).
+    """
+
+    name: ClassVar[str] = "fuse-head-max"
+
+    def apply(self, graph: StepGraph) -> int:
+        rewrites = 0
+        for node in list(graph.graph.nodes):
+            if (head := _head_of(node)) is not None:
+                _exchange(graph.graph, node, head)
+                rewrites += 1
+        if rewrites:
+            sweep(graph)
+        return rewrites
+
+
+def _head_of(node: fx.Node) -> fx.Node | None:
+    """The packed linear layer of whose features a node finds the largest, and nobody else reads."""
+    if not is_call(node, aten.max.dim, aten.argmax.default):
+        return None
+    head: Any = node.args[0]
+    dims = node.args[1:]
+    of_features = dims in ((-1,), (-1, False)) and not node.kwargs
+    if not (of_features and is_call(head, *_MAXIMA) and list(head.users) == [node]):
+        return None
+    return head if head.meta["val"].dtype == torch.bfloat16 else None
+
+
+def _exchange(graph: fx.Graph, node: fx.Node, head: fx.Node) -> None:
+    with graph.inserting_before(node):
+        both = emit(graph, _MAXIMA[head.target], head.args, node, **head.kwargs)
+        index = emit(graph, GETITEM, (both, 1), node)
+    node.replace_all_uses_with(both if is_call(node, aten.max.dim) else index)
