@@ -14,6 +14,7 @@ from pathlib import Path
 import gpu_decode
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import mtpc
 from benchmarks import gpu
@@ -37,6 +38,7 @@ from benchmarks.gpu_rows import (
 )
 from benchmarks.gpu_schedule import Schedule
 from benchmarks.gpu_speed import OURS, Case, Plan, Task, tasks
+from mtpc.backends.cuda import compile_flat
 from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
@@ -344,3 +346,21 @@ def test_the_example(
     written = [p + t for p, t in zip(BENCH_PROMPTS, texts, strict=True)]
     assert seen.out.startswith("\n".join(written))
     assert "32 tokens, " in seen.out
+
+
+@pytest.mark.slow
+def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own cache takes our flat modules: what --cache-dir relies on."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graph = torch.fx.Graph()
+    x, y = (graph.placeholder(name) for name in "xy")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, y)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    tensors = [torch.rand(3, 5), torch.rand(3, 5)]
+    found = []
+    for _ in range(2):
+        counters.clear()
+        (out,) = compile_flat(module, tensors)(*tensors)
+        assert torch.equal(out, tensors[0] * tensors[1])
+        found.append({n for n in counters["inductor"] if n.startswith("fxgraph_cache")})
+    assert found == [{"fxgraph_cache_miss"}, {"fxgraph_cache_hit"}]

@@ -166,10 +166,10 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
     a plain call of Inductor has not. Sizes are those of the tensors: none is made symbolic.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes: list[Tensor] = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     with torch.no_grad(), tracing(TracingContext(mode)):
         compiled: Callable[..., Any] = torch._inductor.compile(
-            module, fakes, options=dict(INDUCTOR)
+            module, [*fakes], options=dict(INDUCTOR)
         )
     return compiled
 
