@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
 
+import torch
 import triton
 from shipped_launches import write, write_for
 
@@ -28,7 +29,7 @@ from mtpc.backends.cross import CrossBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import intermediate_bytes
 from mtpc.backends.targets import TARGETS
-from mtpc.backends.triton_kernels import crosscompile
+from mtpc.backends.triton_kernels import crosscompile, load_kernels
 from mtpc.backends.triton_kernels.configs import Config, all_configured
 from mtpc.backends.triton_kernels.crosscompile import (
     METADATA,
@@ -130,6 +131,24 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     assert name == "sinkhorn_kernel"
     assert not was_there
     assert "triton.json" in reason
+
+
+def test_code_that_was_built_and_launches_have_the_same_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Triton's defaults are about to change is said, and so is all that a key holds."""
+    load_kernels()
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton.JITFunction, "run", lambda kernel, **options: seen.append(options))
+    rows = torch.zeros(2, 2, 16)
+    for namespace in ("mtpc_triton", "mtpc_loaded"):
+        op = getattr(torch.ops, namespace).write_cache
+        op(torch.zeros(3, 4, 2, 16), rows, torch.zeros(2, dtype=torch.int64))
+    built = write_for(TARGETS["cuda:90"]).triton_options()
+    assert built["enable_fp_fusion"] is True
+    for options in seen:
+        assert {name: options.get(name) for name in built} == built
+    assert len(seen) == 2
 
 
 def test_steps_are_bound_to_what_was_built(

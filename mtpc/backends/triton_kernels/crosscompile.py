@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, triton_key
 
 from mtpc.backends.targets import Target
-from mtpc.backends.triton_kernels.launch import ALIGNMENT, Launch
+from mtpc.backends.triton_kernels.launch import ALIGNMENT, FUSION, Launch
 from mtpc.cache.key import digest, hash_of
 from mtpc.cache.lookup import KEY, key_bytes, key_of
 from mtpc.cache.store import Entry, EntryStore
@@ -146,7 +146,7 @@ class Specialisation:
         return {
             "num_warps": max(1, self.threads // self.target.warp_size),
             "num_stages": self.num_stages,
-            "enable_fp_fusion": True,  # Said explicitly: Triton's default is about to change.
+            **FUSION,
         }
 
     def triton_hash(self) -> str:
