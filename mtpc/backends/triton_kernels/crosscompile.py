@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +100,19 @@ class Specialisation:
     def of(cls, launch: Launch, target: Target) -> Specialisation:
         """The code that a launch needs. Tensors are taken to start at a multiple of 16 bytes."""
         constants, signature, marks = dict(launch.constants), {}, {}
-        for name in launch.kernel.arg_names:
-            value = launch.arguments.get(name, 1)
+        for parameter in launch.kernel.params:
+            name = parameter.name
+            value, is_plain = launch.arguments.get(name, 1), parameter.do_not_specialize
             if isinstance(value, Tensor):
                 signature[name] = f"*{_ELEMENTS[value.dtype]}"
                 is_near = value.untyped_storage().nbytes() <= _NEAR
                 marks[name] = "DS" if target.vendor == "hip" and is_near else "D"
-            elif name in launch.constants or value == 1:
+            elif name in launch.constants or (value == 1 and not is_plain):
                 signature[name], marks[name] = "constexpr", ""
                 constants.setdefault(name, 1)
             else:
                 signature[name] = "i32" if abs(value) <= _NEAR else "i64"
-                marks[name] = "D" if value % ALIGNMENT == 0 else ""
+                marks[name] = "D" if value % ALIGNMENT == 0 and not is_plain else ""
         tail = (marks, launch.threads, launch.num_stages)
         return cls(launch.kernel, target, signature, constants, *tail)
 
@@ -172,9 +172,9 @@ def compiler_fields(target: Target) -> dict[str, str]:
 
 
 def triton_fields() -> dict[str, str]:
-    """The Triton of this process, whatever the target."""
+    """The Triton of this process, whatever the target, and whatever its distribution is called."""
     return {
-        "version.triton": metadata.version("triton"),
+        "version.triton": triton.__version__,
         # Triton's digest of its own files: compiler, language, code generators.
         "triton.build": hash_of([triton_key().encode()]),
     }
