@@ -63,8 +63,8 @@ class MemoryPlan:
         return (
             f"{free / _MIB:.0f} MiB free: graphs {self.graphs / _MIB:.0f} MiB ({largest}: "
             f"{self.steps[largest] / _MIB:.1f} MiB, laid out {self.pool / _MIB:.1f} MiB, "
-            f"allowance {ALLOWANCE / _MIB:.0f} MiB), state {self.fixed / _MIB:.1f} MiB; {self.pages(free)} "
-            f"pages of {self.page / 1024:.1f} KiB fit, {wanted} are wanted"
+            f"allowance {ALLOWANCE / _MIB:.0f} MiB), state {self.fixed / _MIB:.1f} MiB; "
+            f"{self.pages(free)} pages of {self.page / 1024:.1f} KiB fit, {wanted} are wanted"
         )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import EACH_FAMILY
+from tapes import storages, taken
 from test_theorem import PROMPTS
 from torch import fx, nn
 
+from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.errors import CaptureError
@@ -45,6 +47,24 @@ def test_replay_equals_eager(
     spec, _ = null_model(family)
     eager = compiled(family, 3, batch_buckets=(2,))
     assert spec.generate(PROMPTS[2:7], 16) == eager.generate(PROMPTS[2:7], 16)
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_nothing_is_taken_but_static_memory_and_the_tapes_own(
+    family: str, null_model: Callable[..., Any]
+) -> None:
+    """No tensor of the host's, or of another step's, however small, is in a captured graph."""
+    spec, device = null_model(family)
+    static = {key: static_tensors(step.graph) for key, step in spec.program.steps.items()}
+    assert {str(key) for key in static} == device.tapes.keys()
+    for key, tensors in static.items():
+        known, tape = storages(tensors.values()), device.tapes[str(key)]
+        assert taken(tape, known) & known
+        made = storages(t for entry in tape.entries for t in entry.outputs) - known
+        for other, rest in device.tapes.items():
+            if other != str(key):
+                theirs = [t for entry in rest.entries for t in entry.outputs]
+                assert not made & storages(theirs), "temporaries are a step's own"
 
 
 @pytest.mark.parametrize("page_size", [4, 64])

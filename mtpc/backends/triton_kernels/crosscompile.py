@@ -83,7 +83,8 @@ class Specialisation:
         target: what it is compiled for.
         signature: Triton's type of each parameter, by name.
         constants: values of `constexpr` parameters, and of integers that are 1.
-        marks: of each parameter: "D" for multiples of ALIGNMENT, "S" for near tensors on AMD.
+        marks: of each parameter that code is specialised for: "D" for multiples of ALIGNMENT, "S"
+            for near tensors on AMD.
         threads: in a program.
         num_stages: of software pipelining.
     """
@@ -112,7 +113,8 @@ class Specialisation:
                 constants.setdefault(name, 1)
             else:
                 signature[name] = "i32" if abs(value) <= _NEAR else "i64"
-                marks[name] = "D" if value % ALIGNMENT == 0 and not is_plain else ""
+                if not is_plain:  # Of those Triton looks at nothing but the type.
+                    marks[name] = "D" if value % ALIGNMENT == 0 else ""
         tail = (marks, launch.threads, launch.num_stages)
         return cls(launch.kernel, target, signature, constants, *tail)
 
