@@ -11,21 +11,23 @@ from conftest import EACH_FAMILY
 from tapes import storages, taken
 from test_theorem import PROMPTS
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
+from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice
 from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
 from mtpc.errors import CaptureError
 from mtpc.layout import Layout, StepKey
+from mtpc.models.load import load
 
 
 @pytest.fixture
 def null_model(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """null_model(family): a compiled model on a null device of its own, and the device."""
     from mtpc.api import SpecModel
-    from mtpc.compiler import StepCompiler
-    from mtpc.config import CompileOptions
-    from mtpc.models.load import load
 
     def make(family: str, **changes: Any) -> tuple[SpecModel, NullDevice]:
         options = CompileOptions(
@@ -65,6 +67,28 @@ def test_nothing_is_taken_but_static_memory_and_the_tapes_own(
             if other != str(key):
                 theirs = [t for entry in rest.entries for t in entry.outputs]
                 assert not made & storages(theirs), "temporaries are a step's own"
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+@torch.no_grad()
+def test_no_tensor_of_a_step_is_on_another_device(
+    family: str, checkpoint: Callable[..., Any]
+) -> None:
+    """What is made without naming a device would be on the CPU. "meta" stands for a GPU, whose fake
+    tensors torch's builds for the CPU cannot index."""
+    loaded = load(checkpoint(family), "float32", True)
+    for module in (loaded.target, *loaded.mtp_layers):
+        module.to("meta")
+    options = CompileOptions(
+        spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, sampling=True
+    )
+    compiler = StepCompiler(loaded, options, EagerBackend())
+    for key in compiler.keys:
+        tensors: list[torch.Tensor] = []
+        for node in compiler.rewritten(key).graph.nodes:
+            tree_map_only(torch.Tensor, tensors.append, node.meta.get("val"))
+        assert len(tensors) > 100
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 @pytest.mark.parametrize("page_size", [4, 64])
