@@ -162,6 +162,15 @@ def test_build_for_a_target_prints_a_table(
     assert "gpu-kernel" in capsys.readouterr().out
 
 
+def test_inductor_copies_no_cache_before_a_launch() -> None:
+    """Of a step that writes its caches, reads them, and writes them again, thrice."""
+    script = Path(__file__).parent / "reinplacing.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    before, copied = json.loads(done.stdout.splitlines()[-1])
+    assert all(before), "unless somebody looks, all that is written is copied"
+    assert copied == [[]] * (3 * 4 + 3), "3 layers of 4 launches, and 3 of the delta rule"
+
+
 def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
     """Else it would copy a whole cache, or all experts, before every launch."""
     script = Path(__file__).parent / "mutation_analysis.py"

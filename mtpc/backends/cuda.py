@@ -43,7 +43,7 @@ class CudaBackend:
         graphs: what captures.
         lower: what compiles.
         bindings: kernels for the `mtpc::` ops, in order of preference.
-        device: "cuda"; where the model and its buffers must be.
+        device: where the model and its buffers must be; "cuda" alone is any GPU.
 
     Attributes:
         notes: ops that run on another kernel than the first of their candidates, counted.
@@ -115,7 +115,7 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
     bindings += loaded_bindings(objects, tuner)
     bindings += triton_bindings(tuner)
     graphs = TorchGraphs(device)
-    return CudaBackend(graphs, lower_by_inductor, bindings)
+    return CudaBackend(graphs, lower_by_inductor, bindings, str(device))
 
 
 def check_device() -> None:
