@@ -46,7 +46,7 @@ FUSED = ("fuse-elementwise", "fuse-draft-entry")
 
 
 def _compile(
-    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str
+    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str = "float32"
 ) -> SpecModel:
     loaded = load(directory, dtype, True)
     program = StepCompiler(loaded, options, backend).compile()

@@ -22,7 +22,7 @@ from mtpc.backends.triton_kernels.plans import op_name, plan
 from mtpc.backends.triton_kernels.tuning import Call
 from mtpc.errors import BackendError
 
-_POOLS = ("k_cache", "v_cache", "latent_cache", "cache")
+_POOLS = ("k_cache", "v_cache", "latent_cache", "index_cache", "cache")
 _POOL_BYTES = 256 << 20
 """Of a page pool that is made for timing: more than any device's caches hold."""
 _WARM_UP_MS, _REPEAT_MS = 10, 40
