@@ -109,7 +109,7 @@ class Specialisation:
                 is_near = value.untyped_storage().nbytes() <= _NEAR
                 marks[name] = "DS" if target.vendor == "hip" and is_near else "D"
             elif name in launch.constants or (value == 1 and not is_plain):
-                signature[name], marks[name] = "constexpr", ""
+                signature[name] = "constexpr"
                 constants.setdefault(name, 1)
             else:
                 signature[name] = "i32" if abs(value) <= _NEAR else "i64"
@@ -137,11 +137,14 @@ class Specialisation:
         }
 
     def triton_source(self) -> ASTSource:
-        """The kernel as Triton's compiler takes it."""
-        names, mark = self.kernel.arg_names, make_backend(gpu_target(self.target)).parse_attr
-        constants = {(names.index(name),): value for name, value in self.constants.items()}
-        attributes = {(names.index(name),): mark(marks) for name, marks in self.marks.items()}
-        return ASTSource(self.kernel, self.signature, constants, attributes)
+        """The kernel as Triton's compiler takes it: put together by this Triton's own launcher,
+        whose versions differ in what they note of constants, and so look for other code."""
+        names = self.kernel.arg_names
+        known = [(self.signature[n], self.constants.get(n, self.marks.get(n))) for n in names]
+        constants = {name: self.constants.get(name) for name in names}
+        backend = make_backend(gpu_target(self.target))
+        _, *parts = self.kernel._pack_args(backend, {}, constants, known, None)
+        return ASTSource(self.kernel, *parts)
 
     def triton_options(self) -> dict[str, Any]:
         """Options of a compilation, as a launch gives them."""
