@@ -57,6 +57,9 @@ FAMILIES = {
     "glm4_moe": {"paged_attention", "experts"},
     "deepseek_v3": {"latent_attention", "experts"},
     "qwen3_next": {"paged_attention", "experts", "gated_delta_rule"},
+    "qwen3_5": {"paged_attention", "gated_delta_rule"},
+    "mimo_v2": {"paged_attention", "experts"},
+    "step3p5": {"paged_attention", "experts"},
     "step3p7": {"paged_attention", "experts"},
     "deepseek_v4": {"experts", "sinkhorn"},
     "deepseek_v32": {"latent_attention", "experts", "choose_slots"},
@@ -68,6 +71,14 @@ FAMILIES = {
 def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[..., Path]) -> None:
     """Ragged joins, chunks of a prompt, rejections; the acceptance of each step is the same."""
     _compare(checkpoint(family), OPTIONS, FAMILIES[family])
+
+
+@pytest.mark.parametrize("spec_tokens", [0, 1, 4])
+def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]) -> None:
+    """Plain decoding, one draft, and four; all other tests have two."""
+    # So long that the rest of the second prompt fits beside the first one's drafts.
+    options = replace(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, spec_tokens + 3))
+    _compare(checkpoint("mimo"), options, {"paged_attention"})
 
 
 def test_int8_drafts_are_the_same(checkpoint: Callable[..., Path]) -> None:
