@@ -76,8 +76,8 @@ def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[
 @pytest.mark.parametrize("spec_tokens", [0, 1, 4])
 def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]) -> None:
     """Plain decoding, one draft, and four; all other tests have two."""
-    # So long that the rest of the second prompt fits beside the first one's drafts.
-    options = replace(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, spec_tokens + 3))
+    # So long that half a chunk fits beside drafts: else decoding and prefill take turns.
+    options = replace(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, 2 * spec_tokens + 4))
     _compare(checkpoint("mimo"), options, {"paged_attention"})
 
 
