@@ -76,9 +76,11 @@ def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[
 @pytest.mark.parametrize("spec_tokens", [0, 1, 4])
 def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]) -> None:
     """Plain decoding, one draft, and four; all other tests have two."""
-    # So long that half a chunk fits beside drafts: else decoding and prefill take turns.
+    # A chunk of which half fits beside drafts, or decoding and prefill take turns; and a prompt
+    # of which some is left then.
     options = replace(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, 2 * spec_tokens + 4))
-    _compare(checkpoint("mimo"), options, {"paged_attention"})
+    prompts = [PROMPTS[0], PROMPTS[0] + PROMPTS[1]]
+    _compare(checkpoint("mimo"), options, {"paged_attention"}, prompts=prompts)
 
 
 def test_int8_drafts_are_the_same(checkpoint: Callable[..., Path]) -> None:
@@ -122,6 +124,7 @@ def _compare(
     options: CompileOptions,
     expected: set[str],
     dtype: str = "float32",
+    prompts: list[list[int]] = PROMPTS,
     **arguments: Any,
 ) -> None:
     def lower(graph):  # type: ignore[no-untyped-def]
@@ -133,7 +136,7 @@ def _compare(
     reference = CudaBackend(NullGraphs(), lower, (), device="cpu")
     theirs = _compile(directory, reference, options, dtype)
     assert not backend.notes, "everything is bound"
-    assert ours.generate(PROMPTS, 6, **arguments) == theirs.generate(PROMPTS, 6, **arguments)
+    assert ours.generate(prompts, 6, **arguments) == theirs.generate(prompts, 6, **arguments)
     assert ours.stats.accepted == theirs.stats.accepted
     assert ours.stats.drafted == theirs.stats.drafted
     assert ours.stats.joined.steps > 0
