@@ -207,7 +207,7 @@ def _record(reqs: int, rows: int, vocab: int, dtype: torch.dtype = BF16) -> list
 
 SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "GLM-4.5 (96/8 heads of 128), 1 x 5 rows": lambda: gqa(1, 5, (96, 8), (128, 128)),
-    "GLM-4.5, 1 x 5 rows, float32": lambda: gqa(1, 5, (96, 8), (128, 128), FP32),
+    "GLM-4.5, 1 x 5 rows, float16": lambda: gqa(1, 5, (96, 8), (128, 128), FP16),
     "GLM-4.5, prompt of 512": lambda: gqa(1, 512, (96, 8), (128, 128)),
     "MiMo-7B (32/8 heads of 128), 64 x 1 rows": lambda: gqa(64, 1, (32, 8), (128, 128)),
     "MiMo-V2 (64/4 heads of 192, 128), 4 x 5 rows": lambda: gqa(4, 5, (64, 4), (192, 128)),

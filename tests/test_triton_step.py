@@ -46,7 +46,7 @@ FUSED = ("fuse-elementwise", "fuse-draft-entry")
 
 
 def _compile(
-    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str
+    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str = "float32"
 ) -> SpecModel:
     loaded = load(directory, dtype, True)
     program = StepCompiler(loaded, options, backend).compile()
@@ -65,15 +65,21 @@ FAMILIES = {
     "deepseek_v32": {"latent_attention", "experts", "choose_slots"},
 }
 """What the steps of a family call of ours, beside the cache write."""
+SLOW = pytest.mark.slow
+EACH_FAMILY = [
+    name if name in ("glm4_moe", "deepseek_v32") else pytest.param(name, marks=SLOW)
+    for name in FAMILIES
+]
+"""Steps take half a minute a family: the fast part has two, which call most of the kernels."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[..., Path]) -> None:
     """Ragged joins, chunks of a prompt, rejections; the acceptance of each step is the same."""
     _compare(checkpoint(family), OPTIONS, FAMILIES[family])
 
 
-@pytest.mark.parametrize("spec_tokens", [0, 1, 4])
+@pytest.mark.parametrize("spec_tokens", [*(pytest.param(k, marks=SLOW) for k in (0, 1)), 4])
 def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]) -> None:
     """Plain decoding, one draft, and four; all other tests have two."""
     # A chunk of which half fits beside drafts, or decoding and prefill take turns; and a prompt
@@ -83,6 +89,7 @@ def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]
     _compare(checkpoint("mimo"), options, {"paged_attention"}, prompts=prompts)
 
 
+@pytest.mark.slow
 def test_int8_drafts_are_the_same(checkpoint: Callable[..., Path]) -> None:
     """The draft's linears and its head: what is accepted is what the reference has accepted."""
     options = replace(OPTIONS, enabled_passes=("quantise-draft",))
@@ -101,7 +108,9 @@ def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> 
     _compare(checkpoint("mimo"), options, expected, sampling=[params, *others])
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["mimo", *(pytest.param(name, marks=SLOW) for name in ("glm4_moe", "qwen3_next"))]
+)
 def test_fused_norms_emit_the_same_tokens(
     family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
