@@ -48,6 +48,13 @@ class Batch:
         indices = (self.table, self.seq_lens, self.starts)
         return ops.latent_attention(self.q, self.k[:, :, 0], *indices, self.scale, rank)  # type: ignore[attr-defined]
 
+    def poisoned(self) -> Batch:
+        """With NaN for queries that nobody asked: of requests that are off, and behind the last."""
+        owners = torch.arange(len(self.seq_lens)).repeat_interleave(self.starts.diff().long())
+        live = torch.zeros(len(self.q), dtype=torch.bool)
+        live[: len(owners)] = self.seq_lens[owners] > 0
+        return replace(self, q=torch.where(live[:, None, None], self.q, float("nan")))
+
     def only(self, request: int, last_rows: int) -> Batch:
         """This request alone, with only its last rows."""
         end = int(self.starts[request + 1])
@@ -69,15 +76,19 @@ def make_batch(
     page_size: int = 16,
     index: torch.dtype = torch.int32,
     spare_rows: int = 0,
+    spare_pages: int = 1,
 ) -> Batch:
-    """A batch of requests (seq_len, query_len), each on random pages of its own."""
+    """A batch of requests (seq_len, query_len), each on random pages of its own.
+
+    The longest one's row of the table ends with `spare_pages` wild entries.
+    """
     gen = torch.Generator().manual_seed(sum(7 * s + q for s, q in lengths) + dims[0])
     needed = [-(-seq // page_size) for seq, _ in lengths]
     pages = sum(needed) + 2
     order = 1 + torch.randperm(pages - 1, generator=gen)
     k = torch.full((pages, page_size, heads[1], dims[0]), float("nan"), dtype=dtype)
     v = torch.full((pages, page_size, heads[1], dims[1]), float("nan"), dtype=dtype)
-    table = torch.full((len(lengths), max(max(needed), 1) + 1), WILD, dtype=index)
+    table = torch.full((len(lengths), max(max(needed), 1) + spare_pages), WILD, dtype=index)
     taken = 0
     for row, (seq, _) in enumerate(lengths):
         own = order[taken : taken + needed[row]]

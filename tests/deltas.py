@@ -13,7 +13,7 @@ from mtpc.layout import SCRATCH_SLOT
 
 KEY_HEADS, HEADS, KEY, VALUE, WIDTH = 2, 4, 8, 12, 4
 CHANNELS = 2 * KEY_HEADS * KEY + HEADS * VALUE
-DRAFTS, SLOTS = 3, 5
+DRAFTS, SLOTS = 4, 5
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -84,11 +84,11 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def two_steps(ops: Any, dtype: torch.dtype) -> tuple[list[Tensor], Layer]:
-    """A ragged prefill of three requests, one of them too long to be kept, and a verify step."""
+    """A ragged prefill of three requests, one of them too long to be kept, and two verify steps."""
     layer = Layer(ops, dtype)
     first = [make_rows(11, seed=1), make_rows(1, seed=2), make_rows(4, seed=3)]
     found = layer.run(first, [4, 1, 2], [0, 0, 0], [11, 1, 4])
-    second = [make_rows(4, seed=4), make_rows(4, seed=5), make_rows(4, seed=6)]
+    second = [make_rows(5, seed=4), make_rows(4, seed=5), make_rows(5, seed=6)]
     found += layer.run(second, [1, 4, 2], [1, 11, 4], [1, 1, 1])
-    third = [make_rows(2, seed=7), make_rows(4, seed=8), make_rows(3, seed=9)]
-    return [*found, *layer.run(third, [2, 1, 4], [7, 5, 12], [1, 1, 1], padding=1)], layer
+    third = [make_rows(2, seed=7), make_rows(5, seed=8), make_rows(3, seed=9)]
+    return [*found, *layer.run(third, [2, 1, 4], [7, 6, 12], [1, 1, 1], padding=1)], layer

@@ -68,8 +68,10 @@ def launches() -> list[Launch]:
         new(2, 4, dtype=torch.float64),
         *(new(2, 4, 3, dtype=dtype) for dtype in (int64, torch.float64)),
     )
+    slots = new(8, dtype=int64)
+    turned = (new(8, 4, 64), new(8, 2, 64), new(8, 2, 64))
     made = [
-        plans.plan_write_cache(kv, new(8, 2, 64), new(8, dtype=int64)),
+        plans.plan_write_cache(kv, new(8, 2, 64), slots),
         plans.plan_paged_attention(new(8, 4, 64), kv, kv, *indices, 0.1),
         plans.plan_paged_attention(new(1, 4, 64), kv, kv, *one, 0.1, 32, 5.0, new(4)),
         plans.plan_latent_attention(new(8, 4, 80), latent, *indices, 0.1, 64),
@@ -86,6 +88,8 @@ def launches() -> list[Launch]:
         plans.plan_draft_entry(new(8, 64), new(64), new(8, 96)[:, 32:], new(64), 1e-6),
         plans.plan_silu_and_mul(new(8, 128)),
         plans.plan_rotate(new(8, 4, 64), new(8, 48), new(8, 48)),
+        plans.plan_rotate_and_write(*turned, new(8, 24), new(8, 24), kv, kv, slots),
+        plans.plan_choose_slots(new(8, 4, 64), new(8, 4), kv[:, :, 0], *indices, 16),
         plans.plan_sinkhorn(new(8, 4, 4, dtype=float32), 20, 1e-6),
     ]
     return [launch for plan, _ in made for launch in plan]

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests that need Triton, which torch's builds for the CPU do not bring along: kernels in
 # Triton's interpreter, then compiled for GPUs that need not be here. Makes an environment unless
-# PYTHON names one that has torch, triton and the project's other dependencies.
+# PYTHON names one that has torch, triton and the project's other dependencies. Arguments go to
+# pytest: without any, the fast part runs, minutes on two cores, every kernel in it; -m '' runs all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +16,7 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=$venv/bin/python
 fi
 export PYTHONPATH=$PWD
-TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_delta.py \
+TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_latent.py tests/test_triton_delta.py \
     tests/test_triton_rotary.py tests/test_triton_norms.py tests/test_triton_choose_slots.py \
     tests/test_triton_sampling.py tests/test_triton_step.py tests/test_triton_tuning.py \
     tests/test_cuda_backend.py tests/test_aiter.py "$@"

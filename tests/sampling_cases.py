@@ -113,13 +113,14 @@ def make_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (torch.randn(rows, vocab, generator=gen, dtype=torch.float64) * 3).to(dtype)
 
 
-def compare_records(ours: Any) -> None:
-    """Counts and reports of an emitted batch, of `ours` and of the reference."""
-    vocab, width = 50, 3
-    logits = make_logits(4 * width, vocab, torch.float32, 5)
+def compare_records(ours: Any, width: int = 3, dtype: torch.dtype = torch.float32) -> None:
+    """Counts and reports of a batch of up to `width` emitted tokens, of `ours` and of the
+    reference."""
+    vocab = 50
+    logits = make_logits(4 * width, vocab, dtype, 5)
     ids = torch.randint(0, vocab, (4, width), generator=torch.Generator().manual_seed(1))
-    ids[2, 1] = ids[2, 0]
-    emitted, slots = torch.tensor([3, 2, 3, 0], dtype=torch.int32), torch.tensor([3, 0, 5, 1])
+    ids[2] = ids[2, 0]
+    emitted, slots = torch.tensor([width, 2, width, 0]).int(), torch.tensor([3, 0, 5, 1])
     ints = make_rows({}, vocab, False, 0).ints
     ints[3, INTS.index("logprobs")], ints[5, INTS.index("logprobs")] = 4, 0
     results = []
@@ -136,10 +137,10 @@ def compare_records(ours: Any) -> None:
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     counts, own, top_ids, top = results[0]
-    assert int(counts.sum()) - sum(range(SLOTS * vocab)) == 6
+    assert int(counts.sum()) - sum(range(SLOTS * vocab)) == 2 * width
     expected = logits.double().log_softmax(-1).view(4, width, vocab)
-    torch.testing.assert_close(own[0, :3], expected[0].gather(1, ids[0, :, None])[:, 0])
-    torch.testing.assert_close(top[2, 1], expected[2, 1].topk(4).values)
-    assert top_ids[2, 1].tolist() == expected[2, 1].topk(4).indices.tolist()
-    assert (own[0, 3:] == 7).all(), "rows that emitted nothing are left as they were"
+    torch.testing.assert_close(own[0, :width], expected[0].gather(1, ids[0, :, None])[:, 0])
+    torch.testing.assert_close(top[2, width - 1], expected[2, -1].topk(4).values)
+    assert top_ids[2, width - 1].tolist() == expected[2, -1].topk(4).indices.tolist()
+    assert (own[0, width:] == 7).all(), "rows that emitted nothing are left as they were"
     assert (own[[1, 3]] == 7).all(), "nor are requests that are off, or that asked for nothing"

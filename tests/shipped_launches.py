@@ -13,7 +13,7 @@ from mtpc.backends.triton_kernels import plans
 from mtpc.backends.triton_kernels.crosscompile import Specialisation
 from mtpc.backends.triton_kernels.launch import Launch
 
-BF16 = torch.bfloat16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -28,37 +28,57 @@ def _indices(reqs: int, blocks: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-def gqa(reqs: int, rows: int, heads: tuple[int, int], dims: tuple[int, int]) -> list[Launch]:
-    q = _fake(reqs * rows, heads[0], dims[0])
-    k, v = _fake(4096, 16, heads[1], dims[0]), _fake(4096, 16, heads[1], dims[1])
+def gqa(
+    reqs: int,
+    rows: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype = BF16,
+) -> list[Launch]:
+    q = _fake(reqs * rows, heads[0], dims[0], dtype=dtype)
+    k, v = (_fake(4096, 16, heads[1], dim, dtype=dtype) for dim in dims)
     return plans.plan_paged_attention(q, k, v, *_indices(reqs, 2048), 0.09)[0]
 
 
 def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
-    q, kv = _fake(reqs * rows, 64, 64), _fake(4096, 16, 8, 64)
-    sinks = _fake(64)
+    """In float16."""
+    q, kv, sinks = (
+        _fake(*shape, dtype=FP16) for shape in ((reqs * rows, 64, 64), (4096, 16, 8, 64), (64,))
+    )
     return plans.plan_paged_attention(
         q, kv, kv, *_indices(reqs, 2048), 0.1, sliding_window=128, softcap=30.0, sinks=sinks
     )[0]
 
 
-def _mla(reqs: int, rows: int, heads: int = 128) -> list[Launch]:
-    q = _fake(reqs * rows, heads, 576)
-    return plans.plan_latent_attention(q, _fake(4096, 16, 576), *_indices(reqs, 2048), 0.07, 512)[0]
+def _mla(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
+    q, latents = (_fake(*x, 576, dtype=dtype) for x in ((reqs * rows, 128), (4096, 16)))
+    return plans.plan_latent_attention(q, latents, *_indices(reqs, 2048), 0.07, 512)[0]
 
 
 def _experts(
-    tokens: int, sizes: tuple[int, int, int], chosen: int = 8, *limit: float | bool
+    tokens: int,
+    sizes: tuple[int, int, int],
+    chosen: int = 8,
+    *limit: float | bool,
+    dtype: torch.dtype = BF16,
 ) -> list[Launch]:
     count, hidden, inner = sizes
-    ids, weights = _fake(tokens, chosen, dtype=torch.int64), _fake(tokens, chosen)
-    gate_up, down = _fake(count, 2 * inner, hidden), _fake(count, hidden, inner)
-    return plans.plan_experts(_fake(tokens, hidden), gate_up, down, ids, weights, *limit)[0]
+    x, weights, gate_up, down = (
+        _fake(*shape, dtype=dtype)
+        for shape in (
+            (tokens, hidden),
+            (tokens, chosen),
+            (count, 2 * inner, hidden),
+            (count, hidden, inner),
+        )
+    )
+    ids = _fake(tokens, chosen, dtype=torch.int64)
+    return plans.plan_experts(x, gate_up, down, ids, weights, *limit)[0]
 
 
-def write(tokens: int) -> list[Launch]:
-    slots = _fake(tokens, dtype=torch.int64)
-    return plans.plan_write_cache(_fake(4096, 16, 8, 128), _fake(tokens, 8, 128), slots)[0]
+def write(tokens: int, dtype: torch.dtype = BF16) -> list[Launch]:
+    cache, rows = (_fake(*x, 8, 128, dtype=dtype) for x in ((4096, 16), (tokens,)))
+    return plans.plan_write_cache(cache, rows, _fake(tokens, dtype=torch.int64))[0]
 
 
 def far_write(pages: int) -> list[Launch]:
@@ -73,14 +93,16 @@ def write_for(target: Target) -> Specialisation:
         return Specialisation.of(write(16)[0], target)
 
 
-def _rotate(tokens: int, heads: tuple[int, int], dims: tuple[int, int, int]) -> list[Launch]:
+def _rotate(
+    tokens: int, heads: tuple[int, int], dims: tuple[int, int, int], dtype: torch.dtype = BF16
+) -> list[Launch]:
     """dims: of a key, of the angles, of a value."""
     (count, kv_count), (width, turned, v_width) = heads, dims
-    rows = [_fake(tokens, *shape) for shape in ((count, width), (kv_count, width))]
-    angles = [_fake(tokens, turned) for _ in range(2)]
-    caches = [_fake(4096, 16, kv_count, dim) for dim in (width, v_width)]
-    v, slots = _fake(tokens, kv_count, v_width), _fake(tokens, dtype=torch.int64)
-    return plans.plan_rotate_and_write(*rows, v, *angles, *caches, slots)[0]
+    shapes = [(tokens, count, width), (tokens, kv_count, width), (tokens, kv_count, v_width)]
+    shapes += [(tokens, turned)] * 2
+    shapes += [(4096, 16, kv_count, dim) for dim in (width, v_width)]
+    slots = _fake(tokens, dtype=torch.int64)
+    return plans.plan_rotate_and_write(*(_fake(*x, dtype=dtype) for x in shapes), slots)[0]
 
 
 def _norms(tokens: int, width: int, plus_one: bool = False, dtype=BF16) -> list[Launch]:  # type: ignore[no-untyped-def]
@@ -109,12 +131,11 @@ def _elementwise(tokens: int, width: int, heads: int, dims: tuple[int, int]) -> 
     ]
 
 
-def _choose(reqs: int, rows: int) -> list[Launch]:
-    """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions."""
-    query = _fake(reqs * rows, 64, 128, dtype=torch.float32)
-    weights = _fake(reqs * rows, 64, dtype=torch.float32)
-    indices = _indices(reqs, 2048)
-    return plans.plan_choose_slots(query, weights, _fake(4096, 16, 128), *indices, 2048)[0]
+def _choose(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
+    """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions; dtype of the cache."""
+    query = _fake(reqs * rows, 64, 128, dtype=FP32)
+    weights, keys = _fake(reqs * rows, 64, dtype=FP32), _fake(4096, 16, 128, dtype=dtype)
+    return plans.plan_choose_slots(query, weights, keys, *_indices(reqs, 2048), 2048)[0]
 
 
 def _delta(
@@ -139,10 +160,11 @@ def _delta(
     return plans.plan_gated_delta_rule(*args)[0]
 
 
-def _int8(tokens: int, features: int, inputs: int) -> list[Launch]:
+def _int8(tokens: int, features: int, inputs: int, dtype: torch.dtype = BF16) -> list[Launch]:
     weight = _fake(-(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8)
     scales = _fake(features, dtype=torch.float32)
-    return plans.plan_quantised_linear(_fake(tokens, inputs), weight, scales)[0]
+    x = _fake(tokens, inputs, dtype=dtype)
+    return plans.plan_quantised_linear(x, weight, scales)[0]
 
 
 def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
@@ -150,11 +172,15 @@ def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
 
 
 def _sample(
-    tokens: int, vocab: int, with_mask: bool = False, dtype: torch.dtype = BF16
+    tokens: int,
+    vocab: int,
+    with_mask: bool = False,
+    dtype: torch.dtype = BF16,
+    rows_each: int = 1,
 ) -> list[Launch]:
-    """Bias of up to 256 tokens, 8 stop tokens; a row a request."""
+    """Bias of up to 256 tokens, 8 stop tokens; `rows_each` a request."""
     int64, float64, words = torch.int64, torch.float64, -(-vocab // 32)
-    rows = [_fake(tokens, dtype=int64) for _ in range(3)]
+    rows = [_fake(count, dtype=int64) for count in (tokens, tokens, tokens // rows_each)]
     numbers = (_fake(65, 6, dtype=float64), _fake(65, 6, dtype=int64))
     bias = (_fake(65, 256, dtype=int64), _fake(65, 256, dtype=float64))
     known = [_fake(65, width, dtype=torch.int32) for width in (words, words, vocab)]
@@ -164,14 +190,14 @@ def _sample(
     return plans.plan_sample(logits, *rows, *numbers, *bias, *known, stops, mask)[0]
 
 
-def _record(reqs: int, rows: int, vocab: int) -> list[Launch]:
+def _record(reqs: int, rows: int, vocab: int, dtype: torch.dtype = BF16) -> list[Launch]:
     """The 20 most probable tokens of each row."""
     ids, emitted = _fake(reqs, rows, dtype=torch.int64), _fake(reqs, dtype=torch.int32)
     slots, counts = _fake(reqs, dtype=torch.int64), _fake(65, vocab, dtype=torch.int32)
     own = _fake(reqs, rows, dtype=torch.float64)
     top = [_fake(reqs, rows, 20, dtype=dtype) for dtype in (torch.int64, torch.float64)]
     ints = _fake(65, 6, dtype=torch.int64)
-    logits = _fake(reqs * rows, vocab)
+    logits = _fake(reqs * rows, vocab, dtype=dtype)
     counted = plans.plan_count_tokens(counts, ids, emitted, slots)[0]
     return [
         *counted,
@@ -180,32 +206,42 @@ def _record(reqs: int, rows: int, vocab: int) -> list[Launch]:
 
 
 SHIPPED: dict[str, Callable[[], list[Launch]]] = {
-    "GLM-4.5 (96/8 heads of 128), 1 x 4 rows": lambda: gqa(1, 4, (96, 8), (128, 128)),
+    "GLM-4.5 (96/8 heads of 128), 1 x 5 rows": lambda: gqa(1, 5, (96, 8), (128, 128)),
+    "GLM-4.5, 1 x 5 rows, float16": lambda: gqa(1, 5, (96, 8), (128, 128), FP16),
     "GLM-4.5, prompt of 512": lambda: gqa(1, 512, (96, 8), (128, 128)),
     "MiMo-7B (32/8 heads of 128), 64 x 1 rows": lambda: gqa(64, 1, (32, 8), (128, 128)),
-    "MiMo-V2 (64/4 heads of 192, 128), 4 x 4 rows": lambda: gqa(4, 4, (64, 4), (192, 128)),
-    "window, cap and sinks, 4 x 2 rows": lambda: _gqa_with_all(4, 2),
-    "DeepSeek-V3, 1 x 4 rows": lambda: _mla(1, 4),
+    "MiMo-V2 (64/4 heads of 192, 128), 4 x 5 rows": lambda: gqa(4, 5, (64, 4), (192, 128)),
+    "window, cap and sinks, 4 x 5 rows, float16": lambda: _gqa_with_all(4, 5),
+    "DeepSeek-V3, 1 x 5 rows, float16": lambda: _mla(1, 5, FP16),
     "DeepSeek-V3, 64 x 1 rows": lambda: _mla(64, 1),
-    "DeepSeek-V3 experts, 4 rows": lambda: _experts(4, (256, 7168, 2048)),
+    "DeepSeek-V3 experts, 5 rows": lambda: _experts(5, (256, 7168, 2048)),
+    "GLM-4.5-Air experts, 5 rows, float32": lambda: _experts(5, (128, 4096, 1408), dtype=FP32),
     "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
-    "Step-3.7's bounded experts, 4 rows": lambda: _experts(4, (288, 4096, 1280), 8, 7.0),
+    "Step-3.7's bounded experts, 5 rows, float16": lambda: _experts(
+        5, (288, 4096, 1280), 8, 7.0, dtype=FP16
+    ),
     "DeepSeek-V4's bounded experts, 64 rows": lambda: _experts(
         64, (256, 4096, 2048), 6, 10.0, True
     ),
-    "Qwen3-Next's state, 1 x 4 rows": lambda: _delta(1, 4),
+    "Qwen3-Next's state, 1 x 5 rows, float16": lambda: _delta(1, 5, drafts=4, dtype=FP16),
     "Qwen3-Next's state, 64 x 1 rows without drafts": lambda: _delta(64, 1, drafts=0),
     "Qwen3-Next's state, prompt of 512": lambda: _delta(1, 512),
     "Qwen3.5's state (48 heads), float32": lambda: _delta(4, 4, (16, 48), dtype=torch.float32),
     "int8 head of GLM-4.5, 1 row": lambda: _int8(1, 151_552, 4096),
+    "int8 head of GLM-4.5, 5 rows, float16": lambda: _int8(5, 151_552, 4096, FP16),
     "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
-    "DeepSeek-V3.2's indexer, 4 x 4 rows": lambda: _choose(4, 4),
+    "DeepSeek-V3.2's indexer, 4 x 5 rows": lambda: _choose(4, 5),
+    "the indexer on float16 keys, 1 x 5 rows": lambda: _choose(1, 5, FP16),
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
-    "choice among GLM-4.5's tokens, 4 rows": lambda: _sample(4, 151_552),
+    "choice among GLM-4.5's tokens, 1 x 5 rows, float16": lambda: _sample(
+        5, 151_552, dtype=FP16, rows_each=5
+    ),
     "choice by float32 logits, 16 rows": lambda: _sample(16, 32_768, dtype=torch.float32),
     "choice among masked tokens, 64 rows": lambda: _sample(64, 129_280, True),
-    "counts and log-probabilities, 4 x 4 rows": lambda: _record(4, 4, 151_552),
+    "counts and log-probabilities, 4 x 5 rows": lambda: _record(4, 5, 151_552),
+    "the same of float16": lambda: _record(4, 5, 151_552, FP16),
     "DeepSeek-V3's norms (7168), 4 rows": lambda: _norms(4, 7168),
+    "DeepSeek-V3's norms, 5 rows, float16": lambda: _norms(5, 7168, dtype=FP16),
     "Qwen3-Next's norms (2048, 1 + weight), 64 rows": lambda: _norms(64, 2048, True),
     "the widest norms, float32": lambda: _norms(1, 16_384, dtype=torch.float32),
     "GLM-4.5's norm of heads, prompt of 512": lambda: _norm_of_parts(512, 14_336, 96, 128),
@@ -214,7 +250,10 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
         4, 12_288, 96, (128, 64)
     ),
     "cache write, 16 rows": lambda: write(16),
-    "GLM-4.5's rotary of half a head, 4 rows": lambda: _rotate(4, (96, 8), (128, 64, 128)),
+    "cache write, 5 rows, float16": lambda: write(5, FP16),
+    "GLM-4.5's rotary of half a head, 5 rows, float16": lambda: _rotate(
+        5, (96, 8), (128, 64, 128), FP16
+    ),
     "MiMo-V2's rotary of a third, 16 rows": lambda: _rotate(16, (64, 4), (192, 64, 128)),
     "MiMo-7B's rotary, prompt of 512": lambda: _rotate(512, (32, 8), (128, 128, 128)),
 }

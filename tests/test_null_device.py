@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EACH_FAMILY
+from sampling_cases import make_rows
 from tapes import storages, taken
 from test_theorem import PROMPTS
 from torch import fx, nn
@@ -15,13 +16,15 @@ from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
-from mtpc.backends.null import NullDevice
+from mtpc.backends.null import NullDevice, Tape
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CaptureError
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
+from mtpc.ops.philox import gumbel
+from mtpc.sampling_params import INTS, SamplingParams
 
 
 @pytest.fixture
@@ -186,3 +189,63 @@ def test_a_python_scalar_is_frozen_as_on_a_device() -> None:
     replay()
     replay()
     assert graph.module.counter.tolist() == [0, 0, 0, 0]  # type: ignore[union-attr]
+
+
+def _drawn(tape: Tape) -> list[str]:
+    """Operators that take numbers from a generator."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return [str(entry.op) for entry in tape.entries if seeded in entry.op.tags]
+
+
+def test_noise_is_of_seed_and_position_at_each_replay() -> None:
+    """What stands for a generator that is registered with the graph: the same graph gives other
+    noise at other positions, the same at the same, and takes nothing from any generator."""
+    rows = make_rows({"temperature": 1.0}, 1000, False, 0)
+    logits, ids, slots = torch.zeros(4, 1000), torch.zeros(4).long(), torch.tensor([1, 2, 3, 4])
+    seeds, noise = rows.ints[slots, INTS.index("seed")], torch.zeros(4, 1000).double()
+    tokens = torch.zeros(4).long()
+
+    def step(positions: torch.Tensor) -> None:
+        noise.copy_(gumbel(seeds, positions, 1000))
+        tokens.copy_(torch.ops.mtpc.sample(logits, ids, positions, slots, *rows.tuple()))
+
+    graph, device = _graph(step), NullDevice()
+    replay = device.capture(graph.module, graph)
+    before = torch.get_rng_state()
+
+    def replay_at(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        graph.module.counter.copy_(torch.arange(first, first + 4))  # type: ignore[operator]
+        replay()
+        return noise.clone(), tokens.clone()
+
+    here, chosen = replay_at(10)
+    there, others = replay_at(50)
+    assert (here != there).all(1).all()
+    assert (chosen != others).all(), "the logits are equal, so noise alone chooses"
+    again, repeated = replay_at(10)
+    assert torch.equal(again, here)
+    assert torch.equal(repeated, chosen)
+    assert torch.equal(torch.get_rng_state(), before)
+    (tape,) = device.tapes.values()
+    assert tape.replays == 3
+    assert not _drawn(tape)
+
+
+def test_no_step_that_samples_takes_from_a_generator(null_model: Callable[..., Any]) -> None:
+    """Whole steps: what is recorded, and what runs."""
+    spec, device = null_model("mimo", sampling=True)
+    before = torch.get_rng_state()
+    params = SamplingParams(temperature=1.0, seed=3)
+    texts = [spec.generate(PROMPTS[3:4], 12, sampling=params) for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert any("mtpc.sample.default" in tape.op_names() for tape in device.tapes.values())
+    assert not [name for tape in device.tapes.values() for name in _drawn(tape)]
+
+
+def test_a_generator_on_the_tape_would_be_seen() -> None:
+    """What the two tests above rest on."""
+    graph, device = _graph(lambda counter: counter.copy_(torch.rand(4))), NullDevice()
+    device.capture(graph.module, graph)
+    (tape,) = device.tapes.values()
+    assert _drawn(tape) == ["aten.rand.default"]

@@ -24,11 +24,12 @@ REFERENCE = torch.ops.mtpc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [1, 6, 33, 290, 5000])
 def test_the_best_are_chosen(count: int, dtype: torch.dtype) -> None:
-    """Ragged rows, off requests, NaN in what nobody sees, equal scores: the earlier positions."""
-    of = batch(LENGTHS, dtype)
+    """Rows of K = 0 to 4, off requests, NaN in what nobody sees or asked for, equal scores."""
+    of = batch(LENGTHS, dtype, spare_rows=2).poisoned()
     found = choose(OURS, of, count)
     assert found.dtype == torch.int32
-    for row, seen, must, may in zip(found.tolist(), *plainly(of, count), strict=True):
+    assert found[-2:].eq(-1).all()
+    for row, seen, must, may in zip(found[:-2].tolist(), *plainly(of, count), strict=True):
         chosen = [slot for slot in row if slot >= 0]
         assert row == chosen + [-1] * (len(row) - len(chosen))
         assert len(set(chosen)) == len(chosen) == min(count, len(seen))
@@ -41,6 +42,23 @@ def test_edges_of_pages_and_blocks(seq: int, count: int) -> None:
     """No two scores are equal: kernels and reference choose the same, in the same order."""
     of = make_batch([(seq, min(seq, 3)), (seq, 1)], heads=(32, 1), dims=(12, 1))
     assert torch.equal(choose(OURS, of, count), choose(REFERENCE, of, count))
+
+
+@pytest.mark.parametrize("beyond", [0, 3, 40])
+@pytest.mark.parametrize("count", [5, 100])
+def test_tables_without_an_entry_to_spare(count: int, beyond: int) -> None:
+    """Every entry is in use; a length beyond them all has no more positions than they have."""
+    sizes = dict(heads=(32, 1), dims=(12, 1))
+    of = make_batch([(16, 4), (3, 2), (16, 1)], page_size=4, spare_pages=0, **sizes)
+    of.seq_lens[[0, 2]] += beyond
+    assert torch.equal(choose(OURS, of, count), choose(REFERENCE, of, count))
+
+
+def test_a_wide_table() -> None:
+    """2,048 entries, of which one request uses all."""
+    sizes = dict(heads=(32, 1), dims=(12, 1))
+    of = make_batch([(2048, 2), (5, 1)], page_size=1, spare_pages=0, **sizes)
+    assert torch.equal(choose(OURS, of, 300), choose(REFERENCE, of, 300))
 
 
 def test_scores_of_all_signs_and_sizes() -> None:

@@ -35,9 +35,14 @@ from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
 
-SPILLS = {"hip": 0, "cuda": 64}
-"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (40 on sm_80, where
-prompts and drafts of GLM-4.5 fill a tile; none elsewhere)."""
+SPILLS = {"hip": 0, "cuda": 96}
+"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (on sm_80, where
+prompts and drafts of GLM-4.5 fill a tile: 40, and 88 by Triton 3.6; none elsewhere)."""
+EACH_TARGET = [
+    target if name in ("hip:gfx942", "cuda:90") else pytest.param(target, marks=pytest.mark.slow)
+    for name, target in TARGETS.items()
+]
+"""About a minute each: the fast part has one of either vendor."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,7 @@ def kernel_store(tmp_path_factory: pytest.TempPathFactory) -> EntryStore:
     return EntryStore(root)
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+@pytest.mark.parametrize("target", EACH_TARGET, ids=lambda target: target.name)
 @pytest.mark.parametrize("shipped", SHIPPED.values(), ids=SHIPPED.keys())
 def test_every_kernel_compiles_fits_and_does_not_spill(
     shipped: Callable[[], list[Launch]], target: Target, kernel_store: EntryStore

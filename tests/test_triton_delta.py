@@ -47,7 +47,7 @@ def test_equals_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("prompt", [1, 5])
 def test_rejected_rows_leave_no_trace(accepted: int, prompt: int) -> None:
     """Rounds of drafts, of which `accepted` are right: the very bits of one plain pass."""
-    truth = make_rows(13)
+    truth = make_rows(15)
     wanted, ours = plain(layer(), truth), layer()
     (found,) = ours.run([truth[:prompt]], [2], [0], [prompt])
     assert torch.equal(found, wanted[:prompt])
@@ -63,8 +63,8 @@ def test_rejected_rows_leave_no_trace(accepted: int, prompt: int) -> None:
 
 @pytest.mark.parametrize("rows", range(1, DRAFTS + 2))
 def test_rounds_of_any_width(rows: int) -> None:
-    """Plain decoding to K = 3, beside a neighbour with another width, steps passed by."""
-    truth, other = make_rows(15), make_rows(4, seed=3)
+    """Plain decoding to K = 4, beside a neighbour with another width, steps passed by."""
+    truth, other = make_rows(18), make_rows(4, seed=3)
     wanted, ours = plain(layer(), truth), layer()
     ours.run([truth[:3], other[:2]], [1, 3], [0, 0], [3, 2])
     length = 3

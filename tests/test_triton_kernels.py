@@ -37,7 +37,16 @@ DTYPES = list(ELEMENTS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (20, 1)])
+@pytest.mark.parametrize("rows", range(1, 6))
+def test_paged_attention_at_each_number_of_drafts(rows: int, dtype: torch.dtype) -> None:
+    """K = 0 to 4, each with its tiles; NaN in queries that nobody asked."""
+    lengths = [(18, rows), (0, rows), (9, rows)]
+    batch = make_batch(lengths, dtype=dtype, heads=(6, 2), page_size=4, spare_rows=2).poisoned()
+    close(batch.paged(OURS), batch.paged(REFERENCE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4), (20, 1)])
 def test_paged_attention_equals_the_reference(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     batch = make_batch([(37, 4), (1, 1), (0, 3), (16, 2), (130, 3)], dtype=dtype, heads=heads)
     close(batch.paged(OURS), batch.paged(REFERENCE))
@@ -56,6 +65,22 @@ def test_head_dims_that_differ_and_are_no_powers_of_two(
 @pytest.mark.parametrize("seq", [1, 16, 17, 32, 63, 64, 65, 129])
 def test_edges_of_pages_and_blocks(seq: int, page_size: int) -> None:
     batch = make_batch([(seq, min(seq, 4)), (seq, 1)], page_size=page_size)
+    close(batch.paged(OURS), batch.paged(REFERENCE))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("beyond", [0, 3, 40])
+def test_tables_without_an_entry_to_spare(beyond: int, window: int) -> None:
+    """Every entry is in use; a length beyond them all has no more keys than they have."""
+    batch = make_batch([(16, 4), (3, 2), (16, 1)], page_size=4, spare_pages=0)
+    batch.seq_lens[[0, 2]] += beyond
+    batch.window = window
+    close(batch.paged(OURS), batch.paged(REFERENCE))
+
+
+def test_a_wide_table() -> None:
+    """2,048 entries, of which one request uses all."""
+    batch = make_batch([(2048, 2), (5, 1)], heads=(2, 1), page_size=1, spare_pages=0)
     close(batch.paged(OURS), batch.paged(REFERENCE))
 
 
@@ -178,45 +203,17 @@ def test_a_row_does_not_depend_on_what_follows_it() -> None:
     assert torch.equal(earlier.paged(OURS), expected)
 
 
-# ---- latent_attention ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(4, 40, 32), (20, 24, 12), (36, 72, 64)])
-def test_latent_attention_equals_the_reference(
-    dtype: torch.dtype, sizes: tuple[int, int, int]
-) -> None:
-    """Sizes: heads, rank + rope, rank."""
-    heads, width, rank = sizes
-    lengths = [(37, 4), (0, 2), (70, 3)]
-    batch = make_batch(
-        lengths, heads=(heads, 1), dims=(width, 1), dtype=dtype, spare_rows=2, page_size=4
-    )
-    close(batch.latent(OURS, rank), batch.latent(REFERENCE, rank))
-
-
-def test_latent_attention_at_the_released_sizes() -> None:
-    """DeepSeek-V3: rank 512 and 64 rotary dims; 16 of its heads."""
-    batch = make_batch([(35, 2)], heads=(16, 1), dims=(576, 1), dtype=torch.float16)
-    close(batch.latent(OURS, 512), batch.latent(REFERENCE, 512))
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1, max_size=3),
-    page_size=st.sampled_from([1, 4, 16]),
-)
-def test_latent_attention_of_ragged_batches(lengths: list[tuple[int, int]], page_size: int) -> None:
-    batch = make_batch(lengths, heads=(4, 1), dims=(20, 1), page_size=page_size, spare_rows=1)
-    close(batch.latent(OURS, 12), batch.latent(REFERENCE, 12))
-
-
 # ---- experts ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [0, 1, 4, 19])
-@pytest.mark.parametrize("sizes", [(64, 48), (37, 19), (130, 33)])
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        *((tokens, (37, 19)) for tokens in range(6)),
+        *((tokens, sizes) for tokens in (4, 19) for sizes in ((64, 48), (130, 33))),
+    ],
+)
 def test_experts_equals_the_reference(
     dtype: torch.dtype, tokens: int, sizes: tuple[int, int]
 ) -> None:
@@ -361,11 +358,14 @@ def test_quantised_linear_of_zeros_nan_and_strides() -> None:
 
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 8), (1500,), ()])
-def test_write_cache_equals_the_reference(cache_dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("tokens", range(1, 6))
+def test_write_cache_equals_the_reference(
+    tokens: int, shape: tuple[int, ...], cache_dtype: torch.dtype
+) -> None:
     # Values that bfloat16 holds: the interpreter's cast to it truncates, a device's rounds.
-    rows = torch.randn(5, *shape).bfloat16().float()
-    slots = torch.tensor([17, -1, 4, -7, 31])
-    rows[1] = rows[3] = float("nan")
+    rows = torch.randn(tokens, *shape).bfloat16().float()
+    slots = torch.tensor([17, -1, 4, -7, 31])[:tokens]
+    rows[1::2] = float("nan")
     expected = torch.zeros(8, 4, *shape, dtype=cache_dtype)
     actual = expected.clone()
     REFERENCE.write_cache(expected, torch.nan_to_num(rows), slots)

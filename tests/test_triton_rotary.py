@@ -53,13 +53,21 @@ def expect(rows: list[Tensor], angles: list[Tensor], caches: list[Tensor], slots
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1), (20, 10)])
-@pytest.mark.parametrize("dims", [(16, 16, 16), (24, 8, 10), (6, 2, 40), (12, 12, 5)])
+@pytest.mark.parametrize("tokens", range(1, 6))
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [
+        ((4, 4), (16, 16, 16)),
+        ((6, 2), (24, 8, 10)),
+        ((5, 1), (6, 2, 40)),
+        ((20, 10), (12, 12, 5)),
+    ],
+)
 def test_it_is_the_four_operators(
-    dims: tuple[int, int, int], heads: tuple[int, int], dtype: torch.dtype
+    heads: tuple[int, int], dims: tuple[int, int, int], tokens: int, dtype: torch.dtype
 ) -> None:
-    rows, angles, caches = make_rows(5, heads, dims, dtype)
-    slots = torch.tensor([17, -1, 4, -7, 31])
+    rows, angles, caches = make_rows(tokens, heads, dims, dtype)
+    slots = torch.tensor([17, -1, 4, -7, 31])[:tokens]
     ours = [cache.clone() for cache in caches]
     found = OURS.rotate_and_write(*rows, *angles, *ours, slots)
     assert torch.equal(found, expect(rows, angles, caches, slots))
@@ -77,7 +85,9 @@ def test_heads_that_no_cache_write_follows(
     x = random(5, 3, heads * width, dtype=dtype)[:, 1].unflatten(1, (heads, width))
     angles = [random(5, 2 * turned, dtype=dtype)[:, :turned] for _ in range(2)]
     assert torch.equal(OURS.rotate(x, *angles), REFERENCE.rotate(x, *angles))
-    assert OURS.rotate(x[:0], *(part[:0] for part in angles)).shape == (0, heads, width)
+    for tokens in range(5):
+        first = (x[:tokens], *(part[:tokens] for part in angles))
+        assert torch.equal(OURS.rotate(*first), REFERENCE.rotate(*first))
     poisoned = x.clone()
     poisoned[3] = torch.nan
     others = [0, 1, 2, 4]

@@ -57,19 +57,39 @@ FAMILIES = {
     "glm4_moe": {"paged_attention", "experts"},
     "deepseek_v3": {"latent_attention", "experts"},
     "qwen3_next": {"paged_attention", "experts", "gated_delta_rule"},
+    "qwen3_5": {"paged_attention", "gated_delta_rule"},
+    "mimo_v2": {"paged_attention", "experts"},
+    "step3p5": {"paged_attention", "experts"},
     "step3p7": {"paged_attention", "experts"},
     "deepseek_v4": {"experts", "sinkhorn"},
     "deepseek_v32": {"latent_attention", "experts", "choose_slots"},
 }
 """What the steps of a family call of ours, beside the cache write."""
+SLOW = pytest.mark.slow
+EACH_FAMILY = [
+    name if name in ("glm4_moe", "deepseek_v32") else pytest.param(name, marks=SLOW)
+    for name in FAMILIES
+]
+"""Steps take half a minute a family: the fast part has two, which call most of the kernels."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[..., Path]) -> None:
     """Ragged joins, chunks of a prompt, rejections; the acceptance of each step is the same."""
     _compare(checkpoint(family), OPTIONS, FAMILIES[family])
 
 
+@pytest.mark.parametrize("spec_tokens", [*(pytest.param(k, marks=SLOW) for k in (0, 1)), 4])
+def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]) -> None:
+    """Plain decoding, one draft, and four; all other tests have two."""
+    # A chunk of which half fits beside drafts, or decoding and prefill take turns; and a prompt
+    # of which some is left then.
+    options = replace(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, 2 * spec_tokens + 4))
+    prompts = [PROMPTS[0], PROMPTS[0] + PROMPTS[1]]
+    _compare(checkpoint("mimo"), options, {"paged_attention"}, prompts=prompts)
+
+
+@pytest.mark.slow
 def test_int8_drafts_are_the_same(checkpoint: Callable[..., Path]) -> None:
     """The draft's linears and its head: what is accepted is what the reference has accepted."""
     options = replace(OPTIONS, enabled_passes=("quantise-draft",))
@@ -88,7 +108,9 @@ def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> 
     _compare(checkpoint("mimo"), options, expected, sampling=[params, *others])
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["mimo", *(pytest.param(name, marks=SLOW) for name in ("glm4_moe", "qwen3_next"))]
+)
 def test_fused_norms_emit_the_same_tokens(
     family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +133,7 @@ def _compare(
     options: CompileOptions,
     expected: set[str],
     dtype: str = "float32",
+    prompts: list[list[int]] = PROMPTS,
     **arguments: Any,
 ) -> None:
     def lower(graph):  # type: ignore[no-untyped-def]
@@ -122,7 +145,7 @@ def _compare(
     reference = CudaBackend(NullGraphs(), lower, (), device="cpu")
     theirs = _compile(directory, reference, options, dtype)
     assert not backend.notes, "everything is bound"
-    assert ours.generate(PROMPTS, 6, **arguments) == theirs.generate(PROMPTS, 6, **arguments)
+    assert ours.generate(prompts, 6, **arguments) == theirs.generate(prompts, 6, **arguments)
     assert ours.stats.accepted == theirs.stats.accepted
     assert ours.stats.drafted == theirs.stats.drafted
     assert ours.stats.joined.steps > 0

@@ -24,7 +24,7 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
 import triton
 from batches import close, make_batch, make_mixture
 from deltas import two_steps
-from test_triton_step import FAMILIES, OPTIONS, PROMPTS, _compile
+from test_triton_step import EACH_FAMILY, FAMILIES, OPTIONS, PROMPTS, _compile
 from tuned_calls import DEVICE, names_of, paged_call
 
 from mtpc.backends.bindings import BindKernels
@@ -412,6 +412,7 @@ class _Watched:
             self._clock.is_recording = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_tuned_steps_emit_the_same_tokens(
     family: str, checkpoint: Callable[..., Path], store: EntryStore
@@ -447,7 +448,7 @@ def test_tuned_steps_emit_the_same_tokens(
     assert again.timed == [], "a second start measures nothing"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[..., Path]) -> None:
     """Nothing wild, nothing of a request's, weights not copied; kernel and reference agree."""
     loaded = load(checkpoint(family), "float32", True)
