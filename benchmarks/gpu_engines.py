@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from benchmarks.gpu_pieces import Compiled, PiecewiseStep
 from benchmarks.models import load_target
 from mtpc.api import SpecModel
 from mtpc.backends.base import Run
-from mtpc.backends.cuda import INDUCTOR, CudaBackend
+from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -78,6 +78,8 @@ class TimedProgram:
 class Fused:
     """One model at one K and one batch size, and the ways to launch its decode step.
 
+    Prompts go op by op: their step is not measured, and would be as long in compiling.
+
     Args:
         machine: where.
         loaded: the model, on the machine's device.
@@ -95,7 +97,13 @@ class Fused:
         self.machine, self.backend = machine, backend or machine.backend()
         start = time.perf_counter()
         compiler = StepCompiler(loaded, options, self.backend)
-        self.program = compiler.compile()
+        unmeasured = machine.direct()
+
+        def capture(key: StepKey) -> CapturedStep:
+            compiler.backend = self.backend if key.phase == "decode" else unmeasured
+            return compiler.capture(key)
+
+        self.program = compiler.compile(capture)
         self.build_s = time.perf_counter() - start
         self.options, self._served = compiler.options, loaded.served()
         self.key = next(key for key in self.program.steps if key.phase == "decode")
@@ -105,30 +113,31 @@ class Fused:
         """The decode step."""
         return self.program.steps[self.key]
 
-    def decoder(self, replay: Run | None = None) -> tuple[MtpcDecoder, TimedProgram]:
-        """An engine, with another replay of the decode step if given."""
+    def decoder(
+        self, replay: Run | None = None, late: bool = False
+    ) -> tuple[MtpcDecoder, TimedProgram]:
+        """An engine.
+
+        Args:
+            replay: of the decode step, instead of its own.
+            late: launch a step before the one before it is read.
+        """
         steps = dict(self.program.steps)
         if replay is not None:
             steps[self.key] = replace(self.step, replay=replay)
         program = Program(steps, self.program.shared)
         timed = TimedProgram(program, self.machine.clock())
-        spec = SpecModel(self._served, self.options, timed)  # type: ignore[arg-type]
+        options = replace(self.options, async_scheduling=late)
+        spec = SpecModel(self._served, options, timed)  # type: ignore[arg-type]
         return MtpcDecoder(spec, self.build_s), timed
 
+    @cached_property
     def pieces(self) -> PiecewiseStep:
         """The decode step's parts, compiled as the whole is."""
         graph = self.step.graph
         assert graph is not None
-        compile_part = _interpret if self.machine.is_dry else _by_inductor
+        compile_part = _interpret if self.machine.is_dry else compile_flat
         return PiecewiseStep(graph, compile_part)
-
-    def kernels(self) -> Counter[str]:
-        """Of one decode iteration."""
-        return self.machine.kernels(self.step.replay)
-
-
-def _by_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Compiled:
-    return torch._inductor.compile(module, inputs, options=dict(INDUCTOR))
 
 
 def _interpret(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Compiled:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from benchmarks.gpu_profile import DeviceProfiler, OperatorProfiler, Profiler
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, lower_by_inductor, open_cuda
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.graphs import Graphs, TorchGraphs, kernels_of
+from mtpc.backends.graphs import Graphs, TorchGraphs
 from mtpc.backends.null import NullGraphs
 from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph
@@ -72,8 +72,12 @@ class Machine(Protocol):
         """Bytes read and written a second by a plain copy."""
         ...
 
-    def kernels(self, work: Run) -> Counter[str]:
-        """What one run launches, by name."""
+    def direct(self) -> CudaBackend:
+        """Our kernels by default, launched op by op: for steps that nobody measures."""
+        ...
+
+    def profiler(self) -> Profiler:
+        """A new profiler."""
         ...
 
 
@@ -126,11 +130,13 @@ class NullMachine:
         """Of the host's memory, over a small buffer."""
         return _copy_bandwidth(1 << 20, _HostClock())
 
-    def kernels(self, work: Run) -> Counter[str]:
-        """Operators, each of which is a kernel here."""
-        graphs = NullGraphs()
-        graphs.record(work)
-        return Counter(graphs.tapes[0].op_names())
+    def direct(self) -> CudaBackend:
+        """The reference."""
+        return self.reference()
+
+    def profiler(self) -> Profiler:
+        """Of operators, each of which is a kernel here."""
+        return OperatorProfiler()
 
 
 class GpuMachine:
@@ -171,9 +177,15 @@ class GpuMachine:
         """Of the device's memory."""
         return _copy_bandwidth(COPY_BYTES, _EventClock())
 
-    def kernels(self, work: Run) -> Counter[str]:
-        """As the profiler lists what ran on the device, copies and fills included."""
-        return kernels_of(work)
+    def direct(self) -> CudaBackend:
+        """Without Inductor, tuning or capture."""
+        from mtpc.backends.triton_kernels.limits import triton_bindings
+
+        return CudaBackend(DirectGraphs(), EagerBackend().lower, triton_bindings())
+
+    def profiler(self) -> Profiler:
+        """Of what ran on the device, copies and fills included."""
+        return DeviceProfiler()
 
 
 class _HostClock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoders import Decoded, Decoder, Prompts, TransformersDecoder
+from benchmarks.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
 from benchmarks.gpu_engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
 from benchmarks.gpu_machine import Machine
 from benchmarks.gpu_models import SHAPES, build, weigh
-from benchmarks.gpu_rows import APART, COMPILED, FUSED, PLAIN, USE_MTP, Row
+from benchmarks.gpu_profile import Bytes, fill_floor, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu_rows import APART, COMPILED, FUSED, LATE, PLAIN, USE_MTP, Row
 from mtpc.backends.base import Run
 from mtpc.config import CompileOptions
 from mtpc.models.load import LoadedModel
@@ -23,6 +24,18 @@ from mtpc.models.load import LoadedModel
 PAGE = 16
 PROMPTS_AT_ONCE = 16
 """That share a prefill step, at most."""
+OURS = (FUSED, LATE, APART, COMPILED)
+"""Of one compiled step; the last two of the same pieces of it."""
+PROFILES = {
+    f"{FUSED}, {name}": {"disabled_passes": disabled, "enabled_passes": enabled}
+    for name, disabled, enabled in VARIANTS
+}
+"""And the options of each."""
+NOTES = {
+    APART: "our pieces (the target's pass, each draft's), each a graph of its own, as servers do",
+    COMPILED: "torch.compile of the same modules piecewise: our pieces, each compiled by Inductor "
+    "as the whole step is, launched one by one without a graph",
+}
 
 
 @dataclass(frozen=True)
@@ -74,36 +87,40 @@ class Bench:
         loaded, model = build(shape, machine.device, plan.layers)
         return cls(machine, shape, plan, loaded, model)
 
-    def rows(self, case: Case, wants: Callable[[Row], bool]) -> Iterator[Row]:
-        """One case by every engine that has not been measured; the fused step first."""
-        ours = [self._blank(engine, case) for engine in (FUSED, APART, COMPILED)]
-        wanted = [row for row in ours if wants(row)]
-        if wanted:
+    def measure(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
+        """Fill rows of one case."""
+        if any(row.engine in OURS for row in rows):
             fused = Fused(self.machine, self.loaded, self._options(case))
-            for row in wanted:
-                yield self._measure(fused, row)
+            yield from (self._measure(fused, row) for row in rows if row.engine in OURS)
             del fused
-        for engine in (PLAIN, USE_MTP):
-            row = self._blank(engine, case)
-            if self._transformers_does(engine, case) and wants(row):
-                yield self._time_transformers(row)
+        yield from (self._time_transformers(row) for row in rows if row.engine not in OURS)
         _free(self.machine)
 
-    def profile(self, case: Case) -> Iterator[Row]:
-        """Kernels of an iteration and its time, by which passes ran."""
-        for name, disabled, enabled in VARIANTS:
-            passes = {"disabled_passes": disabled, "enabled_passes": enabled}
-            options = replace(self._options(case), **passes)
+    def profile(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
+        """Fill rows of PROFILES; of the first also its kernels, and the largest gaps to the time
+        of its bytes."""
+        for row in rows:
+            options = replace(self._options(case), **PROFILES[row.engine])
             fused = Fused(self.machine, self.loaded, options)
-            row, kernels = self._blank(f"{FUSED}, {name}", case, "profile"), fused.kernels()
-            row.kernels, row.build_s = kernels.total(), fused.build_s
-            row.note = "; ".join(f"{count} {kernel}" for kernel, count in kernels.most_common(12))
-            yield self._time(fused, row)
-            del fused
+            decoder, timed = self._warm(fused, row)
+            self._fill(row, self._decode(decoder, row), timed)
+            fill_floor(row)
+            profiler = self.machine.profiler()
+            timed.restart(profiler)
+            self._decode(decoder, row)
+            row.kernels, row.build_s = launches_in(profiler), fused.build_s
+            yield row
+            if row.engine == next(iter(PROFILES)):
+                kernels = list(kernel_rows(row, profiler))
+                yield from gap_rows(row, kernels, self._bytes(row))
+                yield from kernels
+            del fused, decoder, timed
             _free(self.machine)
 
-    def _blank(self, engine: str, case: Case, part: str = "speed") -> Row:
-        return Row(part, self.machine.name, self.shape, engine, case.spec_tokens, case.batch)
+    def _bytes(self, row: Row) -> Bytes:
+        """Of a step: all matrices, but for experts' where those have kernels of their own."""
+        products = weigh(self.loaded, 0).step(row.spec_tokens)
+        return Bytes(products, (row.step_bytes or 0) - products)
 
     def _options(self, case: Case) -> CompileOptions:
         length = self.plan.prompt_tokens + 2 * self.plan.new_tokens + 32
@@ -123,25 +140,30 @@ class Bench:
     def _measure(self, fused: Fused, row: Row) -> Row:
         row.build_s = fused.build_s
         replay = None
-        if row.engine != FUSED:
-            pieces = fused.pieces()
-            row.launches = pieces.num_parts
-            is_apart = row.engine == APART
-            replay = pieces.capture(self.machine.graphs()) if is_apart else pieces.run
-        else:
-            row.launches, row.kernels = 1, fused.kernels().total()
+        if row.engine in (FUSED, LATE):
+            row.launches = 1
             captured = fused.backend.captured.values()
             row.graph_mib = sum(step.pool_bytes for step in captured) / (1 << 20)
             row.note = "; ".join(fused.backend.notes)
-        return self._time(fused, row, replay)
+        else:
+            pieces, is_apart = fused.pieces, row.engine == APART
+            row.launches, row.note = pieces.num_parts, NOTES[row.engine]
+            replay = pieces.capture(self.machine.graphs()) if is_apart else pieces.run
+        decoder, timed = self._warm(fused, row, replay)
+        return self._fill(row, self._decode(decoder, row), timed)
 
-    def _time(self, fused: Fused, row: Row, replay: Run | None = None) -> Row:
+    def _warm(
+        self, fused: Fused, row: Row, replay: Run | None = None
+    ) -> tuple[MtpcDecoder, TimedProgram]:
+        """An engine that has decoded once, with a new clock; the copy's bandwidth just before."""
         row.copy_gb_s = self.machine.copy_bandwidth() / 1e9
-        decoder, timed = fused.decoder(replay)
-        prompts = self._prompts(row.batch)
-        decoder.decode(prompts, self.plan.new_tokens)
+        decoder, timed = fused.decoder(replay, late=row.engine == LATE)
+        self._decode(decoder, row)
         timed.restart(self.machine.clock())
-        return self._fill(row, decoder.decode(prompts, self.plan.new_tokens), timed)
+        return decoder, timed
+
+    def _decode(self, decoder: MtpcDecoder, row: Row) -> Decoded:
+        return decoder.decode(self._prompts(row.batch), self.plan.new_tokens)
 
     def _fill(self, row: Row, decoded: Decoded, timed: TimedProgram) -> Row:
         row.ms_step, row.tokens_per_s = decoded.ms_per_step, decoded.tokens_per_s
@@ -153,12 +175,6 @@ class Bench:
         row.step_bytes = weigh(self.loaded, rows).step(row.spec_tokens)
         row.of_bandwidth = row.step_bytes / (1e-3 * row.ms_device) / (1e9 * (row.copy_gb_s or 1))
         return row
-
-    def _transformers_does(self, engine: str, case: Case) -> bool:
-        """It decodes any batch plainly; it drafts one token, for one request of GLM-4 MoE."""
-        if engine == PLAIN:
-            return case.spec_tokens == 0
-        return case == Case(1, 1) and SHAPES[self.shape].family == "glm4_moe"
 
     def _time_transformers(self, row: Row) -> Row:
         decoder: Decoder = TransformersDecoder(self.model, 0)
@@ -172,11 +188,70 @@ class Bench:
         return row
 
 
-def cases(spec_tokens: Sequence[int], batches: Sequence[int]) -> list[Case]:
-    """Small batches first, and of each the most drafts beside none before those between."""
-    ends = sorted({min(spec_tokens), max(spec_tokens)})
-    order = [*ends, *(k for k in spec_tokens if k not in ends)]
-    return [Case(k, batch) for batch in batches for k in order]
+@dataclass(frozen=True)
+class Task:
+    """Rows that are measured together.
+
+    Attributes:
+        shape: of gpu_models.SHAPES.
+        case: drafts and requests.
+        engines: those that can do the case are measured.
+        kind: of tasks that take about as long.
+    """
+
+    shape: str
+    case: Case
+    engines: tuple[str, ...]
+    kind: str
+
+    def rows(self, machine: Machine) -> list[Row]:
+        """What is to be filled. transformers drafts one token, for one request of GLM-4 MoE."""
+        drafts = self.case == Case(1, 1) and SHAPES[self.shape].family == "glm4_moe"
+        engines = [e for e in self.engines if e != USE_MTP or drafts]
+        part = "profile" if self.kind == "profile" else "speed"
+        k, batch = self.case.spec_tokens, self.case.batch
+        return [Row(part, machine.name, self.shape, e, k, batch) for e in engines]
+
+    def __str__(self) -> str:
+        return f"{self.shape} K={self.case.spec_tokens} batch {self.case.batch}, {self.kind}"
+
+
+def tasks(shapes: Sequence[str], spec_tokens: Sequence[int], batches: Sequence[int]) -> list[Task]:
+    """The most telling first: of each shape no drafts and three for a single request, by our
+    engines and then by its peers; after that all else, small batches first."""
+    most = telling_case(spec_tokens, batches)
+    telling = list(dict.fromkeys((Case(min(spec_tokens), most.batch), most)))
+    rest = [Case(k, b) for b in sorted(batches) for k in spec_tokens]
+    found: dict[Task, None] = {}
+    for shape in shapes:
+        found |= dict.fromkeys(_ours(shape, case) for case in telling)
+        found |= dict.fromkeys(_peers(shape, [*telling, Case(1, most.batch)], spec_tokens))
+    for shape in shapes:
+        found |= dict.fromkeys(_ours(shape, case) for case in rest)
+        found |= dict.fromkeys(_peers(shape, rest, spec_tokens))
+    return list(found)
+
+
+def profiles(shapes: Sequence[str], case: Case) -> list[Task]:
+    """One of each shape."""
+    return [Task(shape, case, tuple(PROFILES), "profile") for shape in shapes]
+
+
+def telling_case(spec_tokens: Sequence[int], batches: Sequence[int]) -> Case:
+    """Three drafts, or the most that there are, for a single request."""
+    return Case(3 if 3 in spec_tokens else max(spec_tokens), min(batches))
+
+
+def _ours(shape: str, case: Case) -> Task:
+    return Task(shape, case, OURS, "ours")
+
+
+def _peers(shape: str, of: Sequence[Case], spec_tokens: Sequence[int]) -> Iterator[Task]:
+    """transformers plainly; then with drafts, for which gigabytes go through a file."""
+    for engine, k in ((PLAIN, 0), (USE_MTP, 1)):
+        for case in of:
+            if case.spec_tokens == k and k in spec_tokens:
+                yield Task(shape, case, (engine,), engine)
 
 
 def _free(machine: Machine) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from mtpc.backends.base import Report
 from mtpc.backends.cuda import CudaBackend
-from mtpc.backends.memory import intermediate_bytes
+from mtpc.backends.memory import live_memory, peak_bytes, place_live, pool_bytes
 from mtpc.buffers import N
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -39,11 +39,13 @@ class MemoryPlan:
         steps: bytes of intermediates at most, by step.
         fixed: bytes of state whose size does not depend on pages, and of weights that passes make.
         page: bytes of a page, of all layers together.
+        pool: bytes of one pool in which the intermediates of every step are laid out.
     """
 
     steps: Mapping[str, int]
     fixed: int
     page: int
+    pool: int
 
     @property
     def graphs(self) -> int:
@@ -60,9 +62,9 @@ class MemoryPlan:
         largest = max(self.steps, key=self.steps.__getitem__)
         return (
             f"{free / _MIB:.0f} MiB free: graphs {self.graphs / _MIB:.0f} MiB ({largest}: "
-            f"{self.steps[largest] / _MIB:.1f} MiB, allowance {ALLOWANCE / _MIB:.0f} MiB), state "
-            f"{self.fixed / _MIB:.1f} MiB; {self.pages(free)} pages of {self.page / 1024:.1f} KiB "
-            f"fit, {wanted} are wanted"
+            f"{self.steps[largest] / _MIB:.1f} MiB, laid out {self.pool / _MIB:.1f} MiB, "
+            f"allowance {ALLOWANCE / _MIB:.0f} MiB), state {self.fixed / _MIB:.1f} MiB; "
+            f"{self.pages(free)} pages of {self.page / 1024:.1f} KiB fit, {wanted} are wanted"
         )
 
 
@@ -79,7 +81,9 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: CudaBacke
     options = options.for_model(getattr(loaded.config, "max_position_embeddings", None))
     few = options.blocks_per_request(options.sequence_limit) + 1
     compiler = StepCompiler(loaded, replace(options, num_pages=few), backend)
-    steps = {str(key): intermediate_bytes(compiler.rewritten(key)) for key in compiler.keys}
+    live = {str(key): live_memory(compiler.rewritten(key)) for key in compiler.keys}
+    steps = {name: peak_bytes(items) for name, items in live.items()}
+    pool = max(pool_bytes(place_live(items)) for items in live.values())
     backend.notes = notes  # The steps proper will take theirs.
     less = compiler.layout(compiler.keys[0])
     more = Layout(less.values(), {**less.sizes, N: few + 1})
@@ -89,7 +93,7 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: CudaBacke
     ]
     page, weights = sizes[1] - sizes[0], compiler.weights
     made = sum(weights[name].nbytes for name in weights.recipes)
-    return MemoryPlan(steps, sizes[0] - few * page + made, page)
+    return MemoryPlan(steps, sizes[0] - few * page + made, page, pool)
 
 
 def settle_pages(

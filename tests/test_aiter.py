@@ -161,6 +161,15 @@ def test_the_unrelated_aiter_is_recognised(install: Callable[..., None]) -> None
     assert "aiter" not in sys.modules, "it is recognised without being imported"
 
 
+def test_both_distributions_of_one_import_name(install: Callable[..., None]) -> None:
+    """What is on disk may be of either; the note says so, whatever its signatures are."""
+    install(ALL)
+    install({}, "aiter")
+    message = aiter.aiter_bindings().message
+    assert message.startswith("amd-aiter 0.1.5, whose files aiter 0.1.5 of the public index")
+    assert "uninstall both, then install amd-aiter" in message
+
+
 def test_both_locations_of_a_function_that_moved(install: Callable[..., None]) -> None:
     moved = {**ALL, "aiter/ops/triton/attention/unified_attention.py": UNIFIED}
     del moved["aiter/ops/triton/unified_attention.py"]
@@ -180,8 +189,17 @@ def test_both_locations_of_a_function_that_moved(install: Callable[..., None]) -
         ("page_size=1", "page_size=1, *, work_plan", "newly requires ['work_plan']"),
         ("def mla_decode_fwd", "def mla_decode", "no attribute 'mla_decode_fwd'"),
         ("import torch", "import torch, no_such_module_of_rocm", "no_such_module_of_rocm"),
+        ("import torch", "import torch; {}['GPU_ARCHS']", "KeyError: 'GPU_ARCHS'"),
+        ("import torch", "raise RuntimeError('no rocminfo')", "RuntimeError: no rocminfo"),
+        ("q, kv_buffer, o,", "q, o, kv_buffer,", "its order is ['q', 'o', 'kv_buffer'"),
+        ("page_size=1", "page_size=16", "page_size is page_size=16, positional or keyword"),
+        ("page_size=1", "*, page_size=1", "page_size is page_size=1, keyword-only"),
+        ("nhead_kv=1", "nhead_kv=None", "nhead_kv is nhead_kv=None"),
     ],
-    ids=["renamed", "required", "gone", "broken"],
+    ids=[
+        *("renamed", "required", "gone", "broken", "no architecture", "import fails", "order"),
+        *("default", "kind", "other default"),
+    ],
 )
 def test_a_deviation_leaves_that_op_to_triton_and_says_so(
     old: str, new: str, message: str, install: Callable[..., None]
@@ -191,7 +209,7 @@ def test_a_deviation_leaves_that_op_to_triton_and_says_so(
     found = aiter.aiter_bindings()
     left = (REFERENCE.paged_attention, REFERENCE.rms_norm, REFERENCE.add_rms_norm)
     assert [b.reference for b in found.bindings] == [op.default for op in left]
-    assert "of which Triton stands in for mla_decode_fwd: " in found.message
+    assert "; Triton stands in for mla_decode_fwd: " in found.message
     assert message in found.message
 
 
@@ -264,9 +282,12 @@ LARGE = dict(
 """The latent's released widths on the tiny DeepSeek-V3."""
 
 
-def _bound(directory: Path, spec_tokens: int, dtype: str, found: aiter.Found) -> Any:
+def _bound(
+    directory: Path, spec_tokens: int, dtype: str, found: aiter.Found, **changes: Any
+) -> Any:
     """A decode step bound to what was found; which libraries' ops it calls, and the notes."""
-    options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(2,), max_len=64)
+    sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 1, **changes}
+    options = CompileOptions(spec_tokens=spec_tokens, **sizes)
     notes: list[str] = []
     compiler = StepCompiler(load(directory, dtype, True), options, EagerBackend())
     with torch.no_grad():
@@ -313,9 +334,12 @@ def test_other_dtypes_and_widths_are_refused(
     libraries, notes = _bound(wide_mla, 2, "float32", found)
     assert libraries == ["mtpc"]
     assert any("(float32; it takes bfloat16)" in note for note in notes)
+    libraries, notes = _bound(wide_mla, 2, "bfloat16", found, page_size=16)
+    assert libraries == ["mtpc"]
+    assert any("(pages of 16 tokens; larger ones than 1" in note for note in notes)
     _, notes = _bound(checkpoint("deepseek_v3"), 2, "bfloat16", found)
     assert any("rows of 40 with rank 32; it takes 576 and 512" in note for note in notes)
-    libraries, _ = _bound(checkpoint("mimo"), 2, "bfloat16", found)
+    libraries, _ = _bound(checkpoint("mimo"), 2, "bfloat16", found, page_size=16)
     assert libraries == ["mtpc_aiter"]
 
 

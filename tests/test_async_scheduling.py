@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_engine import LATER_FAMILIES, PRESSED, PROMPTS, Session, run_schedules
 from test_grammar import MASKED, NEW, STOP, Records, run, wanted
 from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
@@ -16,7 +18,7 @@ from torch import Tensor
 import mtpc
 from mtpc.capture.program import Program
 from mtpc.engine import engine as engine_module
-from mtpc.engine.readout import HostMoment, Readout
+from mtpc.engine.readout import DeviceMoment, HostMoment, Readout
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import RESULT_BUFFERS, StepKey
 
@@ -286,3 +288,21 @@ def test_generate_stream_and_options(session: Session) -> None:
         spec.generate([[]], 3)
     with pytest.raises(OptionError, match="async_scheduling is 1; expected True or False"):
         replace(spec.options, async_scheduling=1)  # type: ignore[arg-type]
+
+
+def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current device may be another: an event there would not wait for the copies."""
+    recorded: list[Any] = []
+    event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    buffer = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
+    buffer.to = lambda *args, **options: torch.zeros(1)
+    buffers = dict.fromkeys(RESULT_BUFFERS, buffer)
+    key = StepKey.decode(1, 0)
+    steps = {key: SimpleNamespace(buffers=buffers)}
+    program: Any = SimpleNamespace(steps=steps, run=lambda key: buffers)
+    readout = Readout(program, key)
+    assert recorded == ["stream of cuda:1"] * 3
+    assert isinstance(readout.begin, DeviceMoment)
+    assert readout.read().keys() == set(RESULT_BUFFERS)

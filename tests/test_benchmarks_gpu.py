@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
+import gpu_decode
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+import mtpc
 from benchmarks import gpu
 from benchmarks.gpu_engines import Fused
 from benchmarks.gpu_machine import NullMachine
 from benchmarks.gpu_models import build, weigh
+from benchmarks.gpu_op_inputs import CALLS
+from benchmarks.gpu_ops import difference
 from benchmarks.gpu_pieces import cut_step
-from benchmarks.gpu_rows import APART, COMPILED, FUSED, PLAIN, USE_MTP, Row, RowFile, findings
-from benchmarks.gpu_speed import Case, cases
+from benchmarks.gpu_profile import Bytes, OperatorProfiler, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu_rows import (
+    APART,
+    COMPILED,
+    FUSED,
+    LATE,
+    PLAIN,
+    USE_MTP,
+    Row,
+    RowFile,
+    findings,
+)
+from benchmarks.gpu_schedule import Schedule
+from benchmarks.gpu_speed import OURS, Case, Plan, Task, tasks
+from mtpc.backends.cuda import compile_flat
+from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
 
+PLANS = "mtpc/backends/triton_kernels/plans.py"
 PROMPTS = [[5, 9, 14, 3, 7, 22, 31], [41, 8], [17, 90, 33, 12, 5]]
 
 
@@ -30,14 +55,22 @@ def _read(path: Path) -> list[dict[str, str]]:
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every engine does the same work; a file that has all rows gets no more of them."""
     path = tmp_path / "gpu.csv"
-    words = ["--dry-run", "--parts", "speed", "--shapes", "tiny-glm4", "--spec-tokens", "1"]
-    words += ["--batches", "1", "--csv", str(path), "--prompt-tokens", "8"]
+    words = ["--dry-run", "--parts", "speed", "profile", "--shapes", "tiny-glm4"]
+    words += ["--spec-tokens", "1", "--batches", "1", "--csv", str(path), "--prompt-tokens", "8"]
     assert gpu.main(words) == 0
-    rows = {row["engine"]: row for row in _read(path)}
-    assert list(rows) == [FUSED, APART, COMPILED, USE_MTP]
+    found = _read(path)
+    rows = {row["engine"]: row for row in found if row["part"] == "speed"}
+    assert list(rows) == [FUSED, LATE, APART, COMPILED, USE_MTP]
     assert all(float(row["acceptance"]) == 1 for row in rows.values()), "weights accept"
     assert [rows[engine]["launches"] for engine in (FUSED, APART, COMPILED)] == ["1", "2", "2"]
-    assert int(rows[FUSED]["kernels"]) > 100
+    assert rows[COMPILED]["note"].startswith("torch.compile of the same modules piecewise: our")
+    whole, *gaps = (row for row in found if row["part"] in ("profile", "gap"))
+    kernels = [int(row["kernels"]) for row in found if row["part"] == "kernel"]
+    assert int(whole["kernels"]) == sum(kernels) > 100
+    assert len(gaps) == 3 + 2, "three, then two more profiles"
+    assert float(whole["floor_ms"]) + float(whole["gap_ms"]) == pytest.approx(
+        float(whole["ms_device"]), rel=1e-4
+    )
     assert "no time means anything" in capsys.readouterr().out
     before = path.read_text()
     assert gpu.main([*words, "--resume"]) == 0
@@ -50,7 +83,7 @@ def test_profile(tmp_path: Path) -> None:
     words = ["--dry-run", "--parts", "profile", "--shapes", "tiny-glm4", "--spec-tokens", "1"]
     words += ["--batches", "1", "--csv", str(path), "--prompt-tokens", "8", "--new-tokens", "8"]
     assert gpu.main(words) == 0
-    rows = _read(path)
+    rows = [row for row in _read(path) if row["part"] == "profile"]
     kernels = [int(row["kernels"]) for row in rows]
     assert kernels[2] < kernels[0] < kernels[1]
     assert rows[2]["engine"] == f"{FUSED}, norms fused by us"
@@ -63,18 +96,21 @@ def test_many_requests_that_accept_all(tmp_path: Path) -> None:
     words = ["--dry-run", "--parts", "speed", "--shapes", "tiny-glm4", "--spec-tokens", "4"]
     words += ["--batches", "6", "--csv", str(path), "--prompt-tokens", "8", "--new-tokens", "16"]
     assert gpu.main(words) == 0
-    assert {row["engine"] for row in _read(path)} == {FUSED, APART, COMPILED}
+    assert {row["engine"] for row in _read(path)} == {*OURS}
 
 
 @pytest.mark.slow
 def test_the_whole_dry_run(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
     words = ["--dry-run", "--csv", str(path), "--spec-tokens", "0", "4", "--deadline", "3600"]
+    words += ["--families", "all"]
     assert gpu.main(words) == 0
     rows = _read(path)
     gates = [row for row in rows if row["part"] == "gate"]
     assert [row["passed"] for row in gates] == ["True"] * len(gpu.FAMILIES)
-    assert {row["engine"] for row in rows if row["part"] == "speed"} >= {FUSED, APART, PLAIN}
+    assert {row["passed"] for row in rows if row["part"] in ("ops", "sampling")} == {"True"}
+    assert [row["shape"] for row in rows if row["part"] == "aot"] == ["deepseek_v3"]
+    assert {row["engine"] for row in rows if row["part"] == "speed"} >= {FUSED, LATE, APART, PLAIN}
     assert {row["launches"] for row in rows if row["engine"] == APART} == {"1", "5"}
     profiles = [row["shape"] for row in rows if row["part"] == "profile"]
     assert len(profiles) == 3 * len(set(profiles)) > 0
@@ -83,9 +119,102 @@ def test_the_whole_dry_run(tmp_path: Path) -> None:
 def test_what_the_deadline_leaves_out_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu.Session, "is_late", lambda self, share=1.0: True)
-    assert gpu.main(["--dry-run", "--families", "mimo", "--shapes", "tiny-glm4"]) == 0
-    assert "gate mimo; all of tiny-glm4; see --resume" in " ".join(capsys.readouterr().out.split())
+    """Of a case that raises, too, what it says; and that it is no success."""
+    monkeypatch.setattr(gpu, "Schedule", partial(Schedule, clock=itertools.count(0, 60).__next__))
+    monkeypatch.setattr(gpu, "check_family", _broken)
+    words = ["--dry-run", "--parts", "gate", "sampling", "--families", "mimo", "step3p7"]
+    assert gpu.main([*words, "--deadline", "120"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "FAILED ValueError: a broken gate" in said
+    assert "left out for want of time: gate step3p7" in said
+    assert "; see --resume" in said
+
+
+def _broken(*_: object) -> Row:
+    raise ValueError("a broken gate")
+
+
+def test_nothing_is_begun_that_would_end_late() -> None:
+    now = [0.0]
+    schedule = Schedule(100, clock=lambda: now[0])
+
+    def work(kind: str, seconds: float) -> bool:
+        begins = schedule.fits(kind, f"{kind} at {now[0]:g}")
+        with schedule.timed(kind) if begins else nullcontext():
+            now[0] += seconds if begins else 0
+        return begins
+
+    assert work("small", 5)
+    assert work("large", 40), "nothing is known of it but what others took"
+    assert work("large", 30)
+    assert not work("large", 1), "at 75, with 40 to come"
+    assert not work("new", 1), "as long as the longest, as far as is known"
+    assert work("small", 25)
+    assert not work("small", 1), "25 by now"
+    assert schedule.fits("other", "in half", 0.5) is False
+    assert schedule.left_out == ["large at 75", "new at 75", "small at 100", "in half"]
+
+
+def test_errors_are_rows_and_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    plan = Plan(4, 4, None, tmp_path)
+    session = gpu.Session(NullMachine(), Schedule(1e9), RowFile(path), lambda line: None, plan)
+    rows = [Row("gate", "d", name, "x", 3, 2) for name in ("a", "b")]
+
+    def work(wanted: Sequence[Row]) -> Iterator[Row]:
+        yield wanted[0]
+        raise RuntimeError("no kernel image")
+
+    session.attempt("gate", rows, work)
+    assert [row["note"] for row in _read(path)] == ["", "RuntimeError: no kernel image"]
+    session.file = RowFile(path, resume=True)
+    assert [row["shape"] for row in _read(path)] == ["a"], "what failed is dropped"
+    tried: list[str] = []
+    session.attempt("gate", rows, lambda wanted: (tried.append(r.shape) or r for r in wanted))
+    assert tried == ["b"]
+
+
+def test_each_op_with_a_kernel_has_calls() -> None:
+    """The names as plans.py has them, which cannot be imported without Triton."""
+    source = (Path(gpu.__file__).parent.parent / PLANS).read_text()
+    table = source[source.index("PLANS: dict") :]
+    assert set(re.findall(r'^    "(\w+)": plan_', table, re.MULTILINE)) == set(CALLS)
+
+
+def test_differences() -> None:
+    """In tolerances: 0.016 for bfloat16, of 1 + |wanted|; a NaN where none should be is no pass."""
+    one = torch.ones(2, dtype=torch.bfloat16)
+    nan = torch.tensor([1, torch.nan], dtype=torch.bfloat16)
+    assert difference([one], [one], torch.bfloat16) == 0
+    assert difference([one * 1.03125], [one], torch.bfloat16) == pytest.approx(0.03125 / 2 / 0.016)
+    assert difference([one.float() * 1.03125], [one.float()], torch.float32) > 100
+    assert difference([nan], [one], torch.bfloat16) == difference([one], [nan], torch.bfloat16)
+    assert difference([nan], [one], torch.bfloat16) == float("inf")
+    assert difference([nan], [nan], torch.bfloat16) == 0
+    integers = torch.tensor([3, 4])
+    assert difference([integers + 1], [integers], torch.bfloat16) == float("inf")
+
+
+def test_gaps() -> None:
+    """By hand: 2 GB of matrices at 1000 GB/s are 2 of 3 ms; what is left of 6 ms is idle time."""
+    profiler = OperatorProfiler()
+    profiler.steps = 2
+    for name, milliseconds in (("nvjet_a", 2), ("gemv_b", 4), ("triton_norm", 3), ("copy", 1)):
+        profiler.add(name, 1e-3 * milliseconds)
+        profiler.add(name, 0.0)
+    whole = Row("profile", "d", "s", "e", 3, 1, ms_device=6.0, copy_gb_s=1000.0)
+    kernels = list(kernel_rows(whole, profiler))
+    assert [(r.engine, r.kernels, r.ms_device) for r in kernels][:2] == [
+        ("gemv_b", 1, 2.0),
+        ("triton_norm", 1, 1.5),
+    ]
+    assert launches_in(profiler) == 4
+    gaps = gap_rows(whole, kernels, Bytes(products=2 * 10**9, experts=0))
+    assert [(r.engine, r.ms_device, r.floor_ms, r.gap_ms) for r in gaps] == [
+        ("triton_norm", 1.5, 0.0, 1.5),
+        ("matrix products", 3.0, 2.0, 1.0),
+        ("time between kernels", 1.0, 0.0, 1.0),
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -106,7 +235,7 @@ def test_pieces_do_what_the_whole_does(family: str, checkpoint: Callable[..., Pa
     graph = fused.step.graph
     assert graph is not None
     assert len(cut_step(graph)) == 3 + 1, "the target's pass, and each draft's"
-    pieces = fused.pieces()
+    pieces = fused.pieces
     graphs = machine.graphs()
     replays = (None, pieces.run, pieces.capture(graphs))
     decoders = [fused.decoder(replay) for replay in replays]
@@ -142,23 +271,42 @@ def test_findings_and_order() -> None:
         row.host_us, row.step_bytes, row.copy_gb_s, row.of_bandwidth = 40.0, k * 10**9, 1000.0, 0.8
         rows.append(row)
     rows.append(Row("speed", "d", "s", APART, 3, 1, ms_step=5.75, ms_device=5.0))
+    rows.append(Row("speed", "d", "s", LATE, 3, 1, host_us=12.0))
+    rows.append(Row("gap", "d", "s", "a kernel", 3, 1, ms_device=1.0, gap_ms=0.75))
     assert list(findings(rows)) == [
         "graph launches per iteration: [1] (goal 1)",
-        "host time per iteration: at most 40 us (goal 50 us)",
+        "host time per iteration, read at once: at most 40 us (goal 50 us)",
+        "host time per iteration, read late: at most 12 us (goal 50 us)",
         "s, K=1, batch 1: 80% of the copy bandwidth (goal 75%)",
         "s, K=3, batch 1: 80% of the copy bandwidth (goal 75%)",
         "s, K=3, batch 1: 1.25x the speed of a graph a piece (goal 1.15x at small batch)",
         "s, batch 1: a draft costs 1.30x its bytes (goal 1.3x)",
+        "s, K=3: a kernel takes 1.000 ms, 0.750 ms beyond its bytes",
     ]
     assert list(findings([])) == []
-    order = [case.spec_tokens for case in cases((0, 1, 2, 3, 4), (1,))]
-    assert order == [0, 4, 1, 2, 3]
-    assert cases((3,), (1, 4)) == [Case(3, 1), Case(3, 4)]
+
+
+def test_order() -> None:
+    """Ours without drafts and with three, then peers, of each shape; then all else, once."""
+    found = tasks(("glm4-8b", "mla-moe-16b"), (0, 1, 2, 3, 4), (1, 4))
+    dense = [task for task in found[:4] if task.shape == "glm4-8b"]
+    assert [(task.case, task.engines) for task in dense] == [
+        (Case(0, 1), OURS),
+        (Case(3, 1), OURS),
+        (Case(0, 1), (PLAIN,)),
+        (Case(1, 1), (USE_MTP,)),
+    ]
+    assert found[4] == Task("mla-moe-16b", Case(0, 1), OURS, "ours")
+    assert len(found) == len(set(found))
+    ours = [(task.shape, task.case) for task in found if task.engines == OURS]
+    assert len(ours) == 2 * 5 * 2
+    alone = tasks(("glm4-8b",), (3,), (1, 4))
+    assert [task.case for task in alone] == [Case(3, 1), Case(3, 4)]
 
 
 def test_rows_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    row = Row("gate", "d", "mimo", "x", 3, 2, passed=False, note="other, drafts")
+    row = Row("gate", "d", "mimo", "x", 3, 2, passed=True, note="other, drafts")
     RowFile(path).add(row)
     again = RowFile(path, resume=True)
     assert row.case in again.there
@@ -167,3 +315,52 @@ def test_rows_are_kept(tmp_path: Path) -> None:
     assert _read(path)[0]["note"] == "other, drafts"
     RowFile(path)
     assert _read(path) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(
+            [],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        pytest.param(["--dry-run"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_example(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """examples/gpu_decode.py: on the null device the text of plain decoding; else it refuses."""
+    monkeypatch.setattr(sys, "argv", ["gpu_decode.py", *words, "--max-new-tokens", "8"])
+    code = gpu_decode.main()
+    seen = capsys.readouterr()
+    if not words:
+        assert code == 2
+        assert "backend 'cuda' needs a GPU" in seen.err
+        assert "--dry-run" in seen.err
+        return
+    assert code == 0
+    texts = mtpc.compile(demo_checkpoint(), backend="eager", spec_tokens=0).generate(
+        list(BENCH_PROMPTS), 8
+    )
+    written = [p + t for p, t in zip(BENCH_PROMPTS, texts, strict=True)]
+    assert seen.out.startswith("\n".join(written))
+    assert "32 tokens, " in seen.out
+
+
+@pytest.mark.slow
+def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own cache takes our flat modules: what --cache-dir relies on."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graph = torch.fx.Graph()
+    x, y = (graph.placeholder(name) for name in "xy")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, y)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    tensors = [torch.rand(3, 5), torch.rand(3, 5)]
+    found = []
+    for _ in range(2):
+        counters.clear()
+        (out,) = compile_flat(module, tensors)(*tensors)
+        assert torch.equal(out, tensors[0] * tensors[1])
+        found.append({n for n in counters["inductor"] if n.startswith("fxgraph_cache")})
+    assert found == [{"fxgraph_cache_miss"}, {"fxgraph_cache_hit"}]

@@ -188,12 +188,22 @@ def test_doctor_finds_this_machine_fit(capsys):
 
 def test_doctor_tells_amd_aiter_from_its_namesake():
     assert doctor.check_aiter(lookup(amd_aiter="0.1.7")).found == "amd-aiter 0.1.7"
-    assert doctor.check_aiter(lookup(amd_aiter="0.1.7", aiter="0.13")).status == "ok"
+    both = doctor.check_aiter(lookup(amd_aiter="0.1.7", aiter="0.13"))
+    assert both.status == "optional"
+    assert both.found == "amd-aiter 0.1.7, and aiter 0.13 of the same import name"
+    assert both.advice.startswith("uninstall both")
     namesake = doctor.check_aiter(lookup(aiter="0.13.20"))
     assert namesake.status == "optional"
     assert "aiter 0.13.20 is the async-iterator helpers" in namesake.found
     assert "pip uninstall aiter" in namesake.advice
     assert doctor.check_aiter(lookup()).found == "amd-aiter is not installed"
+
+
+@pytest.mark.parametrize("name", ["triton", "triton_rocm", "pytorch_triton_rocm"])
+def test_doctor_knows_every_name_of_triton(name, monkeypatch):
+    monkeypatch.setattr(doctor, "import_module", lambda name: None)
+    found = doctor.check_triton(lookup(**{name: "3.6.0"}))
+    assert (found.status, found.found) == ("ok", f"{name.replace('_', '-')} 3.6.0")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ and is not tested; docs/gpu.md says so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -23,7 +25,7 @@ from mtpc.api import SpecModel
 from mtpc.backends.bindings import Binding, BindKernels
 from mtpc.backends.cuda import INDUCTOR, CudaBackend, lift_tensors, lower_by_inductor
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.graphs import WARM_UPS, Lower
+from mtpc.backends.graphs import WARM_UPS, Lower, TorchGraphs, capture_step
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.targets import parse_target
 from mtpc.capture.graph import StepGraph
@@ -31,7 +33,7 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CaptureError, OptionError
 from mtpc.layout import StepKey
-from mtpc.models.load import load
+from mtpc.models.load import load, place
 from mtpc.recipes import Conversion, Convert, Join, make
 
 OPTIONS = dict(spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
@@ -107,6 +109,83 @@ def test_what_a_graph_would_freeze_is_refused(function: Any, message: str) -> No
     graph = _graph(function)
     with pytest.raises(CaptureError, match=message):
         CudaBackend(NullGraphs(), lower_eagerly, ()).capture(graph.module, graph)
+
+
+class _Cuda:
+    """torch.cuda's allocator and capture, as far as `TorchGraphs` asks: bytes by what holds them.
+
+    Attributes:
+        cached: what warm-ups left, given back by `empty_cache`, which a capture calls.
+        pool: what graphs hold.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.cached = self.pool = 0
+        cuda = dict(
+            Stream=lambda device: self, graph_pool_handle=lambda: 7, CUDAGraph=lambda: self,
+            current_stream=lambda device: self, stream=lambda stream: nullcontext(),
+            memory_reserved=lambda device: self.cached + self.pool, empty_cache=self.empty,
+            graph=lambda graph, **options: self,
+        )  # fmt: skip
+        for name, value in cuda.items():
+            patch.setattr(torch.cuda, name, value)
+
+    def empty(self) -> None:
+        self.cached = 0
+
+    def wait_stream(self, stream: Any) -> None:
+        assert stream is self
+
+    def synchronize(self) -> None:
+        self.cached += 1000  # Of a warm-up.
+
+    def replay(self) -> None:
+        raise AssertionError("nothing is replayed here")
+
+    def __enter__(self) -> None:
+        self.empty()
+        self.pool += 64
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_graphs_bytes_are_those_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not less what warm-ups had left, which a capture gives back before it begins."""
+    cuda, graph = _Cuda(monkeypatch), _graph(lambda counter: counter.add_(1))
+    captured = capture_step(graph.module, graph, TorchGraphs(torch.device("cpu")))
+    assert captured.pool_bytes == cuda.pool == 64
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (RuntimeError("not permitted when stream is capturing"), CaptureError),
+        (BackendError("no such kernel"), BackendError),
+    ],
+)
+def test_the_first_error_of_a_capture_is_told(
+    error: Exception, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ending a capture that has failed raises another one, which says nothing."""
+    _Cuda(monkeypatch)
+
+    def run() -> None:
+        raise error
+
+    with pytest.raises(seen, match=str(error)):
+        TorchGraphs(torch.device("cpu")).record(run)
+
+
+def test_a_model_on_another_device_of_the_kind_is_not_taken() -> None:
+    """Captured on one device's stream, it would run on the other's memory."""
+    embedding = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda:1")))
+    target = SimpleNamespace(get_input_embeddings=lambda: embedding)
+    model: Any = SimpleNamespace(target=target, owned=False)
+    assert place(model, "cuda") is place(model, "cuda:1") is model
+    with pytest.raises(OptionError, match=r"is on cuda:1; this backend runs on cuda:0"):
+        place(model, "cuda:0")
 
 
 # ---- binding ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ that were bound. What `torch.cuda.CUDAGraph` does with them has never been seen 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,15 @@ import pytest
 import torch
 from conftest import FAMILY_NAMES
 from oracles import Oracle
+from tapes import storages, taken
 from test_cuda_backend import lower_eagerly
 from test_host import OPTIONS, Server, bind_poisoned, bits, finish, serve, tensors_for
 from test_theorem import PROMPTS
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 import mtpc
 from mtpc.backends import BACKENDS
 from mtpc.backends.cuda import CudaBackend
-from mtpc.backends.null import NullGraphs, Tape
+from mtpc.backends.null import NullGraphs
 from mtpc.host.parts import GraphPart
 from mtpc.layout import StepKey
 
@@ -100,22 +99,6 @@ def test_graphs_hold_the_hosts_addresses_and_no_other_pool(
         known = storages(own.values()) | storages(weights.values())
         touched |= taken(tape, known)
     assert pools <= touched, "each of the host's pools is used by some graph"
-
-
-def storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def taken(tape: Tape, known: set[int]) -> set[int]:
-    """Storages that a tape's operators take; fails where one is neither known nor its own."""
-    made, found = set[int](), set[int]()
-    for entry in tape.entries:
-        given: list[Tensor] = []
-        tree_map_only(Tensor, given.append, (entry.args, entry.kwargs))
-        assert storages(given) <= known | made, f"{entry.op} takes memory that nobody gave"
-        found |= storages(given)
-        made |= storages(entry.outputs)
-    return found
 
 
 def test_a_moved_pool_is_seen_and_may_be_bound_anew(

@@ -8,14 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import EACH_FAMILY, FEWER_BUCKETS
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.memory import GRANULE, intermediate_bytes
+from mtpc.backends.memory import (
+    GRANULE,
+    Live,
+    live_memory,
+    peak_bytes,
+    place_live,
+    pool_bytes,
+)
 from mtpc.backends.null import NullGraphs, Tape
 from mtpc.budget import ALLOWANCE, MemoryPlan, fit_pages, plan_memory, settle_pages
+from mtpc.capture.effects import analyse
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
@@ -63,7 +72,7 @@ def test_the_estimate_holds_what_is_recorded(family: str, checkpoint: Callable[.
     compiler = StepCompiler(load(directory, "float32", True), OPTIONS, cuda)
     for key in (compiler.keys[0], compiler.keys[-1]):
         graph = compiler.rewritten(key)
-        estimate = intermediate_bytes(graph)
+        estimate = peak_bytes(live_memory(graph))
         graphs = NullGraphs()
         CudaBackend(graphs, EagerBackend().lower, (), device="cpu").capture(graph.module, graph)
         module = graph.module
@@ -72,6 +81,49 @@ def test_the_estimate_holds_what_is_recorded(family: str, checkpoint: Callable[.
         assert peak > 1000
         # Small tensors are rounded up; there are never more than a hundred of them at once.
         assert peak <= estimate <= 1.5 * peak + 100 * GRANULE, (str(key), peak, estimate)
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_steps_share_a_pool_without_overlap(family: str, checkpoint: Callable[..., Path]) -> None:
+    """What is needed at one time is apart, of every bucket; nothing else is in the pool."""
+    options = replace(OPTIONS, **FEWER_BUCKETS.get(family, {}))
+    loaded = load(checkpoint(family), "float32", True)
+    compiler, ends = StepCompiler(loaded, options, backend()), dict[str, int]()
+    for key in compiler.keys:
+        graph = compiler.rewritten(key)
+        live = live_memory(graph)
+        placed, effects = place_live(live), analyse(graph.graph)
+        nodes = [node for node in graph.graph.nodes if node.op != "output"]
+        assert [p.live for p in sorted(placed, key=lambda p: live.index(p.live))] == live
+        for index, one in enumerate(placed):
+            assert one.offset % GRANULE == one.live.nbytes % GRANULE == 0
+            for other in placed[index + 1 :]:
+                apart = one.end <= other.offset or other.end <= one.offset
+                assert apart or not one.live.meets(other.live), (one, other)
+        roots = {root for node in nodes for root in effects.roots[node]}
+        static = {root for root in roots if isinstance(root, str)}
+        names = {item.name for item in live}
+        assert names >= {root.name for root in roots - static}, "every temporary is in it"
+        assert not names & {node.name for node in nodes if node.op == "get_attr"}
+        assert {item.last for item in live} <= set(range(len(nodes)))
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        assert not output.all_input_nodes, "nothing of a step is there after it"
+        ends[str(key)] = pool_bytes(placed)
+        assert peak_bytes(live) <= ends[str(key)] <= 1.5 * peak_bytes(live)
+    plan = plan_memory(loaded, options, backend())
+    assert plan.pool == max(ends.values())
+    assert plan.steps.keys() == ends.keys()
+
+
+def test_a_layout_by_hand() -> None:
+    """A gap is used again by what comes later, and not by what would overlap."""
+    a, b, c, d = (Live("a", 1024, 0, 1), Live("b", 512, 0, 3), Live("c", 1024, 2, 3),
+                  Live("d", 512, 3, 4))  # fmt: skip
+    assert {p.live.name: p.offset for p in place_live([a, b, c, d])} == {
+        "a": 0, "c": 0, "b": 1024, "d": 1536,
+    }  # fmt: skip
+    assert peak_bytes([a, b, c, d]) == pool_bytes(place_live([a, b, c, d])) == 2048
+    assert peak_bytes([]) == pool_bytes([]) == 0
 
 
 def test_weights_that_passes_make_are_in_the_plan(checkpoint: Callable[..., Path]) -> None:
@@ -86,7 +138,7 @@ def test_weights_that_passes_make_are_in_the_plan(checkpoint: Callable[..., Path
 
 
 def test_a_plan_by_hand() -> None:
-    plan = MemoryPlan({"decode": 100, "prefill": 700}, fixed=50, page=10)
+    plan = MemoryPlan({"decode": 100, "prefill": 700}, fixed=50, page=10, pool=720)
     assert plan.graphs == 700 + 100 + ALLOWANCE  # While one is warmed up the other is captured.
     assert plan.pages(ALLOWANCE + 800 + 50 + 39) == 3
     assert plan.pages(0) == 0

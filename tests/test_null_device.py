@@ -9,13 +9,20 @@ import pytest
 import torch
 from conftest import EACH_FAMILY
 from sampling_cases import make_rows
+from tapes import storages, taken
 from test_theorem import PROMPTS
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice, Tape
 from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.compiler import StepCompiler
+from mtpc.config import CompileOptions
 from mtpc.errors import CaptureError
 from mtpc.layout import Layout, StepKey
+from mtpc.models.load import load
 from mtpc.ops.philox import gumbel
 from mtpc.sampling_params import INTS, SamplingParams
 
@@ -24,9 +31,6 @@ from mtpc.sampling_params import INTS, SamplingParams
 def null_model(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """null_model(family): a compiled model on a null device of its own, and the device."""
     from mtpc.api import SpecModel
-    from mtpc.compiler import StepCompiler
-    from mtpc.config import CompileOptions
-    from mtpc.models.load import load
 
     def make(family: str, **changes: Any) -> tuple[SpecModel, NullDevice]:
         options = CompileOptions(
@@ -48,6 +52,46 @@ def test_replay_equals_eager(
     spec, _ = null_model(family)
     eager = compiled(family, 3, batch_buckets=(2,))
     assert spec.generate(PROMPTS[2:7], 16) == eager.generate(PROMPTS[2:7], 16)
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_nothing_is_taken_but_static_memory_and_the_tapes_own(
+    family: str, null_model: Callable[..., Any]
+) -> None:
+    """No tensor of the host's, or of another step's, however small, is in a captured graph."""
+    spec, device = null_model(family)
+    static = {key: static_tensors(step.graph) for key, step in spec.program.steps.items()}
+    assert {str(key) for key in static} == device.tapes.keys()
+    for key, tensors in static.items():
+        known, tape = storages(tensors.values()), device.tapes[str(key)]
+        assert taken(tape, known) & known
+        made = storages(t for entry in tape.entries for t in entry.outputs) - known
+        for other, rest in device.tapes.items():
+            if other != str(key):
+                theirs = [t for entry in rest.entries for t in entry.outputs]
+                assert not made & storages(theirs), "temporaries are a step's own"
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+@torch.no_grad()
+def test_no_tensor_of_a_step_is_on_another_device(
+    family: str, checkpoint: Callable[..., Any]
+) -> None:
+    """What is made without naming a device would be on the CPU. "meta" stands for a GPU, whose fake
+    tensors torch's builds for the CPU cannot index."""
+    loaded = load(checkpoint(family), "float32", True)
+    for module in (loaded.target, *loaded.mtp_layers):
+        module.to("meta")
+    options = CompileOptions(
+        spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, sampling=True
+    )
+    compiler = StepCompiler(loaded, options, EagerBackend())
+    for key in compiler.keys:
+        tensors: list[torch.Tensor] = []
+        for node in compiler.rewritten(key).graph.nodes:
+            tree_map_only(torch.Tensor, tensors.append, node.meta.get("val"))
+        assert len(tensors) > 100
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 @pytest.mark.parametrize("page_size", [4, 64])

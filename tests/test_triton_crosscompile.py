@@ -35,9 +35,9 @@ from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
 
-SPILLS = {"hip": 0, "cuda": 64}
-"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (40 on sm_80, where
-prompts and drafts of GLM-4.5 fill a tile; none elsewhere)."""
+SPILLS = {"hip": 0, "cuda": 96}
+"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (on sm_80, where
+prompts and drafts of GLM-4.5 fill a tile: 40, and 88 by Triton 3.6; none elsewhere)."""
 EACH_TARGET = [
     target if name in ("hip:gfx942", "cuda:90") else pytest.param(target, marks=pytest.mark.slow)
     for name, target in TARGETS.items()
@@ -165,6 +165,15 @@ def test_build_for_a_target_prints_a_table(
     assert "compiled by Inductor on the device itself" in out
     assert main(["cache", "ls", "--cache-dir", str(tmp_path / "cache")]) == 0
     assert "gpu-kernel" in capsys.readouterr().out
+
+
+def test_inductor_copies_no_cache_before_a_launch() -> None:
+    """Of a step that writes its caches, reads them, and writes them again, thrice."""
+    script = Path(__file__).parent / "reinplacing.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    before, copied = json.loads(done.stdout.splitlines()[-1])
+    assert all(before), "unless somebody looks, all that is written is copied"
+    assert copied == [[]] * (3 * 4 + 3), "3 layers of 4 launches, and 3 of the delta rule"
 
 
 def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:

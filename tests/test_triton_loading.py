@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
 
+import torch
 import triton
 from shipped_launches import write, write_for
 
 from mtpc.backends.bindings import BindKernels, Configure, by_default
 from mtpc.backends.cross import CrossBackend
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.memory import intermediate_bytes
+from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.targets import TARGETS
-from mtpc.backends.triton_kernels import crosscompile
+from mtpc.backends.triton_kernels import crosscompile, load_kernels
 from mtpc.backends.triton_kernels.configs import Config, all_configured
 from mtpc.backends.triton_kernels.crosscompile import (
     METADATA,
+    Specialisation,
     compiler_fields,
     cross_compile,
 )
@@ -41,7 +43,7 @@ from mtpc.backends.triton_kernels.loading import (
     built_by_another,
     loaded_bindings,
 )
-from mtpc.backends.triton_kernels.plans import step_launches
+from mtpc.backends.triton_kernels.plans import plan, step_launches
 from mtpc.backends.triton_kernels.tuning import Call, Tuner
 from mtpc.cache.key import digest
 from mtpc.cache.lookup import KEY, key_bytes
@@ -73,7 +75,7 @@ def test_code_of_another_triton_is_not_loaded(
     said = built_by_another(store, target)
     assert said is not None
     assert said.startswith("the cache's code is another Triton's (triton.build: ")
-    assert said.endswith("); build it with this one")
+    assert said.endswith("); build it with this one, of the same wheel and Python")
 
     def fill(directory: Path) -> None:
         for name in theirs.entry.files:
@@ -132,6 +134,46 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     assert "triton.json" in reason
 
 
+def test_code_that_was_built_and_launches_have_the_same_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Triton's defaults are about to change is said, and so is all that a key holds."""
+    load_kernels()
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton.JITFunction, "run", lambda kernel, **options: seen.append(options))
+    rows = torch.zeros(2, 2, 16)
+    for namespace in ("mtpc_triton", "mtpc_loaded"):
+        op = getattr(torch.ops, namespace).write_cache
+        op(torch.zeros(3, 4, 2, 16), rows, torch.zeros(2, dtype=torch.int64))
+    built = write_for(TARGETS["cuda:90"]).triton_options()
+    assert built["enable_fp_fusion"] is True
+    for options in seen:
+        assert {name: options.get(name) for name in built} == built
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("target", ["hip:gfx942", "cuda:90"])
+def test_keys_know_neither_how_many_pages_nor_what_triton_is_called(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is cut to what fits the device; ROCm's wheels are other distributions."""
+
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    int32, keys = torch.int32, list[list[dict[str, str]]]()
+    for pages in (1, 31, 32):
+        cache = torch.zeros(pages, 16, 16)
+        indices = (torch.zeros(2, 4, dtype=int32), torch.zeros(2, dtype=int32),
+                   torch.zeros(3, dtype=int32))  # fmt: skip
+        launches, _ = plan("choose_slots", torch.zeros(8, 4, 16), torch.zeros(8, 4), cache,
+                           *indices, 8)  # fmt: skip
+        keys.append([Specialisation.of(x, TARGETS[target]).fields for x in launches])
+    assert keys[0] == keys[1] == keys[2]
+    assert keys[0][0]["version.triton"] == triton.__version__
+
+
 def test_steps_are_bound_to_what_was_built(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +192,7 @@ def test_steps_are_bound_to_what_was_built(
     launches = step_launches(compiler.rewritten(StepKey.decode(2, 1)))
     attend = next(x for x in launches if x.name == "paged_attention_kernel")
     parts = [attend.arguments[name] for name in ("acc_ptr", "stats_ptr")]
-    estimate = intermediate_bytes(compiler.rewritten(StepKey.decode(2, 1)))
+    estimate = peak_bytes(live_memory(compiler.rewritten(StepKey.decode(2, 1))))
     assert estimate > sum(part.nbytes for part in parts) > 0, "scratch memory is counted"
     cross_compile([x for x in launches if x.name != "rotate_and_write_kernel"], target, store)
 

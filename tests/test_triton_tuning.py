@@ -21,6 +21,7 @@ import torch
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
 
+import triton
 from batches import close, make_batch, make_mixture
 from deltas import two_steps
 from test_triton_step import EACH_FAMILY, FAMILIES, OPTIONS, PROMPTS, _compile
@@ -30,7 +31,8 @@ from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels import load_kernels
+from mtpc.backends.triton_kernels import launch as launching
+from mtpc.backends.triton_kernels import load_kernels, trial
 from mtpc.backends.triton_kernels.configs import (
     CHOICES,
     Config,
@@ -38,9 +40,10 @@ from mtpc.backends.triton_kernels.configs import (
     apply_configs,
     configs_of,
 )
+from mtpc.backends.triton_kernels.launch import Launch, run
 from mtpc.backends.triton_kernels.limits import triton_bindings
 from mtpc.backends.triton_kernels.plans import PLANS, node_launches, op_name
-from mtpc.backends.triton_kernels.trial import trial_arguments
+from mtpc.backends.triton_kernels.trial import DeviceTimer, trial_arguments
 from mtpc.backends.triton_kernels.tuning import KIND, ROW, Call, Tuner, fastest, tuning_fields
 from mtpc.cache.key import digest
 from mtpc.cache.lookup import KEY, peek
@@ -136,6 +139,17 @@ def test_configurations_change_tiles_and_threads_only() -> None:
         assert (launch == original) == is_default
         assert launch.arguments is original.arguments, "scratch memory is the default's"
         assert launch.constants.get("SPLITS") == original.constants.get("SPLITS")
+
+
+def test_interpreted_kernels_are_launched_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wrap_triton` of torch 2.11 refuses them."""
+
+    def refuse(kernel: Any) -> Any:
+        raise RuntimeError("wrap_triton only works on functions annotated with triton.jit")
+
+    monkeypatch.setattr(launching, "wrap_triton", refuse)
+    batch = make_batch([(37, 3), (5, 1)], dtype=torch.float16)
+    close(batch.paged(OURS), batch.paged(REFERENCE))
 
 
 def test_unknown_configurations_are_refused() -> None:
@@ -303,6 +317,70 @@ def test_two_processes_choose_alike_and_one_measures(store: EntryStore) -> None:
     assert sorted(answer["timed"] for answer in answers) == [0, len(names_of(paged_call()))]
     assert answers[0]["configs"] == answers[1]["configs"] != ""
     assert [answer["notes"] for answer in answers] == [[], []]
+
+
+# ---- the timer -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's stopwatch, which needs a device: every launch takes 5 ms."""
+
+    def do_bench(function: Callable[[], None], **options: Any) -> float:
+        function()
+        return 5.0
+
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+
+
+@pytest.mark.usefixtures("bench")
+@pytest.mark.parametrize("message", ["PassManager::run failed", "Triton Error [CUDA]: invalid"])
+def test_a_configuration_that_the_device_refuses_is_left_out(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's compiler and its launcher raise plain errors, too."""
+    call = paged_call()
+    configs = configs_of(node_launches(call.node)[0])
+    refused = next(c for c in configs if c.threads != configs[0].threads)
+
+    def refuse(launches: Sequence[Launch]) -> None:
+        if any(launch.threads == refused.threads for launch in launches[:1]):
+            raise RuntimeError(message)
+        run(launches)
+
+    monkeypatch.setattr(trial, "run", refuse)
+    times = DeviceTimer(torch.device("cpu"))(call, 0, configs)
+    assert times == [math.inf if c.threads == refused.threads else 0.005 for c in configs]
+    assert 0 < times.count(math.inf) < len(times)
+
+
+@pytest.mark.usefixtures("bench")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("PassManager::run failed"), "the device does not run it: PassManager"),
+        (torch.OutOfMemoryError("60 GiB"), "no memory for arguments to time it on: 60 GiB"),
+    ],
+)
+@pytest.mark.parametrize("good", [0, 1])
+def test_what_cannot_be_timed_is_no_crash(
+    error: Exception, message: str, good: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default that is refused is a note of the tuner's; no memory condemns no configuration."""
+    call, runs = paged_call(), list[Any]()
+
+    def refuse(launches: Sequence[Launch]) -> None:
+        runs.append(launches)
+        if len(runs) > good:
+            raise error
+
+    monkeypatch.setattr(trial, "run", refuse)
+    timer, configs = DeviceTimer(torch.device("cpu")), configs_of(node_launches(call.node)[0])
+    if good and not isinstance(error, torch.OutOfMemoryError):
+        assert timer(call, 0, configs) == [math.inf] * len(configs)
+        return
+    with pytest.raises(BackendError, match=message):
+        timer(call, 0, configs)
 
 
 # ---- in a step -------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ crash in the middle of a capture.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from typing import Any
 
@@ -43,8 +43,10 @@ class Kernel:
         reference: name of the `mtpc::` op.
         modules: where it may be; it has moved between releases.
         function: its name.
-        parameters: what we pass, by name.
+        parameters: what we pass, by name, in the published order; all of them may be given by
+            position or name.
         limits: what it cannot take.
+        defaults: those of `parameters`, where they are published.
     """
 
     reference: str
@@ -52,6 +54,7 @@ class Kernel:
     function: str
     parameters: tuple[str, ...]
     limits: Limits
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,26 @@ def aiter_version() -> tuple[str | None, str]:
 
     The `aiter` of the public package index has the same import name and nothing to do with it.
     """
-    try:
-        version = metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        pass
-    else:
-        return version, f"{DISTRIBUTION} {version}"
-    try:
-        other = metadata.version(MODULE)
-    except metadata.PackageNotFoundError:
+    version, other = _version_of(DISTRIBUTION), _version_of(MODULE)
+    if version is not None:
+        clash = (
+            f", whose files aiter {other} of the public index, async-iterator helpers of the same "
+            f"import name, may have replaced: uninstall both, then install {DISTRIBUTION}"
+        )
+        return version, f"{DISTRIBUTION} {version}{clash if other else ''}"
+    if other is None:
         return None, f"{DISTRIBUTION} is not installed: Triton kernels only"
     return None, (
         f"aiter {other} is the async-iterator helpers of that name on the public index, not AMD's "
         f"kernels ({DISTRIBUTION}): pip uninstall aiter. Triton kernels only"
     )
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def aiter_bindings() -> Found:
@@ -97,13 +106,14 @@ def aiter_bindings() -> Found:
     for kernel in KERNELS:
         try:
             target = _bind(kernel)
-        except (ImportError, OSError, AttributeError, TypeError) as error:
-            faults.append(f"{kernel.function}: {error}")
+        except Exception as error:
+            # Importing it may ask for the architecture, or compile, and so raise anything.
+            faults.append(f"{kernel.function}: {type(error).__name__}: {error}")
             continue
         reference = getattr(torch.ops.mtpc, kernel.reference).default
         bindings.append(Binding("aiter", reference, target, kernel.limits))
     if faults:
-        message += f", of which Triton stands in for {'; '.join(faults)}"
+        message += f"; Triton stands in for {'; '.join(faults)}"
     return Found(tuple(bindings), message)
 
 
@@ -116,7 +126,7 @@ def _bind(kernel: Kernel) -> Any:
         TypeError: its parameters are not those we pass.
     """
     function = _find(kernel)
-    check_signature(function, kernel.parameters)
+    check_signature(function, kernel.parameters, kernel.defaults)
     return aiter_ops.OPERATORS[kernel.reference](function)
 
 
@@ -132,11 +142,14 @@ def _find(kernel: Kernel) -> Callable[..., Any]:
     raise ImportError(f"none of {', '.join(kernel.modules)} is there") from error
 
 
-def check_signature(function: Callable[..., Any], expected: tuple[str, ...]) -> None:
+def check_signature(
+    function: Callable[..., Any], expected: tuple[str, ...], defaults: Mapping[str, Any]
+) -> None:
     """Compare a function's parameters with those that we pass, all of them by name.
 
     Raises:
-        TypeError: it lacks one of them, or requires others.
+        TypeError: it lacks one of them, requires others, or has them in another order, of another
+            kind or with another default than published, and so may mean something else.
     """
     found = inspect.signature(function).parameters
     missing = [name for name in expected if name not in found]
@@ -151,6 +164,18 @@ def check_signature(function: Callable[..., Any], expected: tuple[str, ...]) -> 
         raise TypeError(
             f"its signature has changed (lacks {missing}, newly requires {required}); expected "
             f"{', '.join(expected)}"
+        )
+    changed = [
+        f"{name} is {found[name]}, {found[name].kind.description}"
+        for name in expected
+        if found[name].kind is not found[name].POSITIONAL_OR_KEYWORD
+        or (name in defaults and found[name].default != defaults[name])
+    ]
+    order = [name for name in found if name in expected]
+    if changed or order != list(expected):
+        raise TypeError(
+            f"its signature has changed ({'; '.join(changed) or f'its order is {order}'}); "
+            f"expected {', '.join(expected)}, with {dict(defaults)}"
         )
 
 
@@ -173,13 +198,15 @@ def _gqa_limits(node: fx.Node, graph: StepGraph) -> str | None:
 
 
 def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
-    q, table = node.args[0].meta["val"], node.args[2].meta["val"]  # type: ignore[union-attr]
+    q, cache, table = (node.args[i].meta["val"] for i in range(3))  # type: ignore[union-attr]
     rank = _value(node, 6, "latent_rank", None)
     tokens, heads, width = q.shape
     if q.dtype != torch.bfloat16:
         return f"{dtype_name(q.dtype)}; it takes bfloat16"
     if (width, rank) != _MLA_WIDTHS:
         return f"rows of {width} with rank {rank}; it takes {_MLA_WIDTHS[0]} and {_MLA_WIDTHS[1]}"
+    if cache.shape[1] != 1:
+        return f"pages of {cache.shape[1]} tokens; larger ones than 1 have not been tried on it"
     if heads not in _MLA_HEADS:
         return f"{heads} heads; it takes {' or '.join(map(str, _MLA_HEADS))}"
     if graph.key.phase != "decode" or tokens % table.shape[0]:
@@ -221,6 +248,7 @@ KERNELS = (
         ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens",
          "max_seqlen_q", "page_size", "nhead_kv", "sm_scale"),
         _mla_limits,
+        {"page_size": 1, "nhead_kv": 1},
     ),
     Kernel(
         "rms_norm",

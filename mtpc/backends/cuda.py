@@ -7,10 +7,14 @@ of kernels: aiter's where this is ROCm and aiter is installed, Triton's everywhe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Report, Run
 from mtpc.backends.bindings import Binding, BindKernels
@@ -39,7 +43,7 @@ class CudaBackend:
         graphs: what captures.
         lower: what compiles.
         bindings: kernels for the `mtpc::` ops, in order of preference.
-        device: "cuda"; where the model and its buffers must be.
+        device: where the model and its buffers must be; "cuda" alone is any GPU.
 
     Attributes:
         notes: ops that run on another kernel than the first of their candidates, counted.
@@ -111,7 +115,7 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
     bindings += loaded_bindings(objects, tuner)
     bindings += triton_bindings(tuner)
     graphs = TorchGraphs(device)
-    return CudaBackend(graphs, lower_by_inductor, bindings)
+    return CudaBackend(graphs, lower_by_inductor, bindings, str(device))
 
 
 def check_device() -> None:
@@ -144,8 +148,7 @@ def lower_by_inductor(graph: StepGraph) -> Run:
     """
     module, tensors = lift_tensors(graph)
     try:
-        with torch.no_grad():
-            compiled = torch._inductor.compile(module, [*tensors], options=dict(INDUCTOR))
+        compiled = compile_flat(module, tensors)
     except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
         raise BackendError(f"Inductor could not compile {graph.name}: {error}") from error
 
@@ -154,6 +157,21 @@ def lower_by_inductor(graph: StepGraph) -> Run:
             compiled(*tensors)
 
     return run
+
+
+def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """Inductor's code for a module that takes these tensors; Inductor keeps it in its own cache.
+
+    That cache takes only what is compiled under a shape environment, which torch.compile has and
+    a plain call of Inductor has not. Sizes are those of the tensors: none is made symbolic.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        compiled: Callable[..., Any] = torch._inductor.compile(
+            module, [*fakes], options=dict(INDUCTOR)
+        )
+    return compiled
 
 
 def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:

@@ -35,7 +35,7 @@ class Graphs(Protocol):
         ...
 
     def pool_bytes(self) -> int:
-        """Device memory that the process holds, the pool included."""
+        """Device memory that the process holds and cannot give back, the pool included."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -62,15 +62,25 @@ class TorchGraphs:
         """One graph. Work of other threads is theirs: only this thread's mistakes end capture."""
         graph = torch.cuda.CUDAGraph()
         options: dict[str, Any] = dict(pool=self._pool, stream=self._stream)
+        first: Exception | None = None
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
-                run()
-        except RuntimeError as error:
-            raise CaptureError(f"the device refused to capture a step: {error}") from error
+                try:
+                    run()
+                except Exception as error:
+                    first = error  # Ending the broken capture raises another over it.
+                    raise
+        except Exception as error:
+            cause = first or error
+            if not isinstance(cause, RuntimeError):
+                raise cause from None
+            raise CaptureError(f"the device refused to capture a step: {cause}") from cause
         return graph.replay
 
     def pool_bytes(self) -> int:
-        """What torch's allocator has reserved."""
+        """What torch's allocator has reserved, without what it keeps from earlier runs: that is
+        given back when a capture begins."""
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
     def free_bytes(self) -> int | None:
@@ -87,8 +97,8 @@ class Captured:
 
     Attributes:
         replay: repeats it.
-        pool_bytes: device memory that capturing it took beyond what was held; small buckets
-            reuse what larger ones, captured before them, needed.
+        pool_bytes: device memory that recording it took beyond what was held after its warm-up;
+            small buckets reuse what larger ones, captured before them, needed.
         addresses: data pointers of its buffers and weights, by name.
     """
 
@@ -116,10 +126,10 @@ def capture_step(run: Run, graph: StepGraph, graphs: Graphs) -> Captured:
     Meanwhile the batch is empty: every row is off, so nothing is written to any cache page, and
     pools of any size need no copy.
     """
-    before = graphs.pool_bytes()
     with empty_batch(graph):
         for _ in range(WARM_UPS):
             graphs.warm_up(run)
+        before = graphs.pool_bytes()
         replay = graphs.record(run)
     addresses = {name: tensor.data_ptr() for name, tensor in static_tensors(graph).items()}
     return Captured(replay, graphs.pool_bytes() - before, addresses)

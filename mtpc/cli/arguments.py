@@ -194,7 +194,8 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME",
         help="compile the Triton kernels of the steps for this GPU, which need not be here "
-        "(hip:gfx942, hip:gfx950, cuda:80, cuda:90, cuda:100), instead; repeatable",
+        "(hip:gfx942, hip:gfx950, cuda:80, cuda:90, cuda:100), instead; repeatable. Used there by "
+        "the same wheel of Triton under the same Python only",
     )
     _add_threads(parser)
     _add_compile_options(parser, several_k=True, backend="cpu")

@@ -193,8 +193,8 @@ def _check_gpu() -> Finding:
 
 
 def check_triton(version_of: VersionOf) -> Finding:
-    """Triton comes with torch's builds for GPUs, under one of two names."""
-    for name in ("triton", "pytorch-triton-rocm"):
+    """Triton comes with torch's builds for GPUs, under one of three names."""
+    for name in ("triton", "triton-rocm", "pytorch-triton-rocm"):
         try:
             version = version_of(name)
             import_module("triton")
@@ -227,12 +227,23 @@ def check_aiter(version_of: VersionOf) -> Finding:
     """AMD's kernels are the distribution `amd-aiter`; `aiter` on the public index is another."""
     advice = "for AMD GPUs: build amd-aiter from https://github.com/ROCm/aiter"
     try:
-        return Finding("aiter", "ok", f"amd-aiter {version_of('amd-aiter')}")
+        found = f"amd-aiter {version_of('amd-aiter')}"
     except metadata.PackageNotFoundError:
         pass
+    else:
+        return _check_clash(found, version_of)
     try:
         version = version_of("aiter")
     except metadata.PackageNotFoundError:
         return Finding("aiter", "optional", "amd-aiter is not installed", advice)
     found = f"aiter {version} is the async-iterator helpers of that name, not AMD's kernels"
     return Finding("aiter", "optional", found, f"pip uninstall aiter; {advice}")
+
+
+def _check_clash(found: str, version_of: VersionOf) -> Finding:
+    """Both are imported as `aiter`, so one may have written over the other."""
+    try:
+        found += f", and aiter {version_of('aiter')} of the same import name"
+    except metadata.PackageNotFoundError:
+        return Finding("aiter", "ok", found)
+    return Finding("aiter", "optional", found, "uninstall both, then install amd-aiter")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -46,11 +47,12 @@ class HostMoment:
 
 
 class DeviceMoment:
-    """An event on the current stream of a GPU; has never run on one."""
+    """An event on the current stream of a GPU, which need not be the thread's current one; has
+    never run on one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
-        self.event.record()
+        self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         """The host sleeps until the stream gets there."""
@@ -75,8 +77,8 @@ class Readout:
     """
 
     def __init__(self, program: Program, key: StepKey):
-        on_device = program.steps[key].buffers[RESULT_BUFFERS[0]].is_cuda
-        moment = DeviceMoment if on_device else HostMoment
+        device = program.steps[key].buffers[RESULT_BUFFERS[0]].device
+        moment = partial(DeviceMoment, device) if device.type == "cuda" else HostMoment
         self.begin: Moment = moment()
         buffers = program.run(key)
         self.end: Moment = moment()

@@ -155,8 +155,8 @@ def place(loaded: LoadedModel, device: str) -> LoadedModel:
     Raises:
         OptionError: it is a model object of the user's, on another device; it is not moved.
     """
-    here = loaded.target.get_input_embeddings().weight.device.type
-    if here == torch.device(device).type:
+    here, there = loaded.target.get_input_embeddings().weight.device, torch.device(device)
+    if here.type == there.type and there.index in (None, here.index):
         return loaded
     if not loaded.owned:
         raise OptionError(

@@ -36,7 +36,7 @@ def _as_ordered(scores):  # type: ignore[no-untyped-def]
     return tl.where(scores == scores, ordered, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages"])
 def score_positions_kernel(  # type: ignore[no-untyped-def]
     q_ptr, weights_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, scores_ptr,
     num_reqs, table_width, num_pages, context, q_token, q_head, weights_token,
@@ -85,7 +85,7 @@ def _edge_of(held, digits, room, edge, SHIFT: tl.constexpr):  # type: ignore[no-
     return edge | (found.to(tl.uint32) << SHIFT), room
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages"])
 def choose_slots_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr,
     num_reqs, table_width, num_pages, context,

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, triton_key
 
 from mtpc.backends.targets import Target
-from mtpc.backends.triton_kernels.launch import ALIGNMENT, Launch
+from mtpc.backends.triton_kernels.launch import ALIGNMENT, FUSION, Launch
 from mtpc.cache.key import digest, hash_of
 from mtpc.cache.lookup import KEY, key_bytes, key_of
 from mtpc.cache.store import Entry, EntryStore
@@ -84,7 +83,8 @@ class Specialisation:
         target: what it is compiled for.
         signature: Triton's type of each parameter, by name.
         constants: values of `constexpr` parameters, and of integers that are 1.
-        marks: of each parameter: "D" for multiples of ALIGNMENT, "S" for near tensors on AMD.
+        marks: of each parameter that code is specialised for: "D" for multiples of ALIGNMENT, "S"
+            for near tensors on AMD.
         threads: in a program.
         num_stages: of software pipelining.
     """
@@ -101,18 +101,20 @@ class Specialisation:
     def of(cls, launch: Launch, target: Target) -> Specialisation:
         """The code that a launch needs. Tensors are taken to start at a multiple of 16 bytes."""
         constants, signature, marks = dict(launch.constants), {}, {}
-        for name in launch.kernel.arg_names:
-            value = launch.arguments.get(name, 1)
+        for parameter in launch.kernel.params:
+            name = parameter.name
+            value, is_plain = launch.arguments.get(name, 1), parameter.do_not_specialize
             if isinstance(value, Tensor):
                 signature[name] = f"*{_ELEMENTS[value.dtype]}"
                 is_near = value.untyped_storage().nbytes() <= _NEAR
                 marks[name] = "DS" if target.vendor == "hip" and is_near else "D"
-            elif name in launch.constants or value == 1:
-                signature[name], marks[name] = "constexpr", ""
+            elif name in launch.constants or (value == 1 and not is_plain):
+                signature[name] = "constexpr"
                 constants.setdefault(name, 1)
             else:
                 signature[name] = "i32" if abs(value) <= _NEAR else "i64"
-                marks[name] = "D" if value % ALIGNMENT == 0 else ""
+                if not is_plain:  # Of those Triton looks at nothing but the type.
+                    marks[name] = "D" if value % ALIGNMENT == 0 else ""
         tail = (marks, launch.threads, launch.num_stages)
         return cls(launch.kernel, target, signature, constants, *tail)
 
@@ -135,18 +137,21 @@ class Specialisation:
         }
 
     def triton_source(self) -> ASTSource:
-        """The kernel as Triton's compiler takes it."""
-        names, mark = self.kernel.arg_names, make_backend(gpu_target(self.target)).parse_attr
-        constants = {(names.index(name),): value for name, value in self.constants.items()}
-        attributes = {(names.index(name),): mark(marks) for name, marks in self.marks.items()}
-        return ASTSource(self.kernel, self.signature, constants, attributes)
+        """The kernel as Triton's compiler takes it: put together by this Triton's own launcher,
+        whose versions differ in what they note of constants, and so look for other code."""
+        names = self.kernel.arg_names
+        known = [(self.signature[n], self.constants.get(n, self.marks.get(n))) for n in names]
+        constants = {name: self.constants.get(name) for name in names}
+        backend = make_backend(gpu_target(self.target))
+        _, *parts = self.kernel._pack_args(backend, {}, constants, known, None)
+        return ASTSource(self.kernel, *parts)
 
     def triton_options(self) -> dict[str, Any]:
         """Options of a compilation, as a launch gives them."""
         return {
             "num_warps": max(1, self.threads // self.target.warp_size),
             "num_stages": self.num_stages,
-            "enable_fp_fusion": True,  # Said explicitly: Triton's default is about to change.
+            **FUSION,
         }
 
     def triton_hash(self) -> str:
@@ -172,9 +177,9 @@ def compiler_fields(target: Target) -> dict[str, str]:
 
 
 def triton_fields() -> dict[str, str]:
-    """The Triton of this process, whatever the target."""
+    """The Triton of this process, whatever the target, and whatever its distribution is called."""
     return {
-        "version.triton": metadata.version("triton"),
+        "version.triton": triton.__version__,
         # Triton's digest of its own files: compiler, language, code generators.
         "triton.build": hash_of([triton_key().encode()]),
     }

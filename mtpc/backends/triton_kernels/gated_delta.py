@@ -125,11 +125,15 @@ def delta_state_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(terms + key_at, mask=d < D, other=0.0)
         k = tl.load(terms + KEYS + key_at, mask=d < D, other=0.0)
         v = tl.load(terms + value_at, mask=dv < DV, other=0.0)
-        new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS)
+        # Each read where it is: of a chosen pointer Triton 3.6 makes nothing for AMD.
+        new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS) + CHANNELS + head
         old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
-        gates = tl.where(now, new, old) + CHANNELS + head
-        beta = _beta(tl.load(gates), rows_ptr.dtype.element_ty)
-        state *= _decay(tl.load(gates + HEADS), a_log, bias)
+        old += CHANNELS + head
+        b = tl.load(new, mask=now, other=0.0) + tl.load(old, mask=now == 0, other=0.0)
+        a = tl.load(new + HEADS, mask=now, other=0.0)
+        a += tl.load(old + HEADS, mask=now == 0, other=0.0)
+        beta = _beta(b, rows_ptr.dtype.element_ty)
+        state *= _decay(a, a_log, bias)
         delta = (v - tl.sum(state * k[:, None], 0)) * beta
         state += k[:, None] * delta[None]
         found = tl.sum(state * q[:, None], 0).to(out_ptr.dtype.element_ty)

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
@@ -22,6 +23,9 @@ from mtpc.errors import BackendError
 ALIGNMENT = 16
 """Bytes at whose multiples tensors begin, and for integers divisors, that compiled code takes for
 granted where its key says so (`crosscompile`)."""
+FUSION: Mapping[str, Any] = {"enable_fp_fusion": True}
+"""Products and sums may be one instruction. Said explicitly: Triton's default is about to change.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,18 @@ def warp_size() -> int:
 def run(launches: Iterable[Launch]) -> None:
     """Launch in order on the current stream; under tracing, leave the kernels in the graph."""
     for launch in launches:
-        if _is_interpreted(launch.kernel) and any(map(_is_fake, launch.arguments.values())):
-            continue  # The interpreter would read them; compiled kernels know what fake is.
-        wrap_triton(launch.kernel)[launch.grid](
-            **launch.arguments,
-            **launch.constants,
-            num_warps=launch.threads // warp_size(),
-            num_stages=launch.num_stages,
+        options: dict[str, Any] = dict(
+            num_warps=launch.threads // warp_size(), num_stages=launch.num_stages
         )
+        kernel = launch.kernel
+        if not any(map(_is_traced, launch.arguments.values())):
+            options |= FUSION
+        elif _is_interpreted(kernel):
+            continue  # The interpreter would read them; compiled kernels know what fake is.
+        else:
+            # Not with FUSION: Inductor compiles them, by options of its own.
+            kernel = wrap_triton(kernel)
+        kernel[launch.grid](**launch.arguments, **launch.constants, **options)
 
 
 def widen(kernel: Any, *tensors: Tensor) -> bool:
@@ -78,8 +86,8 @@ def _is_interpreted(kernel: Any) -> bool:
     return not isinstance(kernel, JITFunction)
 
 
-def _is_fake(argument: Any) -> bool:
-    return isinstance(argument, FakeTensor)
+def _is_traced(argument: Any) -> bool:
+    return isinstance(argument, (FakeTensor, FunctionalTensor))
 
 
 def adjacent(tensor: Tensor, what: str) -> Tensor:

@@ -119,7 +119,10 @@ def built_by_another(store: EntryStore, target: Target) -> str | None:
     unlike = "; ".join(
         str(difference) for difference in differences({n: others[0].get(n, "") for n in here}, here)
     )
-    return f"the cache's code is another Triton's ({unlike}); build it with this one"
+    return (
+        f"the cache's code is another Triton's ({unlike}); build it with this one, of the same "
+        "wheel and Python"
+    )
 
 
 def loaded_bindings(

@@ -22,7 +22,7 @@ from mtpc.backends.triton_kernels.plans import op_name, plan
 from mtpc.backends.triton_kernels.tuning import Call
 from mtpc.errors import BackendError
 
-_POOLS = ("k_cache", "v_cache", "latent_cache", "cache")
+_POOLS = ("k_cache", "v_cache", "latent_cache", "index_cache", "cache")
 _POOL_BYTES = 256 << 20
 """Of a page pool that is made for timing: more than any device's caches hold."""
 _WARM_UP_MS, _REPEAT_MS = 10, 40
@@ -54,7 +54,7 @@ class DeviceTimer:
         """Median seconds, the device's caches emptied before each run.
 
         Raises:
-            BackendError: the device lacks the memory for arguments.
+            BackendError: the device lacks the memory for arguments, or does not run the default.
         """
         try:
             args, kwargs = trial_arguments(call, self.device)
@@ -63,16 +63,23 @@ class DeviceTimer:
             return [self._seconds(configured(launches[index], config)) for config in configs]
         except torch.OutOfMemoryError as error:
             raise BackendError(f"no memory for arguments to time it on: {error}") from error
+        except (RuntimeError, triton.TritonError) as error:
+            raise BackendError(f"the device does not run it: {error}") from error
 
     def _seconds(self, launch: Launch) -> float:
         if self.objects is not None:
             self.objects.seed([launch])  # What it lacks is compiled now.
         try:
-            milliseconds = triton.testing.do_bench(
-                lambda: run([launch]), warmup=_WARM_UP_MS, rep=_REPEAT_MS, return_mode="median"
-            )
-        except triton.TritonError:
-            return math.inf  # Too many registers, threads or bytes of shared memory for it.
+            run([launch])
+        except torch.OutOfMemoryError:
+            raise  # That says nothing of the configuration.
+        except (RuntimeError, triton.TritonError):
+            # Too many registers, threads or bytes of shared memory for it: Triton's compiler and
+            # launcher raise either.
+            return math.inf
+        milliseconds = triton.testing.do_bench(
+            lambda: run([launch]), warmup=_WARM_UP_MS, rep=_REPEAT_MS, return_mode="median"
+        )
         return float(milliseconds) / 1000
 
 
