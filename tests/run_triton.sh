@@ -16,10 +16,8 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=$venv/bin/python
 fi
 export PYTHONPATH=$PWD
-also=()  # The default tests run these, too, only without Triton.
-[ $# -eq 0 ] || also=(tests/test_cuda_backend.py tests/test_aiter.py)
-TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_latent.py \
-    tests/test_triton_delta.py tests/test_triton_rotary.py tests/test_triton_norms.py \
-    tests/test_triton_choose_slots.py tests/test_triton_sampling.py tests/test_triton_step.py \
-    tests/test_triton_tuning.py ${also[@]+"${also[@]}"} "$@"
+TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/test_triton_kernels.py tests/test_triton_latent.py tests/test_triton_delta.py \
+    tests/test_triton_rotary.py tests/test_triton_norms.py tests/test_triton_choose_slots.py \
+    tests/test_triton_sampling.py tests/test_triton_step.py tests/test_triton_tuning.py \
+    tests/test_cuda_backend.py tests/test_aiter.py "$@"
 exec "$PYTHON" -m pytest tests/test_triton_crosscompile.py tests/test_triton_loading.py "$@"
