@@ -47,7 +47,7 @@ def test_a_wide_table() -> None:
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize("sizes", [(4, 40, 32), (36, 72, 64)])
+@pytest.mark.parametrize("sizes", [(4, 40, 32), pytest.param((36, 72, 64), marks=pytest.mark.slow)])
 def test_latent_attention_equals_the_reference(
     dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> None:

@@ -67,10 +67,9 @@ FAMILIES = {
 """What the steps of a family call of ours, beside the cache write."""
 SLOW = pytest.mark.slow
 EACH_FAMILY = [
-    name if name in ("glm4_moe", "deepseek_v32") else pytest.param(name, marks=SLOW)
-    for name in FAMILIES
+    name if name == "deepseek_v32" else pytest.param(name, marks=SLOW) for name in FAMILIES
 ]
-"""Steps take half a minute a family: the fast part has two, which call most of the kernels."""
+"""Steps take half a minute a family: the fast part has the one that calls most kernels."""
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
@@ -186,7 +185,16 @@ def test_a_layer_in_bfloat16_has_one_launch_before_attention(
     assert not backend.notes
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_next", "deepseek_v3", "step3p7"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mimo",
+        *(
+            pytest.param(n, marks=SLOW)
+            for n in ("glm4_moe", "qwen3_next", "deepseek_v3", "step3p7")
+        ),
+    ],
+)
 def test_nothing_that_passes_fuse_is_left_to_references(
     family: str, checkpoint: Callable[..., Path]
 ) -> None:

@@ -130,8 +130,7 @@ def delta_state_kernel(  # type: ignore[no-untyped-def]
         old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
         old += CHANNELS + head
         b = tl.load(new, mask=now, other=0.0) + tl.load(old, mask=now == 0, other=0.0)
-        a = tl.load(new + HEADS, mask=now, other=0.0)
-        a += tl.load(old + HEADS, mask=now == 0, other=0.0)
+        a = tl.load(new + HEADS, mask=now, other=0) + tl.load(old + HEADS, mask=now == 0, other=0)
         beta = _beta(b, rows_ptr.dtype.element_ty)
         state *= _decay(a, a_log, bias)
         delta = (v - tl.sum(state * k[:, None], 0)) * beta
