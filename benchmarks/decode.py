@@ -231,6 +231,7 @@ def _compile(
         batch_buckets=batches,
         max_len=_max_len(args),
         prefill_chunk=args.prompt_tokens,
+        busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.
         backend=args.backend,
         enabled_passes=enabled,
     )

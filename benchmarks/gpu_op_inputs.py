@@ -234,6 +234,22 @@ def _write_logprobs(new: Inputs) -> Iterator[Arguments]:
     yield *reports, (logits / 64).to(new.dtype), *_emitted(new), _parameters(new, logprobs=5)[1]
 
 
+def _accept(new: Inputs) -> Iterator[Arguments]:
+    """Of four requests with three drafts each; the second is off, the third has a prompt's rows."""
+    slots = torch.tensor([3, SCRATCH_SLOT, 5, 1])
+    finite = torch.arange(16) % 7 != 5
+    limits = (new.integers(9, _SLOTS).int() + 1, new.integers(3, _SLOTS, 2), slots)
+    active = slots != SCRATCH_SLOT
+    lengths = (torch.arange(0, 17, 4).int(), (new.integers(40, 4) * active).int(), active)
+    # Of three tokens, so that drafts are often right, and a stop token is often met.
+    reports = (torch.full((4, 5), 7), *(torch.full((4,), 7).int() for _ in range(3)))
+    choices = (*reports, new.integers(3, 16), finite, new.integers(3, 16))
+    yield *choices, *lengths, *limits
+    third = torch.arange(4) == 2
+    yield *choices, *lengths, *limits, third, third
+    yield *choices, *lengths, *limits, third, third & False
+
+
 def _sinkhorn(new: Inputs) -> Iterator[Arguments]:
     yield new.normal(5, 4, 4), 20, 1e-6
 
@@ -255,6 +271,7 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "sample": (_sample, ALL),
     "count_tokens": (_count_tokens, (torch.int32,)),
     "write_logprobs": (_write_logprobs, (torch.float32,)),
+    "accept": (_accept, (torch.int64,)),
     "sinkhorn": (_sinkhorn, (torch.float32,)),
 }
 """By op: its calls, and the dtypes to call it with (the first one in every configuration)."""

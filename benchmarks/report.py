@@ -13,6 +13,7 @@ NOTES = (
     "vs vLLM: tokens/s over vLLM's CPU build at the same K, same model, weights and batch.",
     "vs tf: tokens/s over transformers' generate at K=0, same model, weights and batch.",
     "roofline: reading the step's weights once each at the bandwidth measured around the sample.",
+    "of a mixture, experts count as if rows chose independently; alike ones choose fewer.",
     "where vLLM was started anew for each round (--vllm-relaunch), its best sample counts.",
     "roofline, efficiency: mean nothing for a model that the caches hold, as they do the demo's.",
     "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",

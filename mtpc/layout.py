@@ -43,6 +43,15 @@ NO_SLOT = -1
 """slot_mapping value that means: write nowhere."""
 MAX_STOP_IDS = 8
 """Stop-token ids a request may have."""
+RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_TOKEN, STOPPED_BY_NONFINITE = range(4)
+"""Values of `batch.stop_reason`."""
+StopReason = Literal["length", "stop", "nonfinite"]
+STOP_REASONS: dict[int, StopReason] = {
+    STOPPED_BY_LENGTH: "length",
+    STOPPED_BY_TOKEN: "stop",
+    STOPPED_BY_NONFINITE: "nonfinite",
+}
+"""What the host calls them."""
 
 
 @dataclass(frozen=True, order=True)

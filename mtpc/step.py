@@ -106,15 +106,14 @@ class Step(nn.Module):
         rows = (block_table, state_slots, certain_lens)
         metadata = self._publish(fresh, rows, self.key.bucket.num_tokens)
         features = self.pieces.target(ids, *metadata)
-        next_ids, anchors, *report, remaining, lens, chosen_rows = self._accept(
-            features, ids, context_lens, active, state_slots
+        next_ids, anchors, remaining, lens, chosen_rows = self._accept(
+            features, ids, metadata[4], context_lens, active, state_slots
         )
         rounds = (next_ids, features, metadata, anchors)
         masks = self._draft_masks(chosen_rows)
         if self.window > 0:
             rounds = self._widen(rounds, context_lens, active)
         drafts = self._propose(*rounds, (lens, active, rows, masks))
-        self._report(*report)
         last_token = aten.index_select.default(next_ids, 0, anchors)
         next_token_ids = aten.stack.default([last_token, *drafts], 1)
         self.pieces.advance(
@@ -152,20 +151,22 @@ class Step(nn.Module):
         block_table, *per_request = rows
         return views[0], views[1], block_table, views[2], views[3], *per_request
 
-    def _accept(self, features, ids, context_lens, active, slots):  # type: ignore[no-untyped-def]
+    def _accept(self, features, ids, starts, context_lens, active, slots):  # type: ignore[no-untyped-def]
         state, batch = self.state, self.batch
         logits = self.pieces.target_head(features)
-        tail = (state.remaining_tokens, state.stop_ids, batch.state_indices)
+        limits = (state.remaining_tokens, state.stop_ids, batch.state_indices)
+        rows = (ids, starts, context_lens, active)
+        prompts: tuple[Any, ...] = ()
         if self.key.phase == "decode":
             chosen = self._choose(logits, None, ids, slots)
-            out = self.pieces.accept(*chosen, ids, context_lens, active, *tail)
         else:
             chosen, logits = self._choose_selected(logits, ids, slots)
-            rows = (batch.next_prompt_id, batch.is_decoding, context_lens, active)
-            out = self.pieces.accept(*chosen, ids, *rows, batch.query_start_loc, *tail)
+            prompts = (batch.next_prompt_id, batch.is_decoding)
+        reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
+        out = self.pieces.accept(*reports, *chosen, *rows, *limits, *prompts)
         if self.samples:
-            self._record(logits, out[2], out[4], slots)
-        return [out[i] for i in range(9)]
+            self._record(logits, chosen[0], slots)
+        return [out[i] for i in range(5)]
 
     def _choose_selected(self, logits, ids, slots):  # type: ignore[no-untyped-def]
         """Prefill's choices as a rectangle, K + 1 to a request, and their logits if it samples.
@@ -219,11 +220,12 @@ class Step(nn.Module):
             state.stop_ids,
         )
 
-    def _record(self, logits, emitted_ids, num_emitted, slots) -> None:  # type: ignore[no-untyped-def]
+    def _record(self, logits, chosen, slots) -> None:  # type: ignore[no-untyped-def]
         state, batch = self.state, self.batch
+        emitted_ids = aten.view.default(chosen, [self.key.bucket.num_reqs, self.key.max_emitted])
         reports = (batch.out_logprobs, batch.out_top_ids, batch.out_top_logprobs)
         rows = (state.sampling_ints, state.output_counts, *reports)
-        self.pieces.record(logits, emitted_ids, num_emitted, slots, *rows)
+        self.pieces.record(logits, emitted_ids, batch.num_emitted, slots, *rows)
 
     def _draft_masks(self, rows):  # type: ignore[no-untyped-def]
         """The mask of each draft to be made, [R, K, W]: that of the row which was accepted last."""
@@ -288,11 +290,3 @@ class Step(nn.Module):
             if step == last:
                 features = aten.index_select.default(features, 0, anchors)
         return drafts
-
-    def _report(self, emitted_ids, num_accepted, num_emitted, reason) -> None:  # type: ignore[no-untyped-def]
-        """Leave the results where the host reads them."""
-        out = aten.slice.Tensor(self.batch.out_token_ids, 1, 0, self.key.max_emitted)
-        aten.copy_.default(out, emitted_ids)
-        aten.copy_.default(self.batch.num_accepted, num_accepted)
-        aten.copy_.default(self.batch.num_emitted, num_emitted)
-        aten.copy_.default(self.batch.stop_reason, reason)

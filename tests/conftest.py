@@ -30,6 +30,9 @@ from mtpc.config import CompileOptions
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
 
+# Where an assert of theirs fails, what it compared is shown, as in a test.
+pytest.register_assert_rewrite("side_by_side", "turns", "watched_host")
+
 FAMILY_NAMES = (
     "mimo",
     "glm4_moe",

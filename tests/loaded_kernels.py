@@ -69,6 +69,12 @@ def launches() -> list[Launch]:
         *(new(2, 4, 3, dtype=dtype) for dtype in (int64, torch.float64)),
     )
     slots = new(8, dtype=int64)
+    accepted = (
+        *(new(2, 5, dtype=int64), *(new(2, dtype=int32) for _ in range(3))),
+        *(new(8, dtype=dtype) for dtype in (int64, torch.bool, int64)),
+        *(new(3, dtype=int32), new(2, dtype=int32), new(2, dtype=torch.bool)),
+        *(new(3, dtype=int32), new(3, 2, dtype=int64), new(2, dtype=int64)),
+    )
     turned = (new(8, 4, 64), new(8, 2, 64), new(8, 2, 64))
     made = [
         plans.plan_write_cache(kv, new(8, 2, 64), slots),
@@ -83,6 +89,8 @@ def launches() -> list[Launch]:
         plans.plan_sample(*rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
         plans.plan_count_tokens(tokens[2], *emitted),
         plans.plan_write_logprobs(*reports, rows[0], *emitted, numbers[1]),
+        plans.plan_accept(*accepted),
+        plans.plan_accept(*accepted, *(new(2, dtype=torch.bool) for _ in range(2))),
         plans.plan_rms_norm(new(8, 80)[:, :64], new(64), 1e-6),
         plans.plan_add_rms_norm(new(1, 80), new(1, 80), new(80), 1e-6, True),
         plans.plan_draft_entry(new(8, 64), new(64), new(8, 96)[:, 32:], new(64), 1e-6),

@@ -30,7 +30,7 @@ class Step(nn.Module):
 
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, int8, logits, turned, index,
-        sampled, counted, reported, normed, added, entered, gated,
+        sampled, counted, reported, normed, added, entered, gated, accepted,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
@@ -55,6 +55,7 @@ class Step(nn.Module):
             ops.draft_entry(*entered),
             ops.silu_and_mul(gated),
             ops.rotate(turned[0], *turned[3:5]),
+            *ops.accept(*accepted),
         )
 
 
@@ -109,6 +110,12 @@ def main() -> None:
             (new(8, 80), new(8, 80), new(80), 1e-6),
             (new(8, 80), new(80), new(8, 80), new(80), 1e-6),
             new(8, 128),
+            (
+                *(new(2, 5, dtype=int64), *(new(2, dtype=int32) for _ in range(3))),
+                *(new(8, dtype=dtype) for dtype in (int64, torch.bool, int64)),
+                *(lengths[1], new(2, dtype=int32), new(2, dtype=torch.bool)),
+                *(new(3, dtype=int32), new(3, 2, dtype=int64), slots),
+            ),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

@@ -190,6 +190,18 @@ def _sample(
     return plans.plan_sample(logits, *rows, *numbers, *bias, *known, stops, mask)[0]
 
 
+def _accept(reqs: int, rows: int, is_prompt: bool = False) -> list[Launch]:
+    """Acceptance of all rows, eight stop tokens a request; or that of a prefill step."""
+    int32, int64, flag = torch.int32, torch.int64, torch.bool
+    choices = (_fake(reqs * rows, dtype=int64), _fake(reqs * rows, dtype=flag))
+    lengths = (_fake(reqs + 1, dtype=int32), _fake(reqs, dtype=int32), _fake(reqs, dtype=flag))
+    limits = (_fake(65, dtype=int32), _fake(65, 8, dtype=int64), _fake(reqs, dtype=int64))
+    prompts = [_fake(reqs, dtype=flag) for _ in range(2 * is_prompt)]
+    ids = _fake(reqs * rows, dtype=int64)
+    reports = (_fake(reqs, rows, dtype=int64), *(_fake(reqs, dtype=int32) for _ in range(3)))
+    return plans.plan_accept(*reports, *choices, ids, *lengths, *limits, *prompts)[0]
+
+
 def _record(reqs: int, rows: int, vocab: int, dtype: torch.dtype = BF16) -> list[Launch]:
     """The 20 most probable tokens of each row."""
     ids, emitted = _fake(reqs, rows, dtype=torch.int64), _fake(reqs, dtype=torch.int32)
@@ -232,6 +244,9 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
     "DeepSeek-V3.2's indexer, 4 x 5 rows": lambda: _choose(4, 5),
     "the indexer on float16 keys, 1 x 5 rows": lambda: _choose(1, 5, FP16),
+    "acceptance, 1 x 5 rows": lambda: _accept(1, 5),
+    "acceptance, 64 x 1 rows": lambda: _accept(64, 1),
+    "acceptance beside prompts, 4 x 4 rows": lambda: _accept(4, 4, True),
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "choice among GLM-4.5's tokens, 1 x 5 rows, float16": lambda: _sample(
         5, 151_552, dtype=FP16, rows_each=5

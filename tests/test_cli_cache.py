@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CPU_OPTIONS, CpuBuilt
-from test_cache import damage
+from test_cache_refusals import damage
 from test_theorem import PROMPTS
 
 import mtpc

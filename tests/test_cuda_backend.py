@@ -226,6 +226,7 @@ def test_the_first_candidate_whose_limits_hold_is_taken(checkpoint: Callable[...
     assert set(notes) == {
         "mtpc::paged_attention does not run on fast (too many rows): good",
         "mtpc::write_cache does not run on none (no): the PyTorch reference, which is slow",
+        "mtpc::accept has no GPU kernel: the PyTorch reference, which is slow",
     }
 
 

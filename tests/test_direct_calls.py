@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from accept_cases import make_call, make_reports
 from conftest import CpuBuilt
 from torch import Tensor
 
@@ -47,6 +48,7 @@ def test_declarations_are_those_of_the_schemas() -> None:
         "slot_mapping, AtenTensorHandle* result0)"
     )
     assert declared["mtpc_cpu.add_rms_norm.default"].count("result") == 2
+    assert declared["mtpc_cpu.accept.default"].count("result") == 3
 
 
 class Layer(torch.nn.Module):
@@ -85,6 +87,27 @@ def test_arguments_and_results_are_those_of_the_dispatcher(tmp_path: Path) -> No
         assert torch.equal(one, other)
     with zipfile.ZipFile(path) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".wrapper.json")]
+
+
+class Acceptance(torch.nn.Module):
+    """An op that writes several arguments and has several results, with and without options."""
+
+    def forward(self, reports: list[Tensor], call: list[Tensor]) -> tuple[Tensor, ...]:
+        alone = OPS.accept(*reports, *call[:-2])
+        first = [report + 0 for report in reports]
+        beside = OPS.accept(*reports, *call)
+        return (*alone, *first, *beside, *(report + 0 for report in reports))
+
+
+def test_an_op_writes_arguments_and_has_results(tmp_path: Path) -> None:
+    reports, call = make_reports(6, 4), make_call(5, 6, 3, 2, True)
+    program = torch.export.export(Acceptance(), (reports, call), strict=False)
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "accept.pt2"), inductor_configs=compile_settings()
+    )
+    found = torch._inductor.aoti_load_package(path)(make_reports(6, 4), call)
+    wanted = Acceptance()(make_reports(6, 4), call)
+    assert [one.tolist() for one in found] == [other.tolist() for other in wanted]
 
 
 def test_a_step_calls_no_layers_kernel_through_the_dispatcher(

@@ -1,73 +1,17 @@
-"""The scheduler without a model: turns, order of admission, pages, and that all of it ends."""
+"""The scheduler without a model: turns, order of admission, chunks, and that all of it ends."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import CHUNK, SPEC_TOKENS, make, pages_for, play, request
 
-from mtpc.config import CompileOptions
-from mtpc.engine.lock import FairLock
-from mtpc.engine.pages import FreeList, PagePool
-from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Scheduler, Turn
-from mtpc.errors import CapacityError
-from mtpc.layout import Bucket
-
-PAGE, CHUNK, SPEC_TOKENS = 4, 8, 2
-ROWS = 2
-
-
-def pages_for(num_committed: int) -> int:
-    return math.ceil((num_committed + 1 + 2 * SPEC_TOKENS) / PAGE)
-
-
-def make(
-    slots: int = 3, pages: int = 12, reuse: bool = True, rows: int = ROWS, busy: int = CHUNK
-) -> Scheduler:
-    pool = PagePool(1, pages)
-    prefixes = PrefixCache(pool.index, PAGE, SPEC_TOKENS) if reuse else None
-    places = FreeList("request slots", 1, slots)
-    prefill = Bucket(rows, CHUNK // rows)
-    return Scheduler(places, pool, prefixes, pages_for, prefill, busy, SPEC_TOKENS + 1)
-
-
-def request(number: int, length: int, new: int, kind: int = 0) -> Request:
-    return Request(number, [kind * 100 + i for i in range(length)], new)
-
-
-def play(scheduler: Scheduler, turn: Turn, emitted: Callable[[], int]) -> list[Request]:
-    """Do what the engine does with a turn; returns who finished."""
-    assert (turn.phase == "prefill") == bool(turn.prompts)
-    assert all(one.is_prefilled for one in turn.decoding)
-    if turn.phase == "prefill":
-        taken = len(turn.decoding) * scheduler.joining_tokens
-        assert 0 < sum(turn.chunks) <= CHUNK - taken
-        assert len(turn.requests) <= scheduler.prefill.num_reqs
-        for one, count in zip(turn.prompts, turn.chunks, strict=True):
-            assert 0 < count <= one.num_input - one.num_prefilled
-            one.num_prefilled += count
-            scheduler.learn(one)
-    for one in turn.decoding:
-        assert len(one.pages) >= pages_for(one.num_committed), "a step without its pages"
-    emits = [one for one in turn.requests if one.is_prefilled]
-    counts = [min(emitted(), one.remaining_tokens) for one in turn.decoding]
-    counts += [1] * (len(emits) - len(counts))
-    finished = []
-    for one, count in zip(emits, counts, strict=True):
-        one.output_ids += [7000 + one.num_tokens + i for i in range(count)]
-        scheduler.learn(one)
-        if not one.remaining_tokens:
-            scheduler.remove(one)
-            finished.append(one)
-    return finished
-
 
 arrivals = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 25)),
@@ -283,60 +227,6 @@ def test_chunks_are_smaller_while_others_decode() -> None:
     assert seen == [[8], [3], [3], [3], [1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("chunks", "tokens"),
-    [({}, 64), ({"prefill_chunk": 16}, 16), ({"prefill_chunk": 512}, 64),
-     ({"prefill_chunk": 512, "busy_prefill_chunk": 128}, 128)],
-)  # fmt: skip
-def test_how_long_a_busy_chunk_is(chunks: dict[str, int], tokens: int) -> None:
-    assert CompileOptions(**chunks).busy_prefill_tokens == tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "stored", "tokens"),
-    [
-        ({}, "bfloat16", 512),
-        ({"backend": "cpu", "dtype": "bfloat16"}, "float32", 512),
-        ({"dtype": "float32"}, "bfloat16", 64),
-        ({}, "float16", 64),
-        ({}, None, 64),
-        ({"backend": "cuda"}, "bfloat16", 64),
-        ({"backend": "eager"}, "bfloat16", 64),
-        ({"disabled_passes": ("skip-idle-rows",)}, "bfloat16", 64),
-        ({"prefill_chunk": 32}, "bfloat16", 32),
-    ],
-)
-def test_chunks_are_large_where_steps_cost_what_their_tokens_do(
-    options: dict[str, Any], stored: str | None, tokens: int
-) -> None:
-    settled = CompileOptions(**options).for_weights(stored)
-    assert settled.prefill_tokens == tokens
-    assert settled.busy_prefill_tokens == min(tokens, 64)
-    rows, each = settled.prefill_shape
-    assert rows * each == tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "shape"),
-    [
-        ({}, (8, 8)),
-        ({"batch_buckets": (1, 3), "prefill_chunk": 8}, (4, 2)),
-        ({"batch_buckets": (1,)}, (1, 64)),
-        ({"batch_buckets": (5,), "prefill_chunk": 7, "spec_tokens": 0}, (7, 1)),
-        ({"batch_buckets": (5,), "prefill_chunk": 24, "spec_tokens": 1}, (6, 4)),
-        ({"batch_buckets": (8,), "prefill_chunk": 67}, (1, 67)),
-        ({"batch_buckets": (64,), "spec_tokens": 3}, (16, 4)),
-        ({"batch_buckets": (20,), "prefill_chunk": 15}, (5, 3)),
-        ({"prefill_rows": 16}, (16, 4)),
-        ({"prefill_rows": 1}, (1, 64)),
-    ],
-)
-def test_how_many_requests_share_a_step(options: dict[str, Any], shape: tuple[int, int]) -> None:
-    """Unless it is said: a row for each of the largest bucket, if all of it could decode in there;
-    and a divisor, not much larger than that."""
-    assert CompileOptions(**options).prefill_shape == shape
-
-
 def test_the_youngest_goes_back_to_the_front() -> None:
     """A pool that runs dry: the last to come gives way, and is the next to be admitted."""
     scheduler = make(slots=2, pages=8, reuse=False)
@@ -352,113 +242,3 @@ def test_the_youngest_goes_back_to_the_front() -> None:
     while scheduler.running or scheduler.waiting:
         play(scheduler, scheduler.next_turn(), lambda: 3)
     assert [len(r.output_ids) for r in (old, young, later)] == [16, 8, 2]
-
-
-def test_pages_are_shared_kept_and_evicted() -> None:
-    """Two users of a page; idle pages stay until others are needed, the longest idle one first."""
-    scheduler = make(slots=3, pages=12)
-    first = request(0, 13, 1)
-    scheduler.add(first)
-    while scheduler.running or scheduler.waiting:
-        play(scheduler, scheduler.next_turn(), lambda: 1)
-    pool = scheduler.pages
-    assert (pool.num_free, pool.num_idle) == (12, 3)
-    one, two = request(1, 13, 4), request(2, 13, 4)
-    scheduler.add(one)
-    scheduler.add(two)
-    scheduler.next_turn()
-    assert one.pages[:2] == two.pages[:2]
-    assert [pool.users(page) for page in one.pages] == [2, 2, 1, 1, 1]
-    assert scheduler.reused_tokens == 16
-    assert one.num_prefilled == two.num_prefilled == 8
-    scheduler.remove(one)
-    assert [pool.users(page) for page in two.pages] == [1, 1, 1, 1, 1]
-    scheduler.remove(two)
-    assert pool.num_idle == 3
-    taken = pool.take(11)
-    assert pool.num_idle == 1
-    again = request(3, 13, 4)
-    assert len(scheduler.prefixes.match(again)[0]) == 1, "a text's end is evicted before its start"
-    pool.give_back(taken)
-    pool.forget_all()
-    assert (pool.num_free, pool.num_idle) == (12, 0)
-
-
-def test_what_identifies_a_page() -> None:
-    """The tokens before it, its own, and the K behind it; one token is always left to compute."""
-    pool = PagePool(1, 9)
-    cache = PrefixCache(pool.index, PAGE, 2)
-    known = Request(0, list(range(10)), 5)
-    known.pages, known.num_prefilled = pool.take(3), 8
-    cache.learn(known)
-    assert known.num_indexed == 1, "a draft layer's last row waits for one token more"
-    known.num_prefilled, known.output_ids = 10, [10]
-    cache.learn(known)
-    assert known.num_indexed == 2
-
-    def found(ids: list[int]) -> int:
-        return len(cache.match(Request(1, ids, 5))[0])
-
-    assert found(list(range(10))) == 2
-    assert found(list(range(9))) == 1, "the second page's two following tokens are not all there"
-    assert found([*range(9), 50]) == 1, "or other ones"
-    assert found([50, *range(1, 10)]) == 0
-    assert found([*range(4), 50, *range(5, 10)]) == 0, "the first page's following tokens"
-    assert found([*range(6), 50, *range(7, 12)]) == 1
-    assert PrefixCache(pool.index, PAGE, 0).match(Request(1, list(range(8)), 5))[0] == []
-    plain = PrefixCache(PagePool(1, 9).index, PAGE, 0)
-    other = Request(0, list(range(9)), 5)
-    other.pages, other.num_prefilled = [1, 2, 3], 9
-    other.output_ids = [10]
-    plain.learn(other)
-    assert [len(plain.match(Request(1, list(range(n)), 5))[0]) for n in (4, 5, 8, 9)] == [
-        0,
-        1,
-        1,
-        2,
-    ]
-
-
-def test_nothing_is_given_back_twice() -> None:
-    pool, slots = PagePool(1, 3), FreeList("request slots", 1, 1)
-    pages = pool.take(2)
-    pool.give_back(pages)
-    with pytest.raises(CapacityError, match="returned but is not taken"):
-        pool.give_back(pages)
-    with pytest.raises(CapacityError, match="4 KV pages asked for, 3 of 3 free"):
-        pool.take(4)
-    with pytest.raises(CapacityError, match="content is unknown"):
-        pool.share([1])
-    slot = slots.take()
-    with pytest.raises(CapacityError, match="all 1 request slots are taken"):
-        slots.take()
-    slots.give_back(slot)
-    with pytest.raises(CapacityError, match="was returned but is not taken"):
-        slots.give_back(slot)
-
-
-def test_the_lock_is_fair() -> None:
-    """A thread that takes it again and again lets another one in; a holder may take it twice."""
-    import threading
-
-    lock, entered, stop = FairLock(), threading.Event(), threading.Event()
-    turns = 0
-
-    def hog() -> None:
-        nonlocal turns
-        while not stop.is_set():
-            with lock, lock:
-                turns += 1
-                entered.set()
-
-    thread = threading.Thread(target=hog, daemon=True)
-    thread.start()
-    assert entered.wait(10)
-    got = 0
-    for _ in range(50):
-        with lock:
-            got += 1
-    stop.set()
-    thread.join(10)
-    assert got == 50
-    assert turns

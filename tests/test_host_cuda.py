@@ -17,8 +17,8 @@ from conftest import FAMILY_NAMES
 from oracles import Oracle
 from tapes import storages, taken
 from test_cuda_backend import lower_eagerly
-from test_host import OPTIONS, Server, bind_poisoned, bits, finish, serve, tensors_for
 from test_theorem import PROMPTS
+from watched_host import OPTIONS, Server, bind_poisoned, bits, finish, serve, tensors_for
 
 import mtpc
 from mtpc.backends import BACKENDS

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from test_sampling import distribution
-from torch import nn
+from torch import Tensor, nn
 
 from mtpc import SamplingParams
 from mtpc.backends.eager import EagerBackend
@@ -50,6 +51,7 @@ from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
 from mtpc.layout import Layout, StepKey
+from mtpc.ops.accept import REPORTS
 from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.pieces.accept import Accept
 
@@ -190,23 +192,28 @@ def test_emitted_joint_is_the_targets(name: str, spec_tokens: int) -> None:
 class AcceptAlways(Accept):
     """A wrong rule: every draft is taken for the target's own choice."""
 
-    def forward(self, chosen, finite, ids, *rest):  # type: ignore[no-untyped-def]
-        width = self.key.bucket.query_len
-        chosen, ids_rows = chosen.view(-1, width), ids.view(-1, width)
-        taken = torch.cat([ids_rows[:, 1:], chosen[:, -1:]], 1).reshape(-1)
-        return super().forward(taken, finite, ids, *rest)
+    def forward(self, *arguments):  # type: ignore[no-untyped-def]
+        return super().forward(*_take(arguments, lambda drafts, chosen, lens: drafts))
 
 
 class AcceptAlmost(Accept):
     """A subtle wrong rule: one draft in sixteen (by its value and position) is let through."""
 
-    def forward(self, chosen, finite, ids, context_lens, *rest):  # type: ignore[no-untyped-def]
-        width = self.key.bucket.query_len
-        chosen, ids_rows = chosen.view(-1, width), ids.view(-1, width)
-        drafts = torch.cat([ids_rows[:, 1:], chosen[:, -1:]], 1)
-        luck = (torch.arange(drafts.shape[0])[:, None] + context_lens[:, None]) % 16 == 0
-        taken = torch.where(luck, drafts, chosen).reshape(-1)
-        return super().forward(taken, finite, ids, context_lens, *rest)
+    def forward(self, *arguments):  # type: ignore[no-untyped-def]
+        def lucky(drafts: Tensor, chosen: Tensor, lens: Tensor) -> Tensor:
+            luck = (torch.arange(drafts.shape[0])[:, None] + lens[:, None]) % 16 == 0
+            return torch.where(luck, drafts, chosen)
+
+        return super().forward(*_take(arguments, lucky))
+
+
+def _take(arguments: tuple[Tensor, ...], rule: Callable[..., Tensor]) -> list[Tensor]:
+    """Arguments of `mtpc::accept` with other choices: by a rule from drafts, choices, lengths."""
+    *reports, chosen, finite, ids, starts, context_lens = arguments[: len(REPORTS) + 5]
+    rows, drafts = (t.view(len(context_lens), -1) for t in (chosen, ids))
+    drafts = torch.cat([drafts[:, 1:], rows[:, -1:]], 1)
+    taken = rule(drafts, rows, context_lens).reshape(-1)
+    return [*reports, taken, finite, ids, starts, context_lens, *arguments[len(REPORTS) + 5 :]]
 
 
 @pytest.mark.parametrize("wrong", [AcceptAlways, AcceptAlmost])

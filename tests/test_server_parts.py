@@ -1,4 +1,4 @@
-"""What the server is made of, without one: templates, answers, options, the engine's seams."""
+"""What the server is made of, without one: answers, the engine's seams, options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
-from word_model import TEMPLATE
 
 import mtpc
 from mtpc.cli import serve
@@ -24,11 +23,9 @@ from mtpc.cli.main import main
 from mtpc.cli.serve_arguments import server_fields
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.text import TextAssembler
-from mtpc.errors import CheckpointError, OptionError, RequestError
+from mtpc.errors import OptionError, RequestError
 from mtpc.sampling_params import TokenLogprobs
 from mtpc.server.answers import Answer, Chunks, Piece
-from mtpc.server.chat import ChatTemplate, load_chat_template
-from mtpc.server.connections import Connections
 from mtpc.server.counters import Histogram
 from mtpc.server.fields import NO_OPS, ONE_VALUE, USED
 from mtpc.server.options import ServerOptions
@@ -36,91 +33,6 @@ from mtpc.server.run import run_server
 from mtpc.serving import ServedModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "server.md"
-
-# ------------------------------------------------------------------------------- templates
-
-QWEN_LIKE = (
-    "{%- if messages[0].role == 'system' %}\n    {{- '<s>' + messages[0].content + '\\n' }}\n"
-    "{%- endif %}\n{%- set ns = namespace(n=0) %}\n{%- for message in messages %}\n"
-    "    {%- if message.role == 'system' %}{% continue %}{% endif %}\n"
-    "    {%- set ns.n = ns.n + 1 %}\n"
-    "    {{- '<|im_start|>' ~ message.role ~ ns.n ~ '\\n' ~ message.content | trim }}\n"
-    "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n"
-    "    {%- if not enable_thinking is defined %}{{ 'no thought' }}{% endif %}\n{%- endif %}\n"
-    "{{ {'a': ['<é>', 1]} | tojson }} {{ {'b': 1, 'a': 2} | tojson(indent=2) }}{{ eos_token }}"
-)
-MESSAGES = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "  say {{ 7 * 7 }} <b> "},
-    {"role": "assistant", "content": "49"},
-]
-
-
-WITH_TOOLS = (
-    "{% if tools is none %}no tools {% endif %}{% if documents is none %}none {% endif %}"
-    "{{ eos_token }}{{ image_token }}{% if add_bos_token is defined %}bos{% endif %}"
-    "{% for message in messages %}{{ message.content }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize("source", [TEMPLATE, QWEN_LIKE, WITH_TOOLS])
-def test_rendered_as_transformers_renders(word_spec: mtpc.SpecModel, source: str) -> None:
-    """Message texts are data: nothing in them is run."""
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-        word_spec.served.directory, eos_token="w1", extra_special_tokens={"image_token": "w9"}
-    )
-    ours = ChatTemplate(source, {"bos_token": "w5", "eos_token": "w1", "image_token": "w9"})
-    for messages in (MESSAGES, MESSAGES[1:]):
-        expected = tokenizer.apply_chat_template(
-            messages, chat_template=source, tokenize=False, add_generation_prompt=True
-        )
-        assert ours.render(messages, {}) == expected
-        assert "{{ 7 * 7 }}" in expected
-
-
-def test_where_templates_come_from(tmp_path: Path) -> None:
-    assert load_chat_template(tmp_path, None) is None
-    config = tmp_path / "tokenizer_config.json"
-    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "a{{ bos_token }}"}]
-    config.write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
-    assert load_chat_template(tmp_path, None).render([], {}) == "a<s>"
-    config.write_text(json.dumps({"chat_template": "b{{ x }}", "bos_token": {"content": "<s>"}}))
-    assert load_chat_template(tmp_path, None).render([], {"x": 1, "messages": 2}) == "b1"
-    tokens = {"image_token": {"content": "<i>"}, "eos_token": "</s>", "add_bos_token": True,
-              "pad_token": None, "chat_template": WITH_TOOLS}  # fmt: skip
-    config.write_text(json.dumps(tokens))
-    assert load_chat_template(tmp_path, None).render([], {}) == "no tools none </s><i>"
-    assert load_chat_template(tmp_path, None).render([], {"tools": [1]}) == "none </s><i>"
-    (tmp_path / "chat_template.jinja").write_text("c{{ messages[0].content }}")
-    assert load_chat_template(tmp_path, None).render(MESSAGES, {}) == "cbe brief"
-    (tmp_path / "own").write_text("d{{ add_generation_prompt }}")
-    assert load_chat_template(tmp_path, tmp_path / "own").render([], {}) == "dTrue"
-    with pytest.raises(CheckpointError, match="cannot read the chat template"):
-        load_chat_template(tmp_path, tmp_path / "none")
-    (tmp_path / "own").write_text("{% for %}")
-    with pytest.raises(CheckpointError, match="broken in line 1"):
-        load_chat_template(tmp_path, tmp_path / "own")
-    config.write_text("{")
-    with pytest.raises(CheckpointError, match="tokenizer_config"):
-        load_chat_template(tmp_path, None)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages[0].nothing.more }}",
-        "{{ range(10 ** 9) | list }}",
-        "{{ 1 / 0 }}",
-        "{{ raise_exception('not so') }}",
-        "{{ messages[0].content + 1 }}",
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-    ],
-)
-def test_templates_are_boxed_in(source: str) -> None:
-    with pytest.raises(RequestError, match="the chat template refuses these messages"):
-        ChatTemplate(source, {}).render(MESSAGES, {})
 
 
 # --------------------------------------------------------------------------------- answers
@@ -229,158 +141,6 @@ def test_decoding_is_the_tokenizers(word_spec: mtpc.SpecModel, tmp_path: Path) -
             served.__dict__["_tokenizer"] = theirs
             for ids in ([5, 7, 0, 8], [11, 17, 90, 14, 3], []):
                 assert served.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-
-
-# ------------------------------------------------------------------------------ connections
-
-
-class Wire:
-    """A transport that only notes that it was cut."""
-
-    def __init__(self, server: str = "127.0.0.2") -> None:
-        self.is_cut, self.unsent, self.server = False, 0, server
-
-    def abort(self) -> None:
-        self.is_cut = True
-
-    def is_closing(self) -> bool:
-        return self.is_cut
-
-    def get_extra_info(self, name: str) -> tuple[str, int]:
-        return {"peername": ("127.0.0.1", 5), "sockname": (self.server, 80)}[name]
-
-    def get_write_buffer_size(self) -> int:
-        return self.unsent
-
-
-class Hurried(asyncio.SelectorEventLoop):
-    """A loop whose time passes only where it would sleep: no machine is too slow for it."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self.now = max(self.now, self._scheduled[0].when())
-        super()._run_once()
-
-
-def hurry(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=Hurried) as runner:
-        runner.run(main())
-
-
-SCOPE = {"client": ("127.0.0.1", 5), "server": ("127.0.0.2", 80)}
-
-
-def connection(options: ServerOptions) -> tuple[Connections, Any, Wire]:
-    connections, wire = Connections(options, asyncio.Protocol), Wire()
-    protocol = connections.protocol()
-    protocol.connection_made(wire)
-    return connections, protocol, wire
-
-
-def test_times_of_a_connection() -> None:
-    """Only heads and unread answers are timed, whatever the order of one request's end and the
-    next one's begin."""
-    options = ServerOptions(header_seconds=0.05, write_seconds=0.05)
-    scope = SCOPE
-
-    async def main() -> None:
-        connections, protocol, wire = connection(options)
-        first = connections.begin(scope)
-        protocol.data_received(b"next head")
-        second = connections.begin(scope)
-        first.end()
-        protocol.data_received(b"next body")
-        await asyncio.sleep(0.2)
-        assert not wire.is_cut, "the second request runs"
-        second.end()
-        await asyncio.sleep(0.2)
-        assert not wire.is_cut, "uvicorn times what is idle"
-        protocol.data_received(b"half a head")
-        await asyncio.sleep(0.2)
-        assert wire.is_cut
-        connections, protocol, wire = connection(options)
-        connections.begin(scope)
-        protocol.pause_writing()
-        protocol.resume_writing()
-        await asyncio.sleep(0.2)
-        assert not wire.is_cut
-        wire.unsent = 1
-        protocol.pause_writing()
-        await asyncio.sleep(0.2)
-        assert wire.is_cut
-        connections, protocol, wire = connection(options)
-        one = connections.begin(scope)
-        one.body_read()
-        protocol.data_received(b"half a head, sent too early")
-        one.end()
-        await asyncio.sleep(0.2)
-        assert wire.is_cut, "timed from the end of the request before"
-        connections, protocol, wire = connection(options)
-        newer = connections.protocol()
-        newer.connection_made(Wire())
-        protocol.connection_lost(None)
-        assert connections.begin(scope) is newer, "another with the same port has come"
-        elsewhere = connections.protocol()
-        elsewhere.connection_made(Wire("127.0.0.3"))
-        assert connections.begin(scope) is newer, "the same port, to another address of ours"
-        assert connections.begin({**scope, "server": ("127.0.0.3", 80)}) is elsewhere
-
-    hurry(main)
-
-
-def test_slow_readers_are_borne() -> None:
-    """A client that reads on is waited for, one that stops is not: what counts is progress."""
-
-    async def main() -> None:
-        _, protocol, wire = connection(ServerOptions(write_seconds=0.1))
-        wire.unsent = 100
-        protocol.pause_writing()
-        for _ in range(25):
-            await asyncio.sleep(0.02)
-            assert not wire.is_cut
-            wire.unsent -= 1
-        await asyncio.sleep(0.4)
-        assert wire.is_cut
-
-    hurry(main)
-
-
-def test_bytes_of_a_connection() -> None:
-    """What is no body is bounded while a request runs, too; the rest of an unread body is let in,
-    up to some times the limit."""
-    options = ServerOptions(max_body_bytes=2**16)
-    block = bytes(2**14)
-
-    def taken(protocol: Any, wire: Wire) -> int:
-        for count in range(200):
-            if wire.is_cut:
-                return count
-            protocol.data_received(block)
-        return 200
-
-    async def main() -> None:
-        connections, protocol, wire = connection(options)
-        one = connections.begin(SCOPE)
-        one.body_read()
-        assert taken(protocol, wire) == 6, "a next head, and no end of it"
-        connections, protocol, wire = connection(options)
-        one = connections.begin(SCOPE)
-        assert taken(protocol, wire) == 42, "a body that nobody reads"
-        connections, protocol, wire = connection(options)
-        one = connections.begin(SCOPE)
-        one.end()
-        for _ in range(16):
-            protocol.data_received(block)
-        assert not wire.is_cut, "answered before the body was there"
-        connections.begin(SCOPE).body_read()
-        assert taken(protocol, wire) == 6
-
-    asyncio.run(main())
 
 
 # --------------------------------------------------------------------------------- options

@@ -14,15 +14,16 @@ from mtpc.api import SpecModel
 from mtpc.backends import make_backend
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
-from mtpc.layout import NO_SLOT, StepKey
-from mtpc.models.load import load
-from mtpc.pieces.accept import (
+from mtpc.layout import (
+    NO_SLOT,
     RUNNING,
     STOPPED_BY_LENGTH,
     STOPPED_BY_NONFINITE,
     STOPPED_BY_TOKEN,
-    stop,
+    StepKey,
 )
+from mtpc.models.load import load
+from mtpc.ops.accept import stop
 from mtpc.pieces.metadata import flat_metadata
 
 

@@ -120,7 +120,7 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     store = tmp_path / "store"
     _child("build", store, target, tmp_path / "elsewhere")
     found = _child("load", store, target, tmp_path / "here")
-    assert len(found) == 28
+    assert len(found) == 30
     assert all(reason is None for _, reason, _ in found)
     assert all(was_there for _, _, was_there in found), found
     for code in store.glob("entries/*/triton.json"):
@@ -174,20 +174,29 @@ def test_keys_know_neither_how_many_pages_nor_what_triton_is_called(
     assert keys[0][0]["version.triton"] == triton.__version__
 
 
-def test_steps_are_bound_to_what_was_built(
-    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step whose kernels are all in the cache takes them; what is not there is noted."""
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EntryStore:
+    """An empty one; Triton's own cache is empty, too."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
     tmp_path.chmod(0o755)
-    store, target = EntryStore(tmp_path / "store"), TARGETS["cuda:90"]
+    return EntryStore(tmp_path / "store")
+
+
+def _options(*passes: str) -> CompileOptions:
+    return CompileOptions(
+        spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8, enabled_passes=passes
+    )
+
+
+def test_steps_are_bound_to_what_was_built(
+    checkpoint: Callable[..., Path], store: EntryStore
+) -> None:
+    """A step whose kernels are all in the cache takes them; what is not there is noted."""
+    target = TARGETS["cuda:90"]
     objects = CodeObjects(store, target)
     assert loaded_bindings(objects) == loaded_bindings(None) == ()
     loaded = load(checkpoint("mimo"), "bfloat16", True)
-    options = CompileOptions(
-        spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8,
-        enabled_passes=("fuse-cache-write",),  # As the GPU's backends do, and eager does not.
-    )  # fmt: skip
+    options = _options("fuse-cache-write")  # As the GPU's backends do, and eager does not.
     compiler = StepCompiler(loaded, options, CrossBackend())
     launches = step_launches(compiler.rewritten(StepKey.decode(2, 1)))
     attend = next(x for x in launches if x.name == "paged_attention_kernel")
@@ -208,14 +217,15 @@ def test_steps_are_bound_to_what_was_built(
         return {name for name in ours if name.startswith("mtpc")}, notes
 
     names, notes = bind()
-    assert names == {"mtpc_triton.rotate_and_write.default", "mtpc_loaded.paged_attention.default"}
+    others = {f"mtpc_loaded.{name}.default" for name in ("accept", "paged_attention")}
+    assert names == {"mtpc_triton.rotate_and_write.default", *others}
     assert set(notes) == {
         "mtpc::rotate_and_write does not run on code built for cuda:90 (rotate_and_write_kernel "
         "was not built for cuda:90 at these sizes): triton"
     }
     cross_compile(launches, target, store)
     names, notes = bind()
-    assert names == {"mtpc_loaded.rotate_and_write.default", "mtpc_loaded.paged_attention.default"}
+    assert names == {"mtpc_loaded.rotate_and_write.default", *others}
     assert not notes
     other = loaded_bindings(CodeObjects(store, TARGETS["cuda:80"]))
     assert other == (), "nothing was built for it, and nobody is told"
@@ -229,21 +239,16 @@ def test_steps_are_bound_to_what_was_built(
     assert all("paged_attention_kernel was not built for cuda:90" in note for note in notes)
     cross_compile([launch for launch, _ in all_configured(launches)], target, store)
     names, notes = bind(tuner)
-    assert names == {"mtpc_loaded.rotate_and_write.default", "mtpc_loaded.paged_attention.default"}
+    assert names == {"mtpc_loaded.rotate_and_write.default", *others}
     assert not notes
 
 
 def test_fused_norms_are_bound_to_what_was_built(
-    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], store: EntryStore
 ) -> None:
-    """Operators of one result and of two; their values are as the verifier expects them."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
-    tmp_path.chmod(0o755)
-    store, target = EntryStore(tmp_path / "store"), TARGETS["hip:gfx942"]
-    options = CompileOptions(
-        spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8,
-        enabled_passes=("fuse-cache-write", "fuse-elementwise", "fuse-draft-entry"),
-    )  # fmt: skip
+    """Operators of one result and of several; their values are as the verifier expects them."""
+    target = TARGETS["hip:gfx942"]
+    options = _options("fuse-cache-write", "fuse-elementwise", "fuse-draft-entry")
     loaded = load(checkpoint("mimo"), "bfloat16", True)
     key = StepKey.decode(2, 1)
     built = StepCompiler(loaded, options, CrossBackend()).rewritten(key)
@@ -252,5 +257,6 @@ def test_fused_norms_are_bound_to_what_was_built(
     BindKernels(loaded_bindings(CodeObjects(store, target))).apply(graph)
     Verifier(propagate=True)(graph, "legalise-gpu")
     names = {str(node.target) for node in graph.graph.nodes if "mtpc_" in str(node.target)}
-    bound = ("rms_norm", "add_rms_norm", "draft_entry", "rotate_and_write", "paged_attention")
+    norms = ("rms_norm", "add_rms_norm", "draft_entry")
+    bound = {*norms, "rotate_and_write", "paged_attention", "accept"}
     assert names == {f"mtpc_loaded.{name}.default" for name in bound}

@@ -21,10 +21,9 @@ import torch
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
 
-import triton
 from batches import close, make_batch, make_mixture
 from deltas import two_steps
-from test_triton_step import EACH_FAMILY, FAMILIES, OPTIONS, PROMPTS, _compile
+from test_triton_step import OPTIONS, PROMPTS, _compile
 from tuned_calls import DEVICE, names_of, paged_call
 
 from mtpc.backends.bindings import BindKernels
@@ -32,7 +31,7 @@ from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels import launch as launching
-from mtpc.backends.triton_kernels import load_kernels, trial
+from mtpc.backends.triton_kernels import load_kernels
 from mtpc.backends.triton_kernels.configs import (
     CHOICES,
     Config,
@@ -40,10 +39,8 @@ from mtpc.backends.triton_kernels.configs import (
     apply_configs,
     configs_of,
 )
-from mtpc.backends.triton_kernels.launch import Launch, run
 from mtpc.backends.triton_kernels.limits import triton_bindings
-from mtpc.backends.triton_kernels.plans import PLANS, node_launches, op_name
-from mtpc.backends.triton_kernels.trial import DeviceTimer, trial_arguments
+from mtpc.backends.triton_kernels.plans import PLANS, node_launches
 from mtpc.backends.triton_kernels.tuning import KIND, ROW, Call, Tuner, fastest, tuning_fields
 from mtpc.cache.key import digest
 from mtpc.cache.lookup import KEY, peek
@@ -52,7 +49,6 @@ from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 from mtpc.compiler import StepCompiler
 from mtpc.errors import BackendError, CacheWriteError
-from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.packing import pack, quantise, row_scales
 
@@ -319,70 +315,6 @@ def test_two_processes_choose_alike_and_one_measures(store: EntryStore) -> None:
     assert [answer["notes"] for answer in answers] == [[], []]
 
 
-# ---- the timer -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's stopwatch, which needs a device: every launch takes 5 ms."""
-
-    def do_bench(function: Callable[[], None], **options: Any) -> float:
-        function()
-        return 5.0
-
-    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
-
-
-@pytest.mark.usefixtures("bench")
-@pytest.mark.parametrize("message", ["PassManager::run failed", "Triton Error [CUDA]: invalid"])
-def test_a_configuration_that_the_device_refuses_is_left_out(
-    message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton's compiler and its launcher raise plain errors, too."""
-    call = paged_call()
-    configs = configs_of(node_launches(call.node)[0])
-    refused = next(c for c in configs if c.threads != configs[0].threads)
-
-    def refuse(launches: Sequence[Launch]) -> None:
-        if any(launch.threads == refused.threads for launch in launches[:1]):
-            raise RuntimeError(message)
-        run(launches)
-
-    monkeypatch.setattr(trial, "run", refuse)
-    times = DeviceTimer(torch.device("cpu"))(call, 0, configs)
-    assert times == [math.inf if c.threads == refused.threads else 0.005 for c in configs]
-    assert 0 < times.count(math.inf) < len(times)
-
-
-@pytest.mark.usefixtures("bench")
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (RuntimeError("PassManager::run failed"), "the device does not run it: PassManager"),
-        (torch.OutOfMemoryError("60 GiB"), "no memory for arguments to time it on: 60 GiB"),
-    ],
-)
-@pytest.mark.parametrize("good", [0, 1])
-def test_what_cannot_be_timed_is_no_crash(
-    error: Exception, message: str, good: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A default that is refused is a note of the tuner's; no memory condemns no configuration."""
-    call, runs = paged_call(), list[Any]()
-
-    def refuse(launches: Sequence[Launch]) -> None:
-        runs.append(launches)
-        if len(runs) > good:
-            raise error
-
-    monkeypatch.setattr(trial, "run", refuse)
-    timer, configs = DeviceTimer(torch.device("cpu")), configs_of(node_launches(call.node)[0])
-    if good and not isinstance(error, torch.OutOfMemoryError):
-        assert timer(call, 0, configs) == [math.inf] * len(configs)
-        return
-    with pytest.raises(BackendError, match=message):
-        timer(call, 0, configs)
-
-
 # ---- in a step -------------------------------------------------------------------------------
 
 
@@ -446,46 +378,6 @@ def test_tuned_steps_emit_the_same_tokens(
     backend = CudaBackend(NullGraphs(), lower, triton_bindings(Tuner(store, DEVICE, again)), "cpu")
     StepCompiler(load(checkpoint(family), "float32", True), OPTIONS, backend).compile()
     assert again.timed == [], "a second start measures nothing"
-
-
-@pytest.mark.parametrize("family", EACH_FAMILY)
-def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[..., Path]) -> None:
-    """Nothing wild, nothing of a request's, weights not copied; kernel and reference agree."""
-    loaded = load(checkpoint(family), "float32", True)
-    compiler = StepCompiler(loaded, OPTIONS, EagerBackend())
-    seen: set[str] = set()
-    for key in (StepKey.decode(2, 2), compiler.keys[-1]):
-        graph = compiler.rewritten(key)
-        buffers = {t.untyped_storage().data_ptr() for t in graph.buffers().values()}
-        for node in graph.graph.nodes:
-            if not str(node.target).startswith("mtpc.") or op_name(node) not in PLANS:
-                continue
-            call, name = Call(node, graph), op_name(node)
-            with torch.no_grad():
-                found = [trial_arguments(call, torch.device("cpu")) for _ in range(2)]
-            tensors = [a for a in found[0][0] if isinstance(a, torch.Tensor)]
-            assert not any(t.untyped_storage().data_ptr() in buffers for t in tensors)
-            weights = [w for w in map(call.weight, node.args) if w is not None]
-            assert all(any(t is weight for t in tensors) for weight in weights)
-            _agree(name, found, node)
-            seen.add(name)
-    assert seen - {"write_cache"} == FAMILIES[family]
-
-
-def _agree(name: str, found: list[Any], node: Any) -> None:
-    (args, kwargs), (more, _) = found
-    for one, other in zip(args, more, strict=True):
-        if isinstance(one, torch.Tensor) and one is not other:
-            other.copy_(one)
-    wanted, ours = (getattr(ops, name)(*a, **kwargs) for ops, a in
-                    ((REFERENCE, args), (OURS, more)))  # fmt: skip
-    pairs = [(ours, wanted)] if wanted is not None else []
-    pairs += [(b, a) for a, b in zip(args, more, strict=True) if isinstance(a, torch.Tensor)]
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-        assert torch.isfinite(theirs).all()
-    if wanted is not None:
-        assert wanted.abs().sum() > 0, "there was something to compute"
 
 
 def test_a_binding_without_tuner_takes_the_default() -> None:

@@ -4,6 +4,7 @@ the most that is needed at once, and where each would be in a pool that all step
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,16 +91,16 @@ def peak_bytes(live: Iterable[Live]) -> int:
 def place_live(live: Iterable[Live]) -> list[Placed]:
     """An offset for each, so that what is needed at one time is apart: the largest first, each in
     the lowest gap that holds it."""
-    placed: list[Placed] = []
+    placed: list[Placed] = []  # By offset.
     for item in sorted(live, key=lambda item: (-item.nbytes, item.first)):
         offset = 0
-        for other in sorted(placed, key=lambda other: other.offset):
+        for other in placed:
             if not item.meets(other.live):
                 continue
             if offset + item.nbytes <= other.offset:
                 break
             offset = max(offset, other.end)
-        placed.append(Placed(item, offset))
+        insort(placed, Placed(item, offset), key=lambda other: other.offset)
     return placed
 
 

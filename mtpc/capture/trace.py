@@ -171,7 +171,7 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces.target, pieces.target_head = traces.target, traces.target_head
     pieces.drafts, pieces.draft_heads = traces.drafts, traces.draft_heads
     pieces.begin = begin(key, page_size, traces.vocab_size)
-    pieces.accept, pieces.logits_rows = accept(key), LogitsRows(key)
+    pieces.accept, pieces.logits_rows = accept(), LogitsRows(key)
     pieces.chain_metadata = ChainMetadata(key, page_size)
     samples = "state.sampling_ints" in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())

@@ -137,7 +137,6 @@ def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEd
 
 def _name_boxes(boxes: list[Box]) -> None:
     """Titles and bands, from the order of pieces and what they write."""
-    read_by_any = {name for box in boxes for name in box.reads}
     proposing = [i for i, box in enumerate(boxes) if box.piece.startswith("drafts.")]
     picks = [i for i, box in enumerate(boxes) if box.piece == "pick"]
     first = proposing[0] if proposing else _end_of_accept(boxes)
@@ -151,17 +150,10 @@ def _name_boxes(boxes: list[Box]) -> None:
         elif box.piece == "pick":
             box.title = f"pick draft {draft}"
         elif box.piece == "step":
-            box.title = _glue_title(box, read_by_any)
+            box.title = "publish metadata" if box.writes else "select rows"
         else:
             box.title = box.piece.replace("_", " ").replace("target head", "head")
 
 
 def _end_of_accept(boxes: list[Box]) -> int:
     return next((i + 1 for i, box in enumerate(boxes) if box.piece == "accept"), len(boxes))
-
-
-def _glue_title(box: Box, read_by_any: set[str]) -> str:
-    """What connects the pieces publishes metadata for later ones, reports, or picks rows."""
-    if box.writes & read_by_any:
-        return "publish metadata"
-    return "report results" if box.writes else "select rows"

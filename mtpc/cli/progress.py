@@ -18,10 +18,8 @@ HEARTBEAT_S = 2.0
 @contextmanager
 def show_progress(stream: TextIO, heartbeat_s: float = HEARTBEAT_S) -> Iterator[Tell]:
     """Show stages on `stream` until the block ends, however it ends."""
-    start = time.perf_counter()
     with _live(stream) if stream.isatty() else _lines(stream, heartbeat_s) as tell:
         yield tell
-        tell(f"done in {time.perf_counter() - start:.1f} s")
 
 
 @contextmanager
@@ -52,6 +50,7 @@ def _lines(stream: TextIO, heartbeat_s: float) -> Iterator[Tell]:
         over.set()
         news.set()
         thread.join()
+    tell(_done(start))  # Now, or the last line might say that it is still being done.
 
 
 @contextmanager
@@ -61,7 +60,8 @@ def _live(stream: TextIO) -> Iterator[Tell]:
 
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     console = Console(file=stream, highlight=False)
-    stage, began = "", time.perf_counter()
+    stage, start = "", time.perf_counter()
+    began = start
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
 
@@ -74,4 +74,9 @@ def _live(stream: TextIO) -> Iterator[Tell]:
             progress.reset(task, description=text)
 
         yield tell
+        tell(_done(start))
     console.print(f"           {stage}", style="dim", markup=False)
+
+
+def _done(start: float) -> str:
+    return f"done in {time.perf_counter() - start:.1f} s"

@@ -35,8 +35,7 @@ from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.stats import DecodeCounts, Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CapacityError, RequestError
-from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, StepKey
-from mtpc.pieces.accept import STOP_REASONS
+from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
 from mtpc.sampling_params import SamplingParams
 
 Emission = tuple[Request, StepOutput]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mtpc.backends.base import Run
 from mtpc.errors import HostError
-from mtpc.layout import Part, StepKey, step_name
-from mtpc.pieces.accept import STOP_REASONS, StopReason
+from mtpc.layout import STOP_REASONS, Part, StepKey, StopReason, step_name
 
 
 @dataclass(frozen=True)

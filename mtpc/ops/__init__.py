@@ -5,6 +5,7 @@ PyTorch reference that IS its specification. Backends register faster kernels fo
 are tested against the reference. Importing this package registers the ops.
 """
 
+from mtpc.ops.accept import accept
 from mtpc.ops.attention import (
     expanded_latent_attention,
     latent_attention,
@@ -24,6 +25,7 @@ from mtpc.ops.packed import (
 from mtpc.ops.sinkhorn import sinkhorn
 
 __all__ = [
+    "accept",
     "choose_slots",
     "expanded_latent_attention",
     "experts",

@@ -5,7 +5,7 @@
 `add_rms_norm`, `silu_and_mul`, `clear_idle_rows`, `rotate`, `rotate_and_write`; on packed weights
 `packed_linear`, `packed_linear_max`, `packed_gated_linear`, `linear_chain`, `packed_head_linear`,
 `packed_experts` and, in int8, `quantised_linear`, `quantised_linear_max` and `quantised_experts`,
-and `pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`.
+and `pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`; `accept`.
 They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
 for the other, so the meaning of a traced graph never depends on what has been loaded.
 
@@ -41,6 +41,7 @@ import mtpc.ops.experts  # noqa: F401  (these register references that kernel_ta
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.backends.cpu_kernels.direct_calls import declarations, open_to_packages
 from mtpc.cache.store import Entry, EntryStore
+from mtpc.ops.accept import fake_accept
 from mtpc.ops.chain import fake_linear_chain
 from mtpc.ops.choose_slots import fake_choose_slots
 from mtpc.ops.float32_linear import fake_float32_linear
@@ -68,7 +69,7 @@ NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "
          "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
          "quantised_linear_max", "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul",
          "clear_idle_rows", "rotate", "rotate_and_write", "gated_delta_rule", "sinkhorn", "sample",
-         "count_tokens", "write_logprobs")  # fmt: skip
+         "count_tokens", "write_logprobs", "accept")  # fmt: skip
 """Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
 
 _DISPATCHED = ("experts", "sample", "count_tokens", "write_logprobs")
@@ -177,6 +178,7 @@ _FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     "sample": fake_sample,
     "count_tokens": fake_count_tokens,
     "write_logprobs": fake_write_logprobs,
+    "accept": fake_accept,
 }
 
 __all__ = [

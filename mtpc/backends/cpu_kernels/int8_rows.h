@@ -19,7 +19,7 @@ class Int8Rows {
   Int8Rows(int64_t rows, int64_t inputs)
       : inputs_(inputs), integers_(rows * inputs), steps_(rows), offsets_(rows) {}
 
-  int8_t* row(int64_t r) const { return integers_.get() + r * inputs_; }
+  const int8_t* row(int64_t r) const { return integers_.get() + r * inputs_; }
 
   /// Rounds `from`, `inputs` numbers, to row r. Different rows may be set on different threads.
   template <class T>
@@ -31,10 +31,11 @@ class Int8Rows {
     });
     const float largest = max_lanes<float>(magnitudes);
     const float inverse = largest == 0 ? 0 : kLargest / largest;
+    int8_t* to = integers_.get() + r * inputs_;
     Mask<float> totals{};
     for_steps(inputs_, [&](int64_t i, auto count) {
       const Mask<float> integers = round_to_integers(take(from + i, count) * inverse);
-      put_bytes(row(r) + i, integers, count);
+      put_bytes(to + i, integers, count);
       totals += integers;
     });
     int32_t total = 0;

@@ -154,6 +154,12 @@ STABLE_TORCH_LIBRARY(mtpc_cpu, library) {
   library.def(
       "rotate_and_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, "
       "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? rows=None) -> Tensor");
+  library.def(
+      "accept(Tensor(a!) out_token_ids, Tensor(b!) num_accepted, Tensor(c!) num_emitted, "
+      "Tensor(d!) stop_reason, Tensor chosen, Tensor finite, Tensor ids, Tensor query_start_loc, "
+      "Tensor context_lens, Tensor active, Tensor remaining_tokens, Tensor stop_ids, "
+      "Tensor state_indices, Tensor? is_prompt=None, Tensor? goes_on=None) "
+      "-> (Tensor, Tensor, Tensor)");
   library.def("sinkhorn(Tensor logits, int rounds, float epsilon) -> Tensor");
   library.def(
       "sample(Tensor logits, Tensor ids, Tensor positions, Tensor state_slots, Tensor floats, "
@@ -192,6 +198,7 @@ STABLE_TORCH_LIBRARY_IMPL(mtpc_cpu, CPU, library) {
   library.impl("clear_idle_rows", TORCH_BOX(&mtpc::clear_idle_rows));
   library.impl("rotate", TORCH_BOX(&mtpc::rotate));
   library.impl("rotate_and_write", TORCH_BOX(&mtpc::rotate_and_write));
+  library.impl("accept", TORCH_BOX(&mtpc::accept));
   library.impl("sinkhorn", TORCH_BOX(&mtpc::sinkhorn));
   library.impl("sample", TORCH_BOX(&mtpc::sample));
   library.impl("count_tokens", TORCH_BOX(&mtpc::count_tokens));

@@ -101,6 +101,13 @@ Tensor rotate_and_write(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping,
     const std::optional<Tensor>& rows);
 
+std::tuple<Tensor, Tensor, Tensor> accept(
+    const Tensor& out_token_ids, const Tensor& num_accepted, const Tensor& num_emitted,
+    const Tensor& stop_reason, const Tensor& chosen, const Tensor& finite, const Tensor& ids,
+    const Tensor& query_start_loc, const Tensor& context_lens, const Tensor& active,
+    const Tensor& remaining_tokens, const Tensor& stop_ids, const Tensor& state_indices,
+    const std::optional<Tensor>& is_prompt, const std::optional<Tensor>& goes_on);
+
 Tensor sinkhorn(const Tensor& logits, int64_t rounds, double epsilon);
 
 Tensor sample(

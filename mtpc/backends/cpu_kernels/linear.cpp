@@ -28,9 +28,9 @@ void check(const Tensor& x, const Tensor& weight, int64_t features,
       "mtpc_cpu::packed_linear: expected bias [", features, "]");
 }
 
-/// Calls put(result, tile, row, its 32 sums) for all tiles of the rows in use.
+/// Calls put(tile, row, its 32 sums) for all tiles of the rows in use.
 template <class Put>
-void for_results(const Tensor& x, const Tensor& weight, LinearResult result, int64_t used,
+void for_results(const Tensor& x, const Tensor& weight, int64_t features, int64_t used,
                  const Put& put) {
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const int64_t inputs = x.size(x.dim() - 1);
@@ -38,13 +38,8 @@ void for_results(const Tensor& x, const Tensor& weight, LinearResult result, int
   const InputRows from = rows_for_products(
       static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy);
   for_all_products<Bf16Pairs>(
-      from, used, weight.const_data_ptr(), count_tiles(result.features),
-      worker_count(used * result.features * inputs),
-      [&](int64_t tile, int64_t row, const float* sums) { put(result, tile, row, sums); });
-}
-
-int64_t used_rows_of(const Tensor& x, const std::optional<Tensor>& rows) {
-  return used_rows(rows, count_rows(x, x.size(x.dim() - 1)));
+      from, used, weight.const_data_ptr(), count_tiles(features),
+      worker_count(used * features * inputs), put);
 }
 
 }  // namespace
@@ -55,11 +50,10 @@ Tensor packed_linear(
   check(x, weight, features, bias);
   const Tensor out = empty_rows(x, features);
   const Biases biases(bias, features);
+  const LinearResult result{biases.get(), data(out), features, features};
   for_results(
-      x, weight, {biases.get(), data(out), features, features}, used_rows_of(x, rows),
-      [](const LinearResult& result, int64_t tile, int64_t row, const float* sums) {
-        result.put(tile, row, sums);
-      });
+      x, weight, features, used_rows_of(x, rows),
+      [&](int64_t tile, int64_t row, const float* sums) { result.put(tile, row, sums); });
   return out;
 }
 
@@ -71,9 +65,9 @@ std::tuple<Tensor, Tensor> packed_linear_max(
   const Biases biases(bias, features);
   const int64_t used = used_rows_of(x, rows);
   const Maxima maxima(used, count_tiles(features));
+  const LinearResult result{biases.get(), nullptr, features, 0};
   for_results(
-      x, weight, {biases.get(), nullptr, features, 0}, used,
-      [&](const LinearResult& result, int64_t tile, int64_t row, const float* sums) {
+      x, weight, features, used, [&](int64_t tile, int64_t row, const float* sums) {
         BFloat16 values[kFeatures];
         maxima.put(tile, row, values, result.round(tile, sums, values));
       });

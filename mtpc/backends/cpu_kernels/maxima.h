@@ -18,10 +18,10 @@ class Maxima {
   /// Notes a tile's features of a row, `count` of them; `values` has room for a whole tile.
   void put(int64_t tile, int64_t row, BFloat16* values, int64_t count) const {
     std::fill(values + count, values + kFeatures, BFloat16(-kInfinity<float>));
-    Mask<float> keys[kSteps], best = keys_of(values);
+    Mask<float> keys[kSteps], best{};
     for (int step = 0; step < kSteps; ++step) {
       keys[step] = keys_of(values + step * kStep);
-      best = larger(keys[step], best);
+      best = step == 0 ? keys[step] : larger(keys[step], best);
     }
     const int32_t largest = across(best, larger);
     Mask<float> place = lane_numbers<float>() + kFeatures;
@@ -33,7 +33,7 @@ class Maxima {
     places_.get()[at] = static_cast<uint8_t>(across(place, smaller));
   }
 
-  /// The largest of a row, as [...], and which feature it is.
+  /// The largest of a row, and which feature it is.
   void write(int64_t row, BFloat16* value, int64_t* feature) const {
     const int32_t* keys = keys_.get() + row * tiles_;
     const int64_t tile = std::max_element(keys, keys + tiles_) - keys;
@@ -85,8 +85,7 @@ class Maxima {
 /// nothing of rows from `used` on.
 inline std::tuple<Tensor, Tensor> write_maxima(const Tensor& x, int64_t used,
                                                const Maxima& maxima) {
-  std::vector<int64_t> shape;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  const std::vector<int64_t> shape = leading_sizes(x);
   const Tensor values = dense_empty(x, shape);
   const Tensor features = dense_empty(shape, aoti_torch_dtype_int64());
   auto* feature = static_cast<int64_t*>(features.mutable_data_ptr());

@@ -69,8 +69,7 @@ Tensor float32_linear(
   const ScalarType dtype = same ? x.scalar_type() : ScalarType::Float;
   const Tensor dense = dense_in(x, dtype);
   const Tensor rows = same ? adjacent_last(weight) : dense_in(weight, dtype);
-  std::vector<int64_t> shape;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  std::vector<int64_t> shape = leading_sizes(x);
   shape.push_back(features);
   const Tensor out = torch::stable::new_empty(x, shape, ScalarType::Float);
   std::vector<float> biases(features);

@@ -67,7 +67,7 @@ Tensor quantised_linear(
   check(x, weight, scales, bias);
   const int64_t features = scales.size(0);
   const Tensor out = empty_rows(x, features);
-  const int64_t used = used_rows(rows, count_rows(x, x.size(x.dim() - 1)));
+  const int64_t used = used_rows_of(x, rows);
   for_results(
       x, weight, scales, bias, used,
       [&](int64_t tile, int64_t row, const float* values, int64_t count) {
@@ -83,15 +83,13 @@ std::tuple<Tensor, Tensor> quantised_linear_max(
   STD_TORCH_CHECK(
       x.scalar_type() == ScalarType::BFloat16 && scales.size(0) > 0,
       "mtpc_cpu::quantised_linear_max: expected bfloat16 x, and a feature at least");
-  const int64_t used = used_rows(rows, count_rows(x, x.size(x.dim() - 1)));
+  const int64_t used = used_rows_of(x, rows);
   const Maxima maxima(used, count_tiles(scales.size(0)));
   for_results(
       x, weight, scales, bias, used,
       [&](int64_t tile, int64_t row, const float* values, int64_t count) {
         BFloat16 rounded[kFeatures];
-        for_steps(count, [&](int64_t i, auto step) {
-          put(rounded + i, take(values + i, step), step);
-        });
+        round_to(rounded, values, count);
         maxima.put(tile, row, rounded, count);
       });
   return write_maxima(x, used, maxima);

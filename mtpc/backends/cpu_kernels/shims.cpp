@@ -7,6 +7,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <tuple>
 #include <type_traits>
 
 #include "kernels.h"
@@ -58,12 +59,14 @@ AOTITorchError call(AtenTensorHandle* out, Op op, Arguments... arguments) {
   return AOTI_TORCH_SUCCESS;
 }
 
-template <class Op, class... Arguments>
-AOTITorchError call_for_two(
-    AtenTensorHandle* first, AtenTensorHandle* second, Op op, Arguments... arguments) {
+/// The same of an op with several results, each with a place of its own.
+template <size_t kResults, class Op, class... Arguments>
+AOTITorchError call_for(
+    AtenTensorHandle* const (&places)[kResults], Op op, Arguments... arguments) {
   const auto results = op(borrow(arguments)...);
-  *first = own(std::get<0>(results).get());
-  *second = own(std::get<1>(results).get());
+  static_assert(std::tuple_size_v<std::decay_t<decltype(results)>> == kResults);
+  AtenTensorHandle* const* place = places;
+  std::apply([&](const auto&... each) { ((**place++ = own(each.get())), ...); }, results);
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -121,8 +124,8 @@ MTPC_SHIM aoti_torch_cpu_packed_linear(
 MTPC_SHIM aoti_torch_cpu_packed_linear_max(
     H x, H weight, int64_t features, O bias, O rows, AtenTensorHandle* values,
     AtenTensorHandle* indices) {
-  return mtpc::call_for_two(
-      values, indices, mtpc::packed_linear_max, x, weight, features, bias, rows);
+  return mtpc::call_for(
+      {values, indices}, mtpc::packed_linear_max, x, weight, features, bias, rows);
 }
 
 MTPC_SHIM aoti_torch_cpu_packed_gated_linear(
@@ -133,8 +136,8 @@ MTPC_SHIM aoti_torch_cpu_packed_gated_linear(
 MTPC_SHIM aoti_torch_cpu_linear_chain(
     H x, H residual, const char* kinds, const AtenTensorHandle* operands, int64_t num_operands,
     double epsilon, O rows, AtenTensorHandle* total, AtenTensorHandle* out) {
-  return mtpc::call_for_two(
-      total, out, mtpc::linear_chain, x, residual, kinds, mtpc::Handles{operands, num_operands},
+  return mtpc::call_for(
+      {total, out}, mtpc::linear_chain, x, residual, kinds, mtpc::Handles{operands, num_operands},
       epsilon, rows);
 }
 
@@ -154,8 +157,8 @@ MTPC_SHIM aoti_torch_cpu_quantised_linear(
 
 MTPC_SHIM aoti_torch_cpu_quantised_linear_max(
     H x, H weight, H scales, O bias, O rows, AtenTensorHandle* values, AtenTensorHandle* indices) {
-  return mtpc::call_for_two(
-      values, indices, mtpc::quantised_linear_max, x, weight, scales, bias, rows);
+  return mtpc::call_for(
+      {values, indices}, mtpc::quantised_linear_max, x, weight, scales, bias, rows);
 }
 
 MTPC_SHIM aoti_torch_cpu_quantised_experts(
@@ -182,8 +185,8 @@ MTPC_SHIM aoti_torch_cpu_rms_norm(
 MTPC_SHIM aoti_torch_cpu_add_rms_norm(
     H x, H added, H weight, double epsilon, int32_t plus_one, O rows, AtenTensorHandle* total,
     AtenTensorHandle* normed) {
-  return mtpc::call_for_two(
-      total, normed, mtpc::add_rms_norm, x, added, weight, epsilon, plus_one, rows);
+  return mtpc::call_for(
+      {total, normed}, mtpc::add_rms_norm, x, added, weight, epsilon, plus_one, rows);
 }
 
 MTPC_SHIM aoti_torch_cpu_silu_and_mul(H gate_up, O rows, AtenTensorHandle* out) {
@@ -203,6 +206,17 @@ MTPC_SHIM aoti_torch_cpu_rotate_and_write(
     AtenTensorHandle* out) {
   return mtpc::call(
       out, mtpc::rotate_and_write, q, k, v, cos, sin, k_cache, v_cache, slot_mapping, rows);
+}
+
+MTPC_SHIM aoti_torch_cpu_accept(
+    H out_token_ids, H num_accepted, H num_emitted, H stop_reason, H chosen, H finite, H ids,
+    H query_start_loc, H context_lens, H active, H remaining_tokens, H stop_ids, H state_indices,
+    O is_prompt, O goes_on, AtenTensorHandle* anchors, AtenTensorHandle* remaining,
+    AtenTensorHandle* lens) {
+  return mtpc::call_for(
+      {anchors, remaining, lens}, mtpc::accept, out_token_ids, num_accepted, num_emitted,
+      stop_reason, chosen, finite, ids, query_start_loc, context_lens, active, remaining_tokens,
+      stop_ids, state_indices, is_prompt, goes_on);
 }
 
 MTPC_SHIM aoti_torch_cpu_sinkhorn(H logits, int64_t rounds, double epsilon, AtenTensorHandle* out) {

@@ -64,8 +64,8 @@ inline int64_t count_rows(const Tensor& t, int64_t width) {
   return width == 0 ? 0 : t.numel() / width;
 }
 
-/// Uninitialised and dense, of torch's or x's dtype. `torch::stable::new_empty` goes through the dispatcher: 25
-/// microseconds where a stream of weights has just cleared the caches of its code.
+/// Uninitialised and dense. `torch::stable::new_empty` goes through the dispatcher: 25 microseconds
+/// where a stream of weights has just cleared the caches of its code.
 inline Tensor dense_empty(const std::vector<int64_t>& shape, int32_t dtype) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
@@ -76,6 +76,7 @@ inline Tensor dense_empty(const std::vector<int64_t>& shape, int32_t dtype) {
   return Tensor(handle);
 }
 
+/// The same, of x's dtype.
 inline Tensor dense_empty(const Tensor& x, const std::vector<int64_t>& shape) {
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
@@ -93,10 +94,16 @@ inline Tensor dense_zeros(const Tensor& x, const std::vector<int64_t>& shape) {
   return zeros;
 }
 
+/// Sizes of all dimensions but the last.
+inline std::vector<int64_t> leading_sizes(const Tensor& x) {
+  std::vector<int64_t> sizes;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) sizes.push_back(x.size(dim));
+  return sizes;
+}
+
 /// Uninitialised, of x's dtype and of its shape but for the last dimension.
 inline Tensor empty_rows(const Tensor& x, int64_t last) {
-  std::vector<int64_t> shape;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  std::vector<int64_t> shape = leading_sizes(x);
   shape.push_back(last);
   return dense_empty(x, shape);
 }
@@ -134,6 +141,11 @@ inline int64_t used_rows(const std::optional<Tensor>& count, int64_t rows) {
   return std::clamp<int64_t>(Indices(*count, "rows", 1)(0), 0, rows);
 }
 
+/// The same of x [..., N]'s rows of N.
+inline int64_t used_rows_of(const Tensor& x, const std::optional<Tensor>& count) {
+  return used_rows(count, count_rows(x, x.size(x.dim() - 1)));
+}
+
 /// Reads `count` adjacent elements of a tensor of any supported dtype.
 template <class A>
 void read(A* to, const Tensor& from, int64_t offset, int64_t count) {
@@ -144,19 +156,24 @@ void read(A* to, const Tensor& from, int64_t offset, int64_t count) {
   });
 }
 
+/// Rounds `count` adjacent elements.
+template <class T, class A>
+void round_to(T* to, const A* from, int64_t count) {
+  int64_t done = 0;
+  if constexpr (std::is_same_v<A, float> && std::is_same_v<T, BFloat16>) {
+    for (; done + kLanes<float> <= count; done += kLanes<float>) {
+      narrow(to + done, load<float>(from + done));
+    }
+  }
+  std::transform(from + done, from + count, to + done, [](A x) { return static_cast<T>(x); });
+}
+
 /// Writes `count` adjacent elements, rounding to the tensor's dtype.
 template <class A>
 void write(const Tensor& to, int64_t offset, const A* from, int64_t count) {
   with_type(to.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
-    T* target = static_cast<T*>(to.mutable_data_ptr()) + offset;
-    int64_t done = 0;
-    if constexpr (std::is_same_v<A, float> && std::is_same_v<T, BFloat16>) {
-      for (; done + kLanes<float> <= count; done += kLanes<float>) {
-        narrow(target + done, load<float>(from + done));
-      }
-    }
-    std::transform(from + done, from + count, target + done, [](A x) { return static_cast<T>(x); });
+    round_to(static_cast<T*>(to.mutable_data_ptr()) + offset, from, count);
   });
 }
 

@@ -22,6 +22,16 @@ _MOST_THREADS = 512
 
 
 @triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    count, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """This program's rows [BLOCK, 1], columns [1, N_PAD], and which of both there are."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    i = tl.arange(0, N_PAD)[None]
+    return row, i, (row < count) & (i < N)
+
+
+@triton.jit
 def _normalise(  # type: ignore[no-untyped-def]
     x, weight, N: tl.constexpr, EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr
 ):
@@ -44,9 +54,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """x [count, N] of any distance between rows, out [count, N]."""
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    i = tl.arange(0, N_PAD)[None]
-    mask = (row < count) & (i < N)
+    row, i, mask = _block(count, N, N_PAD, BLOCK)
     weight = tl.load(weight_ptr + i, mask=i < N, other=0.0)
     x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
     tl.store(out_ptr + row * N + i, _normalise(x, weight, N, EPSILON, PLUS_ONE), mask=mask)
@@ -59,9 +67,7 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """x, added [count, N] of any distance between rows; total, out [count, N]."""
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    i = tl.arange(0, N_PAD)[None]
-    mask = (row < count) & (i < N)
+    row, i, mask = _block(count, N, N_PAD, BLOCK)
     weight = tl.load(weight_ptr + i, mask=i < N, other=0.0)
     x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
     added = tl.load(added_ptr + row * added_row + i, mask=mask, other=0.0)
@@ -79,9 +85,8 @@ def draft_entry_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """left, right [count, N] of any distance between rows, a program of one of them; out
     [count, 2N]."""
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    half, i = tl.program_id(1), tl.arange(0, N_PAD)[None]
-    mask = (row < count) & (i < N)
+    row, i, mask = _block(count, N, N_PAD, BLOCK)
+    half = tl.program_id(1)
     if half == 0:
         weight = tl.load(left_weight_ptr + i, mask=i < N, other=0.0)
         x = tl.load(left_ptr + row * left_row + i, mask=mask, other=0.0)

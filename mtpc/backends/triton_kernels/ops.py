@@ -17,6 +17,7 @@ from torch.library import custom_op, triton_op
 
 from mtpc.backends.triton_kernels.launch import run
 from mtpc.backends.triton_kernels.plans import plan
+from mtpc.ops.accept import REPORTS
 
 
 def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, *, configs: str = "") -> None:
@@ -240,6 +241,36 @@ def sample(
     return _run("sample", *rows, *numbers, *tokens, configs=configs)
 
 
+def accept(
+    out_token_ids: Tensor,
+    num_accepted: Tensor,
+    num_emitted: Tensor,
+    stop_reason: Tensor,
+    chosen: Tensor,
+    finite: Tensor,
+    ids: Tensor,
+    query_start_loc: Tensor,
+    context_lens: Tensor,
+    active: Tensor,
+    remaining_tokens: Tensor,
+    stop_ids: Tensor,
+    state_indices: Tensor,
+    is_prompt: Tensor | None = None,
+    goes_on: Tensor | None = None,
+    *,
+    configs: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`mtpc::accept`."""
+    reports = (out_token_ids, num_accepted, num_emitted, stop_reason)
+    rows = (chosen, finite, ids, query_start_loc, context_lens, active)
+    limits = (remaining_tokens, stop_ids, state_indices, is_prompt, goes_on)
+    launches, out = plan("accept", *reports, *rows, *limits, configs=configs)
+    run(launches)
+    assert isinstance(out, tuple)
+    anchors, remaining, lens = out
+    return anchors, remaining, lens
+
+
 def sinkhorn(logits: Tensor, rounds: int, epsilon: float, *, configs: str = "") -> Tensor:
     """`mtpc::sinkhorn`."""
     return _run("sinkhorn", logits, rounds, epsilon, configs=configs)
@@ -275,6 +306,7 @@ _OPERATORS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (rotate, ()),
     (rotate_and_write, ("k_cache", "v_cache")),
     (sample, ()),
+    (accept, REPORTS),
     (sinkhorn, ()),
 )
 """Every operator, with the arguments that it writes."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mtpc.backends.triton_kernels.accept import accept_launches
 from mtpc.backends.triton_kernels.activation import silu_and_mul_launches
 from mtpc.backends.triton_kernels.attention import paged_attention_launches
 from mtpc.backends.triton_kernels.cache_write import write_cache_launches
@@ -35,6 +36,7 @@ from mtpc.backends.triton_kernels.sampling import sample_launches
 from mtpc.backends.triton_kernels.sinkhorn import sinkhorn_launches
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
+from mtpc.ops.accept import empty_outcome
 
 Plan = tuple[list[Launch], Tensor | tuple[Tensor, ...] | None]
 
@@ -192,6 +194,21 @@ def plan_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Plan:
     return rotate_launches(x, cos, sin, out) if len(x) else [], out
 
 
+def plan_accept(  # type: ignore[no-untyped-def]
+    out_token_ids: Tensor, num_accepted, num_emitted, stop_reason,
+    chosen: Tensor, finite: Tensor, ids: Tensor, query_start_loc, context_lens, active,
+    remaining_tokens, stop_ids, state_indices,
+    is_prompt: Tensor | None = None, goes_on: Tensor | None = None,
+) -> Plan:  # fmt: skip
+    """`mtpc::accept`."""
+    out = empty_outcome(context_lens)
+    rows = (ids, query_start_loc, context_lens, active)
+    reports = (out_token_ids, num_accepted, num_emitted, stop_reason)
+    limits = (remaining_tokens, stop_ids, state_indices)
+    prompts = (is_prompt, goes_on)
+    return accept_launches(reports, (chosen, finite), rows, limits, prompts, out), out
+
+
 def plan_sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
     """`mtpc::sinkhorn`."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -215,6 +232,7 @@ PLANS: dict[str, Callable[..., Plan]] = {
     "quantised_linear": plan_quantised_linear,
     "rotate_and_write": plan_rotate_and_write,
     "sample": plan_sample,
+    "accept": plan_accept,
     "sinkhorn": plan_sinkhorn,
 }
 """Every op exists as mtpc::NAME, the reference, and as mtpc_triton::NAME."""

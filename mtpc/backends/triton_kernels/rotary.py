@@ -85,23 +85,28 @@ def rotate_and_write_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def rotate_kernel(  # type: ignore[no-untyped-def]
     x_ptr, cos_ptr, sin_ptr, out_ptr, x_token, x_head, cos_token, sin_token,
-    N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
 ):  # fmt: skip
-    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
-    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = C // 2
-    turned, partner = i < C, tl.where(i < HALF, i + HALF, i - HALF)
-    mask = (head < N) & (i < D)[None]
-    at = x_ptr + token * x_token + head * x_head
-    x = tl.load(at + i[None], mask=mask, other=0.0)
-    other = tl.load(at + partner[None], mask=mask & turned[None], other=0.0)
-    cos = tl.load(cos_ptr + token * cos_token + i, mask=turned, other=0.0)[None].to(tl.float32)
-    sin = tl.load(sin_ptr + token * sin_token + i, mask=turned, other=0.0)[None].to(tl.float32)
-    along = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
-    across = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
-    total = tl.where((i < HALF)[None], along - across, along + across).to(x.dtype)
-    out = tl.where(turned[None], total, x)
-    tl.store(out_ptr + (token * N + head) * D + i[None], out, mask=mask)
+    i, rest = tl.arange(0, HALF_PAD), C + tl.arange(0, REST_PAD)
+    cos_at, sin_at = cos_ptr + token * cos_token + i, sin_ptr + token * sin_token + i
+    cos_a = tl.load(cos_at, mask=i < HALF, other=0.0)[None]
+    cos_b = tl.load(cos_at + HALF, mask=i < HALF, other=0.0)[None]
+    sin_a = tl.load(sin_at, mask=i < HALF, other=0.0)[None]
+    sin_b = tl.load(sin_at + HALF, mask=i < HALF, other=0.0)[None]
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    mask = (head < N) & (i < HALF)[None]
+    at, to = x_ptr + token * x_token + head * x_head, out_ptr + (token * N + head) * D
+    a = tl.load(at + i[None], mask=mask, other=0.0)
+    b = tl.load(at + HALF + i[None], mask=mask, other=0.0)
+    a, b = _turn(a, b, cos_a, cos_b, sin_a, sin_b)
+    tl.store(to + i[None], a, mask=mask)
+    tl.store(to + HALF + i[None], b, mask=mask)
+    if D > C:
+        beyond = (head < N) & (rest < D)[None]
+        tl.store(to + rest[None], tl.load(at + rest[None], mask=beyond), mask=beyond)
 
 
 def rotate_launches(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> list[Launch]:
@@ -120,9 +125,7 @@ def rotate_launches(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> list[La
         x_ptr=x, cos_ptr=cos, sin_ptr=sin, out_ptr=out, x_token=x.stride(0), x_head=x.stride(1),
         cos_token=cos.stride(0), sin_token=sin.stride(0),
     )  # fmt: skip
-    constants = dict(
-        N=heads, D=width, C=cos.shape[1], BLOCK=block, D_PAD=power_of_two(width)
-    )  # fmt: skip
+    constants = dict(N=heads, D=width, C=cos.shape[1], BLOCK=block, **_pads(width, cos.shape[1]))
     grid = (tokens, -(-heads // block), 1)
     return [Launch(rotate_kernel, grid, arguments, constants, threads=128)]
 
@@ -163,8 +166,13 @@ def rotate_and_write_launches(
     )  # fmt: skip
     constants = dict(
         N=heads, H=kv_heads, D=width, DV=v.shape[2], C=turned, BLOCK=block,
-        HALF_PAD=power_of_two(turned // 2), REST_PAD=power_of_two(max(width - turned, 1)),
-        DV_PAD=power_of_two(v.shape[2]),
+        DV_PAD=power_of_two(v.shape[2]), **_pads(width, turned),
     )  # fmt: skip
     grid = (q.shape[0], -(-heads // block) + 2 * -(-kv_heads // block), 1)
     return [Launch(rotate_and_write_kernel, grid, arguments, constants, threads=128)]
+
+
+def _pads(width: int, turned: int) -> dict[str, int]:
+    """Of half the features that are turned, and of those that stay."""
+    rest = max(width - turned, 1)
+    return {"HALF_PAD": power_of_two(turned // 2), "REST_PAD": power_of_two(rest)}

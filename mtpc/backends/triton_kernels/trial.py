@@ -130,7 +130,7 @@ def _block_table(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -
 
 def _seq_lens(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
     """Half of what a table holds, and no less than the step's own rows."""
-    bounds = _starts(fakes, fake, device)
+    bounds = _starts(fakes, fakes["query_start_loc"], device)
     rows = bounds[1:] - bounds[:-1]
     if "block_table" not in fakes:
         return rows + _COMMITTED
@@ -141,7 +141,8 @@ def _seq_lens(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> T
 
 def _starts(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
     """The step's rows, dealt out evenly."""
-    reqs, tokens = fakes["seq_lens"].shape[0], next(iter(fakes.values())).shape[0]
+    reqs, rows = fake.shape[0] - 1, fakes.get("ids", next(iter(fakes.values())))
+    tokens = rows.shape[0]
     return torch.arange(reqs + 1, device=device) * tokens // reqs
 
 
@@ -162,6 +163,9 @@ _INDICES: dict[str, _Fill] = {
     "expert_ids": _expert_ids,
     "state_slots": _state_slots,
     "certain_lens": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
+    "active": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
+    "finite": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
+    "remaining_tokens": lambda fakes, fake, device: torch.full(fake.shape, 9, device=device),
     "standing": lambda fakes, fake, device: torch.full(fake.shape, _COMMITTED, device=device),
 }
 """Arguments that are not just zeros; a slot of 0 in `slot_mapping` is one that may be written."""

@@ -1,0 +1,251 @@
+"""Keys of the graph cache: every difference is a miss in its own field; equal graphs are reused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CPU_OPTIONS, CpuBuilt
+from warm_starts import DECODE, copied, edit_weights
+
+import mtpc
+from mtpc.ahead import CachingCompiler
+from mtpc.cache.lookup import key_of
+from mtpc.cache.opening import open_cache
+from mtpc.cache.steps import StepCache, step_fields
+from mtpc.checkpoint import Checkpoint
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+
+__all__ = ["copied"]
+
+
+def fields_of(directory: Path, **changes: Any) -> dict[str, str]:
+    """The key of the decode step of a checkpoint."""
+    options = CompileOptions(**{**CPU_OPTIONS, **changes})
+    cache = open_cache(Checkpoint(directory), options, print)
+    assert cache is not None
+    return step_fields(cache.program, StepKey.decode(2, options.spec_tokens))
+
+
+def changed_fields(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"spec_tokens": 2}, {"options.spec_tokens", "step.spec_tokens", "step.query_len"}),
+        ({"batch_buckets": (2, 4)}, {"options.largest_bucket"}),
+        ({"max_len": 48}, {"options.max_len"}),
+        ({"page_size": 8}, {"options.page_size"}),
+        ({"num_pages": 64}, {"options.num_pages"}),
+        ({"dtype": "float32"}, {"options.dtype"}),
+        ({"sampling": True}, {"options.sampling", "options.max_logprobs"}),
+        ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
+        ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_in_the_key(
+    change: dict[str, Any], fields: set[str], checkpoint: Callable[..., Path]
+) -> None:
+    directory = checkpoint("mimo")
+    assert changed_fields(fields_of(directory), fields_of(directory, **change)) == fields
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verify_passes": True},
+        {"strict": True},
+        {"frozen": True},
+        {"backend": "auto"},
+        {"cache_dir": Path("/elsewhere")},
+        {"require_sha256": "0" * 64},
+        {"max_logprobs": 9},  # It sizes what only sampling has.
+        {"prefill_chunk": 16},  # It is in the key of prefill steps only.
+        {"batch_buckets": (1, 2)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_options_not_in_the_key(change: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint("mimo")
+    assert fields_of(directory) == fields_of(directory, **change)
+
+
+def _config(**entries: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    return change
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    return lambda directory: edit_weights(directory, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (_config(rms_norm_eps=1e-5), {"model.config.rms_norm_eps"}),
+        (_config(architectures=["Qwen2ForCausalLM"]), {"model.config.architectures"}),
+        (_config(unheard_of=1), {"model.config.unheard_of"}),
+        (
+            _tensors(lambda t: t.update({"extra": torch.ones(2)})),
+            {"model.weights", "model.weights.extra"},
+        ),
+        (
+            _tensors(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].bfloat16()})),
+            {"model.weights", "model.weights.model.norm.weight"},
+        ),
+        (_config(_name_or_path="elsewhere", transformers_version="5.17"), set()),
+        (_tensors(lambda t: t["model.norm.weight"].mul_(2)), set()),
+        (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": 3}'), set()),
+        (lambda d: (d / "tokenizer.json").write_text("{}"), set()),
+        (lambda d: os.utime(d / "model.safetensors", (1, 1)), set()),
+    ],
+    ids=["eps", "architecture", "unknown", "extra-tensor", "dtype", "provenance", "values", "eos",
+         "tokenizer", "mtime"],
+)  # fmt: skip
+def test_models_in_the_key(
+    change: Callable[[Path], Any],
+    fields: set[str],
+    checkpoint: Callable[..., Path],
+    copied: Callable[..., Path],
+) -> None:
+    """What shapes the graph is in the key; values, names of places and tokenizers are not."""
+    directory = copied("mimo")
+    change(directory)
+    assert changed_fields(fields_of(checkpoint("mimo")), fields_of(directory)) == fields
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "field"),
+    [
+        ("mtpc.__version__", "9.9", "version.mtpc"),
+        ("torch.version.git_version", "9" * 40, "version.torch"),
+        ("mtpc.cache.machine.metadata.version", lambda name: "9.9", "version.transformers"),
+        ("torch.get_num_threads", lambda: 7, "machine.threads"),
+        ("torch.are_deterministic_algorithms_enabled", lambda: True, "torch.deterministic"),
+        ("torch.get_float32_matmul_precision", lambda: "low", "torch.float32_matmul_precision"),
+        ("torch.get_default_dtype", lambda: torch.float64, "torch.default_dtype"),
+        ("platform.machine", lambda: "vax", "machine.platform"),
+        ("mtpc.cache.machine.compiler_version", lambda: "g++ 99", "machine.compiler"),
+    ],
+)
+def test_the_machine_in_the_key(
+    target: str,
+    value: Any,
+    field: str,
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = fields_of(checkpoint("mimo"))
+    monkeypatch.setattr(target, value)
+    assert changed_fields(before, fields_of(checkpoint("mimo"))) == {field}
+
+
+def test_the_processor_in_the_key(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An AVX-512 machine's code is not for a machine without."""
+    before = fields_of(checkpoint("mimo"))
+    monkeypatch.setattr("mtpc.cache.machine._cpu", lambda: ("Zen 9", frozenset({"avx2"})))
+    after = fields_of(checkpoint("mimo"))
+    assert changed_fields(before, after) == {"machine.cpu", "machine.instruction_sets"}
+
+
+def test_inductors_settings_in_the_key(checkpoint: Callable[..., Path]) -> None:
+    """What this process changed, and not what a compilation set and put back."""
+    before = fields_of(checkpoint("mimo"))
+    import torch._inductor.config as settings
+
+    with settings.patch(max_autotune=True):
+        assert changed_fields(before, fields_of(checkpoint("mimo"))) == {"torch.inductor"}
+    assert fields_of(checkpoint("mimo")) == before
+
+
+def test_the_environment_in_the_key(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fields_of(checkpoint("mimo"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert fields_of(checkpoint("mimo")) == before
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    after = fields_of(checkpoint("mimo"))
+    assert changed_fields(before, after) == {"environment.TORCHINDUCTOR_FREEZING"}
+
+
+def test_every_part_of_the_source_is_in_the_key(tmp_path: Path) -> None:
+    """Of every file that has a say in a graph, one changed byte is a miss, in its own field."""
+    from mtpc.cache.machine import source_fields
+
+    package = Path(shutil.copytree(Path(mtpc.__file__).parent, tmp_path / "mtpc"))
+    before = source_fields(package)
+    assert before == source_fields()
+    for file, part in (
+        ("passes/hoist_shared.py", "passes"),
+        ("capture/inline.py", "capture"),
+        ("models/mimo.py", "models"),
+        ("ops/attention.py", "ops"),
+        ("step.py", "step"),
+        ("pieces/accept.py", "step"),
+        ("backends/cpu.py", "backends"),
+        ("backends/cpu_kernels/simd.h", "kernels"),
+    ):
+        with (package / file).open("a") as handle:
+            handle.write("\n")
+        after = source_fields(package)
+        assert changed_fields(before, after) == {f"source.{part}"}
+        before = after
+
+
+def test_every_field_is_said_where_it_differs(
+    cpu_cache: Path, cpu_built: Callable[..., CpuBuilt], checkpoint: Callable[..., Path]
+) -> None:
+    """A change of any one field is a miss, and the reason names that field with both values."""
+    cpu_built("mimo")
+    cache = open_cache(
+        Checkpoint(checkpoint("mimo")), CompileOptions(**CPU_OPTIONS, cache_dir=cpu_cache), print
+    )
+    assert cache is not None
+    assert cache.find(DECODE) is not None
+    for name in cache.program:
+        if name == "kind":
+            continue
+        other = StepCache(cache.store, {**cache.program, name: "something else"})
+        assert other.find(DECODE) is None, name
+        (difference,) = other.reasons(DECODE)
+        assert (difference.field, difference.wanted) == (name, "something else")
+        assert difference.cached == cache.program[name]
+
+
+def test_an_equal_graph_is_not_lowered_again(
+    cpu_built: Callable[..., CpuBuilt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed source that leads to the same graph: traced anew, the package is reused."""
+    built = cpu_built("mimo")
+    cache = built.compiler.cache
+    edited = StepCache(cache.store, {**cache.program, "source.passes": "a comment was added"})
+    again = CachingCompiler(built.compiler.compiler, built.backend, edited)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("lowered again")
+
+    monkeypatch.setattr(type(built.backend), "package", refuse)
+    step = again.obtain(DECODE)
+    assert step.record.lowering == built.compiler.obtain(DECODE).record.lowering
+    assert step.entry is not None
+    assert key_of(step.entry)["source.passes"] == "a comment was added"
+    elsewhere = StepCache(cache.store, {**cache.program, "machine.instruction_sets": "none"})
+    there = CachingCompiler(built.compiler.compiler, built.backend, elsewhere)
+    with pytest.raises(AssertionError, match="lowered again"):
+        there.obtain(DECODE)
