@@ -39,7 +39,7 @@ _NEAR = 2**31 - 1
 _ELEMENTS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "i1",
+    torch.bool: "u1",  # As launchers name it; code for "i1" they would not find.
 }  # fmt: skip
 _AMD_FIELDS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
 
