@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mtpc.apart import build_apart
 from mtpc.backends import choose_backend
 from mtpc.cache.opening import kernel_store, open_cache
 from mtpc.cache.steps import StepCache
@@ -72,6 +73,8 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     spec = None
     if cache is not None and isinstance(source, Checkpoint):
         spec = _restored(source, parsed, cache, progress)
+        if spec is None and build_apart(source, parsed, cache, progress, report):
+            spec = _restored(source, parsed, cache, progress)
     if spec is None:
         spec = _compile(source, parsed, cache, progress, report)
     if cache is not None:

@@ -61,6 +61,11 @@ class Checkpoint:
         return bool(self._scales)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all its files of weights."""
+        return sum(path.stat().st_size for path in self._files)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         if not self._scales:
             return ()

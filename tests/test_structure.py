@@ -31,6 +31,7 @@ ORDER = (
     ("compiler", "restore"),
     ("ahead", "budget"),
     ("build", "cross"),
+    ("apart",),
     ("engine",),
     ("api",),
     ("host",),

@@ -1,0 +1,167 @@
+"""Building in a process of its own, whose remains go with it.
+
+What tracing and Inductor leave behind, a second copy of the weights and a heap that does not
+shrink, would stay with a server for as long as it runs: at 0.5B three times what it needs. So a
+large checkpoint's steps are built by another process, into the cache, from which the caller then
+starts as any later process does.
+
+    caller: job ->          | child: `mtpc.build.build`
+    <- Progress, MtpcError  | the caller's end of the pipe closes: the child ends, too
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from _thread import interrupt_main
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import torch
+
+from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.cache.steps import StepCache
+from mtpc.checkpoint import Checkpoint
+from mtpc.config import CompileOptions
+from mtpc.errors import BackendError, CacheWriteError, MtpcError
+from mtpc.layout import step_keys
+from mtpc.progress import Listener, Progress
+
+LARGE = 256 * 2**20
+"""Bytes of weights from which on a process pays: it takes four seconds to start."""
+_GRACE_S = 10.0
+"""A child that was told to end has this long to put things away."""
+
+
+def build_apart(
+    source: Checkpoint,
+    options: CompileOptions,
+    cache: StepCache,
+    listener: Listener,
+    report: Callable[[str], None],
+) -> bool:
+    """Have what the cache lacks built into it, if the checkpoint is large.
+
+    Args:
+        source: the checkpoint.
+        options: as asked for, for the cpu backend or "auto".
+        cache: of this checkpoint and these options.
+        listener: hears of progress.
+        report: hears of what concerns no step.
+
+    Returns:
+        Whether the cache has all of it now. False, too, where the cache cannot be written or the
+        kernels not be compiled, which whoever compiles in this process says and deals with.
+
+    Raises:
+        MtpcError: as `mtpc.build.build`.
+        BackendError: the process died.
+    """
+    if source.nbytes < LARGE or not sys.executable:
+        return False
+    if all(cache.find(key) for key in step_keys(options)):
+        return False  # And yet not restorable: its weights are for transformers to read.
+    try:
+        cache.store.prepare()
+        build_kernels(cache.store, report)
+    except (CacheWriteError, BackendError):
+        return False
+    _build(source, options, listener)
+    return True
+
+
+def _build(source: Checkpoint, options: CompileOptions, listener: Listener) -> None:
+    with _child() as (process, pipe):
+        for event in _events(pipe, (source.directory.absolute(), options, torch.get_num_threads())):
+            if isinstance(event, MtpcError):
+                raise event
+            listener(event)
+        status = process.wait()
+    if status != 0:
+        raise BackendError(
+            f"the process that compiled {source.directory} ended with status {status}; what it had "
+            "finished is in the cache, what it said on stderr. Out of memory? Try `mtpc build "
+            "--jobs 1` first"
+        )
+
+
+def _events(pipe: Connection, job: tuple[Any, ...]) -> Iterator[Progress | MtpcError]:
+    """What a child says of its job, until it closes its end: done, or dead."""
+    try:
+        pipe.send(job)
+        while True:
+            yield pipe.recv()
+    except (EOFError, OSError):
+        return
+
+
+@contextmanager
+def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
+    """A Python with this one's modules, and the pipe to it; it ends where the block does."""
+    ours, theirs = Pipe()
+    handle = theirs.fileno()
+    # No `multiprocessing.Process`: that would run the caller's main module a second time.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from mtpc.apart import serve; serve({handle})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[handle],
+        start_new_session=True,  # Ctrl-C is the caller's, who closes the pipe.
+    )
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        ours.close()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def serve(handle: int) -> None:
+    """The child's side: do the one job that comes through the pipe.
+
+    Args:
+        handle: file descriptor of its end.
+    """
+    from mtpc.build import build
+
+    pipe = Connection(handle)
+    directory, options, threads = pipe.recv()
+    torch.set_num_threads(threads)  # Generated code, hence the key, depends on it.
+    caller = _Caller(pipe)
+    try:
+        build(directory, options, (options.spec_tokens,), listener=pipe.send)
+    except MtpcError as error:
+        caller.is_waiting = False
+        pipe.send(error)
+    except (KeyboardInterrupt, OSError):
+        if not caller.has_gone:
+            raise
+        sys.exit(130)  # Nobody is there any more who would read why.
+    caller.is_waiting = False
+
+
+class _Caller(threading.Thread):
+    """Interrupts this process's work when the other end of the pipe closes."""
+
+    def __init__(self, pipe: Connection):
+        super().__init__(name="mtpc-caller", daemon=True)
+        self.is_waiting, self.has_gone = True, False
+        self._pipe = pipe
+        self.start()
+
+    def run(self) -> None:
+        """Until there is no caller."""
+        try:
+            self._pipe.recv()
+        except (EOFError, OSError):
+            self.has_gone = True
+            if self.is_waiting:
+                interrupt_main()
