@@ -27,7 +27,8 @@ void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& re
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
-    const auto fetch = fetch_in_pass(static_cast<const char*>(tile), x.groups, pass, passes);
+    const auto fetch =
+        fetch_in_pass(static_cast<const char*>(tile), x.groups, pass, passes, count);
     registers.set_rows(count);
     TileSums<Dot, kMostRows> sums;
     multiply_rows<Dot>(x.from(row, 0, x.groups), count, weights, fetch, sums);

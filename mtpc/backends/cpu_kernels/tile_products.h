@@ -37,7 +37,8 @@ struct TileFetch : Fetch {
   bool streams = false;  // Takes the tile from memory, and reads each block before its use.
 };
 
-inline TileFetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64_t passes) {
+inline TileFetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64_t passes,
+                               int64_t) {
   if (passes >= kSlowPasses) return {fetch_next(tile, groups, pass, passes)};
   return {{nullptr, 0}, pass == 0};
 }

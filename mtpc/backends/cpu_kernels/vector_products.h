@@ -28,18 +28,27 @@ inline constexpr int kRegisters = kFeatures / kLanes<float>;
 /// Rows that share one pass over a tile: as many as leave registers for weights and inputs.
 inline constexpr int kMostRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 3 : 1;
 
-/// Bytes ahead of the weights in use that are fetched meanwhile, into the second level cache. With
-/// one row any distance will do; from 8 rows on, a shorter one leaves a third of the speed.
-inline constexpr int64_t kAhead = 4096;
+/// Rows up to which products wait for memory alone, and weights are fetched into the first-level
+/// cache: more rows need the room there. Fewer than any of several passes over a tile has, whose
+/// fetches are for the next one. With AVX-512 alone: on others it was not measured.
+inline constexpr int64_t kStreamedRows = kVectorBytes == 64 ? 5 : 0;
 
-/// What one of `passes` over a tile fetches.
-inline Fetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64_t passes) {
-  return passes == 1 ? Fetch{tile + kAhead, kGroupBytes} : fetch_next(tile, groups, pass, passes);
+/// Bytes ahead of the weights in use that are fetched meanwhile, as measured (docs/performance.md).
+inline int64_t bytes_ahead(int64_t rows) {
+  return kVectorBytes < 64 || rows <= kStreamedRows ? 4096 : 8192;
+}
+
+/// What one of `passes` over a tile fetches, in which `rows` go by.
+inline Fetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64_t passes,
+                           int64_t rows) {
+  if (passes > 1) return fetch_next(tile, groups, pass, passes);
+  return {tile + bytes_ahead(rows), kGroupBytes};
 }
 
 /// kRows rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
 template <class Dot, int kRows>
 void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<Dot, kMostRows>& out) {
+  constexpr int kCache = kRows <= kStreamedRows ? 3 : 2;
   typename Dot::Sums sums[kRows][kRegisters]{};
   for (int64_t k = 0; k < x.groups; ++k, tile += kFeatures, fetch.from += fetch.step) {
     Groups weights[kRegisters];
@@ -48,8 +57,8 @@ void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<Dot, kM
       const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
       std::memcpy(&weights[i], from, kVectorBytes);
     }
-    __builtin_prefetch(fetch.from, 0, 2);
-    __builtin_prefetch(fetch.from + fetch.step / 2, 0, 2);
+    __builtin_prefetch(fetch.from, 0, kCache);
+    __builtin_prefetch(fetch.from + fetch.step / 2, 0, kCache);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Group group = x.first[r * x.stride + k];
