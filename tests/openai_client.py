@@ -15,7 +15,7 @@ from mtpc.server.run import Running
 NAME = "tiny"
 CHAT = [{"role": "user", "content": "w7 w8"}]
 CHAT_IDS = [5, 11, 7, 8, 91]
-"""What the template of tests/word_model.py makes of it: bos, a number, the content, and who speaks next."""
+"""What the template of tests/word_model.py makes of it: bos, a number, the content, who is next."""
 
 
 @pytest.fixture(scope="module")
