@@ -67,10 +67,16 @@ def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
     return run
 
 
-def children() -> set[int]:
-    """Processes that this one has started and not yet waited for."""
+def _all_children() -> set[int]:
     tasks = Path("/proc/self/task").iterdir()
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+@pytest.fixture
+def children() -> Callable[[], set[int]]:
+    """children(): processes that this test has started and not yet waited for."""
+    others = _all_children()  # Those of fixtures that live as long as the session.
+    return lambda: _all_children() - others
 
 
 def _call(directory: Path, cache: Path, large: int) -> list[Any]:
@@ -99,8 +105,9 @@ def test_a_caller_that_had_it_built_is_as_light_as_a_warm_start(
 
 
 def test_its_errors_are_the_callers(
-    checkpoint: Callable[..., Path], tmp_path: Path, build: Callable[..., bool]
-) -> None:
+    checkpoint: Callable[..., Path], tmp_path: Path, build: Callable[..., bool],
+    children: Callable[[], set[int]],
+) -> None:  # fmt: skip
     directory = tmp_path / "spoilt"
     directory.mkdir()
     for path in checkpoint("mimo", "random").iterdir():
@@ -115,7 +122,7 @@ def test_its_errors_are_the_callers(
 
 
 def test_a_caller_that_gives_up_leaves_nothing_running(
-    checkpoint: Callable[..., Path], build: Callable[..., bool]
+    checkpoint: Callable[..., Path], build: Callable[..., bool], children: Callable[[], set[int]]
 ) -> None:
     """Ctrl-C reaches the caller alone."""
     started: set[int] = set()
@@ -133,7 +140,7 @@ def test_a_caller_that_gives_up_leaves_nothing_running(
 
 
 def test_a_process_that_dies_is_an_error(
-    checkpoint: Callable[..., Path], build: Callable[..., bool]
+    checkpoint: Callable[..., Path], build: Callable[..., bool], children: Callable[[], set[int]]
 ) -> None:
     """As for want of memory; nothing of it is taken for a finished cache."""
 
