@@ -73,7 +73,7 @@ class Workload:
     Attributes:
         model: family name.
         weights: "random", "accepting", or "demo": those that ship with mtpc, and text as prompts.
-        is_peer: it exists for the peers' sake: transformers drafts here, at batch 1.
+        is_peer: it exists for the peers' sake: transformers drafts here, one token, at batch 1.
         has_experts: of `MOE_SHAPES`, not of `SHAPES`.
     """
 
@@ -81,10 +81,6 @@ class Workload:
     weights: str
     is_peer: bool = False
     has_experts: bool = False
-
-    def batches(self, asked: Sequence[int]) -> tuple[int, ...]:
-        """Batch sizes to run of those asked for."""
-        return (1,) if self.is_peer else tuple(asked)
 
     def spec_tokens(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Numbers of drafts to run of those asked for."""
@@ -150,7 +146,8 @@ def _measure(
                 checkpoint.step_bytes(decoder.spec_tokens, decoder.engine == INT8, batch),
             )
             for decoder in decoders
-            for batch in workload.batches(args.batches)
+            for batch in args.batches
+            if decoder.largest_batch is None or batch <= decoder.largest_batch
         ]
         sample_in_turns(cases, plan, prompts, probe, tell)
     return [summarise(case, plan.max_foreign) for case in cases]
@@ -160,7 +157,7 @@ def _prepare(
     workload: Workload, directory: Path, plan: Plan, args: argparse.Namespace, tell: Tell
 ) -> tuple[Checkpoint, Prompts]:
     """The checkpoint, and prompts for the largest batch."""
-    count = max(workload.batches(args.batches))
+    count = max(args.batches)
     if workload.weights == "demo":
         checkpoint = demo()
         return checkpoint, text_prompts(checkpoint.directory, count, plan.prompt_tokens)
@@ -188,15 +185,14 @@ def _decoders(
     if args.peers:
         drafting = numbers if workload.is_peer else (0,)
         yield from (TransformersDecoder(target, k) for k in drafting)
-    batches = workload.batches(args.batches)
     for k in numbers:
-        yield _compile(target, k, batches, args, tell)
+        yield _compile(target, k, args, tell)
         if k > 0 and args.int8 and not workload.is_peer:
-            yield _compile(target, k, batches, args, tell, INT8)
+            yield _compile(target, k, args, tell, INT8)
     for k in numbers if args.vllm_python else ():
         tell(f"start vLLM K={k}")
         options = vllm_host.arguments(
-            str(checkpoint.directory.absolute()), k, _max_len(args), max(batches)
+            str(checkpoint.directory.absolute()), k, _max_len(args), max(args.batches)
         )
         threads = torch.get_num_threads()
         launch = partial(VllmProcess, args.vllm_python, options, kept.absolute(), threads)
@@ -208,14 +204,9 @@ def _max_len(args: argparse.Namespace) -> int:
 
 
 def _compile(
-    target: Any,
-    spec_tokens: int,
-    batches: tuple[int, ...],
-    args: argparse.Namespace,
-    tell: Tell,
-    engine: str = "mtpc",
+    target: Any, spec_tokens: int, args: argparse.Namespace, tell: Tell, engine: str = "mtpc"
 ) -> MtpcDecoder:
-    """One captured program: decode steps for `batches`, and one for prefill."""
+    """One captured program: decode steps for the batches asked for, and one for prefill."""
     enabled = (*args.enable, *(["quantise-draft"] if engine == INT8 else []))
 
     def listen(progress: Progress) -> None:
@@ -228,7 +219,7 @@ def _compile(
         target,
         progress=listen,
         spec_tokens=spec_tokens,
-        batch_buckets=batches,
+        batch_buckets=tuple(args.batches),
         max_len=_max_len(args),
         prefill_chunk=args.prompt_tokens,
         busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.

@@ -56,12 +56,14 @@ class Decoder(Protocol):
         spec_tokens: drafts a step.
         build_s: seconds it took to make ready.
         launches: how often it has been started.
+        largest_batch: the most requests it decodes at a time; None: any number.
     """
 
     engine: str
     spec_tokens: int
     build_s: float
     launches: int
+    largest_batch: int | None
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Continue prompts greedily, by exactly `new_tokens` each."""
@@ -80,6 +82,7 @@ class OneLaunch:
     """Of a decoder that is started once; what it has is freed as other objects are."""
 
     launches = 1
+    largest_batch: int | None = None
 
     def renew(self) -> bool:
         """Its samples are of one launch."""
@@ -140,6 +143,7 @@ class TransformersDecoder(OneLaunch):
 
     def __init__(self, model: Any, spec_tokens: int) -> None:
         self.model, self.spec_tokens = model, spec_tokens
+        self.largest_batch = 1 if spec_tokens else None  # transformers drafts for one request.
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         clock, ids = _StepClock(), torch.tensor(prompts)

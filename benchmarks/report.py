@@ -12,6 +12,7 @@ NOTES = (
     "speedup: tokens/s over the same engine's at K=0, same model, weights and batch.",
     "vs vLLM: tokens/s over vLLM's CPU build at the same K, same model, weights and batch.",
     "vs tf: tokens/s over transformers' generate at K=0, same model, weights and batch.",
+    "vs use_mtp: tokens/s over generate(use_mtp=True), same K, model, weights; of batch 1.",
     "roofline: reading the step's weights once each at the bandwidth measured around the sample.",
     "of a mixture, experts count as if rows chose independently; alike ones choose fewer.",
     "where vLLM was started anew for each round (--vllm-relaunch), its best sample counts.",
@@ -19,6 +20,8 @@ NOTES = (
     "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
 )
 
+_PlainKey = tuple[str, str, str, int]
+"""Engine, model, weights, batch."""
 _Cells = Callable[[Row, "_Baselines"], str]
 
 
@@ -36,12 +39,19 @@ class _Baselines:
 
     def same(self, row: Row, engine: str) -> str:
         """Tokens/s of a row over those of an engine with the same number of drafts."""
-        other = self._all.get((row.spec_tokens, *_plain_key(row, engine)))
+        return self._over(row, _plain_key(row, engine))
+
+    def use_mtp(self, row: Row) -> str:
+        """Tokens/s of a row over those of transformers that drafts, which takes one request."""
+        return self._over(row, _plain_key(row, "transformers", 1)) if row.spec_tokens else "-"
+
+    def _over(self, row: Row, plain_key: _PlainKey) -> str:
+        other = self._all.get((row.spec_tokens, *plain_key))
         return f"{row.tokens_per_s / other.tokens_per_s:.2f}x" if other else "-"
 
 
-def _plain_key(row: Row, engine: str) -> tuple[str, str, str, int]:
-    return engine, row.model, row.weights, row.batch
+def _plain_key(row: Row, engine: str, batch: int | None = None) -> _PlainKey:
+    return engine, row.model, row.weights, batch or row.batch
 
 
 def _percent(share: float | None) -> str:
@@ -59,6 +69,7 @@ COLUMNS: dict[str, _Cells] = {
     "accepted": lambda row, _: _percent(row.acceptance_rate),
     "speedup": lambda row, plain: plain.ratio(row),
     "vs tf": lambda row, plain: plain.ratio(row, "transformers"),
+    "vs use_mtp": lambda row, plain: plain.use_mtp(row),
     "vs vLLM": lambda row, plain: plain.same(row, "vLLM"),
     "GB/s": lambda row, _: f"{row.bandwidth_gb_s:.1f}",
     "roofline ms": lambda row, _: f"{row.roofline_ms:.2f}",

@@ -85,6 +85,7 @@ class VllmDecoder:
     """
 
     engine = "vLLM"
+    largest_batch = None
 
     def __init__(self, launch: Callable[[], VllmProcess], relaunches: bool) -> None:
         self._launch, self._relaunches = launch, relaunches

@@ -65,9 +65,22 @@ def test_every_engine_has_its_rows(results: dict[str, Any]) -> None:
         for engine, k in (("transformers", 0), ("mtpc", K), ("mtpc, int8 drafts", K))
         for batch in (1, 2)
     }
-    glm4 = {("glm4_moe", "accepting", engine, K, 1) for engine in ("transformers", "mtpc")}
+    decoded = (("transformers", 1), ("mtpc", 1), ("mtpc", 2))  # transformers drafts for one.
+    glm4 = {("glm4_moe", "accepting", engine, K, batch) for engine, batch in decoded}
     assert keys == mimo | glm4
     assert results["markdown"].count("\n| mimo ") == len(mimo)
+
+
+def test_every_batch_is_set_beside_the_one_that_transformers_drafts_for(
+    results: dict[str, Any],
+) -> None:
+    rows = [Row(**row) for row in results["rows"]]
+    column = list(report.COLUMNS).index("vs use_mtp")
+    told = [(row, line[column]) for row, line in zip(rows, report.cells(rows), strict=True)]
+    (peer,) = (row for row in rows if (row.model, row.engine) == ("glm4_moe", "transformers"))
+    for row, ratio in told:
+        over = f"{row.tokens_per_s / peer.tokens_per_s:.2f}x" if row.model == peer.model else "-"
+        assert ratio == over
 
 
 def test_csv_has_the_same_numbers(results: dict[str, Any]) -> None:
@@ -144,7 +157,7 @@ def test_step_bytes_count_experts_once(family: str, tmp_path: Path) -> None:
 class _NoDecoder:
     """Stands where a case needs a decoder that is never called."""
 
-    engine, build_s = "mtpc", 0.0
+    engine, build_s, largest_batch = "mtpc", 0.0, None
 
     def __init__(self, spec_tokens: int, launches: int = 1) -> None:
         self.spec_tokens, self.launches = spec_tokens, launches
