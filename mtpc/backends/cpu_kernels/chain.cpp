@@ -115,11 +115,11 @@ class Chain {
     run_workers(workers_, [&](int64_t me) {
       GatedWorker worker;
       // Now, for without memory it throws, and nobody would do a task that it had taken.
-      worker.gates.reserve(rows_ * kFeatures);
+      worker.gates.reserve(gates_of_run(rows_));
       const BFloat16* sums = residual;
       for (size_t s = 0; s < stages_.size(); ++s) {
-        tasks[s].run(me, [&](int64_t task) {
-          run_task(s, task, places[s], sums, total, places[s + 1], worker);
+        tasks[s].run(me, gated_run(rows_), [&](Tasks run) {
+          run_tasks(s, run, places[s], sums, total, places[s + 1], worker);
         });
         if (stages_[s].is_norm()) sums = total.first;
         tasks[s].wait(warm(s + 1, me));
@@ -132,24 +132,30 @@ class Chain {
     return spaced(width * sizeof(BFloat16)) / static_cast<int64_t>(sizeof(BFloat16));
   }
 
-  void run_task(size_t s, int64_t task, const Rows& from, const BFloat16* sums, const Rows& total,
-                const Rows& to, GatedWorker& worker) const {
+  void run_tasks(size_t s, Tasks run, const Rows& from, const BFloat16* sums, const Rows& total,
+                 const Rows& to, GatedWorker& worker) const {
     const Stage& stage = stages_[s];
+    const int64_t end = run.first + run.count;
     if (stage.is_norm()) {
       const Norm norm{reinterpret_cast<const BFloat16*>(stage.weight()), stage.width, epsilon_,
                       stage.kind == 'P'};
-      return norm.of_sum(sums + task * total.stride, from[task], total[task], to[task]);
+      for (int64_t row = run.first; row < end; ++row) {
+        norm.of_sum(sums + row * total.stride, from[row], total[row], to[row]);
+      }
+      return;
     }
     const InputRows x{reinterpret_cast<const Group*>(from.first), from.width / kPair,
                       from.stride / kPair};
     if (stage.is_gated()) {
-      return multiply_gated(x, rows_, stage.weight(), stage.tiles(), task, worker, to.first,
+      return multiply_gated(x, rows_, stage.weight(), stage.tiles(), run, worker, to.first,
                             to.stride);
     }
     const LinearResult result{biases_[s].get(), to.first, stage.width, to.stride};
-    for_products<Bf16Pairs>(
-        x, rows_, stage.weight() + task * x.groups * kGroupBytes, worker.registers,
-        [&](int64_t row, const float* products) { result.put(task, row, products); });
+    for (int64_t tile = run.first; tile < end; ++tile) {
+      for_products<Bf16Pairs>(
+          x, rows_, stage.weight() + tile * x.groups * kGroupBytes, worker.registers,
+          [&](int64_t row, const float* products) { result.put(tile, row, products); });
+    }
   }
 
   /// Fetches the first weights of a worker's share in the first product from stage s on.

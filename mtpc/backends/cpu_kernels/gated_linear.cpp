@@ -15,9 +15,10 @@ void run(InputRows x, int64_t rows, const BFloat16* weight, int64_t width, BFloa
   const int64_t tiles = width / kFeatures;
   const char* bytes = reinterpret_cast<const char*>(weight);
   const int64_t workers = worker_count(4 * rows * width * x.groups);
-  run_stream<GatedWorker>(tiles, workers, [&](int64_t tile, GatedWorker& worker) {
-    multiply_gated(x, rows, bytes, tiles, tile, worker, out, width);
-  });
+  run_stream_in_runs<GatedWorker>(
+      tiles, workers, gated_run(rows), [&](Tasks run, GatedWorker& worker) {
+        multiply_gated(x, rows, bytes, tiles, run, worker, out, width);
+      });
 }
 
 }  // namespace

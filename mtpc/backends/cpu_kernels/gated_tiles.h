@@ -12,24 +12,41 @@ struct GatedWorker {
   Buffer<float> gates;
 };
 
-/// One tile's features of silu(gate) * up, of `tiles` in each; rows of out are `stride` apart.
-inline void multiply_gated(InputRows x, int64_t rows, const char* weight, int64_t tiles,
-                           int64_t tile, GatedWorker& worker, BFloat16* out, int64_t stride) {
+/// Tiles of gate's, then the same of up's, that a worker goes through: with each change from the
+/// one to the other a stream of memory breaks off. The gates stay in the first-level cache.
+inline int64_t gated_run(int64_t rows) {
+  constexpr int64_t kGateBytes = 8 << 10, kMostTiles = 8;
+  const int64_t tile_bytes = rows * kFeatures * sizeof(float);
+  return std::clamp<int64_t>(kGateBytes / std::max<int64_t>(tile_bytes, 1), 1, kMostTiles);
+}
+
+/// What `GatedWorker::gates` must hold.
+inline int64_t gates_of_run(int64_t rows) { return gated_run(rows) * rows * kFeatures; }
+
+/// Some tiles' features of silu(gate) * up, of `tiles` in each; rows of out are `stride` apart.
+inline void multiply_gated(InputRows x, int64_t rows, const char* weight, int64_t tiles, Tasks run,
+                           GatedWorker& worker, BFloat16* out, int64_t stride) {
   const int64_t size = x.groups * kGroupBytes;
-  float* gates = worker.gates.reserve(rows * kFeatures);
-  for_products<Bf16Pairs>(
-      x, rows, weight + tile * size, worker.registers, [&](int64_t row, const float* sums) {
-        std::memcpy(gates + row * kFeatures, sums, kFeatures * sizeof(float));
-      });
-  for_products<Bf16Pairs>(
-      x, rows, weight + (tiles + tile) * size, worker.registers,
-      [&](int64_t row, const float* sums) {
-        BFloat16* to = out + row * stride + tile * kFeatures;
-        for (int i = 0; i < kFeatures; i += kStep) {
-          const Vec<float> gate = load<float>(gates + row * kFeatures + i);
-          narrow(to + i, activate(round_bf16(gate), round_bf16(load<float>(sums + i))));
-        }
-      });
+  float* gates = worker.gates.reserve(gates_of_run(rows));
+  for (int64_t i = 0; i < run.count; ++i) {
+    for_products<Bf16Pairs>(
+        x, rows, weight + (run.first + i) * size, worker.registers,
+        [&](int64_t row, const float* sums) {
+          std::memcpy(gates + (i * rows + row) * kFeatures, sums, kFeatures * sizeof(float));
+        });
+  }
+  for (int64_t i = 0; i < run.count; ++i) {
+    for_products<Bf16Pairs>(
+        x, rows, weight + (tiles + run.first + i) * size, worker.registers,
+        [&](int64_t row, const float* sums) {
+          const float* gate = gates + (i * rows + row) * kFeatures;
+          BFloat16* to = out + row * stride + (run.first + i) * kFeatures;
+          for (int f = 0; f < kFeatures; f += kStep) {
+            narrow(to + f, activate(round_bf16(load<float>(gate + f)),
+                                    round_bf16(load<float>(sums + f))));
+          }
+        });
+  }
 }
 
 }  // namespace mtpc

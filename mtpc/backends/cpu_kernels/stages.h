@@ -20,14 +20,20 @@ class StageTasks {
     }
   }
 
-  /// Runs body(task) for tasks of worker `me`'s share, then of others', until none is left. It must
-  /// not throw: others wait for the task.
+  /// Runs body(run) for runs of up to `most` tasks of worker `me`'s share, then for others', until
+  /// none is left. It must not throw: others wait for the tasks.
   template <class Body>
-  void run(int64_t me, const Body& body) {
-    for (int64_t task; (task = shares_[me].take_first()) >= 0;) finish(task, body);
+  void run(int64_t me, int64_t most, const Body& body) {
+    int64_t done = 0;
+    const auto finish = [&](Tasks run) {
+      body(run);
+      done += run.count;
+    };
+    for (Tasks run; (run = shares_[me].take_first(most)).count > 0;) finish(run);
     for (Share& share : shares_) {
-      for (int64_t task; (task = share.take_last()) >= 0;) finish(task, body);
+      for (Tasks run; (run = share.take_last()).count > 0;) finish(run);
     }
+    done_.fetch_add(done, std::memory_order_release);  // Once: others' caches hold it, too.
   }
 
   /// Returns when all tasks are done, those of others, too; calls meanwhile() again and again.
@@ -41,12 +47,6 @@ class StageTasks {
   }
 
  private:
-  template <class Body>
-  void finish(int64_t task, const Body& body) {
-    body(task);
-    done_.fetch_add(1, std::memory_order_release);
-  }
-
   int64_t count_;
   std::vector<Share> shares_;
   alignas(64) std::atomic<int64_t> done_{0};

@@ -235,27 +235,35 @@ void run_tasks(int64_t count, int64_t workers, const Body& body) {
   run_tasks<Nothing>(count, workers, [&](int64_t task, Nothing&) { body(task); });
 }
 
+/// Adjacent tasks.
+struct Tasks {
+  int64_t first, count;
+};
+
 /// Tasks [first, last) that are still to do, of one worker.
 class Share {
  public:
   void set(uint64_t first, uint64_t last) { span_ = first << 32 | last; }
 
-  /// The first task left, or -1: for the owner, who goes through its share in order.
-  int64_t take_first() {
+  /// The first tasks left, `most` or a quarter of them: for the owner, who goes through its share
+  /// in order. The nearer the end, the fewer, so that others find something to help with.
+  Tasks take_first(int64_t most) {
     uint64_t span = span_;
     while (first(span) < last(span)) {
-      if (span_.compare_exchange_weak(span, span + (uint64_t{1} << 32))) return first(span);
+      const int64_t count = std::clamp<int64_t>((last(span) - first(span)) / 4, 1, most);
+      const uint64_t rest = span + (static_cast<uint64_t>(count) << 32);
+      if (span_.compare_exchange_weak(span, rest)) return {first(span), count};
     }
-    return -1;
+    return {0, 0};
   }
 
-  /// The last task left, or -1: for others, who have done their own.
-  int64_t take_last() {
+  /// The last task left, if any: for others, who have done their own.
+  Tasks take_last() {
     uint64_t span = span_;
     while (first(span) < last(span)) {
-      if (span_.compare_exchange_weak(span, span - 1)) return last(span) - 1;
+      if (span_.compare_exchange_weak(span, span - 1)) return {last(span) - 1, 1};
     }
-    return -1;
+    return {0, 0};
   }
 
  private:
@@ -267,13 +275,16 @@ class Share {
 
 /// As `run_tasks`, where adjacent tasks read adjacent memory: each worker goes through a share of
 /// its own, one long stream that the processor fetches ahead of itself. Who is done helps others
-/// from the far end, for a thread may have been late, or may be on the slower core.
+/// from the far end, for a thread may have been late, or may be on the slower core. The body gets
+/// runs of adjacent tasks, of up to `most`.
 template <class State, class Body>
-void run_stream(int64_t count, int64_t workers, const Body& body) {
+void run_stream_in_runs(int64_t count, int64_t workers, int64_t most, const Body& body) {
   workers = std::min(workers, count);
   if (workers <= 1) {
     State state;
-    for (int64_t task = 0; task < count; ++task) body(task, state);
+    for (int64_t task = 0; task < count; task += most) {
+      body(Tasks{task, std::min(most, count - task)}, state);
+    }
     return;
   }
   std::vector<Share> shares(workers);
@@ -284,11 +295,18 @@ void run_stream(int64_t count, int64_t workers, const Body& body) {
   torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     State state;
     for (int64_t own = next++; own < workers; own = next++) {
-      for (int64_t task; (task = shares[own].take_first()) >= 0;) body(task, state);
+      for (Tasks run; (run = shares[own].take_first(most)).count > 0;) body(run, state);
     }
     for (Share& share : shares) {
-      for (int64_t task; (task = share.take_last()) >= 0;) body(task, state);
+      for (Tasks run; (run = share.take_last()).count > 0;) body(run, state);
     }
+  });
+}
+
+template <class State, class Body>
+void run_stream(int64_t count, int64_t workers, const Body& body) {
+  run_stream_in_runs<State>(count, workers, 1, [&](Tasks run, State& state) {
+    body(run.first, state);
   });
 }
 
