@@ -179,6 +179,17 @@ def _quantised_linear(new: Inputs) -> Iterator[Arguments]:
     yield new.normal(2, 3, 256), *packed, new.normal(90)
 
 
+def _quantised_experts(new: Inputs) -> Iterator[Arguments]:
+    forms = [
+        torch.randn(8, features, inputs, generator=new.generator) / inputs**0.5
+        for features, inputs in ((256, 256), (256, 128))
+    ]
+    packed = [form for w in forms for form in (pack(quantise(w)), row_scales(w))]
+    for tokens, limit in ((1, ()), (5, ()), (5, (1.0, True))):
+        choices = (new.distinct(2, 8, tokens), new.uniform(tokens, 2))
+        yield new.normal(tokens, 256), *packed, *choices, *limit
+
+
 _VOCAB, _SLOTS = 1500, 7
 _ASKED: tuple[dict[str, float], ...] = (
     {},
@@ -268,6 +279,8 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "experts": (_experts, ALL),
     "gated_delta_rule": (_gated_delta_rule, ALL),
     "quantised_linear": (_quantised_linear, ALL),
+    # In float32 one activation that is rounded the other way is more than the tolerance.
+    "quantised_experts": (_quantised_experts, HALVES),
     "sample": (_sample, ALL),
     "count_tokens": (_count_tokens, (torch.int32,)),
     "write_logprobs": (_write_logprobs, (torch.float32,)),

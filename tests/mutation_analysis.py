@@ -29,8 +29,8 @@ class Step(nn.Module):
     """Every operator once."""
 
     def forward(  # type: ignore[no-untyped-def]
-        self, rows, kv, latent, mixture, indices, keys, delta, int8, logits, turned, index,
-        sampled, counted, reported, normed, added, entered, gated, accepted,
+        self, rows, kv, latent, mixture, indices, keys, delta, int8, int8_mixture, logits, turned,
+        index, sampled, counted, reported, normed, added, entered, gated, accepted,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
@@ -46,6 +46,7 @@ class Step(nn.Module):
             mixed,
             stepped,
             ops.quantised_linear(*int8),
+            ops.quantised_experts(*int8_mixture),
             ops.sinkhorn(*logits),
             ops.rotate_and_write(*turned),
             ops.choose_slots(*index, *indices, 8),
@@ -65,6 +66,11 @@ def main() -> None:
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def int8(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        *stack, tiles, _, features, _ = shape
+        scales = new(*stack, tiles * features, dtype=torch.float32)
+        return new(*shape, dtype=torch.uint8), scales
 
     int32, int64, float64 = torch.int32, torch.int64, torch.float64
     with FakeTensorMode():
@@ -96,7 +102,11 @@ def main() -> None:
                 *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=torch.int32)),
                 *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
             ),
-            (new(8, 64), new(2, 16, 32, 4, dtype=torch.uint8), new(64, dtype=torch.float32)),
+            (new(8, 64), *int8(2, 16, 32, 4)),
+            (
+                *(new(8, 64), *int8(6, 4, 16, 32, 4), *int8(6, 2, 16, 32, 4)),
+                *(new(8, 2, dtype=torch.int64), new(8, 2)),
+            ),
             (new(8, 4, 4, dtype=torch.float32), 20, 1e-6),
             (
                 *(new(8, 4, 64), new(8, 2, 64), new(8, 2, 32), new(8, 48), new(8, 48)),

@@ -17,7 +17,7 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
 fi
 
 files=()
-for name in kernels latent delta rotary norms choose_slots accept sampling step trial tuning; do
+for name in kernels quantised latent delta rotary norms choose_slots accept sampling step trial tuning; do
     files+=("tests/test_triton_$name.py")
 done
 # These run by default, too; where Triton is there, they bind to it.

@@ -167,6 +167,23 @@ def _int8(tokens: int, features: int, inputs: int, dtype: torch.dtype = BF16) ->
     return plans.plan_quantised_linear(x, weight, scales)[0]
 
 
+def _int8_experts(
+    tokens: int, sizes: tuple[int, int, int], picks: int = 8, dtype: torch.dtype = BF16
+) -> list[Launch]:
+    """(experts, hidden, inner) = `sizes`."""
+    experts, hidden, inner = sizes
+    x, shares = _fake(tokens, hidden, dtype=dtype), _fake(tokens, picks, dtype=dtype)
+    ids = _fake(tokens, picks, dtype=torch.int64)
+    forms = [
+        (
+            _fake(experts, -(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8),
+            _fake(experts, features, dtype=torch.float32),
+        )
+        for features, inputs in ((2 * inner, hidden), (hidden, inner))
+    ]
+    return plans.plan_quantised_experts(x, *forms[0], *forms[1], ids, shares)[0]
+
+
 def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plans.plan_sinkhorn(_fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
@@ -242,6 +259,10 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "int8 head of GLM-4.5, 1 row": lambda: _int8(1, 151_552, 4096),
     "int8 head of GLM-4.5, 5 rows, float16": lambda: _int8(5, 151_552, 4096, FP16),
     "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
+    "int8 experts of GLM-4.5-Air, 1 row, float16": lambda: _int8_experts(
+        1, (128, 4096, 1408), dtype=FP16
+    ),
+    "int8 experts of DeepSeek-V3, 64 rows": lambda: _int8_experts(64, (256, 7168, 2048)),
     "DeepSeek-V3.2's indexer, 4 x 5 rows": lambda: _choose(4, 5),
     "the indexer on float16 keys, 1 x 5 rows": lambda: _choose(1, 5, FP16),
     "acceptance, 1 x 5 rows": lambda: _accept(1, 5),

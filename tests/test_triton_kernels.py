@@ -25,7 +25,6 @@ from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.backends.triton_kernels.combine import splits_for
 from mtpc.backends.triton_kernels.tiles import num_tiles
 from mtpc.errors import BackendError
-from mtpc.packing import pack, quantise, row_scales
 
 load_kernels()
 OURS = torch.ops.mtpc_triton
@@ -298,59 +297,6 @@ def test_sinkhorn_of_extreme_and_poisoned_matrices() -> None:
     others = [0, 2, 3, 4]
     close(found[others], expected[others])
     assert OURS.sinkhorn(logits[:0], 20, 1e-6).shape == (0, 4, 4)
-
-
-# ---- quantised_linear ------------------------------------------------------------------------
-
-
-def _quantised(features: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    weight = torch.randn(features, inputs, generator=torch.Generator().manual_seed(features))
-    weight[-1] = 0
-    return pack(quantise(weight)), row_scales(weight)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 70])
-@pytest.mark.parametrize("sizes", [(64, 64), (32, 4), (1, 64), (31, 68), (33, 132)])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_quantised_linear_equals_the_reference(
-    sizes: tuple[int, int], tokens: int, dtype: torch.dtype, has_bias: bool
-) -> None:
-    """Integers are the reference's, so only the last rounding can differ."""
-    weight, scales = _quantised(*sizes)
-    x = torch.randn(tokens, sizes[1], generator=torch.Generator().manual_seed(tokens)).to(dtype)
-    bias = torch.linspace(-1, 1, sizes[0]).to(dtype) if has_bias else None
-    expected = REFERENCE.quantised_linear(x, weight, scales, bias)
-    found = OURS.quantised_linear(x, weight, scales, bias)
-    close(found, expected)
-    if dtype == torch.float32:
-        torch.testing.assert_close(found, expected, rtol=3e-7, atol=3e-7)
-
-
-def test_quantised_linear_rounds_halves_to_even_as_the_reference_does() -> None:
-    """127 is the largest, so a step is 1: 0.5 -> 0, 1.5 -> 2, -2.5 -> -2."""
-    weight, scales = _quantised(32, 8)
-    x = torch.tensor([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.4999]])
-    assert torch.equal(
-        OURS.quantised_linear(x, weight, scales), REFERENCE.quantised_linear(x, weight, scales)
-    )
-
-
-def test_quantised_linear_of_zeros_nan_and_strides() -> None:
-    weight, scales = _quantised(40, 64)
-    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1))
-    x[0, 1], x[1, 2, 7], x[2, 0, 3] = 0, float("nan"), float("inf")
-    expected = REFERENCE.quantised_linear(x, weight, scales)
-    found = OURS.quantised_linear(x, weight, scales)
-    assert found.shape == (3, 5, 40)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert found[1, 2].isnan().all()
-    assert not found[0, 1].any()
-    close(found.nan_to_num(), expected.nan_to_num())
-    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.testing.assert_close(
-        OURS.quantised_linear(turned, weight, scales), found, rtol=0, atol=0, equal_nan=True
-    )
 
 
 # ---- write_cache -----------------------------------------------------------------------------

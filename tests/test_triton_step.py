@@ -90,10 +90,15 @@ def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]
 
 
 @pytest.mark.slow
-def test_int8_drafts_are_the_same(checkpoint: Callable[..., Path]) -> None:
-    """The draft's linears and its head: what is accepted is what the reference has accepted."""
+@pytest.mark.parametrize(
+    ("family", "of_layers"), [("mimo", set()), ("glm4_moe", {"experts", "quantised_experts"})]
+)
+def test_int8_drafts_are_the_same(
+    family: str, of_layers: set[str], checkpoint: Callable[..., Path]
+) -> None:
+    """The draft's linears, experts and head: what the reference accepts is accepted."""
     options = replace(OPTIONS, enabled_passes=("quantise-draft",))
-    _compare(checkpoint("mimo"), options, {"paged_attention", "quantised_linear"})
+    _compare(checkpoint(family), options, {"paged_attention", "quantised_linear", *of_layers})
 
 
 def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> None:

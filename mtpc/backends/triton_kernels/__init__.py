@@ -1,11 +1,11 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
 `mtpc_triton::` has `write_cache`, `rotate_and_write`, `rotate`, `paged_attention`,
-`latent_attention`, `choose_slots`, `experts`, `gated_delta_rule`, `quantised_linear`, `rms_norm`,
-`add_rms_norm`, `draft_entry`, `silu_and_mul`, `sample`, `count_tokens`, `write_logprobs`,
-`accept`, `sinkhorn`; `mtpc_loaded::` has the same, for code that was compiled elsewhere.
-They take what the reference ops in `mtpc::` take and mean the same. This module imports no Triton,
-which only torch's builds for GPUs bring along; all others here do.
+`latent_attention`, `choose_slots`, `experts`, `gated_delta_rule`, `quantised_linear`,
+`quantised_experts`, `rms_norm`, `add_rms_norm`, `draft_entry`, `silu_and_mul`, `sample`,
+`count_tokens`, `write_logprobs`, `accept`, `sinkhorn`; `mtpc_loaded::` has the same, for code that
+was compiled elsewhere. They take what the reference ops in `mtpc::` take and mean the same. This
+module imports no Triton, which only torch's builds for GPUs bring along; all others here do.
 
 What they guarantee:
 

@@ -98,6 +98,8 @@ CHOICES: dict[str, Choice] = {
         {"BLOCK_V": (2, "DV")},
     ),
     "int8_linear_kernel": Choice((Change(num_stages=3), Change(threads=256))),
+    "int8_gate_up_kernel": Choice((Change(num_stages=3), Change(threads=64))),
+    "int8_down_kernel": Choice((Change(num_stages=3), Change(threads=64))),
 }
 """By kernel; one that is not here has its default only. Chosen on paper, kept where they fit and
 hardly spill on every target (tests/test_triton_crosscompile.py)."""

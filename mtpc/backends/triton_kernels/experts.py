@@ -22,14 +22,14 @@ _TILE, _FEATURES, _DEPTH, _SUM_BLOCK = 64, 32, 128, 1024
 
 
 @triton.jit
-def _chosen(ids, choice, expert):  # type: ignore[no-untyped-def]
+def chosen(ids, choice, expert):  # type: ignore[no-untyped-def]
     """Which rows of ids [rows, choices] chose an expert, and as their how-manieth choice."""
     match = ids == expert
     return tl.max(match.to(tl.int32), 1) > 0, tl.max(tl.where(match, choice[None], 0), 1)
 
 
 @triton.jit
-def _glu(gate, up, LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr):  # type: ignore[no-untyped-def]
+def glu(gate, up, LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr):  # type: ignore[no-untyped-def]
     """silu(gate) * up, bounded as `mtpc::experts` says; selects, unlike minima, keep NaN."""
     if LIMIT > 0:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -54,7 +54,7 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, C_PAD)
     ids_mask = (tokens < num_tokens)[:, None] & (j < CHOICES)[None]
     ids = tl.load(ids_ptr + tokens[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
-    hit, choice = _chosen(ids, j, expert)
+    hit, choice = chosen(ids, j, expert)
     if tl.max(hit.to(tl.int32), 0) == 0:
         return
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -70,7 +70,7 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
         mask = inner[None] & (k < H)[:, None]
         gate += dot(x, tl.load(at, mask=mask, other=0.0), WIDEN)
         up += dot(x, tl.load(at + INNER * H, mask=mask, other=0.0), WIDEN)
-    value = _glu(gate, up, LIMIT, LIMIT_INPUT)
+    value = glu(gate, up, LIMIT, LIMIT_INPUT)
     out = hidden_ptr + (tokens * CHOICES + choice)[:, None] * INNER + feature[None]
     tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=hit[:, None] & inner[None])
 
@@ -87,7 +87,7 @@ def expert_down_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, C_PAD)
     ids_mask = (tokens < num_tokens)[:, None] & (j < CHOICES)[None]
     ids = tl.load(ids_ptr + tokens[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
-    hit, choice = _chosen(ids, j, expert)
+    hit, choice = chosen(ids, j, expert)
     if tl.max(hit.to(tl.int32), 0) == 0:
         return
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -164,13 +164,27 @@ def expert_launches(
                  num_tokens=num_tokens, x_stride=x.stride(0))  # fmt: skip
     second = dict(hidden_ptr=hidden, weight_ptr=down, ids_ptr=ids, scale_ptr=scales, part_ptr=part,
                   num_tokens=num_tokens)  # fmt: skip
-    third = dict(part_ptr=part, ids_ptr=ids, out_ptr=out, num_experts=count)
-    block = min(power_of_two(width), _SUM_BLOCK)
     grid_up = (count, -(-inner // _FEATURES), row_tiles)
     grid_down = (count, -(-width // _FEATURES), row_tiles)
     return [
         Launch(expert_gate_up_kernel, grid_up, first, bounded, threads=128),
         Launch(expert_down_kernel, grid_down, second, shared, threads=128),
-        Launch(expert_sum_kernel, (num_tokens, -(-width // block), 1), third,
-               dict(sizes, BLOCK=block), threads=128),
-    ]  # fmt: skip
+        expert_sum_launch(part, ids, out, count),
+    ]
+
+
+def expert_sum_launch(part: Tensor, ids: Tensor, out: Tensor, num_experts: int) -> Launch:
+    """The sum of each row's experts.
+
+    Args:
+        part: float32 [T, k, H], what each chosen expert adds.
+        ids: int64 [T, k], contiguous; others than experts add nothing.
+        out: [T, H], contiguous.
+        num_experts: E.
+    """
+    num_tokens, picks, width = part.shape
+    block = min(power_of_two(width), _SUM_BLOCK)
+    arguments = dict(part_ptr=part, ids_ptr=ids, out_ptr=out, num_experts=num_experts)
+    constants = dict(H=width, CHOICES=picks, C_PAD=power_of_two(picks), BLOCK=block)
+    grid = (num_tokens, -(-width // block), 1)
+    return Launch(expert_sum_kernel, grid, arguments, constants, threads=128)

@@ -79,7 +79,15 @@ def _norm(node: fx.Node, tensors: list[Tensor]) -> str | None:
 
 
 def _quantised_linear(node: fx.Node, tensors: list[Tensor]) -> str | None:
-    inputs = tensors[0].shape[-1]
+    return _int8_sums(tensors[0].shape[-1])
+
+
+def _quantised_experts(node: fx.Node, tensors: list[Tensor]) -> str | None:
+    hidden, both = tensors[0].shape[-1], tensors[2].shape[-1]
+    return _int8_sums(max(hidden, both // 2))
+
+
+def _int8_sums(inputs: int) -> str | None:
     if inputs > _MAX_INPUTS:
         return f"{inputs} inputs; its int32 sums hold {_MAX_INPUTS}"
     return None
@@ -101,6 +109,7 @@ _SIZES: dict[str, Callable[[fx.Node, list[Tensor]], str | None]] = {
     "gated_delta_rule": _gated_delta,
     "latent_attention": _attention,
     "paged_attention": _attention,
+    "quantised_experts": _quantised_experts,
     "quantised_linear": _quantised_linear,
     "rms_norm": _norm,
     "rotate": _attention,

@@ -151,6 +151,25 @@ def quantised_linear(
     return _run("quantised_linear", x, weight, scales, bias, configs=configs)
 
 
+def quantised_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float = 0.0,
+    limit_input: bool = False,
+    *,
+    configs: str = "",
+) -> Tensor:
+    """`mtpc::quantised_experts`."""
+    forms = (gate_up, gate_up_scales, down, down_scales)
+    choices, bound = (expert_ids, expert_weights), (limit, limit_input)
+    return _run("quantised_experts", x, *forms, *choices, *bound, configs=configs)
+
+
 def rotate_and_write(
     q: Tensor,
     k: Tensor,
@@ -299,6 +318,7 @@ _OPERATORS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (experts, ()),
     (gated_delta_rule, _STATE),
     (quantised_linear, ()),
+    (quantised_experts, ()),
     (rms_norm, ()),
     (add_rms_norm, ()),
     (draft_entry, ()),

@@ -27,6 +27,7 @@ from mtpc.backends.triton_kernels.norms import (
     rms_norm_launches,
 )
 from mtpc.backends.triton_kernels.quantised import quantised_linear_launches
+from mtpc.backends.triton_kernels.quantised_experts import quantised_expert_launches
 from mtpc.backends.triton_kernels.records import (
     count_tokens_launches,
     write_logprobs_launches,
@@ -126,6 +127,22 @@ def plan_quantised_linear(
     out = x.new_empty((flat.shape[0], scales.shape[0]))
     launches = quantised_linear_launches(flat, weight, scales, bias, out) if len(flat) else []
     return launches, out.view(*x.shape[:-1], -1)
+
+
+def plan_quantised_experts(
+    x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, down: Tensor, down_scales: Tensor,
+    expert_ids: Tensor, expert_weights: Tensor, limit: float = 0.0, limit_input: bool = False,
+) -> Plan:  # fmt: skip
+    """`mtpc::quantised_experts`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return [], out
+    wide, narrow, choices = (
+        (gate_up, gate_up_scales),
+        (down, down_scales),
+        (expert_ids, expert_weights),
+    )
+    return quantised_expert_launches(x, wide, narrow, choices, out, (limit, limit_input)), out
 
 
 def plan_rotate_and_write(
@@ -230,6 +247,7 @@ PLANS: dict[str, Callable[..., Plan]] = {
     "experts": plan_experts,
     "gated_delta_rule": plan_gated_delta_rule,
     "quantised_linear": plan_quantised_linear,
+    "quantised_experts": plan_quantised_experts,
     "rotate_and_write": plan_rotate_and_write,
     "sample": plan_sample,
     "accept": plan_accept,

@@ -52,6 +52,15 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def unpack_bytes(packed, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bytes [BLOCK_K / 4 * TILE * 4] of a tile's stream as int8 weights [BLOCK_K, TILE]."""
+    # A byte less 128 is the same byte with its top bit turned over, read as signed.
+    signed = (packed ^ _ZERO).to(tl.int8, bitcast=True)
+    groups = tl.reshape(signed, [BLOCK_K // 4, _TILE, 4])
+    return tl.reshape(tl.permute(groups, (0, 2, 1)), [BLOCK_K, _TILE])
+
+
+@triton.jit
 def int8_linear_kernel(  # type: ignore[no-untyped-def]
     integers_ptr, row_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr,
     num_tokens, num_features,
@@ -70,13 +79,9 @@ def int8_linear_kernel(  # type: ignore[no-untyped-def]
         k = begin + tl.arange(0, BLOCK_K)
         there = lane < (K - begin) * _TILE
         packed = tl.load(stream + begin * _TILE + lane, mask=there, other=_ZERO)
-        # A byte less 128 is the same byte with its top bit turned over, read as signed.
-        signed = (packed ^ _ZERO).to(tl.int8, bitcast=True)
-        groups = tl.reshape(signed, [BLOCK_K // 4, _TILE, 4])
-        weight = tl.reshape(tl.permute(groups, (0, 2, 1)), [BLOCK_K, _TILE])
         at = integers_ptr + token.to(tl.int64)[:, None] * K + k[None]
         x = tl.load(at, mask=(token < num_tokens)[:, None] & (k < K)[None], other=0)
-        total = tl.dot(x, weight, total, out_dtype=tl.int32)
+        total = tl.dot(x, unpack_bytes(packed, BLOCK_K), total, out_dtype=tl.int32)
     rows = tl.load(row_scales_ptr + token, mask=token < num_tokens, other=0.0)
     columns = tl.load(scales_ptr + feature, mask=feature < num_features, other=0.0)
     out = total.to(tl.float32) * (rows[:, None] * columns[None])
@@ -100,22 +105,26 @@ def quantised_linear_launches(
         bias: [N] or None.
         out: [T, N], contiguous.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
     weight, scales = weight.contiguous(), scales.contiguous()
     (num_tokens, inputs), num_features = x.shape, scales.shape[0]
-    integers = x.new_empty((num_tokens, inputs), dtype=torch.int8)
-    row_scales = x.new_empty((num_tokens,), dtype=torch.float32)
-    first = dict(x_ptr=x, integers_ptr=integers, scales_ptr=row_scales, x_stride=x.stride(0))
-    second = dict(
+    rounding, integers, row_scales = round_rows_launch(x)
+    arguments = dict(
         integers_ptr=integers, row_scales_ptr=row_scales, weight_ptr=weight, scales_ptr=scales,
         bias_ptr=scales if bias is None else bias.contiguous(), out_ptr=out,
         num_tokens=num_tokens, num_features=num_features,
     )  # fmt: skip
     tile = power_of_two(min(num_tokens, _TILE_ROWS), 16)
-    block = min(power_of_two(inputs), _ROUND_BLOCK)
-    products = dict(K=inputs, BLOCK_T=tile, BLOCK_K=_DEPTH, HAS_BIAS=bias is not None)
+    constants = dict(K=inputs, BLOCK_T=tile, BLOCK_K=_DEPTH, HAS_BIAS=bias is not None)
     grid = (-(-num_features // TILE), -(-num_tokens // tile), 1)
-    return [
-        Launch(round_rows_kernel, (num_tokens, 1, 1), first, dict(K=inputs, BLOCK=block)),
-        Launch(int8_linear_kernel, grid, second, products, threads=128, num_stages=4),
-    ]
+    products = Launch(int8_linear_kernel, grid, arguments, constants, threads=128, num_stages=4)
+    return [rounding, products]
+
+
+def round_rows_launch(x: Tensor) -> tuple[Launch, Tensor, Tensor]:
+    """What rounds x [T, K]; its integers, int8 [T, K]; and their scales, float32 [T]."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    integers = x.new_empty(x.shape, dtype=torch.int8)
+    scales = x.new_empty((x.shape[0],), dtype=torch.float32)
+    arguments = dict(x_ptr=x, integers_ptr=integers, scales_ptr=scales, x_stride=x.stride(0))
+    constants = dict(K=x.shape[1], BLOCK=min(power_of_two(x.shape[1]), _ROUND_BLOCK))
+    return Launch(round_rows_kernel, (x.shape[0], 1, 1), arguments, constants), integers, scales
