@@ -21,7 +21,7 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1"
     pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
 
 import triton
-from shipped_launches import SHIPPED, far_write, gqa, write, write_for
+from shipped_launches import FP32, SHIPPED, far_write, gqa, write, write_for
 
 from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels import crosscompile
@@ -67,6 +67,14 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
         assert 0 < kernel.resources.registers <= 512
         assert kernel.resources.shared_bytes <= target.shared_bytes
         assert kernel.resources.spills <= SPILLS[target.vendor], kernel
+
+
+def test_float32_attention_does_not_spill_by_default(kernel_store: EntryStore) -> None:
+    """Heads of 128; its variant of 128 threads does, so that tuning would not choose it."""
+    with FakeTensorMode():
+        launches = gqa(1, 5, (96, 8), (128, 128), FP32)
+    for kernel in cross_compile(launches, TARGETS["cuda:90"], kernel_store):
+        assert kernel.resources.spills == 0, kernel
 
 
 def test_code_objects_are_elf_files_of_their_architecture(kernel_store: EntryStore) -> None:

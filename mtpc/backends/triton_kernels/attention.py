@@ -18,9 +18,10 @@ from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
 from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
-_MAX_TILE = {128: 64, 1024: 32}
-"""Query rows times heads that a program holds, by the largest head dim that this is for, where the
-group is not larger by itself: more of wide heads spill on sm_80."""
+_TILES = {2: {128: (64, 64), 1024: (32, 32)}, 4: {64: (64, 32), 1024: (16, 16)}}
+"""Query rows times heads that a program holds, where the group is not larger by itself, and
+positions at a time; by bytes of an element and the largest head dim that this is for. More of wide
+heads, and of float32, spill on NVIDIA."""
 
 
 @triton.jit
@@ -104,10 +105,9 @@ def paged_attention_launches(
     kv_heads, page_size, value_dim = k.shape[2], k.shape[1], v.shape[3]
     group = heads // kv_heads
     rows_hint = -(-num_tokens // num_reqs)
-    widest = max(dim, value_dim)
-    limit = next(rows for wide, rows in _MAX_TILE.items() if widest <= wide)
+    by_width = _TILES[q.dtype.itemsize].items()
+    limit, block_n = next(tile for widest, tile in by_width if max(dim, value_dim) <= widest)
     block_m = power_of_two(max(group, min(rows_hint * group, limit)), 16)
-    block_n = 64 if widest <= 128 and q.dtype.itemsize == 2 else 32
     tile_rows = block_m // group
     tiles = num_tiles(num_tokens, num_reqs, tile_rows)
     splits = splits_for(tiles * kv_heads, -(-width * page_size // block_n))
