@@ -51,6 +51,11 @@ EACH_FAMILY = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[4:]),
 ]
 """For what is not the theorem: the default run takes those, the slow run all."""
+EACH_FAMILY_OF_FEW = [
+    *CPU_FAMILY_NAMES[:2],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[2:]),
+]
+"""For one pass, or one way of running, each family of which takes ten seconds and more."""
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
 FEWER_BUCKETS: dict[str, dict[str, Any]] = {

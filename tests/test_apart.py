@@ -90,6 +90,7 @@ def _call(directory: Path, cache: Path, large: int) -> list[Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_caller_that_had_it_built_is_as_light_as_a_warm_start(
     checkpoint: Callable[..., Path], cache: Path, tmp_path: Path
 ) -> None:

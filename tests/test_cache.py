@@ -1,4 +1,5 @@
-"""The graph cache: warm equals cold, weights stay outside, and other ways to it."""
+"""The graph cache: warm starts, weights stay outside, and other ways to it (that warm equals cold
+is in test_cpu_backend.py, which compiles each family)."""
 
 from __future__ import annotations
 
@@ -14,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CPU_OPTIONS, EACH_FAMILY, CpuBuilt, give_kernels, in_turn
+from conftest import CPU_OPTIONS, CpuBuilt, give_kernels, in_turn
 from oracles import Oracle
 from safetensors.torch import load_file
-from test_theorem import poison
 from warm_starts import BATCH, DECODE, PREFILL, copied, edit_weights, warm
 
 import mtpc
@@ -29,34 +29,6 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CheckpointError
 
 __all__ = ["copied", "warm"]
-
-
-# ------------------------------------------------------------------------ warm equals cold
-
-
-@pytest.mark.parametrize("family", EACH_FAMILY)
-def test_warm_equals_cold(
-    family: str, warm: Callable[..., Any], cpu_built: Callable[..., CpuBuilt]
-) -> None:
-    """Restored programs give the tokens, and accept the drafts, of the one compiled here."""
-    cold, restored = cpu_built(family).spec, warm(family)
-    assert restored.loaded is None
-    poison(restored)
-    accepted = list(cold.stats.accepted)
-    assert restored.generate(BATCH, 16) == cold.generate(BATCH, 16)
-    gained = [b - a for a, b in zip(accepted, cold.stats.accepted, strict=True)]
-    assert restored.stats.accepted == gained
-    assert restored.stats.fallbacks == cold.stats.fallbacks  # Recurrent state is not reused.
-    assert restored.options.max_len == cold.options.max_len
-    assert restored.served == cold.served
-
-
-@pytest.mark.parametrize("family", EACH_FAMILY)
-def test_warm_equals_plain_decoding(
-    family: str, warm: Callable[..., Any], oracle: Callable[..., Oracle]
-) -> None:
-    restored = warm(family)
-    assert restored.generate(BATCH, 12) == [oracle(family).generate(p, 12) for p in BATCH]
 
 
 def test_a_warm_start_needs_no_compiler_and_traces_nothing(

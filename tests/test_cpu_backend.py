@@ -1,4 +1,5 @@
-"""The cpu backend: compiled packages give what the eager graph gives, over the same tensors."""
+"""The cpu backend: compiled packages give what the eager graph gives, over the same tensors, and
+restored from the graph cache what they gave when they were compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import EACH_FAMILY, NUM_PAGES, TINY, CpuBuilt
+from oracles import Oracle
 from test_theorem import PROMPTS, poison
+from warm_starts import BATCH, warm
 
 from mtpc.backends import cpu as cpu_module
 from mtpc.backends.cpu import CpuBackend
@@ -25,6 +28,8 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+
+__all__ = ["warm"]
 
 Tensors = Callable[[str], torch.Tensor]
 DECODE = StepKey.decode(2, 3)
@@ -56,6 +61,31 @@ def test_compiled_equals_eager_acceptance(
         for old, model in zip(before, (spec, eager), strict=True)
     ]
     assert gained[0] == gained[1]
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_warm_equals_cold(
+    family: str, warm: Callable[..., Any], cpu_built: Callable[..., CpuBuilt]
+) -> None:
+    """Restored programs give the tokens, and accept the drafts, of the one compiled here."""
+    cold, restored = cpu_built(family).spec, warm(family)
+    assert restored.loaded is None
+    poison(restored)
+    accepted = list(cold.stats.accepted)
+    assert restored.generate(BATCH, 16) == cold.generate(BATCH, 16)
+    gained = [b - a for a, b in zip(accepted, cold.stats.accepted, strict=True)]
+    assert restored.stats.accepted == gained
+    assert restored.stats.fallbacks == cold.stats.fallbacks  # Recurrent state is not reused.
+    assert restored.options.max_len == cold.options.max_len
+    assert restored.served == cold.served
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_warm_equals_plain_decoding(
+    family: str, warm: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    restored = warm(family)
+    assert restored.generate(BATCH, 12) == [oracle(family).generate(p, 12) for p in BATCH]
 
 
 def test_weights_are_not_in_the_packages(cpu_built: Callable[..., CpuBuilt]) -> None:

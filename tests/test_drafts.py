@@ -87,7 +87,12 @@ def test_a_random_recurrent_model_decodes_alike(
 
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
-    [("mimo_v2", 1), ("step3p7", 2), ("step3p7@3", 2), ("step3p7@3", 4)],
+    [
+        ("mimo_v2", 1),
+        ("step3p7@3", 2),
+        pytest.param("step3p7", 2, marks=pytest.mark.slow),
+        pytest.param("step3p7@3", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_several_layers_chain_truly(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]

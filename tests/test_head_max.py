@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_on
+from conftest import EACH_FAMILY_OF_FEW, run_on
 from test_fuse_elementwise import check_no_token_changes, rewritten
 from test_packed_weights import bf16
 from torch import Tensor, fx
@@ -192,7 +192,7 @@ def test_maxima_over_something_else_stay(
     assert aten.argmax.default in targets(graph)
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     before = ("pack-weights", "fuse-elementwise", "skip-idle-rows")
     check_no_token_changes(checkpoint(family), before, (*before, "fuse-head-max"))

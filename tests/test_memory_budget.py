@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import EACH_FAMILY, FEWER_BUCKETS
+from conftest import EACH_FAMILY_OF_FEW, FEWER_BUCKETS
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -83,7 +83,7 @@ def test_the_estimate_holds_what_is_recorded(family: str, checkpoint: Callable[.
         assert peak <= estimate <= 1.5 * peak + 100 * GRANULE, (str(key), peak, estimate)
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_steps_share_a_pool_without_overlap(family: str, checkpoint: Callable[..., Path]) -> None:
     """What is needed at one time is apart, of every bucket; nothing else is in the pool."""
     options = replace(OPTIONS, **FEWER_BUCKETS.get(family, {}))

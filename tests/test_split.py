@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY, TINY, in_turn
+from conftest import EACH_FAMILY_OF_FEW, TINY, in_turn
 from test_theorem import PROMPTS
 
 from mtpc.api import SpecModel
@@ -47,7 +47,7 @@ def test_what_proposes_nothing_is_not_built_in_halves() -> None:
     assert {task.part for task in tasks} == {"step", "verify", "propose"}
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_two_graphs_equal_one(
     family: str, compiler: Callable[..., StepCompiler], compiled: Callable[..., Any]
 ) -> None:
@@ -61,7 +61,7 @@ def test_two_graphs_equal_one(
     assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_the_cut_is_where_drafting_begins(
     family: str, compiler: Callable[..., StepCompiler]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY, TINY
+from conftest import EACH_FAMILY_OF_FEW, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packed_weights import bf16
@@ -60,7 +60,7 @@ def test_rows_of_a_weight(ids: set[int]) -> None:
 
 
 @pytest.mark.parametrize("draft_vocab", [24, LISTED])
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_drafts_are_listed_and_what_is_emitted_stays(
     checkpoint: Callable[..., Path], oracle: Callable[..., Any], family: str, draft_vocab: Any
 ) -> None:
