@@ -48,10 +48,7 @@ def head_linear(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
 
 def quantised_experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
     mix = make_mixture(len(x), dtype=torch.bfloat16, hidden=96, intermediate=64)
-    forms = [
-        f(w) for w in (mix.gate_up, mix.down) for f in (lambda w: pack(quantise(w)), row_scales)
-    ]
-    return namespace.quantised_experts(x, *forms, mix.ids, mix.weights, 0.4, True, rows)
+    return namespace.quantised_experts(x, *mix.int8()[1:], 0.4, True, rows)
 
 
 CALLS = [linear, head_linear, quantised, experts, quantised_experts]

@@ -139,12 +139,6 @@ EXPERTS = [(6, 64, 32), (4, 68, 64), (1, 4, 32)]
 """Experts, hidden size, intermediate size."""
 
 
-def int8(mix: Mixture) -> tuple[Tensor, ...]:
-    """Arguments of `quantised_experts`."""
-    wide, narrow = ((pack(quantise(w)), row_scales(w)) for w in (mix.gate_up, mix.down))
-    return mix.x, *wide, *narrow, mix.ids, mix.weights
-
-
 def mixture(tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> Mixture:
     experts, hidden, intermediate = sizes
     return make_mixture(
@@ -164,7 +158,7 @@ def test_experts_against_the_reference(
     sizes: tuple[int, int, int], tokens: int, limit: tuple[float, bool]
 ) -> None:
     """An activation on the edge between two integers may be rounded to either: one step of it."""
-    arguments = int8(mixture(tokens, sizes, torch.float32))
+    arguments = mixture(tokens, sizes, torch.float32).int8()
     found = torch.ops.mtpc_cpu.quantised_experts(*arguments, *limit)
     expected = torch.ops.mtpc.quantised_experts(*arguments, *limit)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.01 * float(expected.std() + 1))
@@ -177,13 +171,13 @@ def test_experts_are_near_the_exact_ones(sizes: tuple[int, int, int], dtype: tor
     """Two rounded products in a row: three per cent of the norm at most."""
     mix = mixture(24, sizes, torch.float64)
     exact = mix.run(torch.ops.mtpc)
-    found = torch.ops.mtpc_cpu.quantised_experts(mix.x.to(dtype), *int8(mix)[1:])
+    found = torch.ops.mtpc_cpu.quantised_experts(mix.x.to(dtype), *mix.int8()[1:])
     assert found.dtype == dtype
     assert float((found.double() - exact).norm() / exact.norm()) < 0.03
 
 
 def test_rows_of_experts_do_not_depend_on_rows() -> None:
-    x, *weights, ids, shares = int8(mixture(29, (6, 64, 32), torch.bfloat16))
+    x, *weights, ids, shares = mixture(29, (6, 64, 32), torch.bfloat16).int8()
     kernel = torch.ops.mtpc_cpu.quantised_experts
     together = kernel(x, *weights, ids, shares)
     with run_on(2):
@@ -201,11 +195,11 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
 
 _GUARDED = """
 import ctypes, mmap, torch
-from test_quantised_draft import int8, mixture
+from test_quantised_draft import mixture
 mix = mixture(9, (4, 256, 64), torch.bfloat16)
 mix.ids.fill_(1)
 mix.ids[:, 1] = 3
-x, gate_up, wide, down, narrow, *choice = int8(mix)
+x, gate_up, wide, down, narrow, *choice = mix.int8()
 run = torch.ops.mtpc_cpu.quantised_experts
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -224,14 +218,14 @@ assert torch.equal(run(x, guarded(gate_up), wide, guarded(down), narrow, *choice
 
 
 def test_experts_schema_and_fake() -> None:
-    arguments = int8(mixture(3, (4, 64, 32), torch.bfloat16))
+    arguments = mixture(3, (4, 64, 32), torch.bfloat16).int8()
     for namespace in (torch.ops.mtpc_cpu, torch.ops.mtpc):
         op = namespace.quantised_experts.default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_experts_misfits_are_refused() -> None:
-    x, gate_up, wide, down, narrow, ids, shares = int8(mixture(3, (4, 64, 32), torch.bfloat16))
+    x, gate_up, wide, down, narrow, ids, shares = mixture(3, (4, 64, 32), torch.bfloat16).int8()
     kernel = torch.ops.mtpc_cpu.quantised_experts
     for arguments, message in (
         ((x[:, :32], gate_up, wide, down, narrow, ids, shares), "do not fit"),

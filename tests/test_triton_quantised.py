@@ -7,7 +7,7 @@ from importlib import util
 
 import pytest
 import torch
-from batches import WILD, Mixture, close, make_mixture
+from batches import WILD, close, make_mixture
 
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
@@ -74,12 +74,6 @@ def test_quantised_linear_of_zeros_nan_and_strides() -> None:
 # ---- quantised_experts -----------------------------------------------------------------------
 
 
-def _int8(mix: Mixture) -> tuple[torch.Tensor, ...]:
-    """Arguments of `quantised_experts`."""
-    wide, narrow = ((pack(quantise(w)), row_scales(w)) for w in (mix.gate_up, mix.down))
-    return mix.x, *wide, *narrow, mix.ids, mix.weights
-
-
 def _close_but_for_steps(found: torch.Tensor, expected: torch.Tensor) -> None:
     """An activation on the edge between two integers may be rounded to either: one step of it."""
     close(found, expected, scale=4)
@@ -93,7 +87,7 @@ def _close_but_for_steps(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_quantised_experts_equal_the_reference(
     tokens: int, sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    arguments = _int8(make_mixture(tokens, dtype=dtype, hidden=sizes[0], intermediate=sizes[1]))
+    arguments = make_mixture(tokens, dtype=dtype, hidden=sizes[0], intermediate=sizes[1]).int8()
     _close_but_for_steps(
         OURS.quantised_experts(*arguments), REFERENCE.quantised_experts(*arguments)
     )
@@ -102,14 +96,14 @@ def test_quantised_experts_equal_the_reference(
 @pytest.mark.parametrize("limit_input", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantised_experts_with_a_limit(dtype: torch.dtype, limit_input: bool) -> None:
-    arguments = _int8(make_mixture(5, dtype=dtype, hidden=64, intermediate=64))
+    arguments = make_mixture(5, dtype=dtype, hidden=64, intermediate=64).int8()
     expected = REFERENCE.quantised_experts(*arguments, 0.5, limit_input)
     assert not torch.allclose(expected, REFERENCE.quantised_experts(*arguments), atol=0.05)
     _close_but_for_steps(OURS.quantised_experts(*arguments, 0.5, limit_input), expected)
 
 
 def test_quantised_experts_of_more_rows_than_a_tile() -> None:
-    arguments = _int8(make_mixture(150, chosen=3, hidden=64, intermediate=32))
+    arguments = make_mixture(150, chosen=3, hidden=64, intermediate=32).int8()
     _close_but_for_steps(
         OURS.quantised_experts(*arguments), REFERENCE.quantised_experts(*arguments)
     )
@@ -121,7 +115,7 @@ def test_quantised_experts_beyond_the_table_and_unused_ones_count_for_nothing() 
     mix = make_mixture(5, hidden=64, intermediate=32)
     mix.ids[:, 0] = 2
     mix.ids[:, 1] = torch.tensor([99, -1, WILD, 6, -WILD])
-    x, wide, wide_scales, narrow, narrow_scales, *choice = _int8(mix)
+    x, wide, wide_scales, narrow, narrow_scales, *choice = mix.int8()
     expected = REFERENCE.quantised_experts(x, wide, wide_scales, narrow, narrow_scales, *choice)
     unused = [e for e in range(6) if e != 2]
     wide_scales[unused], narrow_scales[unused] = float("nan"), float("nan")
@@ -130,7 +124,7 @@ def test_quantised_experts_beyond_the_table_and_unused_ones_count_for_nothing() 
 
 
 def test_quantised_experts_rows_are_independent() -> None:
-    x, *weights, ids, shares = _int8(make_mixture(9, hidden=64, intermediate=32))
+    x, *weights, ids, shares = make_mixture(9, hidden=64, intermediate=32).int8()
     together = OURS.quantised_experts(x, *weights, ids, shares)
     x[4] = float("nan")
     found = OURS.quantised_experts(x, *weights, ids, shares)
@@ -140,7 +134,7 @@ def test_quantised_experts_rows_are_independent() -> None:
 
 
 def test_quantised_experts_take_strided_rows_and_int32_ids() -> None:
-    x, *weights, ids, shares = _int8(make_mixture(4, hidden=64, intermediate=32))
+    x, *weights, ids, shares = make_mixture(4, hidden=64, intermediate=32).int8()
     expected = OURS.quantised_experts(x, *weights, ids, shares)
     turned = x.t().contiguous().t()
     assert torch.equal(OURS.quantised_experts(turned, *weights, ids.int(), shares), expected)

@@ -117,6 +117,9 @@ def test_every_configuration_computes_the_same(place: int) -> None:
     close(latent.latent(ops, 48), latent.latent(REFERENCE, 48))
     mixture = make_mixture(5, dtype=torch.float16)
     close(mixture.run(ops), mixture.run(REFERENCE), scale=2)
+    int8_experts = make_mixture(5, dtype=torch.float16, hidden=68, intermediate=96).int8()
+    expected = REFERENCE.quantised_experts(*int8_experts)
+    close(ops.quantised_experts(*int8_experts), expected, scale=4)
     _, ours = two_steps(ops, torch.float32)
     _, theirs = two_steps(REFERENCE, torch.float32)
     for one, other in zip(ours.state, theirs.state, strict=True):
