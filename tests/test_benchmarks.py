@@ -241,6 +241,7 @@ def test_speedup_is_over_plain_decoding() -> None:
     assert [line[column] for line in report.cells(rows)] == ["1.00x", "2.00x"]
 
 
+@pytest.mark.slow
 def test_the_waterfall_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part is a share of the whole step, and together they are all of it."""
     monkeypatch.setattr(

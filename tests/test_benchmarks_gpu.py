@@ -77,6 +77,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_text() == before
 
 
+@pytest.mark.slow
 def test_profile(tmp_path: Path) -> None:
     """Passes leave fewer kernels, fused norms the fewest; and each is timed."""
     path = tmp_path / "gpu.csv"

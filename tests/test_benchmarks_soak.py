@@ -16,6 +16,7 @@ from benchmarks import soak
 PRESSED = {"batch_buckets": (3,), "num_pages": 20, "sampling": True}
 
 
+@pytest.mark.slow
 def test_the_traffic(compiled: Callable[..., Any], tmp_path: Path) -> None:
     """Everything that is to happen happens, nothing is left, and the files are written."""
     traffic = soak.Traffic(compiled("mimo", 2, **PRESSED), seed=3)

@@ -42,6 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_start_has_its_row(results: dict[str, Any]) -> None:
     rows = {row["engine"]: row for row in results["rows"]}
     assert list(rows) == ["floor", "mtpc cold", "mtpc warm"]
@@ -54,6 +55,7 @@ def test_every_start_has_its_row(results: dict[str, Any]) -> None:
     assert rows["mtpc warm"]["cache_bytes"] == rows["mtpc cold"]["cache_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_warm_start_says_what_a_cold_one_said(results: dict[str, Any]) -> None:
     cold, warm = (_report(results, name)["continuation"] for name in ("mtpc cold", "mtpc warm"))
     assert len(cold) == NEW_TOKENS
@@ -61,6 +63,7 @@ def test_a_warm_start_says_what_a_cold_one_said(results: dict[str, Any]) -> None
     assert results["same_tokens"] == {"mimo-tiny, mtpc": True}
 
 
+@pytest.mark.slow
 def test_a_warm_start_compiles_nothing(results: dict[str, Any]) -> None:
     (sample,) = _row(results, "mtpc warm")["taken"]
     assert sample["scratch_bytes"] == 0

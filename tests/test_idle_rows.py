@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from batches import make_mixture
-from conftest import EACH_FAMILY, TINY
+from conftest import EACH_FAMILY_OF_FEW, TINY
 from test_packed_weights import bf16
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,7 +114,7 @@ QUEUE = [*PROMPTS, [8, 8], [21, 3, 30], list(range(60, 69)), [71]]
 """More than a bucket's: the last ones are prefilled in steps that others decode in."""
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_nothing_that_is_used_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     """Requests of unlike length in a bucket of five, on the same reference operators: the same
     tokens, and as many drafts accepted at each position, as without the pass."""
@@ -140,7 +140,7 @@ def uninitialised_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 @pytest.mark.usefixtures("uninitialised_is_nan")
 def test_what_stands_in_idle_rows_is_never_seen(
     family: str, checkpoint: Callable[..., Path]
@@ -186,6 +186,7 @@ def test_rows_is_one_number() -> None:
         linear(torch.ops.mtpc_cpu, bf16(3, 96), torch.tensor([1, 2]))
 
 
+@pytest.mark.slow
 def test_parts_of_a_row_are_not_rows(checkpoint: Callable[..., Path]) -> None:
     """DeepSeek-V4's output projection has two groups a row: as many as a chunk here has tokens."""
     directory = checkpoint("deepseek_v4")
