@@ -52,6 +52,7 @@ def _read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every engine does the same work; a file that has all rows gets no more of them."""
     path = tmp_path / "gpu.csv"
