@@ -20,8 +20,12 @@ __all__ = ["warm"]
 
 
 def test_frozen_says_what_is_missing(
-    warm: Callable[..., Any], cpu_cache: Path, tmp_path: Path
+    warm: Callable[..., Any],
+    cpu_cache: Path,
+    cpu_built: Callable[..., CpuBuilt],
+    tmp_path: Path,
 ) -> None:
+    cpu_built("mimo")
     before = sorted(cpu_cache.rglob("*"))
     with pytest.raises(CacheError, match=r"differs in options\.page_size: 4 -> 8; frozen, so noth"):
         warm("mimo", page_size=8)
