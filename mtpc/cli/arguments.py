@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import mtpc
+from mtpc.cli.parsing import SuggestingParser, draft_vocab, ids, number, numbers, positive
 from mtpc.cli.serve_arguments import add_server_options
-from mtpc.config import AUTO, CompileOptions
+from mtpc.config import CompileOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
@@ -51,27 +50,10 @@ _SAMPLING = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse's parser, whose complaints end with the nearest name that exists."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(message + self._suggestion(message))
-
-    def _suggestion(self, message: str) -> str:
-        choice = re.search(r"invalid choice: '([^']*)'", message)
-        option = re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)
-        wrong, known = "", list[str]()
-        if choice:
-            # The words that argparse itself lists after the wrong one.
-            wrong, known = choice[1], re.findall(r"[\w-]+", message[choice.end() :])
-        elif option:
-            wrong, known = option[1], list(self._option_string_actions)
-        near = difflib.get_close_matches(wrong, known, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
-
-
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="mtpc", description=mtpc.__doc__.splitlines()[0], allow_abbrev=False)
+    parser = SuggestingParser(
+        prog="mtpc", description=mtpc.__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("-V", "--version", action="version", version=f"mtpc {mtpc.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary, add_arguments in (
@@ -136,7 +118,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repeats",
-        type=_positive,
+        type=positive,
         default=3,
         metavar="N",
         help="rounds in which all take turns (default: %(default)s)",
@@ -157,7 +139,7 @@ def _add_prompts(parser: argparse.ArgumentParser, new_tokens: int) -> None:
         "-p", "--prompt", **prompt, metavar="TEXT", help="a prompt; repeat it for a batch"
     )
     parser.add_argument(
-        "--ids", **prompt, type=_ids, metavar='"1 2 3"', help="a prompt as token ids"
+        "--ids", **prompt, type=ids, metavar='"1 2 3"', help="a prompt as token ids"
     )
     parser.add_argument(
         "-n",
@@ -185,7 +167,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="processes (default: one a core, as far as memory holds the weights for each)",
     )
@@ -207,7 +189,7 @@ def _add_vocab(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT", help="files to count in")
     parser.add_argument(
-        "-n", "--tokens", type=_positive, metavar="N", help="the N most frequent (default: all)"
+        "-n", "--tokens", type=positive, metavar="N", help="the N most frequent (default: all)"
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="where the ids go, one a line"
@@ -282,16 +264,10 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
 def _add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)",
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no such number; expected 1 or more")
-    return int(text)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -340,9 +316,9 @@ def _add_compile_options(
         f"drafts per step{', one or several' * several_k}; 0 is plain decoding, auto by load",
     )
     for name, kind, metavar, text in (
-        ("spec_tokens", _numbers if several_k else _number, *drafts),
-        ("spec_tiers", _ids, "K,K", "what 'auto' chooses among (default: 0,1,2,3)"),
-        ("batch_buckets", _ids, "R,R", "request counts to capture"),
+        ("spec_tokens", numbers if several_k else number, *drafts),
+        ("spec_tiers", ids, "K,K", "what 'auto' chooses among (default: 0,1,2,3)"),
+        ("batch_buckets", ids, "R,R", "request counts to capture"),
         ("max_len", int, "N", "longest sequence, prompt and new tokens"),
         ("page_size", int, "N", "tokens per KV page"),
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
@@ -350,7 +326,7 @@ def _add_compile_options(
         ("busy_prefill_chunk", int, "N", "of prompts, while others decode (default: up to 64)"),
         ("prefill_rows", int, "R", "requests that may share it (default: all of a bucket)"),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
-        ("draft_vocab", _draft_vocab, "N|FILE", "drafts are among the N lowest ids, or FILE's"),
+        ("draft_vocab", draft_vocab, "N|FILE", "drafts are among the N lowest ids, or FILE's"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
@@ -367,39 +343,6 @@ def _add_compile_options(
         group.add_argument(flag, action="store_true", default=None, help=text)
 
 
-def _number(text: str) -> int | str:
-    """A number of drafts, or "auto"."""
-    if text == AUTO:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
-
-
-def _numbers(text: str) -> list[int | str]:
-    """Several of them."""
-    return [AUTO] if text.strip() == AUTO else [*_ids(text)]
-
-
-def _draft_vocab(text: str) -> int | list[int]:
-    """A number of tokens, or a file of ids."""
-    if text.isdecimal():
-        return int(text)
-    try:
-        return _ids(Path(text).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {text}: {error}") from None
-
-
 def _listed(value: object) -> str:
     """A tuple as it is typed on the command line."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _ids(text: str) -> list[int]:
-    """Integers separated by spaces or commas."""
-    try:
-        return [int(word) for word in re.split(r"[\s,]+", text.strip()) if word]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers, as 1,2,3") from None

@@ -23,19 +23,20 @@ from torch import Tensor
 
 from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
-from mtpc.engine.grammar import Grammar, GrammarMasks, check_grammar
+from mtpc.engine.admission import check_request, longest_request
+from mtpc.engine.grammar import Grammar, GrammarMasks
 from mtpc.engine.lock import FairLock
 from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.readout import Moment, Readout
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.rows import unpaged_state, write_chunks, write_new_pages, write_state
-from mtpc.engine.sampling_rows import check_sampling, read_logprobs
+from mtpc.engine.sampling_rows import read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.stats import DecodeCounts, Stats
 from mtpc.engine.tiers import TierPolicy
-from mtpc.errors import CapacityError, RequestError
-from mtpc.layout import MAX_STOP_IDS, NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
+from mtpc.errors import RequestError
+from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
 from mtpc.sampling_params import SamplingParams
 
 Emission = tuple[Request, StepOutput]
@@ -195,43 +196,11 @@ class Engine:
     @property
     def longest(self) -> int:
         """Tokens of the longest request that `check` lets in, prompt and continuation together."""
-        options = self.options
-        room = self.pages.count * options.page_size - 2 * options.spec_tokens
-        return min(options.sequence_limit, room)
+        return longest_request(self.options, self.pages.count)
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served; see `add`."""
-        prompt, limit = request.prompt_ids, self.options.sequence_limit
-        if not prompt:
-            raise RequestError("the prompt is empty; expected at least one token")
-        bad = [i for i in prompt if not isinstance(i, int) or not 0 <= i < self.vocab_size]
-        if bad:
-            raise RequestError(f"prompt id {bad[0]!r}; expected ids in 0..{self.vocab_size - 1}")
-        new = request.max_new_tokens
-        if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-            raise RequestError(f"max_new_tokens is {new!r}; expected an integer >= 1")
-        if len(prompt) + new > limit:
-            raise RequestError(
-                f"prompt of {len(prompt)} + max_new_tokens {new} = {len(prompt) + new} tokens; "
-                f"max_len is {limit}: shorten it, or compile with a larger max_len"
-            )
-        odd = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
-        if odd:
-            raise RequestError(f"stop id {odd[0]!r}; expected token ids (integers)")
-        if len(request.stop_ids) > MAX_STOP_IDS:
-            raise RequestError(
-                f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"
-            )
-        if request.on_output is not None and not callable(request.on_output):
-            raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
-        check_sampling(request, self.options, self.vocab_size)
-        check_grammar(request, self.options)
-        pages = self.options.blocks_per_request(len(prompt) + new)
-        if pages > self.pages.count:
-            raise CapacityError(
-                f"a request of {len(prompt) + new} tokens needs {pages} pages of "
-                f"{self.options.page_size} tokens, the pool has {self.pages.count}: raise num_pages"
-            )
+        check_request(request, self.options, self.vocab_size, self.pages.count)
 
     def abort(self, request_id: int, reason: FinishReason = "aborted") -> None:
         """End a request at any moment; unknown or finished ids are ignored.

@@ -1,0 +1,81 @@
+"""Which requests can be served at all, once nothing else runs; `scheduler` says when."""
+
+from __future__ import annotations
+
+from mtpc.config import CompileOptions
+from mtpc.engine.grammar import check_grammar
+from mtpc.engine.request import Request
+from mtpc.engine.sampling_rows import check_sampling
+from mtpc.errors import CapacityError, RequestError
+from mtpc.layout import MAX_STOP_IDS
+
+
+def longest_request(options: CompileOptions, num_pages: int) -> int:
+    """Tokens of the longest request that fits, prompt and continuation together."""
+    room = num_pages * options.page_size - 2 * options.spec_tokens
+    return min(options.sequence_limit, room)
+
+
+def check_request(
+    request: Request, options: CompileOptions, vocab_size: int, num_pages: int
+) -> None:
+    """Refuse what can never be served.
+
+    Args:
+        request: to be queued.
+        options: what the program was compiled with.
+        vocab_size: ids must be below it.
+        num_pages: of the pool, used or not.
+
+    Raises:
+        RequestError: a field is not as `Engine.add` says.
+        CapacityError: the page pool cannot hold the request even when it is empty.
+    """
+    _check_prompt(request, vocab_size)
+    _check_length(request, options)
+    _check_stop_ids(request)
+    if request.on_output is not None and not callable(request.on_output):
+        raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
+    check_sampling(request, options, vocab_size)
+    check_grammar(request, options)
+    _check_pages(request, options, num_pages)
+
+
+def _check_prompt(request: Request, vocab_size: int) -> None:
+    prompt = request.prompt_ids
+    if not prompt:
+        raise RequestError("the prompt is empty; expected at least one token")
+    bad = [i for i in prompt if not isinstance(i, int) or not 0 <= i < vocab_size]
+    if bad:
+        raise RequestError(f"prompt id {bad[0]!r}; expected ids in 0..{vocab_size - 1}")
+
+
+def _check_length(request: Request, options: CompileOptions) -> None:
+    length, new, limit = len(request.prompt_ids), request.max_new_tokens, options.sequence_limit
+    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
+        raise RequestError(f"max_new_tokens is {new!r}; expected an integer >= 1")
+    if length + new > limit:
+        raise RequestError(
+            f"prompt of {length} + max_new_tokens {new} = {length + new} tokens; "
+            f"max_len is {limit}: shorten it, or compile with a larger max_len"
+        )
+
+
+def _check_stop_ids(request: Request) -> None:
+    odd = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
+    if odd:
+        raise RequestError(f"stop id {odd[0]!r}; expected token ids (integers)")
+    if len(request.stop_ids) > MAX_STOP_IDS:
+        raise RequestError(
+            f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"
+        )
+
+
+def _check_pages(request: Request, options: CompileOptions, num_pages: int) -> None:
+    tokens = len(request.prompt_ids) + request.max_new_tokens
+    pages = options.blocks_per_request(tokens)
+    if pages > num_pages:
+        raise CapacityError(
+            f"a request of {tokens} tokens needs {pages} pages of {options.page_size} tokens, "
+            f"the pool has {num_pages}: raise num_pages"
+        )
