@@ -19,6 +19,7 @@ from mtpc.ahead import CachingCompiler
 from mtpc.cache.lookup import key_of
 from mtpc.cache.opening import open_cache
 from mtpc.cache.steps import StepCache, step_fields
+from mtpc.cache.store import EntryStore
 from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
@@ -209,12 +210,14 @@ def test_every_part_of_the_source_is_in_the_key(tmp_path: Path) -> None:
 
 
 def test_every_field_is_said_where_it_differs(
-    cpu_cache: Path, cpu_built: Callable[..., CpuBuilt], checkpoint: Callable[..., Path]
+    cpu_built: Callable[..., CpuBuilt], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """A change of any one field is a miss, and the reason names that field with both values."""
-    cpu_built("mimo")
+    entry = cpu_built("mimo").compiler.obtain(DECODE).entry
+    assert entry is not None
+    shutil.copytree(entry.directory, tmp_path / "entries" / entry.digest)
     cache = open_cache(
-        Checkpoint(checkpoint("mimo")), CompileOptions(**CPU_OPTIONS, cache_dir=cpu_cache), print
+        Checkpoint(checkpoint("mimo")), CompileOptions(**CPU_OPTIONS, cache_dir=tmp_path), print
     )
     assert cache is not None
     assert cache.find(DECODE) is not None
@@ -229,12 +232,16 @@ def test_every_field_is_said_where_it_differs(
 
 
 def test_an_equal_graph_is_not_lowered_again(
-    cpu_built: Callable[..., CpuBuilt], monkeypatch: pytest.MonkeyPatch
+    cpu_cache: Path,
+    cpu_built: Callable[..., CpuBuilt],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """A changed source that leads to the same graph: traced anew, the package is reused."""
     built = cpu_built("mimo")
-    cache = built.compiler.cache
-    edited = StepCache(cache.store, {**cache.program, "source.passes": "a comment was added"})
+    mine = EntryStore(shutil.copytree(cpu_cache, tmp_path / "cache"))
+    program = {**built.compiler.cache.program, "source.passes": "a comment was added"}
+    edited = StepCache(mine, program)
     again = CachingCompiler(built.compiler.compiler, built.backend, edited)
 
     def refuse(*_: Any) -> Any:
@@ -245,7 +252,7 @@ def test_an_equal_graph_is_not_lowered_again(
     assert step.record.lowering == built.compiler.obtain(DECODE).record.lowering
     assert step.entry is not None
     assert key_of(step.entry)["source.passes"] == "a comment was added"
-    elsewhere = StepCache(cache.store, {**cache.program, "machine.instruction_sets": "none"})
+    elsewhere = StepCache(mine, {**program, "machine.instruction_sets": "none"})
     there = CachingCompiler(built.compiler.compiler, built.backend, elsewhere)
     with pytest.raises(AssertionError, match="lowered again"):
         there.obtain(DECODE)
