@@ -16,6 +16,8 @@ import transformers
 import mtpc
 
 _STAT = Path("/proc/stat")
+_LEAST_FREE = 0.1
+"""Share of memory that must stay available; with less, mapped files are dropped and read again."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -60,6 +62,20 @@ def system_field(path: str, pattern: str) -> str | None:
     except OSError:
         return None
     return match[1].strip() if match else None
+
+
+def memory_shortage() -> str | None:
+    """What to say where so little memory is left that times would be of paging, else None."""
+    total, free = (
+        int(system_field("/proc/meminfo", rf"{name}:\s*(\d+) kB") or 0)
+        for name in ("MemTotal", "MemAvailable")
+    )
+    if free >= total * _LEAST_FREE:
+        return None
+    return (
+        f"only {free / 2**20:.1f} of {total / 2**20:.1f} GiB of memory are left: what is measured "
+        "will be paging: ask for fewer K, or for fewer engines, in one run"
+    )
 
 
 class CpuWatch:

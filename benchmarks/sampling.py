@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.decoders import Decoded, Decoder, Prompts
-from benchmarks.machine import CpuWatch
+from benchmarks.machine import CpuWatch, memory_shortage
 
 Tell = Callable[[str], None]
 """Hears what is being done."""
@@ -100,6 +100,9 @@ def sample_in_turns(
         tell: hears what is being done.
     """
     _warm_up(cases, plan, prompts, tell)
+    shortage = memory_shortage()
+    if shortage is not None:
+        tell(shortage)
     for turn in range(1, plan.repeats * ATTEMPTS + 1):
         wanting = [c for c in cases if len(c.undisturbed(plan.max_foreign)) < plan.repeats]
         if turn > 1:

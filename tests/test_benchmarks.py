@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 import mtpc
-from benchmarks import decode, plot, readme, report, waterfall
+from benchmarks import decode, machine, plot, readme, report, waterfall
 from benchmarks.bandwidth import BandwidthProbe
 from benchmarks.decoders import Decoded
 from benchmarks.models import (
@@ -190,6 +190,21 @@ def test_disturbed_samples_are_dropped() -> None:
 def test_a_row_says_when_all_was_disturbed() -> None:
     row = _row(0, _sample(20.0, 0.5))
     assert (row.samples, row.discarded, row.disturbed) == (1, 0, True)
+
+
+@pytest.mark.parametrize(("free", "is_short"), [(2_000_000, True), (2_500_000, False)])
+def test_a_lack_of_memory_is_said(
+    free: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four servers beside four programs did not fit into 24 GiB: steps took 800 ms for 80."""
+    fields = {"MemTotal": "24000000", "MemAvailable": str(free)}
+    monkeypatch.setattr(
+        machine, "system_field", lambda path, pattern: fields[pattern.split(":")[0]]
+    )
+    message = machine.memory_shortage()
+    assert (message is not None) == is_short
+    if message is not None:
+        assert message.startswith("only 1.9 of 22.9 GiB of memory are left")
 
 
 def test_a_peer_of_many_launches_counts_at_its_best() -> None:
