@@ -283,6 +283,7 @@ def test_a_known_error_is_one_line(arguments, message, word_model, capsys, tmp_p
         (["rnu"], "did you mean run?"),
         (["run", "--spec-token", "3"], "unrecognized arguments: --spec-token; did you mean --spec"),
         (["run", "--ids", "1 x"], "'1 x' is no list of integers"),
+        (["run", "-n", "0"], "--max-new-tokens: '0' is no such number; expected 1 or more"),
         (["inspect", "--phase", "decod"], "did you mean decode?"),
         ([], "the following arguments are required: COMMAND"),
     ],

@@ -144,7 +144,7 @@ def _add_prompts(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     parser.add_argument(
         "-n",
         "--max-new-tokens",
-        type=int,
+        type=positive,
         default=new_tokens,
         metavar="N",
         help="new tokens per prompt (default: %(default)s)",
