@@ -30,7 +30,7 @@ from mtpc.capture.split import split_step
 from mtpc.compiler import StepCompiler
 from mtpc.layout import Part, StepKey, dtype_name
 from mtpc.models.weight_recipes import repeats, weight_recipes
-from mtpc.recipes import Recipe, names
+from mtpc.weights.recipes import Recipe, names
 
 _LOWERING = ("backend", "machine.", "torch.", "environment.", "version.torch", "source.backends",
              "source.kernels")  # fmt: skip

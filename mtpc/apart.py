@@ -24,11 +24,11 @@ import torch
 
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.steps import StepCache
-from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import step_keys
 from mtpc.progress import Listener, Progress
+from mtpc.weights.checkpoint import Checkpoint
 
 LARGE = 256 * 2**20
 """Bytes of weights from which on a process pays: it takes four seconds to start."""

@@ -15,7 +15,6 @@ from mtpc.backends import choose_backend
 from mtpc.cache.opening import kernel_store, open_cache
 from mtpc.cache.steps import StepCache
 from mtpc.capture.program import Program
-from mtpc.checkpoint import Checkpoint, stored_dtype
 from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
@@ -28,7 +27,8 @@ from mtpc.errors import RequestError
 from mtpc.progress import Listener, Progress, line_reporter
 from mtpc.restore import restore
 from mtpc.sampling_params import SamplingParams
-from mtpc.serving import ServedModel
+from mtpc.weights.checkpoint import Checkpoint, stored_dtype
+from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel

@@ -25,7 +25,6 @@ from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.opening import open_cache
 from mtpc.cache.steps import CachedStep, StepCache
 from mtpc.cache.store import Entry
-from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
@@ -33,6 +32,7 @@ from mtpc.layout import Part, StepKey, largest_first, step_keys
 from mtpc.models.load import LoadedModel, load
 from mtpc.progress import Listener, Progress
 from mtpc.restore import pin_of
+from mtpc.weights.checkpoint import Checkpoint
 
 _POLL_S = 0.2
 

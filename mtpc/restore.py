@@ -18,12 +18,12 @@ from mtpc.cache.steps import CachedStep, StepCache, program_pin
 from mtpc.cache.store import Entry
 from mtpc.capture.graph import WeightTable
 from mtpc.capture.program import Program
-from mtpc.checkpoint import Checkpoint, check_repeated
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import StepKey, step_keys
 from mtpc.progress import Listener, Progress
-from mtpc.serving import ServedModel
+from mtpc.weights.checkpoint import Checkpoint, check_repeated
+from mtpc.weights.served_model import ServedModel
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.opening import open_cache
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.capture.program import CapturedStep
-from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
+from mtpc.weights.checkpoint import Checkpoint
 
 # Where an assert of theirs fails, what it compared is shown, as in a test.
 pytest.register_assert_rewrite("side_by_side", "turns", "watched_host")

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from mtpc import apart
 from mtpc.apart import build_apart
 from mtpc.cache.opening import open_cache
-from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CheckpointError
 from mtpc.progress import Progress
+from mtpc.weights.checkpoint import Checkpoint
 
 OPTIONS: dict[str, Any] = {
     **TINY, "spec_tokens": 1, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",

@@ -20,9 +20,9 @@ from mtpc.cache.lookup import key_of
 from mtpc.cache.opening import open_cache
 from mtpc.cache.steps import StepCache, step_fields
 from mtpc.cache.store import EntryStore
-from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
+from mtpc.weights.checkpoint import Checkpoint
 
 __all__ = ["copied"]
 

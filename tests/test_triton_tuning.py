@@ -50,7 +50,7 @@ from mtpc.capture.inline import fake_mode_of
 from mtpc.compiler import StepCompiler
 from mtpc.errors import BackendError, CacheWriteError
 from mtpc.models.load import load
-from mtpc.packing import pack, quantise, row_scales
+from mtpc.weights.packing import pack, quantise, row_scales
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc

@@ -15,9 +15,9 @@ from mtpc.cache.record import StepRecord
 from mtpc.cache.steps import CONSTANTS, CachedStep
 from mtpc.capture.graph import WeightTable
 from mtpc.capture.program import CapturedStep
-from mtpc.checkpoint import Checkpoint, is_finite, refuse_not_finite
-from mtpc.packing import Fill
-from mtpc.recipes import make, names, substitute
+from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
+from mtpc.weights.packing import Fill
+from mtpc.weights.recipes import make, names, substitute
 
 
 @dataclass

@@ -23,8 +23,9 @@ COMPILER = "machine.compiler"
 _PACKAGE = Path(mtpc.__file__).parent
 _SOURCES = {
     "capture": ("capture/*.py",),
-    "models": ("models/*.py", "checkpoint.py", "recipes.py"),
-    "ops": ("ops/*.py", "packing.py"),
+    "models": ("models/*.py",),
+    "weights": ("weights/*.py",),
+    "ops": ("ops/*.py",),
     "passes": ("passes/*.py",),
     "step": ("step.py", "pieces/*.py", "layout.py", "buffers.py", "compiler.py"),
     "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),

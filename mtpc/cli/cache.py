@@ -17,7 +17,6 @@ from mtpc.cache.opening import open_cache
 from mtpc.cache.record import FORMAT, StepRecord
 from mtpc.cache.steps import KIND, RECORD, StepCache
 from mtpc.cache.store import Entry, EntryStore
-from mtpc.checkpoint import Checkpoint
 from mtpc.cli.arguments import compile_options
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.run import set_threads
@@ -25,6 +24,7 @@ from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
+from mtpc.weights.checkpoint import Checkpoint
 
 _DAY_S = 86400
 _PER_PROCESS = ("machine.threads", "torch.", "environment.")

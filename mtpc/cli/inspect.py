@@ -56,10 +56,10 @@ def _build(
     tell("import torch and transformers")
     from mtpc.backends import make_backend
     from mtpc.cache.opening import kernel_store
-    from mtpc.checkpoint import Checkpoint
     from mtpc.compiler import StepCompiler, step_keys
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
+    from mtpc.weights.checkpoint import Checkpoint
 
     backend = make_backend(options.backend, tell, kernel_store(options, None))
     last = _last_pass(options, backend, args.after, args.before)

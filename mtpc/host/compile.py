@@ -13,7 +13,6 @@ from mtpc.backends import Backend, choose_backend
 from mtpc.cache.opening import kernel_store, open_cache
 from mtpc.cache.steps import CachedStep, StepCache
 from mtpc.capture.graph import WeightTable, set_tensor
-from mtpc.checkpoint import Checkpoint, stored_dtype
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.host.hosted import Form, HostedModel, parts_of
@@ -21,6 +20,7 @@ from mtpc.host.parts import CachedPart, GraphPart, Lowered, PackagePart
 from mtpc.layout import Layout, Part, StepKey, largest_first, step_keys
 from mtpc.progress import Listener, line_reporter
 from mtpc.restore import open_weights
+from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 
 if TYPE_CHECKING:
     from mtpc.capture.graph import StepGraph

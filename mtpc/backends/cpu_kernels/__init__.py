@@ -110,7 +110,7 @@ def _is_loaded() -> bool:
 
 
 def fill_packed(weight: Tensor, packed: Tensor) -> None:
-    """`mtpc.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
+    """`mtpc.weights.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
     torch.ops.mtpc_cpu.pack(weight, packed)
 
 
