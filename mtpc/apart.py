@@ -27,7 +27,7 @@ from mtpc.cache.steps import StepCache
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import step_keys
-from mtpc.progress import Listener, Progress
+from mtpc.layout.progress import Listener, Progress
 from mtpc.weights.checkpoint import Checkpoint
 
 LARGE = 256 * 2**20

@@ -24,7 +24,7 @@ from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import RequestError
-from mtpc.progress import Listener, Progress, line_reporter
+from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.restore import restore
 from mtpc.sampling_params import SamplingParams
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
@@ -50,7 +50,7 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     Args:
         model: a checkpoint directory (str or Path), or a transformers model loaded from one; a
             model object is shared, not copied, and left as it was.
-        progress: called with a `mtpc.progress.Progress` at each stage of each bucket; by default
+        progress: called with a `mtpc.Progress` at each stage of each bucket; by default
             lines on stderr where that is a terminal.
         **options: fields of `mtpc.config.CompileOptions`, or their aliases
             (`num_speculative_tokens` for `spec_tokens`).

@@ -29,8 +29,8 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
 from mtpc.layout import Part, StepKey, largest_first, step_keys
+from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
-from mtpc.progress import Listener, Progress
 from mtpc.restore import pin_of
 from mtpc.weights.checkpoint import Checkpoint
 

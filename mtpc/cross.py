@@ -28,8 +28,8 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey, largest_first
+from mtpc.layout.progress import Listener
 from mtpc.models.load import load
-from mtpc.progress import Listener
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import StepKey, step_keys
-from mtpc.progress import Listener, Progress
+from mtpc.layout.progress import Listener, Progress
 from mtpc.weights.checkpoint import Checkpoint, check_repeated
 from mtpc.weights.served_model import ServedModel
 

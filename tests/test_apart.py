@@ -21,7 +21,7 @@ from mtpc.apart import build_apart
 from mtpc.cache.opening import open_cache
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CheckpointError
-from mtpc.progress import Progress
+from mtpc.layout.progress import Progress
 from mtpc.weights.checkpoint import Checkpoint
 
 OPTIONS: dict[str, Any] = {

@@ -19,9 +19,9 @@ from test_drafts import check_drafts
 from test_theorem import PROMPTS, check_after_rejection, check_theorem, poison
 
 import mtpc
-from mtpc.buffers import K_MAX, S
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import Layout
+from mtpc.layout.buffers import K_MAX, S
 from mtpc.models.gated_delta import GatedDelta
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes

@@ -16,7 +16,6 @@ ORDER = (
     ("config", "sampling_params"),
     ("weights",),
     ("layout",),
-    ("buffers", "progress"),
     ("cache.key", "cache.safety", "cache.machine", "cache.store", "cache.lookup"),
     ("ops",),
     ("pieces",),

@@ -186,9 +186,9 @@ def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]
 
 def _print_growth(console: Console, layout: Layout) -> None:
     """What capacity costs: a request's own rows, and its tokens, which pages hold."""
-    from mtpc.buffers import N, P, S
     from mtpc.cli.anatomy import growth
     from mtpc.cli.tables import format_bytes
+    from mtpc.layout.buffers import N, P, S
 
     page, request = growth(layout, N), growth(layout, S)
     console.print(
@@ -198,7 +198,7 @@ def _print_growth(console: Console, layout: Layout) -> None:
 
 
 def _bucket_heading(layout: Layout, shared: bool) -> str:
-    from mtpc.buffers import Q, R
+    from mtpc.layout.buffers import Q, R
 
     return "size" if shared else f"R={layout.sizes[R]}, Q={layout.sizes[Q]}"
 

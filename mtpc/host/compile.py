@@ -18,7 +18,7 @@ from mtpc.errors import OptionError
 from mtpc.host.hosted import Form, HostedModel, parts_of
 from mtpc.host.parts import CachedPart, GraphPart, Lowered, PackagePart
 from mtpc.layout import Layout, Part, StepKey, largest_first, step_keys
-from mtpc.progress import Listener, line_reporter
+from mtpc.layout.progress import Listener, line_reporter
 from mtpc.restore import open_weights
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 
@@ -43,7 +43,7 @@ def compile_host(
     Args:
         model: as for `mtpc.compile`.
         form: "split" (verify and propose), "fused" (one graph a step), or "both".
-        progress: called with a `mtpc.progress.Progress` at each stage.
+        progress: called with a `mtpc.Progress` at each stage.
         **options: fields of `mtpc.CompileOptions`, but for those that are the engine's.
 
     Raises:

@@ -15,8 +15,8 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from mtpc.buffers import K_MAX, M, P, S
 from mtpc.layout import BufferSpec
+from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool
 from mtpc.models.deepseek_v4_attention import WindowedAttention
 from mtpc.models.family import ModelFamily, MTPWiring

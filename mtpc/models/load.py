@@ -14,9 +14,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mtpc.buffers import chain_specs
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
+from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.caches import CachePool
 from mtpc.models.hf import (
