@@ -22,10 +22,10 @@ from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.targets import Target, parse_target
-from mtpc.cache.store import EntryStore
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load, place
+from mtpc.store.entries import EntryStore
 
 FAMILY, DRAFTS = "deepseek_v3", 3
 """Latent attention, experts and cache writes."""

@@ -24,7 +24,6 @@ from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.opening import open_cache
 from mtpc.cache.steps import CachedStep, StepCache
-from mtpc.cache.store import Entry
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
@@ -32,6 +31,7 @@ from mtpc.layout import Part, StepKey, largest_first, step_keys
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
 from mtpc.restore import pin_of
+from mtpc.store.entries import Entry
 from mtpc.weights.checkpoint import Checkpoint
 
 _POLL_S = 0.2

@@ -22,12 +22,12 @@ from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.opening import open_cache
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.capture.program import CapturedStep
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
+from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.checkpoint import Checkpoint
 
 # Where an assert of theirs fails, what it compared is shown, as in a test.

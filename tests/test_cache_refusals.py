@@ -13,8 +13,8 @@ from warm_starts import BATCH, DECODE, warm
 
 import mtpc
 from mtpc.cache.steps import CachedStep
-from mtpc.cache.store import SUMS
 from mtpc.errors import CacheError, OptionError
+from mtpc.store.entries import SUMS
 
 __all__ = ["warm"]
 

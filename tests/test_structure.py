@@ -16,7 +16,7 @@ ORDER = (
     ("config", "sampling_params"),
     ("weights",),
     ("layout",),
-    ("cache.key", "cache.safety", "cache.machine", "cache.store", "cache.lookup"),
+    ("store",),
     ("ops",),
     ("pieces",),
     ("step",),

@@ -9,9 +9,9 @@ import torch
 
 from mtpc.cache.model import checkpoint_fields, object_fields
 from mtpc.cache.steps import StepCache, program_fields
-from mtpc.cache.store import EntryStore
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import OptionError
+from mtpc.store.entries import EntryStore
 from mtpc.weights.checkpoint import Checkpoint, checkpoint_of
 
 AHEAD_OF_TIME = ("auto", "cpu")

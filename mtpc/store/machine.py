@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import mtpc
-from mtpc.cache.key import hash_of
 from mtpc.config import compiler_environment, cpu_level, cxx_compiler
+from mtpc.store.key import hash_of
 
 COMPILER = "machine.compiler"
 """The one field that may be unknown: where no compiler is installed, any will do."""
