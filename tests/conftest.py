@@ -17,16 +17,16 @@ from store_writer import DIGEST, filled
 from word_model import word_checkpoint
 
 import mtpc
-from mtpc.ahead import CachingCompiler
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.cache.opening import open_cache
-from mtpc.capture.program import CapturedStep
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.opening import open_cache
+from mtpc.program.program import CapturedStep
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.checkpoint import Checkpoint
 

@@ -15,11 +15,11 @@ from conftest import CPU_OPTIONS, CpuBuilt
 from warm_starts import DECODE, copied, edit_weights
 
 import mtpc
-from mtpc.ahead import CachingCompiler
-from mtpc.cache.opening import open_cache
-from mtpc.cache.steps import StepCache, step_fields
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.opening import open_cache
+from mtpc.program.step_cache import StepCache, step_fields
 from mtpc.store.entries import EntryStore
 from mtpc.store.lookup import key_of
 from mtpc.weights.checkpoint import Checkpoint

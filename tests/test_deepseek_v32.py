@@ -17,7 +17,7 @@ import mtpc
 from mtpc.engine.rows import unpaged_state
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N, P
-from mtpc.models.deepseek_v32 import SparseLatentAttention
+from mtpc.models.families.deepseek_v32 import SparseLatentAttention
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 

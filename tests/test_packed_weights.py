@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from mtpc.backends import make_backend
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import operators
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes.pack_weights import PackWeights
+from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
 from mtpc.weights.packing import TILE, Fill, allocate, can_pack, fill_packed, pack, unpack
 from mtpc.weights.recipes import Blocks, Convert, Join, Recipe

@@ -29,7 +29,6 @@ from mtpc import SamplingParams
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture import trace
 from mtpc.capture.graph import WeightTable, set_tensor
-from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
@@ -54,6 +53,7 @@ from mtpc.layout.buffers import (
 from mtpc.ops.accept import REPORTS
 from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.pieces.accept import Accept
+from mtpc.program.program import CapturedStep, Program
 
 TOKENS, REQUESTS, ROUNDS, START = 6, 256, 192, 2
 LEVEL = 1e-4

@@ -18,7 +18,6 @@ from test_theorem import PROMPTS
 import mtpc
 from mtpc.backends import make_backend
 from mtpc.cli.main import main
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
@@ -26,6 +25,7 @@ from mtpc.models.load import load
 from mtpc.passes import select_passes
 from mtpc.passes.base import is_call
 from mtpc.passes.trim_draft_head import runs
+from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
 from mtpc.weights.packing import pack, quantise
 from mtpc.weights.recipes import Convert, Rows

@@ -55,10 +55,10 @@ def _build(
     """The graph asked for, and its buffers' layout at every bucket of its phase."""
     tell("import torch and transformers")
     from mtpc.backends import make_backend
-    from mtpc.cache.opening import kernel_store
-    from mtpc.compiler import StepCompiler, step_keys
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
+    from mtpc.program.compiler import StepCompiler, step_keys
+    from mtpc.program.opening import kernel_store
     from mtpc.weights.checkpoint import Checkpoint
 
     backend = make_backend(options.backend, tell, kernel_store(options, None))

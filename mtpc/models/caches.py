@@ -210,7 +210,7 @@ class PagedLatent:
 class IndexedLatent:
     """Pools of latents, [N, P, rank + rope], and of indexer keys, [N, P, D].
 
-    `mtpc.models.deepseek_v32` uses it.
+    `mtpc.models.families.deepseek_v32` uses it.
     """
 
     latent: Tensor

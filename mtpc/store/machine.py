@@ -27,7 +27,7 @@ _SOURCES = {
     "weights": ("weights/*.py",),
     "ops": ("ops/*.py",),
     "passes": ("passes/*.py",),
-    "step": ("step.py", "pieces/*.py", "layout/*.py", "compiler.py"),
+    "step": ("step.py", "pieces/*.py", "layout/*.py", "program/compiler.py"),
     "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),
     "kernels": ("backends/cpu_kernels/*.cpp", "backends/cpu_kernels/*.h"),
 }

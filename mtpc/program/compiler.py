@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mtpc.backends.base import Backend
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
-from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
@@ -40,6 +39,7 @@ from mtpc.layout.buffers import (
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.passes import Verifier, run_pipeline, select_passes
+from mtpc.program.program import CapturedStep, Program
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 
 Seen = Callable[[str, StepGraph], None]

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mtpc.backends.package import open_package
-from mtpc.cache.record import StepRecord
-from mtpc.cache.steps import CONSTANTS, CachedStep
 from mtpc.capture.graph import WeightTable
-from mtpc.capture.program import CapturedStep
+from mtpc.program.program import CapturedStep
+from mtpc.program.step_cache import CONSTANTS, CachedStep
+from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.packing import Fill
 from mtpc.weights.recipes import make, names, substitute

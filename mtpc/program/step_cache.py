@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.package import CALLS, LIBRARY
-from mtpc.cache.record import FORMAT, StepRecord
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Part, StepKey, step_name
+from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
 from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
