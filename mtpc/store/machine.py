@@ -23,7 +23,7 @@ COMPILER = "machine.compiler"
 _PACKAGE = Path(mtpc.__file__).parent
 _SOURCES = {
     "capture": ("capture/*.py",),
-    "models": ("models/*.py",),
+    "models": ("models/*.py", "models/families/*.py"),
     "weights": ("weights/*.py",),
     "ops": ("ops/*.py",),
     "passes": ("passes/*.py",),

@@ -19,8 +19,8 @@ from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool
 from mtpc.models.deepseek_v4_attention import WindowedAttention
-from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.families.glm4_moe import nextn_layers
+from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary
 from mtpc.models.hyper_connections import HyperConnection
 from mtpc.models.slot_rings import SlotRing, WindowMasks
