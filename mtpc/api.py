@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtpc.backends import choose_backend
+from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
@@ -20,18 +20,18 @@ from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import RequestError
-from mtpc.layout.progress import Listener, Progress, line_reporter
-from mtpc.program.child_process import build_apart
-from mtpc.program.opening import kernel_store, open_cache
+from mtpc.layout import Form
+from mtpc.layout.progress import Listener, Progress
+from mtpc.program.binding import WeightSource, bind_program
+from mtpc.program.open_steps import open_steps
 from mtpc.program.program import Program
-from mtpc.program.restore import restore
-from mtpc.program.step_cache import StepCache
+from mtpc.program.step_cache import Steps
 from mtpc.sampling_params import SamplingParams
-from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel
+    from mtpc.program.compiler import StepCompiler
 
 
 def print_progress(progress: Progress) -> None:
@@ -66,74 +66,28 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         BackendError: the backend cannot run here.
         CacheError: another user could have written the cache; or it is frozen, and lacks a step.
     """
-    parsed, report = CompileOptions.parse(options), line_reporter(progress)
-    source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
-    parsed = parsed.for_weights(stored_dtype(source))
-    cache = open_cache(source, parsed, report)
-    spec = None
-    if cache is not None and isinstance(source, Checkpoint):
-        spec = _restored(source, parsed, cache, progress)
-        if spec is None and build_apart(source, parsed, cache, progress, report):
-            spec = _restored(source, parsed, cache, progress)
-    if spec is None:
-        spec = _compile(source, parsed, cache, progress, report)
-    if cache is not None:
-        spec.stats.fallbacks.update(cache.notes)
-    checkpoint = spec.loaded.checkpoint if spec.loaded else source
-    spec.stats.fallbacks.update(checkpoint.notes if checkpoint else ())
+    opened = open_steps(model, options, _ProgramAssembler(progress), progress)
+    opened.check()
+    spec = SpecModel(opened.served, opened.options, opened.made, opened.loaded)
+    spec.stats.fallbacks.update(opened.fallbacks)
     return spec
 
 
-def _restored(
-    source: Checkpoint, options: CompileOptions, cache: StepCache, progress: Listener
-) -> SpecModel | None:
-    """All of it from the cache, if that has all of it."""
-    restored = restore(source, options, cache, progress)
-    if restored is None:
-        return None
-    return SpecModel(restored.served, restored.options, restored.program)
+@dataclass(frozen=True)
+class _ProgramAssembler:
+    """Makes one program of whole steps, over buffers of its own."""
 
+    listener: Listener
+    form: Form = "fused"
+    owns_buffers = True
 
-def _compile(
-    source: Any,
-    options: CompileOptions,
-    cache: StepCache | None,
-    progress: Listener,
-    report: Callable[[str], None],
-) -> SpecModel:
-    """Trace and lower what the cache does not have."""
-    # Imported here: a warm start needs none of transformers, export and Inductor.
-    from mtpc.backends.cpu import CpuBackend
-    from mtpc.backends.cuda import CudaBackend
-    from mtpc.models.load import load, place
-    from mtpc.program.caching_compiler import CachingCompiler
-    from mtpc.program.compiler import StepCompiler
-    from mtpc.program.memory_plan import settle_pages
+    def assemble(self, steps: Steps, weights: WeightTable, source: WeightSource | None) -> Program:
+        """A program of the graph cache's packages."""
+        return bind_program(steps, weights, source, self.listener)
 
-    # First: that there is no GPU should not be said after minutes of loading.
-    store = kernel_store(options, cache)
-    backend, fallback = choose_backend(options.backend, options.strict, report, store)
-    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
-    loaded = place(loaded, backend.device)
-    if isinstance(backend, CudaBackend):
-        options = settle_pages(loaded, options, backend, report)
-    compiler = StepCompiler(loaded, options, backend, progress)
-    if cache is not None and isinstance(backend, CpuBackend):
-        caching = CachingCompiler(compiler, backend, cache)
-        program = caching.compile()
-        if isinstance(source, Checkpoint) and caching.is_restorable:
-            # As any later start does it: weights that are packed are not held in plain form, too.
-            del loaded, compiler, caching, program
-            return _restored(source, options, cache, progress) or _compile(
-                source, options, None, progress, report
-            )
-    else:
-        program = compiler.compile()
-    spec = SpecModel(loaded.served(), compiler.options, program, loaded)
-    spec.stats.fallbacks.update(backend.notes)
-    if fallback is not None:
-        spec.stats.fallbacks[fallback] += 1
-    return spec
+    def compile(self, compiler: StepCompiler) -> Program:
+        """A program that this process compiles."""
+        return compiler.compile()
 
 
 class SpecModel:

@@ -21,11 +21,13 @@ from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
+from mtpc.layout import graph_keys
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
+from mtpc.program.binding import bind_program
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.opening import open_cache
+from mtpc.program.open_cache import open_cache
 from mtpc.program.program import CapturedStep
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.checkpoint import Checkpoint
@@ -240,8 +242,10 @@ def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str
             loaded = load(source, options.dtype, needs_mtp=True)
             cache = open_cache(source, options, print)
             backend = CpuBackend(print, cache.store)
-            compiler = CachingCompiler(StepCompiler(loaded, options, backend), backend, cache)
-            spec = SpecModel(loaded.served(), compiler.compiler.options, compiler.compile(), loaded)
+            compiler = CachingCompiler(StepCompiler(loaded, options, backend), cache)
+            steps = compiler.obtain_all(graph_keys(options, "fused"))
+            program = bind_program(steps, compiler.compiler.weights)
+            spec = SpecModel(loaded.served(), compiler.compiler.options, program, loaded)
             made[family] = CpuBuilt(spec, backend, compiler)
         return made[family]
 

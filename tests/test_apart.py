@@ -20,8 +20,8 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CheckpointError
 from mtpc.layout.progress import Progress
 from mtpc.program import child_process as apart
-from mtpc.program.child_process import build_apart
-from mtpc.program.opening import open_cache
+from mtpc.program.child_process import build_in_child
+from mtpc.program.open_cache import open_cache
 from mtpc.weights.checkpoint import Checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -54,7 +54,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
-    """build(directory, listener, **options): `build_apart`, however small the checkpoint is."""
+    """build(directory, listener, **options): `build_in_child`, however small the checkpoint is."""
     monkeypatch.setattr(apart, "LARGE", 0)
 
     def run(directory: Path, listener: Any = lambda progress: None, **changes: Any) -> bool:
@@ -62,7 +62,7 @@ def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
         options = CompileOptions(**{**OPTIONS, "cache_dir": cache, **changes})
         opened = open_cache(source, options, print)
         assert opened is not None
-        return build_apart(source, options, opened, listener, print)
+        return build_in_child(source, options, "fused", opened, listener, print)
 
     return run
 

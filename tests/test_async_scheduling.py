@@ -19,7 +19,8 @@ import mtpc
 from mtpc.engine import engine as engine_module
 from mtpc.engine.readout import DeviceMoment, HostMoment, Readout
 from mtpc.errors import OptionError, RequestError
-from mtpc.layout import RESULT_BUFFERS, StepKey
+from mtpc.layout import Layout, StepKey
+from mtpc.layout.buffers import batch_specs
 from mtpc.program.program import Program
 
 
@@ -186,7 +187,8 @@ class LateDevice:
 
             def _replay(self) -> None:
                 buffers = replay(self._key)
-                self.results = {n: buffers[n].clone() for n in RESULT_BUFFERS if n in buffers}
+                names = program.steps[self._key].layout.results
+                self.results = {name: buffers[name].clone() for name in names}
 
             def read(self) -> dict[str, Tensor]:
                 while not self.results:
@@ -298,11 +300,12 @@ def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     buffer = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
     buffer.to = lambda *args, **options: torch.zeros(1)
-    buffers = dict.fromkeys(RESULT_BUFFERS, buffer)
-    key = StepKey.decode(1, 0)
-    steps = {key: SimpleNamespace(buffers=buffers)}
+    key, layout = StepKey.decode(1, 0), Layout(batch_specs("decode"), {})
+    assert len(layout.results) == 4
+    buffers = dict.fromkeys(layout.results, buffer)
+    steps = {key: SimpleNamespace(buffers=buffers, layout=layout)}
     program: Any = SimpleNamespace(steps=steps, run=lambda key: buffers)
     readout = Readout(program, key)
     assert recorded == ["stream of cuda:1"] * 3
     assert isinstance(readout.begin, DeviceMoment)
-    assert readout.read().keys() == set(RESULT_BUFFERS)
+    assert readout.read().keys() == set(layout.results)

@@ -18,13 +18,16 @@ import transformers
 from conftest import CPU_OPTIONS, CpuBuilt, give_kernels, in_turn
 from oracles import Oracle
 from safetensors.torch import load_file
+from torch import Tensor
 from warm_starts import BATCH, DECODE, PREFILL, copied, edit_weights, warm
 
 import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import CheckpointError
+from mtpc.layout import parts_of
+from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.opening import open_cache
+from mtpc.program.open_cache import open_cache
 from mtpc.program.program import Program
 from mtpc.program.step_cache import graph_file
 
@@ -66,6 +69,8 @@ def test_graphs_are_the_same_text_every_time(
     code = """
 import sys, json
 from mtpc.backends.cpu import CpuBackend
+from mtpc.layout import parts_of
+from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
@@ -191,9 +196,12 @@ def test_split_steps_through_the_cache(
     """verify and propose, each an entry of its own, over one set of buffers: the whole step."""
     built = cpu_built("glm4_moe")
     steps = {}
-    for key in (DECODE, PREFILL):
-        steps[key] = in_turn(*built.compiler.capture_split(key))
     compiler: StepCompiler = built.compiler.compiler
+    binder = StepBinder(compiler.shared, compiler.weights)
+    for key in (DECODE, PREFILL):
+        own: dict[str, Tensor] = {}
+        halves = (built.compiler.obtain(key, part) for part in parts_of(key, "split"))
+        steps[key] = in_turn(*(binder.bind(half, own) for half in halves))
     spec = mtpc.SpecModel(built.spec.served, compiler.options, Program(steps, compiler.shared))
     assert spec.generate(BATCH, 16) == built.spec.generate(BATCH, 16)
 
@@ -220,8 +228,9 @@ def test_a_host_starts_warm(
     oracle: Callable[..., Oracle],
 ) -> None:
     """Halves out of the cache over slices of a host's own pools, in a process without compiler."""
-    for key in (DECODE, PREFILL):
-        cpu_built("glm4_moe").compiler.capture_split(key)
+    cpu_built("glm4_moe").compiler.obtain_all(
+        (key, part) for key in (DECODE, PREFILL) for part in parts_of(key, "split")
+    )
     code = f"""
 import sys, json, torch
 torch.set_num_threads(1)

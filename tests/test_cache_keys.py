@@ -18,7 +18,7 @@ import mtpc
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.program.caching_compiler import CachingCompiler
-from mtpc.program.opening import open_cache
+from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import StepCache, step_fields
 from mtpc.store.entries import EntryStore
 from mtpc.store.lookup import key_of
@@ -242,7 +242,7 @@ def test_an_equal_graph_is_not_lowered_again(
     mine = EntryStore(shutil.copytree(cpu_cache, tmp_path / "cache"))
     program = {**built.compiler.cache.program, "source.passes": "a comment was added"}
     edited = StepCache(mine, program)
-    again = CachingCompiler(built.compiler.compiler, built.backend, edited)
+    again = CachingCompiler(built.compiler.compiler, edited)
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("lowered again")
@@ -253,6 +253,6 @@ def test_an_equal_graph_is_not_lowered_again(
     assert step.entry is not None
     assert key_of(step.entry)["source.passes"] == "a comment was added"
     elsewhere = StepCache(mine, {**program, "machine.instruction_sets": "none"})
-    there = CachingCompiler(built.compiler.compiler, built.backend, elsewhere)
+    there = CachingCompiler(built.compiler.compiler, elsewhere)
     with pytest.raises(AssertionError, match="lowered again"):
         there.obtain(DECODE)

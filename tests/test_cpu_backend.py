@@ -188,7 +188,7 @@ def test_host_buffers_and_small_constants_become_inputs(
     compiler = cpu_built("glm4_moe").compiler.compiler
     graph = compiler.rewrite(compiler.trace(StepKey.prefill(1, 8, 3)))
     _, inputs = cpu_module._lift_inputs(graph)
-    host = {n for n, s in graph.layout.items() if s.writer == "host"}
+    host = {n for n, s in graph.layout.items() if s.is_host_only}
     assert host <= set(inputs)
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in inputs
     for name, tensor in inputs.items():

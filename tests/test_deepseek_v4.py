@@ -252,4 +252,4 @@ def test_no_buffer_counts_as_paged() -> None:
             cache_specs(config, layer, torch.bfloat16), {S: SLOTS, K_MAX: 1, M: 16, P: PAGE}
         )
         for name in layout:
-            assert unpaged_state({name: layout.allocate(name)}, SLOTS) == name
+            assert unpaged_state(Layout([layout[name]], layout.sizes)) == name

@@ -6,6 +6,7 @@ import io
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from mtpc.engine.engine import Engine
 from mtpc.engine.request import StepOutput
 from mtpc.engine.rows import unpaged_state
 from mtpc.errors import OptionError, RequestError
+from mtpc.layout import BufferSpec
 
 
 @pytest.fixture
@@ -82,19 +84,13 @@ def test_no_reuse_where_not_asked_for(compiled: Callable[..., Any]) -> None:
 
 def test_no_reuse_of_state_that_is_not_in_pages(spec: mtpc.SpecModel) -> None:
     """A ring or a recurrent row by request slot would be another request's: visible, and off."""
-    shared = dict(spec.program.shared)
-    num_pages = spec.engine.pages.count + 1
-    assert unpaged_state(shared, num_pages) is None
-    page_shape = shared["kv.0.k"].shape
-    for name, shape in (
-        ("kv.1.ring_k", page_shape),
-        ("kv.1.conv", (4, 64)),
-        ("kv.1.k", (5, *page_shape[1:])),
-        ("state.hidden", (4, 64)),
-    ):
-        extended = {**shared, name: torch.zeros(shape)}
-        assert unpaged_state(extended, num_pages) == name
-        program = type(spec.program)(spec.program.steps, extended)
+    layout = spec.program.layout
+    assert unpaged_state(layout) is None
+    for name in ("kv.1.ring_k", "kv.1.conv", "kv.1.k", "state.hidden"):
+        extended = layout.extended([BufferSpec(name, (4, 64), torch.float64)])
+        assert unpaged_state(extended) == name
+        steps = {key: replace(step, layout=extended) for key, step in spec.program.steps.items()}
+        program = type(spec.program)(steps, spec.program.shared)
         engine = Engine(program, spec.options, 96)
         assert engine.scheduler.prefixes is None
         assert any(name in reason for reason in engine.stats.fallbacks)

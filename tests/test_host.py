@@ -20,7 +20,6 @@ from watched_host import Server, bind_poisoned, finish, hosted, layers_of, serve
 
 import mtpc
 from mtpc.capture.effects import analyse
-from mtpc.host.contract import term_of
 from mtpc.layout import StepKey
 from mtpc.sampling_params import FLOATS, INTS
 
@@ -90,11 +89,12 @@ def test_the_halves_write_what_the_contract_says(
         for node in lowered.graph.graph.nodes:
             for name in effects.buffer_writes(node):
                 written.setdefault(name, set()).add(part)
-    shared = set(model.buffers)
-    own = {name for key in model.keys for name in model.step_buffers(key)}
+    buffers = dict(model.buffers)
+    for key in model.keys:
+        buffers |= model.step_buffers(key)
     num_target_layers, _ = layers_of(model)
-    for name in shared | own:
-        wanted = set(term_of(name).by) - {"host"}
+    for name in buffers:
+        wanted = set(buffers[name].by) - {"host"}
         if spec_tokens == 0:
             wanted = {"step"} if wanted else set()
         elif name.startswith("kv."):

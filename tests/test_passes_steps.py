@@ -158,7 +158,7 @@ def test_the_verifier_sees_a_dropped_write(compiler: Callable[..., StepCompiler]
     built = compiler("mimo")
     graph = built.trace(StepKey.decode(2, 3))
     verifier = Verifier(propagate=False)
-    run_pipeline(graph, select_passes(built._buffer_names, (), ())[:3], verifier)
+    run_pipeline(graph, select_passes(built._lowering.buffer_names, (), ())[:3], verifier)
     writes = [n for n in graph.graph.nodes if n.target is torch.ops.mtpc.write_cache.default]
     graph.graph.erase_node(writes[-1])
     with pytest.raises(GraphError, match=r"effects on kv.2.v changed"):
@@ -170,7 +170,7 @@ def test_the_verifier_sees_a_moved_read(compiler: Callable[..., StepCompiler]) -
     built = compiler("mimo")
     graph = built.trace(StepKey.decode(2, 3))
     verifier = Verifier(propagate=False)
-    run_pipeline(graph, select_passes(built._buffer_names, (), ())[:3], verifier)
+    run_pipeline(graph, select_passes(built._lowering.buffer_names, (), ())[:3], verifier)
     nodes = list(graph.graph.nodes)
     write = next(n for n in nodes if n.target is torch.ops.mtpc.write_cache.default)
     read = next(n for n in nodes if n.target is torch.ops.mtpc.paged_attention.default)

@@ -17,9 +17,8 @@ from mtpc.capture.graph import operators
 from mtpc.capture.split import split_step
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
-from mtpc.layout import StepKey
+from mtpc.layout import StepKey, graph_keys
 from mtpc.models.load import load
-from mtpc.program.build import _tasks
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.program import Program
 
@@ -41,10 +40,9 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
 
 def test_what_proposes_nothing_is_not_built_in_halves() -> None:
     """K by load has plain decoding among its steps."""
-    tasks = list(_tasks(CompileOptions.parse({"spec_tokens": "auto"}), (3,), split=True))
-    plain = {task.part for task in tasks if task.key.spec_tokens == 0}
-    assert plain == {"step"}
-    assert {task.part for task in tasks} == {"step", "verify", "propose"}
+    graphs = graph_keys(CompileOptions.parse({"spec_tokens": "auto"}), "both")
+    assert {part for key, part in graphs if key.spec_tokens == 0} == {"step"}
+    assert {part for _, part in graphs} == {"step", "verify", "propose"}
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)

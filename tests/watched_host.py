@@ -18,7 +18,6 @@ from test_theorem import PROMPTS
 from torch import Tensor
 
 import mtpc
-from mtpc.host.contract import term_of
 from mtpc.layout import StepKey
 
 OPTIONS: dict[str, Any] = {
@@ -125,11 +124,11 @@ class Watched:
         allowed = torch.zeros(bits(tensor).shape, dtype=torch.bool)
         by = {"verify", "propose"} if part == "both" else {part}
         if isinstance(name, tuple):
-            allowed[:] = name[0] == key and bool(by & set(term_of(name[1]).by))
+            allowed[:] = name[0] == key and bool(by & set(self.model.step_buffers(key)[name[1]].by))
             return allowed
         is_target = name.startswith("kv.") and int(name.split(".")[1]) < self.num_target_layers
         halves = {"verify"} if is_target else {"propose"}
-        if not by & halves & set(term_of(name).by):
+        if not by & halves & set(self.model.buffers[name].by):
             return allowed
         slots = len(self.before["state.committed_lens"]) - 1
         if self.model.buffers[name].is_paged:

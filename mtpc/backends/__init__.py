@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mtpc.backends.base import Backend, Report
 from mtpc.errors import BackendError, OptionError
@@ -34,8 +35,36 @@ def _null(report: Report, store: EntryStore | None) -> Backend:
     return NullDevice()
 
 
-Maker = Callable[[Report, EntryStore | None], Backend]
-BACKENDS: dict[str, Maker] = {"cpu": _cpu, "cuda": _cuda, "eager": _eager, "null": _null}
+@dataclass(frozen=True)
+class Row:
+    """What is known of a backend before it is made.
+
+    Attributes:
+        make: makes it from a reporter and the store that keeps its kernels.
+        has_packages: its steps are files, which the graph cache keeps.
+        has_kernels: it takes kernels from the graph cache.
+    """
+
+    make: Callable[[Report, EntryStore | None], Backend]
+    has_packages: bool = False
+    has_kernels: bool = False
+
+
+BACKENDS = {
+    "cpu": Row(_cpu, has_packages=True, has_kernels=True),
+    "cuda": Row(_cuda, has_kernels=True),
+    "eager": Row(_eager),
+    "null": Row(_null),
+}
+AUTO = ("cpu", "eager")
+"""What the option's value "auto" stands for: the first of these that works here."""
+PACKAGING = next(name for name, row in BACKENDS.items() if row.has_packages)
+"""The backend that compiles ahead of time."""
+
+
+def first_choice(name: str) -> Row | None:
+    """The row of an option's value, "auto" included; None for an unknown name."""
+    return BACKENDS.get(AUTO[0] if name == "auto" else name)
 
 
 def choose_backend(
@@ -44,7 +73,7 @@ def choose_backend(
     """The backend of an option's value, and why it is not the first choice (None if it is).
 
     Args:
-        name: a backend, or "auto": cpu, or eager where the cpu backend cannot run.
+        name: a backend, or "auto": the first of `AUTO` that works here.
         strict: refuse to fall back.
         report: hears of long work.
         store: the graph cache, for what a backend itself has to build.
@@ -55,12 +84,13 @@ def choose_backend(
     """
     if name != "auto":
         return make_backend(name, report, store), None
+    first, second = AUTO
     try:
-        return make_backend("cpu", report, store), None
+        return make_backend(first, report, store), None
     except BackendError as error:
         if strict:
             raise
-        return make_backend("eager", report, store), f"eager backend instead of cpu: {error}"
+        return make_backend(second, report, store), f"{second} backend instead of {first}: {error}"
 
 
 def make_backend(
@@ -76,7 +106,15 @@ def make_backend(
         near = difflib.get_close_matches(name, BACKENDS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise OptionError(f"unknown backend {name!r}; {hint}backends: auto, {', '.join(BACKENDS)}")
-    return BACKENDS[name](report, store)
+    return BACKENDS[name].make(report, store)
 
 
-__all__ = ["BACKENDS", "Backend", "choose_backend", "make_backend"]
+__all__ = [
+    "AUTO",
+    "BACKENDS",
+    "PACKAGING",
+    "Backend",
+    "choose_backend",
+    "first_choice",
+    "make_backend",
+]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mtpc.capture.graph import StepGraph
 
 if TYPE_CHECKING:
+    from mtpc.backends.package import Package
     from mtpc.passes.base import Pass
 
 Run = Callable[[], None]
@@ -31,6 +33,15 @@ class Backend(Protocol):
     enables: tuple[str, ...]
     device: str
     notes: Counter[str]
+
+    @property
+    def package(self) -> Callable[[StepGraph, Path], Package] | None:
+        """Compiles a graph to files in a directory; None where steps live in this process only."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Bytes left for the KV pool; None where the device's memory is not planned ahead."""
+        ...
 
     def legalise(self) -> tuple[Pass, ...]:
         """Passes that rewrite to this backend's op table; they end the pipeline."""

@@ -94,6 +94,10 @@ class CpuBackend:
         self.notes: Counter[str] = Counter()
         self._scratch = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
 
+    def free_bytes(self) -> int | None:
+        """Host memory is not planned ahead."""
+        return None
+
     def legalise(self) -> tuple[Pass, ...]:
         """C++ kernels for the `mtpc::` ops; ATen goes to Inductor."""
         return (UseCpuKernels(),)
@@ -207,7 +211,7 @@ def _lift_inputs(graph: StepGraph) -> tuple[fx.GraphModule, dict[str, Tensor]]:
 
 def _must_be_input(graph: StepGraph, name: str) -> bool:
     """Of what the step does not write: what the host writes, and what Inductor would inline."""
-    if name in graph.layout and graph.layout[name].writer == "host":
+    if name in graph.layout and graph.layout[name].is_host_only:
         return True
     tensor = get_tensor(graph.module, name)
     return tensor.dim() <= 1 and tensor.numel() <= _INLINED_ELEMENTS

@@ -27,10 +27,15 @@ class CrossBackend:
     name = "cuda"
     enables: tuple[str, ...] = ENABLES
     device = "cpu"
+    package = None
 
     def __init__(self) -> None:
         self.notes: Counter[str] = Counter()
         self._bindings = triton_bindings()
+
+    def free_bytes(self) -> int | None:
+        """Host memory is not planned ahead."""
+        return None
 
     def legalise(self) -> tuple[Pass, ...]:
         """Triton kernels for the `mtpc::` ops."""

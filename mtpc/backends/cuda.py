@@ -52,6 +52,7 @@ class CudaBackend:
 
     name = "cuda"
     enables: tuple[str, ...] = ENABLES
+    package = None
 
     def __init__(
         self, graphs: Graphs, lower: Lower, bindings: Sequence[Binding], device: str = "cuda"

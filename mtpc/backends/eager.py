@@ -17,9 +17,14 @@ class EagerBackend:
     name = "eager"
     enables: tuple[str, ...] = ()
     device = "cpu"
+    package = None
 
     def __init__(self) -> None:
         self.notes: Counter[str] = Counter()
+
+    def free_bytes(self) -> int | None:
+        """Host memory is not planned ahead."""
+        return None
 
     def legalise(self) -> tuple[Pass, ...]:
         """The reference ops are this backend's ops."""

@@ -100,11 +100,16 @@ class NullDevice:
     name = "null"
     enables: tuple[str, ...] = ()
     device = "cpu"
+    package = None
 
     def __init__(self) -> None:
         self._eager = EagerBackend()
         self.notes: Counter[str] = Counter()
         self.tapes: dict[str, Tape] = {}
+
+    def free_bytes(self) -> int | None:
+        """Host memory is not planned ahead."""
+        return None
 
     def legalise(self) -> tuple[Pass, ...]:
         """Reference ops; each is one opaque kernel on the tape."""

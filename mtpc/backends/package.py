@@ -23,6 +23,10 @@ LIBRARY, CALLS = "step.so", "step.json"
 any. AOTInductor's runner looks for the list beside the library, under the same name."""
 
 
+DEVICE = "cpu"
+"""Where packages run, as torch names it."""
+
+
 @dataclass(frozen=True)
 class Package:
     """How a package is called.

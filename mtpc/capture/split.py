@@ -21,12 +21,15 @@ from mtpc.capture.effects import Effects, analyse, eliminate_dead_nodes
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import GraphError
-from mtpc.layout import RESULT_BUFFERS, BufferSpec
+from mtpc.layout import VERIFY, BufferSpec
 
 aten = torch.ops.aten
 
 PROPOSE_INPUTS = ("mtp.", "batch.draft_mask")
 """Beginnings of the names of what only `propose` reads: a host may write these masks late."""
+
+
+CROSS_MEANING = "what `verify` hands to `propose`; opaque. `step_buffers` has names and shapes"
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,20 @@ def split_step(graph: StepGraph) -> SplitStep:
         raise GraphError(f"{graph.key} proposes nothing: with spec_tokens=0 there is only verify")
     effects = analyse(graph.graph)
     free = _replicable(graph.graph, effects)
-    propose_side = _minimum_cut(graph.graph, effects, free)
+    propose_side = _minimum_cut(graph, effects, free)
     kept = [n for n in graph.graph.nodes if n not in free and n not in propose_side]
     crossing = [n for n in kept if n.users.keys() & propose_side]
     names = {node: f"cross.{node.name}" for node in crossing}
     specs = tuple(
-        BufferSpec(name, tuple(node.meta["val"].shape), node.meta["val"].dtype)
+        BufferSpec(
+            name,
+            tuple(node.meta["val"].shape),
+            node.meta["val"].dtype,
+            0,
+            VERIFY,
+            CROSS_MEANING,
+            needs_pad=False,
+        )
         for node, name in names.items()
     )
     device = next(iter(graph.buffers().values())).device
@@ -98,11 +109,12 @@ def _replicable(graph: fx.Graph, effects: Effects) -> set[fx.Node]:
     return free
 
 
-def _minimum_cut(graph: fx.Graph, effects: Effects, free: set[fx.Node]) -> set[fx.Node]:
+def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[fx.Node]:
     """Nodes of the propose side.
 
     Among cuts of equal bytes, the one with the fewest nodes in verify: results come earliest.
     """
+    graph, results = step.graph, step.layout.results
     network = nx.DiGraph()
     scale = len(graph.nodes) + 1
     for node in graph.nodes:
@@ -111,7 +123,7 @@ def _minimum_cut(graph: fx.Graph, effects: Effects, free: set[fx.Node]) -> set[f
         _add_data_edges(network, node, free, scale)
         network.add_edge(node, "propose", capacity=1)
         written = effects.buffer_writes(node)
-        if not written.isdisjoint(RESULT_BUFFERS) or node.meta.get("piece") == "target":
+        if not written.isdisjoint(results) or node.meta.get("piece") == "target":
             network.add_edge("verify", node)  # No capacity: never cut.
         if _drafts(node) or any(name.startswith("state.") for name in written):
             network.add_edge(node, "propose", capacity=float("inf"))

@@ -110,7 +110,7 @@ def buffer_groups(layout: Mapping[str, BufferSpec], names: Iterable[str]) -> lis
     for name in names:
         spec, indexed = layout[name], _INDEXED.match(name)
         stem = (indexed[1], indexed[3]) if indexed else (name,)
-        grouped.setdefault((stem, spec.dims, spec.dtype, spec.writer), []).append(name)
+        grouped.setdefault((stem, spec.dims, spec.dtype, spec.writers), []).append(name)
     return [
         BufferGroup(_group_label(group), tuple(group), layout[group[0]])
         for group in grouped.values()

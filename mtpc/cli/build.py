@@ -18,6 +18,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 
 if TYPE_CHECKING:
+    from mtpc.layout import Form
     from mtpc.program.build import BuildReport, Built
     from mtpc.program.cross_compile import CrossReport
 
@@ -32,9 +33,12 @@ def command(args: argparse.Namespace) -> int:
         tiers = (options.spec_tokens,)
     if args.target:
         return _for_targets(args, options, tuple(tiers))
-    if options.backend not in ("auto", "cpu"):
+    from mtpc.backends import PACKAGING, first_choice
+
+    row = first_choice(options.backend)
+    if row is None or not row.has_packages:
         raise OptionError(
-            f"backend {options.backend!r} compiles nothing ahead of time; expected cpu"
+            f"backend {options.backend!r} compiles nothing ahead of time; expected {PACKAGING}"
         )
     checkpoint = args.checkpoint or demo_checkpoint()
     with show_progress(sys.stderr) as tell:
@@ -43,7 +47,8 @@ def command(args: argparse.Namespace) -> int:
 
         set_threads(args.threads, checkpoint)
         listener = stage_listener(tell)
-        report = build(checkpoint, options, tuple(tiers), args.split, args.jobs, listener)
+        form: Form = "both" if args.split else "fused"
+        report = build(checkpoint, options, tuple(tiers), form, args.jobs, listener)
     _print(report)
     return 0
 

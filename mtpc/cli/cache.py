@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpc.backends import PACKAGING
 from mtpc.cli.arguments import compile_options
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.run import set_threads
@@ -17,7 +18,7 @@ from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
-from mtpc.program.opening import open_cache
+from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import KIND, RECORD, StepCache
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
@@ -206,7 +207,7 @@ def _why(args: argparse.Namespace) -> int:
     options = options.for_weights(source.dtype)
     cache = open_cache(source, options, console.print)
     if cache is None:
-        raise OptionError(f"backend {options.backend!r} has no cache; use cpu")
+        raise OptionError(f"backend {options.backend!r} has no cache; use {PACKAGING}")
     answers = {str(key): _answer(cache, key) for key in step_keys(options)}
     print_table(console, str(cache.store.root), ("step", "in the cache?"), answers.items())
     return 0 if all(answer.startswith("yes") for answer in answers.values()) else 1

@@ -58,7 +58,7 @@ def _build(
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
     from mtpc.program.compiler import StepCompiler, step_keys
-    from mtpc.program.opening import kernel_store
+    from mtpc.program.open_cache import kernel_store
     from mtpc.weights.checkpoint import Checkpoint
 
     backend = make_backend(options.backend, tell, kernel_store(options, None))
@@ -208,7 +208,7 @@ def _spec_cells(label: str, spec: BufferSpec) -> tuple[str, ...]:
     from mtpc.layout import dtype_name
 
     dims = format_shape(spec.dims)
-    return label, dims, dtype_name(spec.dtype), str(spec.pad), spec.writer
+    return label, dims, dtype_name(spec.dtype), str(spec.pad), ", ".join(spec.writers)
 
 
 def _size(layout: Layout, names: Sequence[str]) -> str:

@@ -101,7 +101,7 @@ class Engine:
         """The prefix cache, where it was asked for and all of a request's past is in pages."""
         if not self.options.prefix_caching:
             return None
-        unpaged = unpaged_state(self.program.shared, self.options.page_count)
+        unpaged = unpaged_state(self.program.layout)
         if unpaged is not None:
             reason = f"no prefix reuse: {unpaged} holds state that is not in pages"
             self._stats.fallbacks[reason] += 1

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpc.layout import RESULT_BUFFERS, StepKey
+from mtpc.layout import StepKey
 from mtpc.program.program import Program
 
 
@@ -77,16 +77,15 @@ class Readout:
     """
 
     def __init__(self, program: Program, key: StepKey):
-        device = program.steps[key].buffers[RESULT_BUFFERS[0]].device
+        results = program.steps[key].layout.results
+        device = program.steps[key].buffers[results[0]].device
         moment = partial(DeviceMoment, device) if device.type == "cuda" else HostMoment
         self.begin: Moment = moment()
         buffers = program.run(key)
         self.end: Moment = moment()
         # Copied to pinned memory on a device: `non_blocking` into pageable memory would block.
         self._results = {
-            name: buffers[name].to("cpu", non_blocking=True, copy=True)
-            for name in RESULT_BUFFERS
-            if name in buffers
+            name: buffers[name].to("cpu", non_blocking=True, copy=True) for name in results
         }
         self._copied: Moment = moment()
 

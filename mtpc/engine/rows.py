@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
-from mtpc.layout import NULL_PAGE, StepKey
+from mtpc.layout import NULL_PAGE, Layout, StepKey
 from mtpc.program.program import Program
-
-REBUILT_ROWS = (
-    "state.block_table",
-    "state.committed_lens",
-    "state.token_ids",
-    "state.remaining_tokens",
-    "state.stop_ids",
-    "state.sampling_floats",
-    "state.sampling_ints",
-    "state.bias_ids",
-    "state.bias_values",
-    "state.allowed_tokens",
-    "state.prompt_tokens",
-    "state.output_counts",
-)
-"""State that the host can write for any point of a request, from its tokens and parameters alone
-(`state.token_ids` is made by the prefill's last chunk)."""
-PAGED_ROLES = ("k", "v", "latent", "index")
-"""Roles of `kv.*` buffers whose rows are found by the block table, and by nothing else."""
 
 
 def write_state(program: Program, request: Request) -> None:
@@ -87,17 +67,13 @@ def write_chunks(
     write(buffers["batch.next_prompt_id"], torch.tensor(following))
 
 
-def unpaged_state(shared: Mapping[str, Tensor], num_pages: int) -> str | None:
-    """The first buffer that holds part of a request's past elsewhere than in pages, if any.
+def unpaged_state(layout: Layout) -> str | None:
+    """The first buffer that holds part of a request's past outside of pages, if there is one.
 
-    Recurrent state and ring caches are rows by request slot: a request that began with another's
-    pages would lack them. What this table does not know counts as such.
+    Recurrent state and ring caches are rows by request slot. A request that begins with another
+    request's pages would lack them.
     """
-    for name, tensor in sorted(shared.items()):
-        if name.startswith("kv."):
-            paged = name.rpartition(".")[2] in PAGED_ROLES and tensor.shape[0] == num_pages
-        else:
-            paged = name in REBUILT_ROWS
-        if not paged:
+    for name, spec in sorted(layout.items()):
+        if spec.shared and not (spec.is_paged or spec.is_rebuilt):
             return name
     return None

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from torch import Tensor
 
@@ -16,18 +15,8 @@ from mtpc.host.checks import check_tensors
 from mtpc.host.contract import HostBuffer, host_buffers
 from mtpc.host.parts import Lowered
 from mtpc.host.program import HostProgram
-from mtpc.layout import Layout, Part, StepKey, step_keys
+from mtpc.layout import Form, Layout, Part, StepKey, parts_of, step_keys
 from mtpc.weights.served_model import ServedModel
-
-Form = Literal["split", "fused", "both"]
-"""Steps as `verify` and `propose`, as one graph, or as both."""
-
-
-def parts_of(key: StepKey, form: Form) -> tuple[Part, ...]:
-    """The graphs of one step. A step that proposes nothing is one graph in any form."""
-    if form == "fused" or key.spec_tokens == 0:
-        return ("step",)
-    return ("verify", "propose") if form == "split" else ("step", "verify", "propose")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mtpc.backends.base import Backend, Run
 from mtpc.backends.package import Package, open_package
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
-from mtpc.layout import Layout
+from mtpc.layout import Layout, Part, StepKey
 from mtpc.program.binding import StepBinder, WeightSource
 from mtpc.program.step_cache import CachedStep
 
@@ -31,6 +31,10 @@ class Lowered(Protocol):
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
         """A replay over exactly these tensors, by buffer name."""
         ...
+
+
+Parts = dict[tuple[StepKey, Part], Lowered]
+"""Every graph of a hosted model."""
 
 
 @dataclass(frozen=True)

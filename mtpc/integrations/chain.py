@@ -10,7 +10,7 @@ requests. It knows no host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,17 +18,17 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from mtpc.backends import Backend
-from mtpc.backends.base import Run
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.capture.trace import TRACE_REQS, TRACE_TOKENS, LeafTracer, export_piece
 from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
-from mtpc.layout import BufferSpec, Layout, StepKey
+from mtpc.layout import HOST, BufferSpec, Layout, StepKey
 from mtpc.models.caches import CachePool
 from mtpc.models.hf import StepContext, run_mtp_layer
-from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.pieces.choose import Pick
 from mtpc.pieces.metadata import ChainMetadata
+from mtpc.program.lowering import Lowering
+from mtpc.program.program import CapturedStep
 
 aten = torch.ops.aten
 
@@ -68,15 +68,6 @@ class ChainPlan:
     vocab_size: int
 
 
-@dataclass
-class _Captured:
-    """One bucket: what runs it, over these buffers."""
-
-    run: Run
-    buffers: dict[str, Tensor]
-    graph: StepGraph = field(repr=False)
-
-
 class DraftChain:
     """`steps` chained drafts of each request, as one replay.
 
@@ -99,10 +90,11 @@ class DraftChain:
                 f"{draft.family.name}: its MTP layer attends {len(draft.sites)} times; a chain "
                 "over a host's pools has one attention"
             )
-        self.plan, self.pools, self.backend = plan, pools, backend
+        self.plan, self.pools = plan, pools
         layer = _ChainedLayer(draft, pools)
         heads = _Head(head, plan.vocab_size)
         self._buffer_names = layer.buffer_names()
+        self._lowering = Lowering(backend, self._buffer_names)
         self._weights = WeightTable(_weights(layer, heads, self._buffer_names))
         self._pieces = _export(layer, heads, pools)
         self._width, self._dtype = head.shape[1], head.dtype
@@ -146,13 +138,14 @@ class DraftChain:
         buffers["batch.block_table"][:count, columns:].zero_()
         buffers["batch.active"][:count].fill_(True)
         buffers["batch.active"][count:].fill_(False)
-        captured.run()
+        captured.replay()
         return buffers["batch.drafts"][:count]
 
     @property
     def graphs(self) -> dict[int, StepGraph]:
         """The rewritten graph of each bucket."""
-        return {bucket: captured.graph for bucket, captured in self._captured.items()}
+        graphs = {bucket: captured.graph for bucket, captured in self._captured.items()}
+        return {bucket: graph for bucket, graph in graphs.items() if graph is not None}
 
     def _layout(self, num_reqs: int) -> Layout:
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -162,7 +155,7 @@ class DraftChain:
             "batch.active": ((num_reqs,), torch.bool),
             "batch.block_table": ((num_reqs, self.pools.num_blocks), torch.int32),
         }
-        host = [BufferSpec(n, dims, dtype, 0, "host") for n, (dims, dtype) in sizes.items()]
+        host = [BufferSpec(n, dims, dtype, 0, HOST) for n, (dims, dtype) in sizes.items()]
         drafts = BufferSpec("batch.drafts", (num_reqs, self.plan.steps), torch.int64)
         names = self._buffer_names.values()
         pools = [
@@ -171,7 +164,7 @@ class DraftChain:
         ]
         return Layout([*host, drafts, *pools], {})
 
-    def _capture(self, num_reqs: int) -> _Captured:
+    def _capture(self, num_reqs: int) -> CapturedStep:
         key, layout = StepKey.decode(num_reqs, self.plan.steps), self._layout(num_reqs)
         chain = _Chain(key, self._pieces, layout, self.pools.page_size, self._device)
         graph = StepGraph(
@@ -182,12 +175,7 @@ class DraftChain:
             [],
             "propose",
         )
-        passes = select_passes(self._buffer_names, (), self.backend.enables)
-        pipeline = (*passes, *self.backend.legalise())
-        run_pipeline(graph, pipeline, Verifier(propagate=False))
-        Verifier(propagate=True)(graph, pipeline[-1].name)
-        run = self.backend.capture(self.backend.lower(graph), graph)
-        return _Captured(run, graph.buffers(), graph)
+        return self._lowering.capture(self._lowering.rewrite(graph), {})
 
 
 class _ChainedLayer(nn.Module):

@@ -5,7 +5,20 @@ from __future__ import annotations
 import sympy
 import torch
 
-from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec, Phase, StepKey
+from mtpc.layout import (
+    HOST,
+    NO_SLOT,
+    NULL_PAGE,
+    PROPOSE,
+    SCRATCH_SLOT,
+    STEP,
+    VERIFY,
+    BufferSpec,
+    Phase,
+    StepKey,
+    Writer,
+)
+from mtpc.layout.specs import Dim
 from mtpc.sampling_params import FLOATS, INTS
 
 R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegative=True)
@@ -39,13 +52,34 @@ def ring_pages(window: int) -> sympy.Expr:
 
 def state_specs() -> tuple[BufferSpec, ...]:
     """Per-request rows that live on the device between steps, indexed by request slot."""
+    moved = HOST + PROPOSE  # The host writes the row at join, `propose` moves it on.
     return (
-        BufferSpec("state.block_table", (S, M), torch.int32, NULL_PAGE, "host"),
-        BufferSpec("state.committed_lens", (S,), torch.int32, 0, "both"),
-        BufferSpec("state.token_ids", (S, K_MAX + 1), torch.int64, 0, "both"),
-        BufferSpec("state.remaining_tokens", (S,), torch.int32, 0, "both"),
-        BufferSpec("state.stop_ids", (S, E), torch.int64, -1, "host"),
-    )
+        _state("block_table", (S, M), torch.int32, NULL_PAGE,
+               "pages of a request in order, 0 after the last one it owns. The host writes the row "
+               "at join, and an entry when the request gets a page"),
+        _state("committed_lens", (S,), torch.int32, 0,
+               "tokens whose cache rows are final. The host writes 0 at join", moved),
+        _state("token_ids", (S, K_MAX + 1), torch.int64, 0,
+               "the last emitted token, then the drafts to verify next. The prompt's last chunk "
+               "writes the row; the host may put other drafts in columns 1 to K", moved),
+        _state("remaining_tokens", (S,), torch.int32, 0,
+               "new tokens that the request may still emit; 0: its row is off. The host writes it "
+               "at join", moved),
+        _state("stop_ids", (S, E), torch.int64, -1,
+               "token ids that end the request, -1 where unused. At join"),
+    )  # fmt: skip
+
+
+def _state(
+    name: str,
+    dims: tuple[Dim, ...],
+    dtype: torch.dtype,
+    pad: int,
+    meaning: str,
+    writers: tuple[Writer, ...] = HOST,
+) -> BufferSpec:
+    """Rows that the host writes when a request joins."""
+    return BufferSpec(f"state.{name}", dims, dtype, pad, writers, meaning, is_rebuilt=True)
 
 
 def chain_specs(
@@ -60,9 +94,12 @@ def chain_specs(
     """
     if window < 1:
         return ()
+    meaning = "what several MTP layers keep of the last rows"
     return (
-        BufferSpec("state.chain_ids", (S, window), torch.int64),
-        BufferSpec("state.chain_features", (S, window, *features), dtype),
+        BufferSpec("state.chain_ids", (S, window), torch.int64, 0, PROPOSE, meaning, False),
+        BufferSpec(
+            "state.chain_features", (S, window, *features), dtype, 0, PROPOSE, meaning, False
+        ),
     )
 
 
@@ -72,26 +109,52 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
     The pass `resize-metadata` grows what a multi-token step needs to num_reqs * query_len.
     """
     common = (
-        BufferSpec("batch.state_indices", (R,), torch.int64, SCRATCH_SLOT, "host"),
-        BufferSpec("batch.positions", (R,), torch.int64, 0),
-        BufferSpec("batch.slot_mapping", (R,), torch.int64, NO_SLOT),
-        BufferSpec("batch.seq_lens", (R,), torch.int32, 0),
-        BufferSpec("batch.query_start_loc", (R + 1,), torch.int32, 0),
-        BufferSpec("batch.out_token_ids", (R, K + 1), torch.int64, 0),
-        BufferSpec("batch.num_emitted", (R,), torch.int32, 0),
-        BufferSpec("batch.num_accepted", (R,), torch.int32, 0),
-        BufferSpec("batch.stop_reason", (R,), torch.int32, 0),
-    )
+        _batch("state_indices", (R,), torch.int64, SCRATCH_SLOT, HOST,
+               "request slot of each row of the batch, each slot once; 0: the row is off. Before a "
+               "replay, where it changed"),
+        _batch("positions", (R,), torch.int64, 0, STEP, "attention metadata, made from lengths"),
+        _batch("slot_mapping", (R,), torch.int64, NO_SLOT, STEP, "likewise"),
+        _batch("seq_lens", (R,), torch.int32, 0, STEP, "likewise"),
+        _batch("query_start_loc", (R + 1,), torch.int32, 0, STEP, "likewise"),
+        _result("out_token_ids", (R, K + 1), torch.int64,
+                "result: emitted tokens; the first num_emitted count"),
+        _result("num_emitted", (R,), torch.int32,
+                "result: 1 to K+1; 0 for a row that is off and for a chunk that is not a prompt's "
+                "last; where logits are not finite, the tokens before them"),
+        _result("num_accepted", (R,), torch.int32, "result: drafts that were accepted"),
+        _result("stop_reason", (R,), torch.int32,
+                "result: 0 goes on, 1 length, 2 stop token, 3 non-finite logits"),
+    )  # fmt: skip
     if phase == "decode":
         return common
     return (
         *common,
-        BufferSpec("batch.prompt_ids", (T,), torch.int64, 0, "host"),
-        BufferSpec("batch.num_input", (R,), torch.int32, 0, "host"),
-        BufferSpec("batch.next_prompt_id", (R,), torch.int64, -1, "host"),
-        BufferSpec("batch.is_decoding", (R,), torch.int32, 0, "host"),
-        BufferSpec("batch.logits_start_loc", (R + 1,), torch.int32, 0),
-    )
+        _batch("prompt_ids", (T,), torch.int64, 0, HOST,
+               "prefill: the chunk's tokens; anything after num_input of them"),
+        _batch("num_input", (R,), torch.int32, 0, HOST, "prefill: how many tokens a row has"),
+        _batch("next_prompt_id", (R,), torch.int64, -1, HOST,
+               "prefill: the prompt's token after the chunk; -1 after the last"),
+        _batch("is_decoding", (R,), torch.int32, 0, HOST,
+               "prefill: 1 in the row of a request that decodes in this step: the row has the "
+               "K + 1 tokens of a decode step, and its num_input counts for nothing"),
+        _batch("logits_start_loc", (R + 1,), torch.int32, 0, VERIFY,
+               "prefill: rows of logits, up to each request"),
+    )  # fmt: skip
+
+
+def _batch(
+    name: str,
+    dims: tuple[Dim, ...],
+    dtype: torch.dtype,
+    pad: int,
+    writers: tuple[Writer, ...],
+    meaning: str,
+) -> BufferSpec:
+    return BufferSpec(f"batch.{name}", dims, dtype, pad, writers, meaning)
+
+
+def _result(name: str, dims: tuple[Dim, ...], dtype: torch.dtype, meaning: str) -> BufferSpec:
+    return BufferSpec(f"batch.{name}", dims, dtype, 0, VERIFY, meaning, is_result=True)
 
 
 def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
@@ -102,21 +165,36 @@ def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
         token_mask: whether the host may mask tokens row by row, the target's and drafts.
     """
     specs = (
-        BufferSpec("state.sampling_floats", (S, len(FLOATS)), torch.float64, 0, "host"),
-        BufferSpec("state.sampling_ints", (S, len(INTS)), torch.int64, 0, "host"),
-        BufferSpec("state.bias_ids", (S, B), torch.int64, -1, "host"),
-        BufferSpec("state.bias_values", (S, B), torch.float64, 0, "host"),
-        BufferSpec("state.allowed_tokens", (S, W), torch.int32, -1, "host"),
-        BufferSpec("state.prompt_tokens", (S, W), torch.int32, 0, "host"),
-        BufferSpec("state.output_counts", (S, V), torch.int32, 0, "both"),
-        BufferSpec("batch.out_logprobs", (R, K + 1), torch.float64, 0),
-        BufferSpec("batch.out_top_ids", (R, K + 1, L), torch.int64, 0),
-        BufferSpec("batch.out_top_logprobs", (R, K + 1, L), torch.float64, 0),
-    )
+        _state("sampling_floats", (S, len(FLOATS)), torch.float64, 0,
+               "with sampling: `mtpc.sampling_params.FLOATS`, by column. At join"),
+        _state("sampling_ints", (S, len(INTS)), torch.int64, 0,
+               "with sampling: `mtpc.sampling_params.INTS`, by column. At join"),
+        _state("bias_ids", (S, B), torch.int64, -1,
+               "with sampling: token ids with a bias, -1 where unused. At join"),
+        _state("bias_values", (S, B), torch.float64, 0, "with sampling: their biases. At join"),
+        _state("allowed_tokens", (S, W), torch.int32, -1,
+               "with sampling: a bit a token; read where column `masked` is 1. At join"),
+        _state("prompt_tokens", (S, W), torch.int32, 0,
+               "with sampling: a bit a token; read where column `penalised` is 1. At join"),
+        _state("output_counts", (S, V), torch.int32, 0,
+               "with sampling: how often each token was emitted; read where column `penalised` is "
+               "1. At join, 0 or the counts so far", HOST + PROPOSE),
+        _result("out_logprobs", (R, K + 1), torch.float64,
+                "with sampling: log-probabilities of the emitted tokens"),
+        _result("out_top_ids", (R, K + 1, L), torch.int64,
+                "with sampling: the most probable tokens"),
+        _result("out_top_logprobs", (R, K + 1, L), torch.float64,
+                "with sampling: their log-probabilities"),
+    )  # fmt: skip
     if not token_mask:
         return specs
-    rows = R * (K + 1)  # Rows that choose: of a prompt its last one, as the first of them.
-    mask = BufferSpec("batch.token_mask", (rows, W), torch.int32, -1, "host")
+    rows = R * (K + 1)  # Rows that choose a token; a prompt's is the first of its K + 1.
+    mask = _batch("token_mask", (rows, W), torch.int32, -1, HOST,
+                  "with token_mask: a bit a token, for each row of logits; a prompt's is the first "
+                  "of its K + 1. Before each replay")  # fmt: skip
     if not key.spec_tokens:
         return (*specs, mask)
-    return (*specs, mask, BufferSpec("batch.draft_mask", (rows, K, W), torch.int32, -1, "host"))
+    draft_mask = _batch("draft_mask", (rows, K, W), torch.int32, -1, HOST,
+                        "with token_mask: a bit a token, for each draft to be made, by the row "
+                        "accepted last; a prompt's is the first. Before `propose`")  # fmt: skip
+    return (*specs, mask, draft_mask)

@@ -12,6 +12,8 @@ from mtpc.errors import GraphError
 Phase = Literal["decode", "prefill"]
 Part = Literal["step", "verify", "propose"]
 """The whole step, or one half of a split step."""
+Form = Literal["split", "fused", "both"]
+"""Each step as `verify` and `propose`, as one graph, or as both."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +82,23 @@ def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
         StepKey.decode(num_reqs, k) for k in options.tiers for num_reqs in options.batch_buckets
     )
     return (*decode, StepKey.prefill(*options.prefill_shape, options.spec_tokens))
+
+
+def parts_of(key: StepKey, form: Form) -> tuple[Part, ...]:
+    """The graphs of one step. A step without drafts is one graph in every form."""
+    if form == "fused" or key.spec_tokens == 0:
+        return ("step",)
+    return ("verify", "propose") if form == "split" else ("step", "verify", "propose")
+
+
+def graph_keys(options: CompileOptions, form: Form) -> list[tuple[StepKey, Part]]:
+    """Every graph that options ask for, those of the largest steps first.
+
+    A device's memory pool then fits the largest step, and the others reuse it.
+    """
+    return [
+        (key, part) for key in largest_first(step_keys(options)) for part in parts_of(key, form)
+    ]
 
 
 def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:

@@ -17,18 +17,12 @@ if TYPE_CHECKING:
     import sympy
 
 Dim: TypeAlias = "int | sympy.Expr"
-Writer = Literal["host", "step", "both"]
-
-RESULT_BUFFERS = (
-    "batch.out_token_ids",
-    "batch.num_accepted",
-    "batch.num_emitted",
-    "batch.stop_reason",
-    "batch.out_logprobs",
-    "batch.out_top_ids",
-    "batch.out_top_logprobs",
-)
-"""What a host reads after a step, or after its `verify`; the last three where it samples."""
+Writer = Literal["host", "verify", "propose"]
+HOST: tuple[Writer, ...] = ("host",)
+VERIFY: tuple[Writer, ...] = ("verify",)
+PROPOSE: tuple[Writer, ...] = ("propose",)
+STEP = VERIFY + PROPOSE
+"""Both halves of a step: each writes its own layers, or its own metadata."""
 SCRATCH_SLOT = 0
 """Request slot that padded rows of a bucket point at. It never holds a request."""
 NULL_PAGE = 0
@@ -55,22 +49,42 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One named buffer.
+    """One named buffer, and all that is known of it.
+
+    The contract with hosts, the rows that the engine rebuilds and the results that it reads are
+    derived from these fields.
 
     Attributes:
-        name: dotted name: `state.*` (rows by request slot, shared by all buckets), `kv.*` (layers'
-            page pools and rings, shared), `batch.*` (one set per bucket).
+        name: dotted name: `state.*` (rows by request slot, shared by all buckets), `kv.*` (page
+            pools, rings and recurrent state of layers, shared), `batch.*` (one set per bucket),
+            `cross.*` (what `verify` hands to `propose`).
         dims: sizes as integers or expressions over the symbols of `buffers`.
         dtype: element type.
         pad: value that makes a padded row harmless; also the initial value.
-        writer: who writes it between steps: the host, the step itself, or both.
+        writers: who writes it between steps. A step without drafts has no `propose`.
+        meaning: what it holds, and when the host writes it.
+        needs_pad: unused rows must hold `pad`; without that they may hold anything.
+        is_result: the host reads it after a step, or after `verify`.
+        is_rebuilt: the host can write a request's row for any point of the request's text, from
+            its tokens and parameters alone.
+        is_paged: rows are pages, which only the block table names.
     """
 
     name: str
     dims: tuple[Dim, ...]
     dtype: torch.dtype
     pad: int = 0
-    writer: Writer = "step"
+    writers: tuple[Writer, ...] = STEP
+    meaning: str = ""
+    needs_pad: bool = True
+    is_result: bool = False
+    is_rebuilt: bool = False
+    is_paged: bool = False
+
+    @property
+    def is_host_only(self) -> bool:
+        """Whether the step only reads it."""
+        return self.writers == HOST
 
     @property
     def shared(self) -> bool:
@@ -106,6 +120,11 @@ class Layout(Mapping[str, BufferSpec]):
         for size in self.shape(name):
             count *= size
         return count * self[name].dtype.itemsize
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the buffers that a host reads after a step."""
+        return tuple(name for name, spec in self.items() if spec.is_result)
 
     def resized(self, name: str, dims: tuple[Dim, ...]) -> Layout:
         """A layout in which one buffer has other dimensions."""

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec
+from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, STEP, BufferSpec, Writer
 from mtpc.layout.buffers import N, P, S, ring_pages
 from mtpc.ops.ragged import request_of
 from mtpc.step import Metadata
+
+_BY_LAYER = ". `verify` writes the target's layers, `propose` the MTP layers'"
 
 
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
@@ -28,15 +30,38 @@ def paged_pool_specs(
 ) -> tuple[BufferSpec, ...]:
     """Page pools of K and V whose heads may differ in width, `dims`."""
     return tuple(
-        BufferSpec(f"kv.{layer}.{role}", (N, P, heads, width), dtype)
-        for role, width in zip(("k", "v"), dims, strict=True)
+        paged_spec(f"kv.{layer}.{role}", (P, heads, width), dtype, f"{what} by page{_BY_LAYER}")
+        for role, what, width in zip(("k", "v"), ("keys", "values"), dims, strict=True)
     )
+
+
+def paged_spec(name: str, page: tuple[Any, ...], dtype: torch.dtype, meaning: str) -> BufferSpec:
+    """A pool of pages that the block table names.
+
+    Args:
+        name: of the buffer.
+        page: shape of a page, its P tokens first.
+        dtype: element type.
+        meaning: what a page holds.
+    """
+    return BufferSpec(name, (N, *page), dtype, 0, STEP, meaning, needs_pad=False, is_paged=True)
 
 
 def paged_latent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Page pool of a multi-head latent attention layer: [N, P, kv_lora_rank + rope]."""
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    return (BufferSpec(f"kv.{layer}.latent", (N, P, width), dtype),)
+    return (paged_spec(f"kv.{layer}.latent", (P, width), dtype, f"latents by page{_BY_LAYER}"),)
+
+
+def slot_spec(
+    name: str,
+    dims: tuple[Any, ...],
+    dtype: torch.dtype,
+    meaning: str,
+    writers: tuple[Writer, ...] = STEP,
+) -> BufferSpec:
+    """State of one layer by request slot. No page holds it, and only a prefill rebuilds it."""
+    return BufferSpec(name, dims, dtype, 0, writers, meaning, needs_pad=False)
 
 
 def ring_kv_specs(
@@ -53,8 +78,13 @@ def ring_kv_specs(
     """
     pages = (S - 1) * ring_pages(window) + 1
     return tuple(
-        BufferSpec(f"kv.{layer}.{role}", (pages, P, heads, width), dtype)
-        for role, width in zip(("ring_k", "ring_v"), dims, strict=True)
+        slot_spec(
+            f"kv.{layer}.{role}",
+            (pages, P, heads, width),
+            dtype,
+            f"{what} of a sliding window: request slot s has n pages, from 1+(s-1)n on",
+        )
+        for role, what, width in zip(("ring_k", "ring_v"), ("keys", "values"), dims, strict=True)
     )
 
 

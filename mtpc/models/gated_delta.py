@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import BufferSpec
+from mtpc.layout import VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, S
+from mtpc.models.caches import slot_spec
 
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """mixed queries, keys and values [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""
@@ -30,10 +31,13 @@ def recurrent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buffer
     channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
     wide = torch.promote_types(dtype, torch.float32)
     return (
-        BufferSpec(f"kv.{layer}.recurrent", (S, heads, key_dim, value_dim), wide),
-        BufferSpec(f"kv.{layer}.history", (S, K_MAX + back, channels + 2 * heads), dtype),
-        BufferSpec(f"kv.{layer}.standing", (S,), torch.int32),
-    )
+        slot_spec(f"kv.{layer}.recurrent", (S, heads, key_dim, value_dim), wide,
+                  "Gated DeltaNet: state matrices by request slot", VERIFY),
+        slot_spec(f"kv.{layer}.history", (S, K_MAX + back, channels + 2 * heads), dtype,
+                  "Gated DeltaNet: its last inputs, by request slot", VERIFY),
+        slot_spec(f"kv.{layer}.standing", (S,), torch.int32,
+                  "Gated DeltaNet: positions that its state has seen", VERIFY),
+    )  # fmt: skip
 
 
 class GatedDelta(nn.Module):

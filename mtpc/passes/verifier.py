@@ -109,7 +109,7 @@ def check_writers(graph: StepGraph, pass_name: str) -> None:
                 continue
             if not is_buffer_name(root):
                 raise GraphError(f"after {pass_name}: {node} ({node.target}) writes weight {root}")
-            if root in graph.layout and graph.layout[root].writer == "host":
+            if root in graph.layout and graph.layout[root].is_host_only:
                 raise GraphError(
                     f"after {pass_name}: {node} writes {root}, which only the host writes"
                 )

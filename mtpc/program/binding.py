@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mtpc.backends.package import open_package
 from mtpc.capture.graph import WeightTable
-from mtpc.program.program import CapturedStep
-from mtpc.program.step_cache import CONSTANTS, CachedStep
+from mtpc.layout.progress import Listener, Progress
+from mtpc.program.program import CapturedStep, Program
+from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.packing import Fill
@@ -70,6 +71,31 @@ class StepBinder:
         else:
             with safe_open(step.directory / CONSTANTS, framework="pt") as file:
                 self.weights.bind(name, file.get_tensor(name))
+
+
+def bind_program(
+    steps: Steps,
+    weights: WeightTable,
+    source: WeightSource | None = None,
+    listener: Listener = lambda progress: None,
+) -> Program:
+    """A program of whole steps, over buffers of its own.
+
+    Args:
+        steps: the entries; those of a split step are no part of a program.
+        weights: weights at hand, by name.
+        source: makes the other weights; None where all are at hand.
+        listener: hears of each step.
+    """
+    start = time.perf_counter()
+    layout = next(iter(steps.values())).record.layout()
+    shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
+    binder = StepBinder(shared, weights, source)
+    bound = {}
+    for done, ((key, _), step) in enumerate(steps.items()):
+        listener(Progress("load", key, done, len(steps), time.perf_counter() - start))
+        bound[key] = binder.bind(step)
+    return Program(bound, shared)
 
 
 class WeightSource:

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from mtpc import errors
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends import PACKAGING, make_backend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
-from mtpc.layout import Part, StepKey, largest_first, step_keys
+from mtpc.layout import Form, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.opening import open_cache
+from mtpc.program.open_cache import open_cache
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
 from mtpc.store.entries import Entry
@@ -82,7 +82,7 @@ def build(
     directory: Path,
     options: CompileOptions,
     spec_tokens: tuple[int, ...],
-    split: bool = False,
+    form: Form = "fused",
     jobs: int | None = None,
     listener: Listener = lambda progress: None,
 ) -> BuildReport:
@@ -92,7 +92,7 @@ def build(
         directory: the checkpoint.
         options: as for `mtpc.compile`; `spec_tokens` in it is not looked at.
         spec_tokens: the numbers of drafts to build for.
-        split: build `verify` and `propose` as graphs of their own too, for hosts that schedule.
+        form: which graphs; "both" serves engines and hosts that schedule.
         jobs: processes; None is one a core, as far as memory holds the weights of each.
         listener: hears of progress.
 
@@ -101,10 +101,14 @@ def build(
         MtpcError: as `mtpc.compile`.
     """
     start = time.perf_counter()
-    options = replace(options, backend="cpu").for_weights(Checkpoint(directory).dtype)
+    options = replace(options, backend=PACKAGING).for_weights(Checkpoint(directory).dtype)
     job = _Job(directory, options, torch.get_num_threads())
     tell = _Teller(listener, start)
-    tasks = list(_tasks(options, spec_tokens, split))
+    tasks = [
+        Task(k, key, part)
+        for k in spec_tokens
+        for key, part in graph_keys(replace(options, spec_tokens=k), form)
+    ]
     caches = {k: job.cache(k) for k in spec_tokens}
     there = {t for t in tasks if caches[t.spec_tokens].find(t.key, t.part)}
     todo = [task for task in tasks if task not in there]
@@ -141,21 +145,16 @@ def _report(
     pins = {
         k: pin_of(
             kernels,
-            {t.key: s for t, s in steps.items() if t.spec_tokens == k and t.part == "step"},
+            {
+                (t.key, t.part): s
+                for t, s in steps.items()
+                if t.spec_tokens == k and t.part == "step"
+            },
         )
         for k in sorted({task.spec_tokens for task in tasks})
     }
     built = tuple(Built(step, task in there) for task, step in steps.items())
     return BuildReport(root, kernels, built, pins, elapsed_s)
-
-
-def _tasks(options: CompileOptions, spec_tokens: tuple[int, ...], split: bool) -> Iterator[Task]:
-    for k in spec_tokens:
-        for key in largest_first(step_keys(replace(options, spec_tokens=k))):
-            yield Task(k, key)
-            if split and key.spec_tokens > 0:
-                yield Task(k, key, "verify")
-                yield Task(k, key, "propose")
 
 
 def default_jobs(directory: Path) -> int:
@@ -221,9 +220,9 @@ class _Job:
 
     def _compiler(self, spec_tokens: int, loaded: LoadedModel, tell: Any) -> CachingCompiler:
         cache = self.cache(spec_tokens, tell.line)
-        backend = CpuBackend(tell.line, cache.store)
+        backend = make_backend(PACKAGING, tell.line, cache.store)
         options = replace(self.options, spec_tokens=spec_tokens)
-        return CachingCompiler(StepCompiler(loaded, options, backend), backend, cache)
+        return CachingCompiler(StepCompiler(loaded, options, backend), cache)
 
 
 def _pass_on(tell: Any, task: Task, progress: Progress) -> None:

@@ -1,6 +1,6 @@
 """Compiling ahead of time: steps that go through the cache.
 
-StepCompiler -> graph -> package, record -> cache entry -> bound to tensors -> CapturedStep
+StepCompiler -> graph -> package and record -> cache entry
 """
 
 from __future__ import annotations
@@ -8,27 +8,29 @@ from __future__ import annotations
 import gzip
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.package import Package
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
 from mtpc.capture.split import split_step
 from mtpc.layout import Part, StepKey, dtype_name
 from mtpc.models.weight_recipes import repeats, weight_recipes
-from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.program import CapturedStep, Program
-from mtpc.program.step_cache import CONSTANTS, CachedStep, StepCache, graph_file, reuse_package
+from mtpc.program.step_cache import (
+    CONSTANTS,
+    CachedStep,
+    StepCache,
+    Steps,
+    graph_file,
+    reuse_package,
+)
 from mtpc.program.step_record import StepRecord, numbered
 from mtpc.weights.recipes import Recipe, names
 
@@ -42,13 +44,11 @@ class CachingCompiler:
 
     Args:
         compiler: traces and rewrites what the cache lacks.
-        backend: the compiler's backend, which packages it.
         cache: of this very model and options.
     """
 
-    def __init__(self, compiler: StepCompiler, backend: CpuBackend, cache: StepCache):
-        self.compiler, self.backend, self.cache = compiler, backend, cache
-        self._binder = StepBinder(compiler.shared, compiler.weights)
+    def __init__(self, compiler: StepCompiler, cache: StepCache):
+        self.compiler, self.cache = compiler, cache
         self._obtained: list[CachedStep] = []
 
     @property
@@ -58,23 +58,13 @@ class CachingCompiler:
             step.entry is not None and not step.record.unexplained for step in self._obtained
         )
 
-    def compile(self) -> Program:
-        """Every step that the options ask for."""
-        return self.compiler.compile(self.capture)
-
-    def capture(self, key: StepKey) -> CapturedStep:
-        """One step, ready to run."""
-        start = time.perf_counter()
-        step = self.obtain(key)
-        self.compiler.tell("load", key)
-        bound = self._binder.bind(step)
-        return replace(bound, build_s=time.perf_counter() - start)
-
-    def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
-        """One step as two, `verify` then `propose`, over one set of buffers."""
-        own: dict[str, Tensor] = {}
-        verify = self._binder.bind(self.obtain(key, "verify"), own)
-        return verify, self._binder.bind(self.obtain(key, "propose"), own)
+    def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
+        """The entry of every graph, in order."""
+        steps = {}
+        for key, part in wanted:
+            steps[key, part] = self.obtain(key, part)
+            self.compiler.finished()
+        return steps
 
     def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
         """One step's entry, built if the cache lacks it."""
@@ -146,7 +136,9 @@ class CachingCompiler:
         """Compiled now, or copied from an entry that was lowered from the same graph."""
         same = self.cache.find_lowered(lowering)
         if same is None:
-            return self.backend.package(graph, directory)
+            package = self.compiler.backend.package
+            assert package is not None, "the cache is for backends that make packages"
+            return package(graph, directory)
         reuse_package(same, directory)
         return same.record.package
 
@@ -156,9 +148,9 @@ class CachingCompiler:
         held = sorted({str(n.target) for n in graph.graph.nodes if n.op == "get_attr"})
         for name in held:
             tensor = get_tensor(graph.module, name)
-            writer = graph.layout[name].writer if name in graph.layout else ""
+            writers = graph.layout[name].writers if name in graph.layout else ()
             total.update(
-                f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()} {writer}".encode()
+                f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()} {writers}".encode()
             )
         for name, value in sorted(self.cache.program.items()):
             if name.startswith(_LOWERING):

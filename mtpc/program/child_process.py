@@ -25,7 +25,7 @@ import torch
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
-from mtpc.layout import step_keys
+from mtpc.layout import Form, graph_keys
 from mtpc.layout.progress import Listener, Progress
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
@@ -36,9 +36,10 @@ _GRACE_S = 10.0
 """A child that was told to end has this long to put things away."""
 
 
-def build_apart(
+def build_in_child(
     source: Checkpoint,
     options: CompileOptions,
+    form: Form,
     cache: StepCache,
     listener: Listener,
     report: Callable[[str], None],
@@ -47,7 +48,8 @@ def build_apart(
 
     Args:
         source: the checkpoint.
-        options: as asked for, for the cpu backend or "auto".
+        options: as asked for, for a backend whose steps are packages.
+        form: which graphs.
         cache: of this checkpoint and these options.
         listener: hears of progress.
         report: hears of what concerns no step.
@@ -62,20 +64,21 @@ def build_apart(
     """
     if source.nbytes < LARGE or not sys.executable:
         return False
-    if all(cache.find(key) for key in step_keys(options)):
+    if all(cache.find(key, part) for key, part in graph_keys(options, form)):
         return False  # And yet not restorable: its weights are for transformers to read.
     try:
         cache.store.prepare()
         build_kernels(cache.store, report)
     except (CacheWriteError, BackendError):
         return False
-    _build(source, options, listener)
+    _build(source, options, form, listener)
     return True
 
 
-def _build(source: Checkpoint, options: CompileOptions, listener: Listener) -> None:
+def _build(source: Checkpoint, options: CompileOptions, form: Form, listener: Listener) -> None:
     with _child() as (process, pipe):
-        for event in _events(pipe, (source.directory.absolute(), options, torch.get_num_threads())):
+        job = (source.directory.absolute(), options, form, torch.get_num_threads())
+        for event in _events(pipe, job):
             if isinstance(event, MtpcError):
                 raise event
             listener(event)
@@ -133,11 +136,11 @@ def serve(handle: int) -> None:
     from mtpc.program.build import build
 
     pipe = Connection(handle)
-    directory, options, threads = pipe.recv()
+    directory, options, form, threads = pipe.recv()
     torch.set_num_threads(threads)  # Generated code, hence the key, depends on it.
     caller = _Caller(pipe)
     try:
-        build(directory, options, (options.spec_tokens,), listener=pipe.send)
+        build(directory, options, (options.spec_tokens,), form, listener=pipe.send)
     except MtpcError as error:
         caller.is_waiting = False
         pipe.send(error)

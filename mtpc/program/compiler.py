@@ -38,12 +38,9 @@ from mtpc.layout.buffers import (
 )
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, SteppedModel
-from mtpc.passes import Verifier, run_pipeline, select_passes
+from mtpc.program.lowering import Lowering, Seen
 from mtpc.program.program import CapturedStep, Program
 from mtpc.sampling_params import MAX_LOGIT_BIAS
-
-Seen = Callable[[str, StepGraph], None]
-"""Called with a pass's name and the graph after it."""
 
 
 class StepCompiler:
@@ -73,7 +70,14 @@ class StepCompiler:
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.weights = WeightTable(loaded.weights())
         self.shared, self.shared_module = self._make_shared(new_buffer)
-        self._buffer_names = {id(tensor): name for name, tensor in self.shared.items()}
+        self._lowering = Lowering(
+            backend,
+            {id(tensor): name for name, tensor in self.shared.items()},
+            options.disabled_passes,
+            options.enabled_passes,
+            options.draft_vocab,
+            options.verify_passes,
+        )
         self._traces: ModelTraces | None = None
 
     def _check_draft_vocab(self) -> None:
@@ -131,6 +135,10 @@ class StepCompiler:
         elapsed = time.perf_counter() - self._start
         self.listener(Progress(stage, key, self._done, len(self.keys), elapsed))
 
+    def finished(self) -> None:
+        """Count one more step as done."""
+        self._done += 1
+
     def trace(self, key: StepKey) -> StepGraph:
         """The step as traced, before any pass."""
         layout = self.layout(key)
@@ -144,29 +152,8 @@ class StepCompiler:
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
     ) -> StepGraph:
-        """Run the pass pipeline in place.
-
-        Args:
-            graph: as traced.
-            until: stop after this pass; None runs them all.
-            seen: called with each pass's name and the graph after it.
-        """
-        options = self.options
-        enabled = (*options.enabled_passes, *self.backend.enables)
-        passes = select_passes(
-            self._buffer_names, options.disabled_passes, enabled, options.draft_vocab
-        )
-        pipeline = (*passes, *self.backend.legalise())
-        verify = Verifier(options.verify_passes)
-
-        def check(graph: StepGraph, name: str) -> None:
-            verify(graph, name)
-            seen(name, graph)
-
-        run_pipeline(graph, pipeline, check, until)
-        if until is None:
-            Verifier(propagate=True)(graph, pipeline[-1].name)
-        return graph
+        """Run the pass pipeline in place; see `Lowering.rewrite`."""
+        return self._lowering.rewrite(graph, until, seen)
 
     def capture(self, key: StepKey) -> CapturedStep:
         """Trace, rewrite, lower and capture one step."""
@@ -181,14 +168,7 @@ class StepCompiler:
         return self.rewrite(graph)
 
     def _capture_graph(self, key: StepKey, graph: StepGraph) -> CapturedStep:
-        start = time.perf_counter()
-        self.tell("lower", key)
-        run = self.backend.lower(graph)
-        self.tell("capture", key)
-        replay = self.backend.capture(run, graph)
-        seconds = time.perf_counter() - start
-        buffers = graph.buffers() | self.shared
-        return CapturedStep(key, graph.layout, buffers, replay, seconds, graph)
+        return self._lowering.capture(graph, self.shared, lambda stage: self.tell(stage, key))
 
     @torch.no_grad()
     def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
@@ -197,17 +177,12 @@ class StepCompiler:
         return self._capture_graph(key, split.verify), self._capture_graph(key, split.propose)
 
     @torch.no_grad()
-    def compile(self, capture: Callable[[StepKey], CapturedStep] | None = None) -> Program:
-        """Every step of `keys`, the largest bucket first.
-
-        Args:
-            capture: makes one step; by default the method of that name.
-        """
+    def compile(self) -> Program:
+        """Every step of `keys`, the largest bucket first."""
         steps: dict[StepKey, CapturedStep] = {}
         for key in largest_first(self.keys):
-            steps[key] = (capture or self.capture)(key)
-            self._done += 1
-        self.tell("done", None)
+            steps[key] = self.capture(key)
+            self.finished()
         return Program(steps, self.shared)
 
 

@@ -28,7 +28,7 @@ from mtpc.layout import StepKey, largest_first
 from mtpc.layout.progress import Listener
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.opening import open_store
+from mtpc.program.open_cache import open_store
 from mtpc.store.entries import EntryStore
 
 

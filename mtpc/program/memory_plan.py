@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mtpc.backends import Backend
 from mtpc.backends.base import Report
-from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.memory import live_memory, peak_bytes, place_live, pool_bytes
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
@@ -69,7 +69,7 @@ class MemoryPlan:
 
 
 @torch.no_grad()
-def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: CudaBackend) -> MemoryPlan:
+def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: Backend) -> MemoryPlan:
     """Estimate every step of a program.
 
     Args:
@@ -97,7 +97,7 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: CudaBacke
 
 
 def settle_pages(
-    loaded: LoadedModel, options: CompileOptions, backend: CudaBackend, report: Report
+    loaded: LoadedModel, options: CompileOptions, backend: Backend, report: Report
 ) -> CompileOptions:
     """Options whose KV pool fits beside the graphs; they stay as they are where all of it fits.
 

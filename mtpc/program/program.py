@@ -51,6 +51,11 @@ class Program:
     host_writes: int = 0
     _rows: dict[StepKey, list[int]] = field(default_factory=dict, repr=False)
 
+    @property
+    def layout(self) -> Layout:
+        """Buffers of one of the steps; `state.*` and `kv.*` are those of all."""
+        return next(iter(self.steps.values())).layout
+
     def bucket_for(self, num_reqs: int) -> int:
         """Requests of the smallest decode steps that hold `num_reqs`."""
         sizes = {k.bucket.num_reqs for k in self.steps if k.phase == "decode"}

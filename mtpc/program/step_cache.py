@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpc.backends import PACKAGING
 from mtpc.backends.package import CALLS, LIBRARY
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
@@ -53,12 +54,16 @@ class CachedStep:
     entry: Entry | None
 
 
+Steps = Mapping[tuple[StepKey, Part], CachedStep]
+"""Entries of one program, by step and part."""
+
+
 def program_fields(model: Fields, options: CompileOptions) -> dict[str, str]:
     """What all steps of a program have in their keys: model, options, versions, machine."""
     return {
         "kind": KIND,
         "format": str(FORMAT),
-        "backend": "cpu",
+        "backend": PACKAGING,
         **model,
         "options.spec_tokens": str(options.spec_tokens),
         "options.largest_bucket": str(max(options.batch_buckets)),
@@ -135,22 +140,20 @@ class StepCache:
             self.note(f"a damaged cache entry was not used: {error}")
             return None
 
-    def find_all(
-        self, keys: Iterable[StepKey], part: Part = "step"
-    ) -> dict[StepKey, CachedStep] | None:
-        """All the steps, or that half of each, or None where one is missing.
+    def find_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps | None:
+        """All the graphs, or None where one is missing.
 
         Raises:
             CacheError: see `find`; or, frozen, the reason why a step is missing.
         """
-        found: dict[StepKey, CachedStep] = {}
-        for key in keys:
+        found: dict[tuple[StepKey, Part], CachedStep] = {}
+        for key, part in wanted:
             step = self.find(key, part)
             if step is None:
                 self._refuse_if_frozen(key, part)
                 self._tell(self.miss(key, part))
                 return None
-            found[key] = step
+            found[key, part] = step
         return found
 
     def obtain(self, key: StepKey, build: Build, part: Part = "step") -> CachedStep:

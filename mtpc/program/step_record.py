@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, s
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
-FORMAT = 1
+FORMAT = 2
 """Raised when old records can no longer be read; part of the key."""
 
 
@@ -115,20 +115,17 @@ class StepRecord:
 
 def numbered(layout: Layout) -> tuple[BufferSpec, ...]:
     """A layout's buffers with numbers for symbols."""
-    return tuple(
-        BufferSpec(name, layout.shape(name), spec.dtype, spec.pad, spec.writer)
-        for name, spec in layout.items()
-    )
+    return tuple(replace(spec, dims=layout.shape(name)) for name, spec in layout.items())
 
 
 def _recipes_from_json(value: dict[str, Any]) -> dict[str, Recipe]:
     return {name: recipes.from_json(recipe) for name, recipe in value.items()}
 
 
-def _buffer_to_json(spec: BufferSpec) -> list[Any]:
-    return [spec.name, list(spec.dims), dtype_name(spec.dtype), spec.pad, spec.writer]
+def _buffer_to_json(spec: BufferSpec) -> dict[str, Any]:
+    return {**vars(spec), "dtype": dtype_name(spec.dtype)}
 
 
-def _buffer_from_json(value: list[Any]) -> BufferSpec:
-    name, dims, dtype, pad, writer = value
-    return BufferSpec(name, tuple(dims), getattr(torch, dtype), pad, writer)
+def _buffer_from_json(value: dict[str, Any]) -> BufferSpec:
+    lists = {name: tuple(value[name]) for name in ("dims", "writers")}
+    return BufferSpec(**{**value, **lists, "dtype": getattr(torch, value["dtype"])})

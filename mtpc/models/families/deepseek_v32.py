@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.layout import BufferSpec
-from mtpc.layout.buffers import N, P
-from mtpc.models.caches import paged_latent_specs
+from mtpc.layout.buffers import P
+from mtpc.models.caches import paged_latent_specs, paged_spec
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.glm4_moe import nextn_layers
 
@@ -120,7 +120,8 @@ class SparseLatentAttention(nn.Module):
 
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Page pools of the latent, [N, P, rank + rope], and of the indexer's keys."""
-    index = BufferSpec(f"kv.{layer}.index", (N, P, config.index_head_dim), dtype)
+    meaning = "DeepSeek-V3.2: its indexer's keys by page, likewise"
+    index = paged_spec(f"kv.{layer}.index", (P, config.index_head_dim), dtype, meaning)
     return (*paged_latent_specs(config, layer, dtype), index)
 
 

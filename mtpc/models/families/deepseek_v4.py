@@ -15,9 +15,9 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from mtpc.layout import BufferSpec
+from mtpc.layout import STEP, VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, M, P, S
-from mtpc.models.caches import CachePool
+from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import WindowedAttention
 from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring
@@ -72,6 +72,16 @@ _MAIN = "main"
 """transformers' name for the rotary embedding of layers without compressed entries."""
 
 
+_ROLES = {
+    "window": "DeepSeek-V4: a ring of the last keys, by request slot",
+    "raw": "DeepSeek-V4: its compressor's inputs, by request slot",
+    "entries": "DeepSeek-V4: its compressed entries, by request slot",
+    "index_raw": "DeepSeek-V4: its indexer's inputs, by request slot",
+    "index_entries": "DeepSeek-V4: its indexer's entries, by request slot",
+}
+"""What each buffer of a layer holds."""
+
+
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State of one layer by request slot: the window, and what compressed layers have beyond it.
 
@@ -83,7 +93,8 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
     kind, width = kinds[min(layer, len(kinds) - 1)], config.head_dim
 
     def spec(role: str, rows: Any, features: int) -> BufferSpec:
-        return BufferSpec(f"kv.{layer}.{role}", (S, sympy.Max(1, rows), features), dtype)
+        dims, writers = (S, sympy.Max(1, rows), features), STEP if role == "window" else VERIFY
+        return slot_spec(f"kv.{layer}.{role}", dims, dtype, _ROLES[role], writers)
 
     specs = [spec("window", config.sliding_window - 1 + K_MAX, width)]
     if kind == "sliding_attention":

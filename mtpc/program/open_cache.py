@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
+from mtpc.backends import PACKAGING, first_choice
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import OptionError
 from mtpc.program.model_key import checkpoint_fields, object_fields
 from mtpc.program.step_cache import StepCache, program_fields
 from mtpc.store.entries import EntryStore
 from mtpc.weights.checkpoint import Checkpoint, checkpoint_of
-
-AHEAD_OF_TIME = ("auto", "cpu")
-"""Values of the option `backend` whose steps are files."""
 
 
 def open_store(options: CompileOptions) -> EntryStore:
@@ -30,7 +28,8 @@ def kernel_store(options: CompileOptions, cache: StepCache | None) -> EntryStore
     """
     if cache is not None:
         return cache.store
-    return open_store(options) if options.backend == "cuda" and options.use_cache else None
+    row = first_choice(options.backend)
+    return open_store(options) if row and row.has_kernels and options.use_cache else None
 
 
 def open_cache(
@@ -48,10 +47,12 @@ def open_cache(
             object whose code was changed in place.
     """
     frozen = options.frozen or options.require_sha256 is not None
-    if not options.use_cache or options.backend not in AHEAD_OF_TIME:
+    row = first_choice(options.backend)
+    if not options.use_cache or row is None or not row.has_packages:
         if frozen:
             raise OptionError(
-                f"frozen with backend {options.backend!r}, which has no cache; use backend='cpu'"
+                f"frozen with backend {options.backend!r}, which has no cache; use "
+                f"backend={PACKAGING!r}"
             )
         return None
     model = _model_fields(source)

@@ -1,0 +1,88 @@
+"""From a traced graph to a captured step: the pass pipeline, then one backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpc.backends import Backend
+from mtpc.capture.graph import StepGraph
+from mtpc.passes import Verifier, run_pipeline, select_passes
+from mtpc.program.program import CapturedStep
+
+Seen = Callable[[str, StepGraph], None]
+"""Called with a pass's name and the graph after it."""
+Tell = Callable[[str], None]
+"""Called with the stage that begins."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How graphs become steps of one backend.
+
+    Attributes:
+        backend: lowers and captures; its passes end the pipeline.
+        buffer_names: layout name by tensor id, for state that model pieces hold.
+        disabled: names of passes to leave out.
+        enabled: names of passes to run that are off by default.
+        draft_vocab: token ids that drafts may be; empty: all.
+        verify_passes: recompute every value on fake tensors after each pass, not only at the end.
+    """
+
+    backend: Backend
+    buffer_names: Mapping[int, str]
+    disabled: tuple[str, ...] = ()
+    enabled: tuple[str, ...] = ()
+    draft_vocab: tuple[int, ...] = ()
+    verify_passes: bool = False
+
+    def rewrite(
+        self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
+    ) -> StepGraph:
+        """Run the pass pipeline in place, verifying after each pass.
+
+        Args:
+            graph: as traced.
+            until: stop after this pass; None runs them all.
+            seen: called with each pass's name and the graph after it.
+
+        Raises:
+            GraphError: a pass left an invalid graph.
+        """
+        enabled = (*self.enabled, *self.backend.enables)
+        passes = select_passes(self.buffer_names, self.disabled, enabled, self.draft_vocab)
+        pipeline = (*passes, *self.backend.legalise())
+        verify = Verifier(self.verify_passes)
+
+        def check(graph: StepGraph, name: str) -> None:
+            verify(graph, name)
+            seen(name, graph)
+
+        run_pipeline(graph, pipeline, check, until)
+        if until is None:
+            Verifier(propagate=True)(graph, pipeline[-1].name)
+        return graph
+
+    @torch.no_grad()
+    def capture(
+        self, graph: StepGraph, shared: Mapping[str, Tensor], tell: Tell = lambda stage: None
+    ) -> CapturedStep:
+        """Lower and capture a rewritten graph.
+
+        Args:
+            graph: after all passes.
+            shared: buffers of other graphs that the step's user reaches through it, by name.
+            tell: hears of "lower" and "capture".
+        """
+        start = time.perf_counter()
+        tell("lower")
+        run = self.backend.lower(graph)
+        tell("capture")
+        replay = self.backend.capture(run, graph)
+        seconds = time.perf_counter() - start
+        buffers = {**graph.buffers(), **shared}
+        return CapturedStep(graph.key, graph.layout, buffers, replay, seconds, graph)

@@ -1,0 +1,181 @@
+"""One way from a model and its options to steps that run: from the graph cache, or compiled.
+
+`mtpc.compile` assembles the steps into a program, `mtpc.compile_host` into parts that are bound to
+a host's tensors. An `Assembler` says how; everything else is the same for both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from mtpc.backends import choose_backend
+from mtpc.capture.graph import WeightTable
+from mtpc.config import CompileOptions
+from mtpc.layout import Form, Layout, graph_keys
+from mtpc.layout.progress import Listener, line_reporter
+from mtpc.program.binding import WeightSource
+from mtpc.program.child_process import build_in_child
+from mtpc.program.open_cache import kernel_store, open_cache
+from mtpc.program.restore import Steps, restore
+from mtpc.program.step_cache import StepCache
+from mtpc.weights.checkpoint import Checkpoint, stored_dtype
+from mtpc.weights.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from mtpc.models.load import LoadedModel
+    from mtpc.program.compiler import StepCompiler
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Assembler(Protocol[T_co]):
+    """Makes of compiled steps what its caller runs.
+
+    Attributes:
+        form: which graphs each step has.
+        owns_buffers: the result has state, caches and batch buffers of its own; without that,
+            steps are traced over stand-ins, and nothing is written to them.
+    """
+
+    @property
+    def form(self) -> Form: ...
+
+    @property
+    def owns_buffers(self) -> bool: ...
+
+    def assemble(self, steps: Steps, weights: WeightTable, source: WeightSource | None) -> T_co:
+        """Assemble steps of the graph cache.
+
+        Args:
+            steps: the entries, largest first.
+            weights: weights at hand, by name.
+            source: makes the other weights; None where all are at hand.
+        """
+        ...
+
+    def compile(self, compiler: StepCompiler) -> T_co:
+        """Assemble steps that no cache keeps."""
+        ...
+
+
+@dataclass(frozen=True)
+class Opened(Generic[T]):
+    """A model whose steps are ready.
+
+    Attributes:
+        made: what the assembler made of the steps.
+        served: vocabulary, end-of-sequence ids, tokenizer.
+        options: what the steps were compiled with, `max_len` settled.
+        device: where the steps run, as torch names it.
+        fallbacks: what runs differently from what was asked for, counted, with reasons.
+        check: raises CheckpointError if weights that binding read are unusable.
+        loaded: the model in memory; None where all of it came from the cache.
+    """
+
+    made: T
+    served: ServedModel
+    options: CompileOptions
+    device: str
+    fallbacks: Counter[str]
+    check: Callable[[], None]
+    loaded: LoadedModel | None = None
+
+
+def open_steps(
+    model: Any, options: dict[str, Any], assembler: Assembler[T], progress: Listener
+) -> Opened[T]:
+    """Take every step from the graph cache, or compile what the cache lacks.
+
+    Args:
+        model: a checkpoint directory (str or Path), or a transformers model loaded from one.
+        options: fields of `CompileOptions`, or their aliases.
+        assembler: makes the result of the steps.
+        progress: called at each stage.
+
+    Raises:
+        MtpcError: as `mtpc.compile`.
+    """
+    report = line_reporter(progress)
+    parsed = CompileOptions.parse(options)
+    source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
+    parsed = parsed.for_weights(stored_dtype(source))
+    cache = open_cache(source, parsed, report)
+    opener = _Opener(source, parsed, assembler, progress, report)
+    opened = opener.restored(cache)
+    if opened is None and opener.build_in_child(cache):
+        opened = opener.restored(cache)
+    if opened is None:
+        opened = opener.compiled(cache)
+    checkpoint = opened.loaded.checkpoint if opened.loaded else source
+    for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
+        opened.fallbacks.update(notes)
+    return opened
+
+
+@dataclass(frozen=True)
+class _Opener(Generic[T]):
+    """The ways to open one model."""
+
+    source: Any
+    options: CompileOptions
+    assembler: Assembler[T]
+    progress: Listener
+    report: Callable[[str], None]
+
+    def restored(self, cache: StepCache | None) -> Opened[T] | None:
+        """All of it from the cache, if the cache has all of it; transformers is not imported."""
+        if cache is None or not isinstance(self.source, Checkpoint):
+            return None
+        found = restore(self.source, self.options, cache, self.assembler.form)
+        if found is None:
+            return None
+        made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
+        options = found.settled(self.options)
+        return Opened(made, found.served(), options, found.device, Counter(), found.check)
+
+    def build_in_child(self, cache: StepCache | None) -> bool:
+        """Fill the cache in a process of its own, which pays for a large checkpoint."""
+        if cache is None or not isinstance(self.source, Checkpoint):
+            return False
+        form = self.assembler.form
+        return build_in_child(self.source, self.options, form, cache, self.progress, self.report)
+
+    def compiled(self, cache: StepCache | None) -> Opened[T]:
+        """Trace and lower what the cache lacks."""
+        # Imported here: a warm start needs neither transformers nor export nor Inductor.
+        from mtpc.models.load import load, place
+        from mtpc.program.caching_compiler import CachingCompiler
+        from mtpc.program.compiler import StepCompiler
+        from mtpc.program.memory_plan import settle_pages
+
+        # The backend comes first: a missing GPU must be reported before minutes of loading.
+        options, store = self.options, kernel_store(self.options, cache)
+        backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
+        loaded = load(self.source, options.dtype, needs_mtp=options.spec_tokens > 0)
+        loaded = place(loaded, backend.device)
+        is_cached = cache is not None and backend.package is not None
+        if self.assembler.owns_buffers:
+            options = settle_pages(loaded, options, backend, self.report)
+        # Cached steps are bound to buffers later, as in a warm start: these are stand-ins.
+        own = self.assembler.owns_buffers and not is_cached
+        new_buffer = Layout.allocate if own else Layout.reserve
+        compiler = StepCompiler(loaded, options, backend, self.progress, new_buffer)
+        if cache is not None and is_cached:
+            caching = CachingCompiler(compiler, cache)
+            steps = caching.obtain_all(graph_keys(options, self.assembler.form))
+            if caching.is_restorable and isinstance(self.source, Checkpoint):
+                # From here on this is a warm start, without the plain weights in memory.
+                del loaded, compiler, caching
+                return self.restored(cache) or self.compiled(None)
+            made = self.assembler.assemble(steps, compiler.weights, None)
+        else:
+            made = self.assembler.compile(compiler)
+        compiler.tell("done", None)
+        fallbacks = backend.notes + Counter([fallback] if fallback else [])
+        served, settled = loaded.served(), compiler.options
+        return Opened(made, served, settled, backend.device, fallbacks, lambda: None, loaded)
