@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mtpc.backends.base import Report
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, arguments
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
 """Why a kernel cannot take a call, or None where it can; decided from shapes and dtypes."""
@@ -91,4 +91,4 @@ class BindKernels:
 
 def _refused_argument(node: fx.Node) -> str | None:
     """What skip-idle-rows adds, if somebody enables it here: only the cpu's kernels take it."""
-    return "it takes no number of rows" if "rows" in node.kwargs else None
+    return None if arguments(node).get("rows") is None else "it takes no number of rows"

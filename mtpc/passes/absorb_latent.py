@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import emit, is_call, refresh_values, sweep
 
 aten = torch.ops.aten
@@ -37,10 +37,10 @@ class AbsorbLatent:
 
 
 def _absorb(node: fx.Node) -> None:
-    q, cache, kv_up, block_table, seq_lens, query_start_loc, scale, nope = node.args
+    q, cache, kv_up, block_table, seq_lens, query_start_loc, scale, nope = arguments(node).values()
     graph = node.graph
-    heads, width = q.meta["val"].shape[1:]  # type: ignore[union-attr]
-    rank = kv_up.meta["val"].shape[1]  # type: ignore[union-attr]
+    heads, width = q.meta["val"].shape[1:]
+    rank = kv_up.meta["val"].shape[1]
     with graph.inserting_before(node):
 
         def call(target, *args):  # type: ignore[no-untyped-def]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -72,6 +72,26 @@ def emit(
         value = target(*fx.node.map_aggregate(args, _fake), **fx.node.map_aggregate(kwargs, _fake))
     node.meta = {"val": value, "piece": like.meta.get("piece", "step")}
     return node
+
+
+def emit_named(graph: fx.Graph, target: Any, values: Mapping[str, Any], like: fx.Node) -> fx.Node:
+    """`emit` of a call whose arguments are given by name; those not named are at their defaults.
+
+    The call is spelled as usual: by position up to the last argument that differs from its
+    default, by name where the schema demands a name.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    num_args = 0
+    for argument in target._schema.arguments:
+        value = values.get(argument.name, argument.default_value)
+        is_set = not argument.has_default_value() or value != argument.default_value
+        if argument.kwarg_only:
+            kwargs |= {argument.name: value} if is_set else {}
+            continue
+        args.append(value)
+        num_args = len(args) if is_set else num_args
+    return emit(graph, target, tuple(args[:num_args]), like, **kwargs)
 
 
 def emit_weight(graph: StepGraph, name: str, recipe: Recipe, like: fx.Node) -> fx.Node:

@@ -69,5 +69,5 @@ def _freeze(value: Any) -> Any:
         return tuple(_freeze(v) for v in value)
     if isinstance(value, dict):
         return tuple(sorted((k, _freeze(v)) for k, v in value.items()))
-    # 1, 1.0 and True are equal and hash alike, but are different arguments.
-    return (type(value), value)
+    # 1, 1.0 and True are equal and hash alike, as are 0.0 and -0.0, but are different arguments.
+    return (type(value), repr(value) if isinstance(value, float) else value)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtpc.buffers import R, T
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, arguments
 
 aten = torch.ops.aten
 
@@ -48,10 +48,11 @@ def row_demands(graph: StepGraph) -> dict[str, int]:
     """Rows of each batch buffer that some slice of it reads or writes, by buffer name."""
     demands: dict[str, int] = {}
     for node in graph.graph.nodes:
-        if node.target is not aten.slice.Tensor or not _is_batch_buffer(node.args[0]):
+        if node.target is not aten.slice.Tensor:
             continue
-        name, (dim, _, end) = str(node.args[0].target), (*node.args[1:4], 0, None, None)[:3]
-        if dim == 0 and end is not None and int(end) < _OPEN_END:
+        x, dim, _, end, _ = arguments(node).values()
+        if _is_batch_buffer(x) and dim == 0 and end is not None and int(end) < _OPEN_END:
+            name = str(x.target)
             demands[name] = max(demands.get(name, 0), int(end))
     return demands
 
