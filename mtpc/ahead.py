@@ -33,7 +33,7 @@ from mtpc.models.weight_recipes import repeats, weight_recipes
 from mtpc.recipes import Recipe, names
 
 _LOWERING = ("backend", "machine.", "torch.", "environment.", "version.torch", "source.backends",
-             "source.kernels")  # fmt: skip
+             "source.kernels", "source.ops")  # fmt: skip
 """Key fields that have a say in how a graph is lowered; the rest has had its say in the graph."""
 
 

@@ -20,7 +20,7 @@ ORDER = (
     ("checkpoint",),
     ("layout",),
     ("buffers", "progress", "serving"),
-    ("cache.key", "cache.safety", "cache.machine", "cache.store", "cache.lookup"),
+    ("cache.key", "cache.safety", "cache.sources", "cache.machine", "cache.store", "cache.lookup"),
     ("ops",),
     ("pieces",),
     ("step",),

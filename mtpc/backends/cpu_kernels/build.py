@@ -28,9 +28,9 @@ from mtpc.cache.machine import (
     COMPILER,
     cpu_flags,
     machine_fields,
-    source_fields,
     version_fields,
 )
+from mtpc.cache.sources import source_fields
 from mtpc.cache.store import Entry, EntryStore
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
