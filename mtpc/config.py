@@ -26,7 +26,9 @@ DEFAULT_PREFILL_CHUNK = 64
 """Prompt tokens of a prefill step where every step costs as much, or others wait for it."""
 LARGE_PREFILL_CHUNK = 512
 """And where a step costs what its tokens do; larger ones gain nothing (docs/performance.md)."""
-_SKIPS_IDLE_ROWS = "skip-idle-rows"
+SKIP_IDLE_ROWS = "skip-idle-rows"
+"""The name of a pass that decides `prefill_chunk`. The pass takes it from here: options are read
+without the passes, which import torch."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
@@ -224,7 +226,7 @@ class CompileOptions:
 
         Every way to steps settles them so before it looks into the cache, as the chunk is in keys.
         """
-        skips = self.backend in ("cpu", "auto") and _SKIPS_IDLE_ROWS not in self.disabled_passes
+        skips = self.backend in ("cpu", "auto") and SKIP_IDLE_ROWS not in self.disabled_passes
         if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
             return replace(self, prefill_chunk=LARGE_PREFILL_CHUNK)
         return self

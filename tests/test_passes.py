@@ -14,7 +14,7 @@ from mtpc import ops
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.errors import GraphError, OptionError
 from mtpc.layout import BufferSpec, Layout, StepKey
-from mtpc.passes import Pass, Verifier, run_pipeline, select_passes
+from mtpc.passes import Pass, Verifier, pass_names, run_pipeline, select_passes
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
@@ -309,6 +309,7 @@ def test_pass_options() -> None:
         select_passes({}, ("fuse-chain",), ())
     with pytest.raises(OptionError, match="cannot be disabled"):
         select_passes({}, ("resize-metadata",), ())
+    assert [step.name for step in select_passes({}, (), ())] == [*pass_names("required", "on")]
     names = [step.name for step in select_passes({}, ("hoist-shared",), ("merge-projections",))]
     assert "hoist-shared" not in names
     assert names[-1] == "merge-projections"

@@ -19,7 +19,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.passes import OFF_BY_DEFAULT, Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes import Verifier, pass_names, run_pipeline, select_passes
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.resize_metadata import ResizeMetadata
@@ -122,7 +122,7 @@ def test_every_pass_keeps_the_step(
     family: str, phase: str, compiler: Callable[..., StepCompiler]
 ) -> None:
     """After each pass the verifier holds (shapes, effects, syncs), and a rerun is idle."""
-    enabled = OFF_BY_DEFAULT
+    enabled = pass_names("backend", "off")
     built = compiler(family, verify_passes=True, enabled_passes=enabled)
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = built.rewrite(built.trace(key))
@@ -145,7 +145,7 @@ def test_passes_match_however_arguments_are_spelled(
 ) -> None:
     """By position or by name, with defaults or without: every pass finds the same."""
     options = CompileOptions(
-        batch_buckets=(2,), dtype="bfloat16", enabled_passes=OFF_BY_DEFAULT, draft_vocab=24, **TINY
+        batch_buckets=(2,), dtype="bfloat16", enabled_passes=pass_names(), draft_vocab=24, **TINY
     )
     loaded = load(checkpoint(family), "bfloat16", needs_mtp=True)
     found = []

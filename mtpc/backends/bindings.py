@@ -10,6 +10,7 @@ from torch import fx
 
 from mtpc.backends.base import Report
 from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
 """Why a kernel cannot take a call, or None where it can; decided from shapes and dtypes."""
@@ -56,6 +57,7 @@ class BindKernels:
     bindings: Sequence[Binding]
     note: Report = field(default=lambda line: None)
     name: ClassVar[str] = "legalise-gpu"
+    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

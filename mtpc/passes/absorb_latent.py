@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import emit, is_call, refresh_values, sweep
+from mtpc.passes.base import Policy, emit, is_call, refresh_values, sweep
 
 aten = torch.ops.aten
 mtpc = torch.ops.mtpc
@@ -26,6 +26,7 @@ class AbsorbLatent:
     """
 
     name: ClassVar[str] = "absorb-latent"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         found = [n for n in graph.graph.nodes if is_call(n, mtpc.expanded_latent_attention.default)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import fx
@@ -18,14 +18,24 @@ from mtpc.recipes import Recipe
 
 aten = torch.ops.aten
 
+Policy = Literal["required", "on", "backend", "off"]
+"""When a pass runs. `required`: always, for without it a graph is not valid, or not one graph.
+`on`: unless it is disabled. `backend`: where the backend names it, or it is enabled. `off`: only
+where it is enabled."""
+
 
 class Pass(Protocol):
     """A rewrite: a valid StepGraph in, a valid StepGraph out, changed in place.
 
     Implementations are frozen dataclasses whose fields are their options.
+
+    Attributes:
+        name: as in the options `enabled_passes` and `disabled_passes`.
+        policy: when it runs.
     """
 
     name: ClassVar[str]
+    policy: ClassVar[Policy]
 
     def apply(self, graph: StepGraph) -> int:
         """Rewrite; returns the number of rewrites, 0 where nothing was changed."""

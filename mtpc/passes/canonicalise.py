@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import StepGraph, first_argument
+from mtpc.passes.base import Policy
 
 aten = torch.ops.aten
 
@@ -20,6 +21,7 @@ class Canonicalise:
     """Replace identity nodes by their input; erase dead nodes. Rewrites are nodes removed."""
 
     name: ClassVar[str] = "canonicalise"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         return drop_identities(graph.graph)

@@ -10,7 +10,7 @@ from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import emit, is_call, refresh_values, sweep
+from mtpc.passes.base import Policy, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import is_narrow, operands
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of
 
@@ -28,6 +28,7 @@ class FuseCacheWrite:
     """
 
     name: ClassVar[str] = "fuse-cache-write"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         seen = _Seen()

@@ -11,7 +11,7 @@ from torch import fx
 import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, sweep
+from mtpc.passes.base import Policy, emit, is_call, sweep
 from mtpc.passes.patterns import operands
 
 _NORM = torch.ops.mtpc.rms_norm.default
@@ -27,6 +27,7 @@ class FuseDraftEntry:
     """
 
     name: ClassVar[str] = "fuse-draft-entry"
+    policy: ClassVar[Policy] = "off"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)

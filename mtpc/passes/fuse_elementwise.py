@@ -12,7 +12,7 @@ import mtpc.ops.fused
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.packing import TILE
-from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import cast, either_way, is_narrow, operands
 from mtpc.passes.rotary import match_rotary
 
@@ -32,6 +32,7 @@ class FuseElementwise:
     """
 
     name: ClassVar[str] = "fuse-elementwise"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

@@ -11,7 +11,7 @@ from torch import fx
 import mtpc.ops.packed
 import mtpc.ops.quantised  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, emit, emit_named, is_call, sweep
+from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, sweep
 from mtpc.passes.patterns import operands
 
 aten = torch.ops.aten
@@ -36,6 +36,7 @@ class FuseHeadMax:
     """
 
     name: ClassVar[str] = "fuse-head-max"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

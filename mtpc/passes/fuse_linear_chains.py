@@ -12,7 +12,7 @@ import mtpc.ops.chain  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.chain import BIASED, GATED, LINEAR, NORM, NORM_PLUS_ONE
 from mtpc.packing import TILE
-from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import operands
 
 _CHAIN = torch.ops.mtpc.linear_chain.default
@@ -35,6 +35,7 @@ class FuseLinearChains:
     """
 
     name: ClassVar[str] = "fuse-linear-chains"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

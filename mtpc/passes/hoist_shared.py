@@ -11,7 +11,7 @@ from torch import fx
 
 from mtpc.capture.effects import Effects, Root, analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, sweep
+from mtpc.passes.base import GETITEM, Policy, sweep
 
 _IMPURE_TAGS = (torch.Tag.nondeterministic_seeded,)
 
@@ -26,6 +26,7 @@ class HoistShared:
     """
 
     name: ClassVar[str] = "hoist-shared"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)

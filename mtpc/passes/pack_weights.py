@@ -12,7 +12,7 @@ import mtpc.ops.float32_linear
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.packing import can_pack
-from mtpc.passes.base import emit, emit_named, is_call, sweep
+from mtpc.passes.base import Policy, emit, emit_named, is_call, sweep
 from mtpc.passes.head_products import pack_head_products
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
@@ -41,6 +41,7 @@ class PackWeights:
     """
 
     name: ClassVar[str] = "pack-weights"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: weight.dim() == 2 and can_pack(weight))

@@ -11,7 +11,7 @@ from torch import fx
 import mtpc.ops.quantised  # noqa: F401  (registers the ops that take quantised weights)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.packing import can_quantise
-from mtpc.passes.base import emit, emit_named
+from mtpc.passes.base import Policy, emit, emit_named
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -35,6 +35,7 @@ class QuantiseDraft:
     """
 
     name: ClassVar[str] = "quantise-draft"
+    policy: ClassVar[Policy] = "off"
 
     def apply(self, graph: StepGraph) -> int:
         draft = draft_nodes(graph.graph)

@@ -10,6 +10,7 @@ from torch import fx
 
 from mtpc.buffers import R, T
 from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy
 
 aten = torch.ops.aten
 
@@ -30,6 +31,7 @@ class ResizeMetadata:
     """
 
     name: ClassVar[str] = "resize-metadata"
+    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

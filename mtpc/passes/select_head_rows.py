@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import emit, emit_named, is_call, refresh_values, sweep
+from mtpc.passes.base import Policy, emit, emit_named, is_call, refresh_values, sweep
 from mtpc.passes.patterns import operands
 
 aten = torch.ops.aten
@@ -45,6 +45,7 @@ class SelectHeadRows:
     """
 
     name: ClassVar[str] = "select-head-rows"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

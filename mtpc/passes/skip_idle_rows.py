@@ -14,8 +14,9 @@ import mtpc.ops.packed
 import mtpc.ops.quantised
 import mtpc.ops.ragged  # noqa: F401  (these register the ops that this pass names)
 from mtpc.capture.graph import StepGraph, arguments, first_argument
+from mtpc.config import SKIP_IDLE_ROWS
 from mtpc.layout import StepKey
-from mtpc.passes.base import GETITEM, emit, is_call
+from mtpc.passes.base import GETITEM, Policy, emit, is_call
 
 aten = torch.ops.aten
 
@@ -74,7 +75,8 @@ class SkipIdleRows:
     where the backend has kernels that leave rows out (cpu).
     """
 
-    name: ClassVar[str] = "skip-idle-rows"
+    name: ClassVar[str] = SKIP_IDLE_ROWS
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         counts = _Counts(graph.graph, graph.key)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, set_tensor
-from mtpc.passes.base import emit, emit_weight, sweep
+from mtpc.passes.base import Policy, emit, emit_weight, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
 from mtpc.passes.patterns import operands
 from mtpc.recipes import Rows
@@ -33,6 +33,7 @@ class TrimDraftHead:
     """
 
     name: ClassVar[str] = "trim-draft-head"
+    policy: ClassVar[Policy] = "on"
     token_ids: tuple[int, ...] = ()
 
     def apply(self, graph: StepGraph) -> int:
