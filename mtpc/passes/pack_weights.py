@@ -11,7 +11,6 @@ from torch import fx
 import mtpc.ops.float32_linear
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.packing import can_pack
 from mtpc.passes.base import Policy, emit, emit_named, is_call, sweep
 from mtpc.passes.head_products import pack_head_products
 from mtpc.passes.linears import (
@@ -23,6 +22,7 @@ from mtpc.passes.linears import (
     replace_groups,
 )
 from mtpc.passes.patterns import cast
+from mtpc.weights.packing import can_pack
 
 aten = torch.ops.aten
 

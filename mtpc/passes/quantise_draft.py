@@ -10,7 +10,6 @@ from torch import fx
 
 import mtpc.ops.quantised  # noqa: F401  (registers the ops that take quantised weights)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.packing import can_quantise
 from mtpc.passes.base import Policy, emit, emit_named
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
@@ -21,6 +20,7 @@ from mtpc.passes.linears import (
     linear_groups,
     replace_groups,
 )
+from mtpc.weights.packing import can_quantise
 
 
 @dataclass(frozen=True)

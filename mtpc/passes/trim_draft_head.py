@@ -13,7 +13,7 @@ from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.passes.base import Policy, emit, emit_weight, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
 from mtpc.passes.patterns import operands
-from mtpc.recipes import Rows
+from mtpc.weights.recipes import Rows
 
 aten = torch.ops.aten
 

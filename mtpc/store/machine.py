@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 import mtpc
-from mtpc.cache.key import hash_of
-from mtpc.cache.sources import source_fields
 from mtpc.config import compiler_environment, cpu_level, cxx_compiler
 from mtpc.errors import CacheError
+from mtpc.store.key import hash_of
+from mtpc.store.sources import source_fields
 
 COMPILER = "machine.compiler"
 """The one field that may be unknown: where no compiler is installed, any will do."""

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mtpc
-from mtpc.cache.key import hash_of
 from mtpc.errors import CacheError
+from mtpc.store.key import hash_of
 
-ENTRY = "mtpc.ahead"
+ENTRY = "mtpc.program.caching_compiler"
 """The module that turns options into packages."""
 PACKAGE = Path(mtpc.__file__).parent
 KERNELS = "kernels"
