@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ DEFAULT_PREFILL_CHUNK = 64
 """Prompt tokens of a prefill step where every step costs as much, or others wait for it."""
 LARGE_PREFILL_CHUNK = 512
 """And where a step costs what its tokens do; larger ones gain nothing (docs/performance.md)."""
-_SKIPS_IDLE_ROWS = "skip-idle-rows"
+SKIP_IDLE_ROWS = "skip-idle-rows"
+"""The name of a pass that decides `prefill_chunk`. The pass takes it from here: options are read
+without the passes, which import torch."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
@@ -112,6 +115,7 @@ class CompileOptions:
     require_sha256: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_switches()
         self._settle_tiers()
         if self.max_len is not None:
             _check_int("max_len", self.max_len, low=2)
@@ -123,15 +127,17 @@ class CompileOptions:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.num_pages is not None:
             _check_int("num_pages", self.num_pages, low=2)
-        for name in ("prefix_caching", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise OptionError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
         for name in ("disabled_passes", "enabled_passes"):
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
+        for name in self.enabled_passes:
+            if name in self.disabled_passes:
+                raise OptionError(
+                    f"pass {name!r} is in enabled_passes and in disabled_passes; name it in one"
+                )
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
         object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
         if self.busy_prefill_chunk is not None:
@@ -139,19 +145,20 @@ class CompileOptions:
         self._check_prefill_rows()
         self._check_cache()
 
+    def _check_switches(self) -> None:
+        """Anything but True and False is refused: "no" would count as yes."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise OptionError(f"{field.name} is {value!r}; expected True or False")
+
     def _settle_tiers(self) -> None:
         """`spec_tokens` becomes a number, the largest tier where there are several."""
-        tiers: Any = self.spec_tiers
-        if self.spec_tokens == AUTO:
-            tiers = tiers or AUTO_TIERS
-            if isinstance(tiers, (int, str)) or len(set(tiers)) < 2:
-                raise OptionError(
-                    f"spec_tiers is {tiers!r}; expected several numbers, as (0, 1, 3)"
-                )
-            for tier in tiers:
-                _check_int("spec_tiers", tier, low=0, high=MAX_SPEC_TOKENS)
+        is_auto = self.spec_tokens == AUTO
+        tiers = _check_tiers(self.spec_tiers, is_auto)
+        object.__setattr__(self, "spec_tiers", tiers)
+        if is_auto:
             object.__setattr__(self, "spec_tokens", max(tiers))
-            object.__setattr__(self, "spec_tiers", tuple(sorted(set(tiers))))
         _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
         if tiers and max(tiers) != self.spec_tokens:
             raise OptionError(
@@ -219,7 +226,7 @@ class CompileOptions:
 
         Every way to steps settles them so before it looks into the cache, as the chunk is in keys.
         """
-        skips = self.backend in ("cpu", "auto") and _SKIPS_IDLE_ROWS not in self.disabled_passes
+        skips = self.backend in ("cpu", "auto") and SKIP_IDLE_ROWS not in self.disabled_passes
         if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
             return replace(self, prefill_chunk=LARGE_PREFILL_CHUNK)
         return self
@@ -298,9 +305,24 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None
 
 
 def _check_names(option: str, names: Any) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"{option} is {names!r}; expected pass names, as ('hoist-shared',)")
-    return tuple(names)
+    is_row = isinstance(names, Iterable) and not isinstance(names, str)
+    row = tuple(names) if is_row else (None,)
+    if not all(isinstance(name, str) for name in row):
+        raise OptionError(f"{option} is {names!r}; expected pass names, each a string in a tuple")
+    return row
+
+
+def _check_tiers(tiers: Any, is_auto: bool) -> tuple[int, ...]:
+    """Ascending, each once; two at least where there is a choice."""
+    is_row = isinstance(tiers, Iterable) and not isinstance(tiers, str)
+    row = tuple(tiers) if is_row else ()
+    if is_auto and is_row and not row:
+        return AUTO_TIERS
+    for tier in row:
+        _check_int("spec_tiers", tier, low=0, high=MAX_SPEC_TOKENS)
+    if not is_row or (is_auto and len(set(row)) < 2):
+        raise OptionError(f"spec_tiers is {tiers!r}; expected several numbers, as (0, 1, 3)")
+    return tuple(sorted(set(row)))
 
 
 def _check_buckets(buckets: Any) -> tuple[int, ...]:

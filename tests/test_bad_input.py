@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_theorem import PROMPTS
 
 import mtpc
+from mtpc.config import CompileOptions
 from mtpc.errors import (
     CapacityError,
     CheckpointError,
@@ -160,6 +162,22 @@ def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
         ({"dtype": torch.float32}, r"dtype is torch\.float32; expected one of"),
         ({"backend": None}, "backend is None"),
         ({"disabled_passes": "hoist-shared"}, "expected pass names"),
+        ({"disabled_passes": 3}, "disabled_passes is 3; expected pass names"),
+        ({"enabled_passes": None}, "enabled_passes is None; expected pass names"),
+        ({"enabled_passes": (3,)}, r"enabled_passes is \(3,\); expected pass names"),
+        (
+            {"disabled_passes": ("hoist-shared",), "enabled_passes": ("hoist-shared",)},
+            "in enabled_passes and in disabled_passes",
+        ),
+        ({"spec_tiers": 2}, r"spec_tiers is 2; expected several numbers"),
+        ({"spec_tokens": "auto", "spec_tiers": "01"}, "spec_tiers is '01'; expected several"),
+        ({"spec_tokens": "auto", "spec_tiers": 3.0}, r"spec_tiers is 3\.0; expected several"),
+        ({"spec_tokens": 2, "spec_tiers": ("a", 2)}, r"spec_tiers is 'a' \(str\)"),
+        ({"spec_tokens": 2, "spec_tiers": (-1, 2)}, r"spec_tiers is -1; expected an integer in 0"),
+        ({"spec_tokens": "many"}, r"spec_tokens is 'many' \(str\)"),
+        ({"backend": 3}, "backend is 3"),
+        ({"cache_dir": 3}, "cache_dir is 3"),
+        ({"draft_vocab": 2.5}, r"draft_vocab is 2\.5"),
         ({"max_len": 513}, "max_len is 513; the model was made for at most 512"),
         ({"disabled_passes": ("hoist",)}, "unknown pass 'hoist'"),
     ],
@@ -167,6 +185,23 @@ def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
 def test_options(checkpoint: Callable[..., Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         mtpc.compile(checkpoint("mimo"), **{**EAGER, **options})
+
+
+SWITCHES = [field.name for field in fields(CompileOptions) if isinstance(field.default, bool)]
+
+
+@pytest.mark.parametrize("value", ["no", "False", 0, None])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_are_true_or_false(name: str, value: Any) -> None:
+    """ "no" is true where Python is asked."""
+    with pytest.raises(OptionError, match=f"{name} is {value!r}; expected True or False"):
+        CompileOptions(**{"sampling": True, name: value})
+
+
+def test_every_option_refuses_what_it_cannot_be() -> None:
+    for field in fields(CompileOptions):
+        with pytest.raises(OptionError, match=field.name):
+            CompileOptions(**{field.name: object()})
 
 
 def test_the_alias_is_the_option(checkpoint: Callable[..., Path]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,14 @@ from warm_starts import DECODE, copied, edit_weights
 
 import mtpc
 from mtpc.config import CompileOptions
+from mtpc.errors import CacheError
 from mtpc.layout import StepKey
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import StepCache, step_fields
 from mtpc.store.entries import EntryStore
 from mtpc.store.lookup import key_of
+from mtpc.store.sources import ENTRY, imports, source_fields, source_files
 from mtpc.weights.checkpoint import Checkpoint
 
 __all__ = ["copied"]
@@ -39,21 +45,41 @@ def changed_fields(before: dict[str, str], after: dict[str, str]) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-@pytest.mark.parametrize(
-    ("change", "fields"),
-    [
-        ({"spec_tokens": 2}, {"options.spec_tokens", "step.spec_tokens", "step.query_len"}),
-        ({"batch_buckets": (2, 4)}, {"options.largest_bucket"}),
-        ({"max_len": 48}, {"options.max_len"}),
-        ({"page_size": 8}, {"options.page_size"}),
-        ({"num_pages": 64}, {"options.num_pages"}),
-        ({"dtype": "float32"}, {"options.dtype"}),
-        ({"sampling": True}, {"options.sampling", "options.max_logprobs"}),
-        ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
-        ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
+    ({"spec_tokens": 2}, {"options.spec_tokens", "step.spec_tokens", "step.query_len"}),
+    ({"batch_buckets": (2, 4)}, {"options.largest_bucket"}),
+    ({"max_len": 48}, {"options.max_len"}),
+    ({"page_size": 8}, {"options.page_size"}),
+    ({"num_pages": 64}, {"options.num_pages"}),
+    ({"dtype": "float32"}, {"options.dtype"}),
+    ({"sampling": True}, {"options.sampling", "options.max_logprobs"}),
+    (
+        {"token_mask": True, "sampling": True, "max_logprobs": 9},
+        {"options.sampling", "options.max_logprobs", "options.token_mask"},
+    ),
+    ({"draft_vocab": 24}, {"options.draft_vocab"}),
+    ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
+    ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
+]
+NOT_IN_THE_KEY: list[dict[str, Any]] = [
+    {"verify_passes": True},
+    {"strict": True},
+    {"frozen": True},
+    {"backend": "auto"},
+    {"cache_dir": Path("/elsewhere")},
+    {"require_sha256": "0" * 64},
+    {"max_logprobs": 9},  # It sizes what only sampling has.
+    {"prefill_chunk": 16},  # These two are in the key of prefill steps only.
+    {"prefill_rows": 2},
+    {"batch_buckets": (1, 2)},
+    {"spec_tiers": (0, 3)},  # Each has a step of its own.
+    {"prefix_caching": False},  # And these are the engine's.
+    {"busy_prefill_chunk": 2},
+    {"async_scheduling": True},
+]
+
+
+@pytest.mark.parametrize(("change", "fields"), IN_THE_KEY, ids=lambda v: next(iter(v)))
 def test_options_in_the_key(
     change: dict[str, Any], fields: set[str], checkpoint: Callable[..., Path]
 ) -> None:
@@ -61,24 +87,15 @@ def test_options_in_the_key(
     assert changed_fields(fields_of(directory), fields_of(directory, **change)) == fields
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"verify_passes": True},
-        {"strict": True},
-        {"frozen": True},
-        {"backend": "auto"},
-        {"cache_dir": Path("/elsewhere")},
-        {"require_sha256": "0" * 64},
-        {"max_logprobs": 9},  # It sizes what only sampling has.
-        {"prefill_chunk": 16},  # It is in the key of prefill steps only.
-        {"batch_buckets": (1, 2)},
-    ],
-    ids=lambda change: next(iter(change)),
-)
+@pytest.mark.parametrize("change", NOT_IN_THE_KEY, ids=lambda change: next(iter(change)))
 def test_options_not_in_the_key(change: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint("mimo")
     assert fields_of(directory) == fields_of(directory, **change)
+
+
+def test_every_option_is_known_to_be_in_the_key_or_not() -> None:
+    known = {next(iter(change)) for change in (*(c for c, _ in IN_THE_KEY), *NOT_IN_THE_KEY)}
+    assert known | {"use_cache"} == {field.name for field in dataclasses.fields(CompileOptions)}
 
 
 def _config(**entries: Any) -> Callable[[Path], None]:
@@ -185,28 +202,102 @@ def test_the_environment_in_the_key(
     assert changed_fields(before, after) == {"environment.TORCHINDUCTOR_FREEZING"}
 
 
+def copied_package(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(Path(mtpc.__file__).parent, tmp_path / "mtpc"))
+
+
 def test_every_part_of_the_source_is_in_the_key(tmp_path: Path) -> None:
     """Of every file that has a say in a graph, one changed byte is a miss, in its own field."""
-    from mtpc.store.machine import source_fields
-
-    package = Path(shutil.copytree(Path(mtpc.__file__).parent, tmp_path / "mtpc"))
+    package = copied_package(tmp_path)
     before = source_fields(package)
     assert before == source_fields()
-    for file, part in (
-        ("passes/hoist_shared.py", "passes"),
-        ("capture/inline.py", "capture"),
-        ("models/mimo.py", "models"),
-        ("ops/attention.py", "ops"),
-        ("step.py", "step"),
-        ("pieces/accept.py", "step"),
-        ("backends/cpu.py", "backends"),
-        ("backends/cpu_kernels/simd.h", "kernels"),
-    ):
-        with (package / file).open("a") as handle:
-            handle.write("\n")
-        after = source_fields(package)
-        assert changed_fields(before, after) == {f"source.{part}"}
-        before = after
+    for part, paths in source_files(package).items():
+        for path in paths:
+            with path.open("a") as handle:
+                handle.write("\n")
+            after = source_fields(package)
+            assert changed_fields(before, after) == {f"source.{part}"}, path
+            before = after
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "config.py",
+        "sampling_params.py",
+        "passes/hoist_shared.py",
+        "models/mimo.py",
+        "ops/attention.py",
+        "backends/cpu.py",
+        "backends/cpu_kernels/simd.h",
+    ],
+)
+def test_what_decides_a_package_is_in_the_key(file: str, tmp_path: Path) -> None:
+    package = copied_package(tmp_path)
+    before = source_fields(package)
+    with (package / file).open("a") as handle:
+        handle.write("\n")
+    assert source_fields(package) != before
+
+
+@pytest.mark.parametrize("file", ["engine/engine.py", "server/app.py", "backends/cuda.py"])
+def test_what_runs_packages_is_not_in_the_key(file: str, tmp_path: Path) -> None:
+    package = copied_package(tmp_path)
+    before = source_fields(package)
+    with (package / file).open("a") as handle:
+        handle.write("\n")
+    assert source_fields(package) == before
+
+
+def test_sources_that_are_not_found_are_refused(tmp_path: Path) -> None:
+    """A digest of nothing would be the same for ever."""
+    with pytest.raises(CacheError, match="has no module"):
+        source_fields(tmp_path)
+    package = copied_package(tmp_path)
+    for path in (package / "backends" / "cpu_kernels").iterdir():
+        if path.suffix in (".cpp", ".h"):
+            path.unlink()
+    with pytest.raises(CacheError, match="no files of the part 'kernels'"):
+        source_fields(package)
+
+
+def test_modelling_code_that_is_not_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpc.store import machine
+
+    monkeypatch.setattr(machine, "_MODELLING", ("models/*/modelling_*.py",))
+    with pytest.raises(CacheError, match=r"transformers has no models"):
+        machine.modelling_field()
+
+
+@pytest.mark.parametrize("path", sorted(Path(mtpc.__file__).parent.rglob("*.py")), ids=str)
+def test_imports_are_those_that_python_sees(path: Path) -> None:
+    """Sources are found by the text of import statements; here it is compared with the syntax."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    expected = set()
+    for node in ast.walk(tree):
+        at_top = node in tree.body
+        if isinstance(node, ast.Import):
+            expected |= {(alias.name, at_top) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "sources are found by whole names"
+            expected.add((node.module or "", at_top))
+            expected |= {(f"{node.module}.{alias.name}", at_top) for alias in node.names}
+    missing = {found for found in expected if found[0].startswith("mtpc")} - set(imports(source))
+    assert not missing
+
+
+def test_what_the_entry_loads_is_in_the_key() -> None:
+    """Of a fresh process that imports the entry, every module of mtpc."""
+    code = (
+        f"import {ENTRY}, sys; print(*(m.__file__ for n, m in sys.modules.items() if 'mtpc' in n))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    package = Path(mtpc.__file__).parent
+    loaded = {Path(file) for file in done.stdout.split()} - {package / "__init__.py"}
+    known = {path for paths in source_files().values() for path in paths}
+    assert len(loaded) > 50
+    assert loaded <= known
 
 
 def test_every_field_is_said_where_it_differs(

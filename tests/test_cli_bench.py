@@ -42,6 +42,17 @@ def test_every_variant_has_a_row(word_model: Path, capsys: pytest.CaptureFixture
         assert row[10] == "-", "kernels are counted on GPUs"
 
 
+def test_a_pass_that_a_backend_chooses_is_left_out_where_it_is_compared() -> None:
+    """Else both variants would run it. One that is off anyway is not named."""
+    compared = ["pack-weights", "quantise-draft"]
+    asked = {"enabled_passes": ("quantise-draft",), "disabled_passes": ("pack-weights",)}
+    for options in ({}, asked):
+        rows = [bench._options_of(variant, options) for variant in bench._variants([2], compared)]
+        assert [set(row["enabled_passes"]) for row in rows] == [set(), {compared[0]}, {compared[1]}]
+        left_out = [set(row["disabled_passes"]) for row in rows]
+        assert left_out == [{"pack-weights"}, set(), {"pack-weights"}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -128,6 +128,23 @@ def test_a_callback_that_raises_harms_nobody_else(session: Session) -> None:
         engine.add([3], 3, on_output=5)
 
 
+def test_a_callback_that_raises_when_aborted_harms_nobody(session: Session) -> None:
+    """`abort` ends the request all the same, and whoever aborted it is not told of the error."""
+    engine, plain = session.spec.engine, session.plain
+    before = engine.stats.finished["aborted"]
+
+    def bad(output: StepOutput) -> None:
+        raise ValueError("the consumer is broken")
+
+    broken = engine.add(PROMPTS[3], 12, on_output=bad)
+    other = engine.add(PROMPTS[6], 12)
+    engine.abort(broken)
+    assert engine.stats.callback_errors == 1
+    assert engine.stats.finished["aborted"] == before + 1
+    assert run(engine)[other] == plain.generate(PROMPTS[6], 12, stop=False)
+    session.check_empty()
+
+
 def test_abort_from_a_callback(session: Session) -> None:
     """A consumer that has enough, of its own request and of another one."""
     engine = session.spec.engine

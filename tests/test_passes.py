@@ -7,19 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from spelled_out import spell_out
 from torch import Tensor, fx, nn
 
 from mtpc import ops
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.errors import GraphError, OptionError
 from mtpc.layout import BufferSpec, Layout, StepKey
-from mtpc.passes import Pass, Verifier, run_pipeline, select_passes
+from mtpc.passes import Pass, Verifier, pass_names, run_pipeline, select_passes
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
+from mtpc.passes.pack_weights import PackWeights
+from mtpc.passes.resize_metadata import row_demands
 from mtpc.passes.select_head_rows import SelectHeadRows
+from mtpc.passes.trim_draft_head import TrimDraftHead
 
 aten = torch.ops.aten
 
@@ -304,6 +309,7 @@ def test_pass_options() -> None:
         select_passes({}, ("fuse-chain",), ())
     with pytest.raises(OptionError, match="cannot be disabled"):
         select_passes({}, ("resize-metadata",), ())
+    assert [step.name for step in select_passes({}, (), ())] == [*pass_names("required", "on")]
     names = [step.name for step in select_passes({}, ("hoist-shared",), ("merge-projections",))]
     assert "hoist-shared" not in names
     assert names[-1] == "merge-projections"
@@ -365,3 +371,184 @@ def test_rows_are_not_selected_across_a_write() -> None:
     run_pipeline(graph, (SelectHeadRows(),), Verifier(propagate=True))
     assert graph.history[-1].rewrites == 0
     assert torch.equal(run(graph), expected)
+
+
+@pytest.mark.parametrize(
+    "row_wise",
+    [
+        lambda x: aten.add.Tensor(x, x.cos(), alpha=3),
+        lambda x: aten.sub.Tensor(x, x.cos(), alpha=3),
+        lambda x: aten.add.Scalar(x, 2, 3),
+        lambda x: aten.mean.dim(x.float(), [-1], True, dtype=torch.float64),
+        lambda x: aten.clamp.default(x, max=0.1),
+        lambda x: aten.linear.default(x, torch.ones(2, 4).double(), torch.ones(2).double()),
+    ],
+    ids=["add", "sub", "add-scalar", "mean", "clamp", "linear"],
+)
+@pytest.mark.parametrize("spelled_out", [False, True])
+def test_select_head_rows_keeps_every_argument(
+    row_wise: Callable[[Tensor], Tensor], spelled_out: bool
+) -> None:
+    """What is computed again for fewer rows has the arguments that it had."""
+    width = row_wise(_random(1, 4)).shape[-1]
+
+    def body(x: Tensor, rows: Tensor, out: Tensor) -> None:
+        out.copy_(aten.index_select.default(row_wise(x), 0, rows))
+
+    graph = small_graph(
+        body,
+        x=_random(6, 4),
+        rows=torch.tensor([1, 4]),
+        batch_out=torch.zeros(2, width, dtype=torch.float64),
+    )
+    if spelled_out:
+        spell_out(graph)
+    expected = run(graph)
+    run_pipeline(graph, (SelectHeadRows(),), Verifier(propagate=True))
+    assert graph.history[-1].rewrites >= 1
+    assert torch.equal(run(graph), expected)
+
+
+def _norm(x: Tensor, weight: Tensor, alpha: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+    wide = x.float()
+    mean = aten.mean.dim(aten.pow.Tensor_Scalar(wide, 2), [-1], True, dtype=dtype)
+    scale = aten.rsqrt.default(aten.add.Tensor(mean, 0.5, alpha=alpha))
+    return weight * (wide * scale).bfloat16()
+
+
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, alpha: int = 1) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return aten.add.Tensor(x * cos, turned * sin, alpha=alpha)
+
+
+def _narrow(*shape: int) -> Tensor:
+    return _random(*shape).bfloat16()
+
+
+@pytest.mark.parametrize("spelled_out", [False, True])
+@pytest.mark.parametrize(
+    ("chain", "shapes", "changes"),
+    [
+        (_norm, [(3, 8), (8,)], [{"alpha": 3}, {"dtype": torch.float64}]),
+        (_rotary, [(1, 2, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8)], [{"alpha": 3}]),
+    ],
+)
+def test_a_chain_with_an_argument_that_the_operator_lacks_is_no_match(
+    chain: Callable[..., Tensor],
+    shapes: list[tuple[int, ...]],
+    changes: list[dict[str, Any]],
+    spelled_out: bool,
+) -> None:
+    """fuse-elementwise takes the chain as it knows it, however it is spelled, and no other."""
+    for change in ({}, *changes):
+
+        def body(*tensors: Tensor, change: dict[str, Any] = change) -> None:
+            tensors[-1].copy_(chain(*tensors[:-1], **change))
+
+        tensors = {f"t{i}": _narrow(*shape) for i, shape in enumerate(shapes)}
+        graph = small_graph(body, **tensors, batch_out=_narrow(*shapes[0]))
+        if spelled_out:
+            spell_out(graph)
+        expected = run(graph)
+        run_pipeline(graph, (FuseElementwise(),), Verifier(propagate=True))
+        assert graph.history[-1].rewrites == (0 if change else 1)
+        assert torch.equal(run(graph), expected)
+
+
+@pytest.mark.parametrize("step", [MergeProjections(), PackWeights()], ids=lambda p: p.name)
+def test_a_bias_by_name_is_kept(step: Pass) -> None:
+    def body(x, one, other, bias, out):  # type: ignore[no-untyped-def]
+        left, right = aten.linear.default(x, one, bias), aten.linear.default(x, other, bias)
+        out.copy_(torch.cat([left, right], -1))
+
+    graph = small_graph(
+        body,
+        x=_narrow(3, 8),
+        one=_narrow(32, 8),
+        other=_narrow(32, 8),
+        bias=_narrow(32),
+        batch_out=torch.zeros(3, 64).bfloat16(),
+    )
+    spell_out(graph)
+    expected = run(graph)
+    run_pipeline(graph, (step,), Verifier(propagate=True))
+    assert graph.history[-1].rewrites == 1
+    torch.testing.assert_close(run(graph), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_trimmed_head_has_its_bias_and_its_dimensions(keepdim: bool) -> None:
+    def body(x, weight, bias, out):  # type: ignore[no-untyped-def]
+        out.copy_(aten.argmax.default(aten.linear.default(x, weight, bias), -1, keepdim))
+
+    graph = small_graph(
+        body,
+        x=_random(3, 4),
+        weight=_random(9, 4),
+        bias=torch.eye(9, dtype=torch.float64)[2] * 100,
+        batch_out=torch.zeros((3, 1) if keepdim else 3, dtype=torch.int64),
+    )
+    for node in graph.graph.nodes:
+        node.meta["piece"] = "drafts.0"
+    spell_out(graph)
+    run_pipeline(graph, (TrimDraftHead((0, 2, 5)),), Verifier(propagate=True))
+    assert graph.history[-1].rewrites == int(not keepdim)
+    assert run(graph).flatten().tolist() == [2, 2, 2]
+
+
+def test_a_cast_that_rounds_is_no_part_of_a_wide_linear() -> None:
+    """pack-weights reads operands before they were widened, and not before they were rounded."""
+
+    def body(x, router, weight, out):  # type: ignore[no-untyped-def]
+        wide = aten.linear.default(x.bfloat16().float(), router)
+        out.copy_(wide + aten.linear.default(x.bfloat16(), weight).float())
+
+    graph = small_graph(
+        body,
+        x=_random(3, 8).float(),
+        router=_random(32, 8).float(),
+        weight=_narrow(32, 8),
+        batch_out=torch.zeros(3, 32),
+    )
+    expected = run(graph)
+    run_pipeline(graph, (PackWeights(),), Verifier(propagate=True))
+    assert graph.history[-1].rewrites == 2
+    (wide,) = (n for n in graph.graph.nodes if "float32_linear" in str(n.target))
+    assert wide.args[0].meta["val"].dtype == torch.bfloat16
+    torch.testing.assert_close(run(graph), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_minus_zero_is_another_argument() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        out.copy_(1 / aten.mul.Scalar(x, 0.0) + 2 / aten.mul.Scalar(x, -0.0))
+
+    graph = small_graph(body, x=torch.ones(2).double(), batch_out=torch.zeros(2).double())
+    expected = run(graph)
+    run_pipeline(graph, (HoistShared(),), Verifier(propagate=True))
+    torch.testing.assert_close(run(graph), expected, equal_nan=True)
+
+
+def test_a_demand_for_rows_is_seen_by_name() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        out.copy_(aten.slice.Tensor(x, 0, 0, 3))
+
+    graph = small_graph(body, batch_x=_random(5), batch_out=torch.zeros(3, dtype=torch.float64))
+    assert row_demands(graph) == {"batch.x": 3}
+    spell_out(graph)
+    assert row_demands(graph) == {"batch.x": 3}
+
+
+def test_a_piece_takes_no_argument_by_name() -> None:
+    """An argument by name would be lost where the piece is inlined."""
+    module, graph = nn.Module(), fx.Graph()
+    set_tensor(module, "batch.out", torch.zeros(2), buffer=True)
+    module.add_module("pieces", nn.Module())
+    module.pieces.add_module("body", _Function(lambda out: out.add_(1)))  # type: ignore[operator]
+    out = graph.get_attr("batch.out")
+    graph.call_module("pieces.body", (out,), {"scale": 2})
+    graph.output(())
+    layout = Layout([BufferSpec("batch.out", (2,), torch.float32)], {})
+    step = StepGraph(fx.GraphModule(module, graph), StepKey.decode(1, 0), layout, WeightTable({}))
+    with pytest.raises(GraphError, match=r"pieces\.body is given scale by name"):
+        FuseDraftChain({}).apply(step)

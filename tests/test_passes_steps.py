@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EACH_FAMILY_OF_FEW, TINY
+from spelled_out import spell_out
 
 from mtpc.backends import make_backend
 from mtpc.capture.graph import operators
@@ -17,7 +18,7 @@ from mtpc.errors import GraphError
 from mtpc.layout import StepKey
 from mtpc.layout.buffers import Q, R
 from mtpc.models.load import load
-from mtpc.passes import OFF_BY_DEFAULT, Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes import Verifier, pass_names, run_pipeline, select_passes
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.resize_metadata import ResizeMetadata
@@ -121,7 +122,7 @@ def test_every_pass_keeps_the_step(
     family: str, phase: str, compiler: Callable[..., StepCompiler]
 ) -> None:
     """After each pass the verifier holds (shapes, effects, syncs), and a rerun is idle."""
-    enabled = OFF_BY_DEFAULT
+    enabled = pass_names("backend", "off")
     built = compiler(family, verify_passes=True, enabled_passes=enabled)
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = built.rewrite(built.trace(key))
@@ -136,6 +137,29 @@ def test_every_pass_keeps_the_step(
     # Steps with dead code left by a later pass are canonicalised again for free; all else is idle.
     for step in (ResizeMetadata(), FuseDraftChain({}), AbsorbLatent(), SelectHeadRows()):
         assert step.apply(graph) == 0
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+def test_passes_match_however_arguments_are_spelled(
+    family: str, checkpoint: Callable[..., Any]
+) -> None:
+    """By position or by name, with defaults or without: every pass finds the same."""
+    options = CompileOptions(
+        batch_buckets=(2,), dtype="bfloat16", enabled_passes=pass_names(), draft_vocab=24, **TINY
+    )
+    loaded = load(checkpoint(family), "bfloat16", needs_mtp=True)
+    found = []
+    for spelled_out in (False, True):
+        built = StepCompiler(loaded, options, make_backend("eager"))
+        graph = built.rewrite(built.trace(StepKey.decode(2, 3)), until="fuse-draft-chain")
+        if spelled_out:
+            spell_out(graph)
+        names = (built._buffer_names, (), options.enabled_passes, options.draft_vocab)
+        run_pipeline(graph, select_passes(*names), Verifier(propagate=True))
+        found.append({r.name: r.rewrites for r in graph.history})
+    plain, spelled = found
+    assert plain == spelled
+    assert min(plain[n] for n in ("fuse-elementwise", "pack-weights", "trim-draft-head")) > 0
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,29 @@ def test_passes_name_no_model_and_no_backend() -> None:
     for path in (PACKAGE / "passes").glob("*.py"):
         names = imports(path)
         assert not {n for n in names if n.startswith(("models", "backends"))}, path.name
+
+
+def test_a_pass_is_named_once() -> None:
+    """In its class: backends take the name from there, commands ask for passes by policy."""
+    from mtpc.passes import pass_names
+
+    found = Counter(
+        node.value
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in pass_names()
+    )
+    assert found == Counter(pass_names())
+
+
+def test_backends_choose_passes_that_leave_it_to_them() -> None:
+    """A pass of the policy `backend` is some backend's, and no backend names another."""
+    from mtpc.backends.cpu import CpuBackend
+    from mtpc.backends.cuda import CudaBackend
+    from mtpc.passes import pass_names
+
+    chosen = {*CpuBackend.enables, *CudaBackend.enables}
+    assert chosen == {*pass_names("backend")}
 
 
 def test_import_is_light() -> None:

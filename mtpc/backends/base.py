@@ -24,7 +24,7 @@ class Backend(Protocol):
 
     Attributes:
         name: as in the option `backend`.
-        enables: passes, off by default, that pay on this backend.
+        enables: names of the passes with the policy `backend` that this backend has kernels for.
         device: where the model and its buffers must be, as torch names it.
         notes: what runs otherwise than one would expect, counted; `Stats.fallbacks` in the end.
     """

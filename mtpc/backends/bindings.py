@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mtpc.backends.base import Report
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
 """Why a kernel cannot take a call, or None where it can; decided from shapes and dtypes."""
@@ -56,6 +57,7 @@ class BindKernels:
     bindings: Sequence[Binding]
     note: Report = field(default=lambda line: None)
     name: ClassVar[str] = "legalise-gpu"
+    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0
@@ -91,4 +93,4 @@ class BindKernels:
 
 def _refused_argument(node: fx.Node) -> str | None:
     """What skip-idle-rows adds, if somebody enables it here: only the cpu's kernels take it."""
-    return "it takes no number of rows" if "rows" in node.kwargs else None
+    return None if arguments(node).get("rows") is None else "it takes no number of rows"

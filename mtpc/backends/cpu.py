@@ -29,9 +29,13 @@ from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.config import cpu_level
 from mtpc.errors import BackendError
-from mtpc.passes.base import Pass
-from mtpc.store.entries import EntryStore
-from mtpc.store.machine import cpu_flags
+from mtpc.passes.base import Pass, Policy
+from mtpc.passes.fuse_cache_write import FuseCacheWrite
+from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.fuse_head_max import FuseHeadMax
+from mtpc.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.passes.pack_weights import PackWeights
+from mtpc.passes.skip_idle_rows import SkipIdleRows
 
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,
@@ -56,6 +60,7 @@ class UseCpuKernels:
     """legalise-cpu: call the C++ kernels in place of the reference ops."""
 
     name: ClassVar[str] = "legalise-cpu"
+    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         table = kernel_table()
@@ -80,12 +85,12 @@ class CpuBackend:
 
     name = "cpu"
     enables: tuple[str, ...] = (
-        "pack-weights",
-        "fuse-cache-write",
-        "fuse-elementwise",
-        "fuse-head-max",
-        "fuse-linear-chains",
-        "skip-idle-rows",
+        PackWeights.name,
+        FuseCacheWrite.name,
+        FuseElementwise.name,
+        FuseHeadMax.name,
+        FuseLinearChains.name,
+        SkipIdleRows.name,
     )
     device = "cpu"
 

@@ -22,7 +22,7 @@ from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_s
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
-from mtpc.store.entries import EntryStore
+from mtpc.passes.fuse_cache_write import FuseCacheWrite
 
 INDUCTOR = {
     # We capture the whole step ourselves; Inductor's graphs would copy its inputs.
@@ -32,8 +32,8 @@ INDUCTOR = {
 """Inductor's options for a step."""
 
 
-ENABLES = ("fuse-cache-write",)
-"""Passes, off by default, that pay on a GPU."""
+ENABLES = (FuseCacheWrite.name,)
+"""Passes of the policy `backend` that pay on a GPU."""
 
 
 class CudaBackend:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
-from mtpc.capture.graph import is_buffer_name
+from mtpc.capture.graph import arguments, is_buffer_name
 
 Root = str | fx.Node
 
@@ -60,13 +60,13 @@ def storages(value: Any) -> list[int]:
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:
     """Argument nodes that the node's operator writes, by its schema."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     written: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
+    values = arguments(node)
+    for argument in node.target._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            values = node.args[position : position + 1] or [node.kwargs.get(argument.name)]
-            value = values[0]
+            value = values[argument.name]
             listed = value if isinstance(value, (list, tuple)) else [value]
             written += [v for v in listed if isinstance(v, fx.Node)]
     return written

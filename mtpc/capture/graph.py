@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -194,6 +195,24 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor, buffer: bool) -> No
 def is_buffer_name(name: str) -> bool:
     """Whether a get_attr target is a buffer of the layout rather than a weight."""
     return name.split(".", 1)[0] in ("state", "batch", "kv", "cross")
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call of an operator overload, by its name in the schema, in order.
+
+    A call may give an argument by position, by name, or leave it at its default: whoever reads
+    `node.args` alone misses some. Defaults are filled in here.
+    """
+    overload: Any = node.target
+    schema = overload._schema.arguments
+    given = dict(zip((argument.name for argument in schema), node.args, strict=False))
+    defaults = {argument.name: argument.default_value for argument in schema}
+    return {**defaults, **given, **node.kwargs}
+
+
+def first_argument(node: fx.Node) -> Any:
+    """What a call of an operator overload takes first."""
+    return next(iter(arguments(node).values()))
 
 
 def operators(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch._ops.OpOverload]]:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mtpc.capture.graph import StepGraph, WeightTable, get_tensor, set_tensor
+from mtpc.errors import GraphError
 
 aten = torch.ops.aten
 
@@ -73,6 +74,11 @@ class Inliner:
         return fx.GraphModule(self.root, self.graph)
 
     def _inline(self, call: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        if call.kwargs:
+            raise GraphError(
+                f"{call.target} is given {', '.join(call.kwargs)} by name; pieces take arguments "
+                "by position"
+            )
         piece = self.source.module.get_submodule(str(call.target))
         args = _resolve(call.args, env)
         if not isinstance(piece, fx.GraphModule):

@@ -103,17 +103,16 @@ def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[
 
 
 def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
-    from mtpc.passes import OFF_BY_DEFAULT
+    from mtpc.passes import pass_names
 
-    enabled = (*options.get("enabled_passes", ()), *variant.passes)
+    enabled, disabled = options.get("enabled_passes", ()), options.get("disabled_passes", ())
     # Those that are off anyway are not named: the names are in the cache's key.
-    left_out = (name for name in variant.without if name not in OFF_BY_DEFAULT)
-    disabled = (*options.get("disabled_passes", ()), *left_out)
+    left_out = (name for name in variant.without if name not in pass_names("off"))
     return {
         **options,
         "spec_tokens": variant.spec_tokens,
-        "enabled_passes": enabled,
-        "disabled_passes": disabled,
+        "enabled_passes": (*(n for n in enabled if n not in variant.without), *variant.passes),
+        "disabled_passes": (*(n for n in disabled if n not in variant.passes), *left_out),
     }
 
 

@@ -207,15 +207,15 @@ class Engine:
 
         Args:
             request_id: whose.
-            reason: what its callback is told, where it has one.
+            reason: what its callback is told, where it has one. What the callback raises is
+                counted in `Stats.callback_errors`; the request ends all the same.
         """
         with self._lock:
             for request in [*self.waiting, *self.running]:
                 if request.request_id == request_id:
                     self._finish(request, reason)
                     self._rest()
-                    if request.on_output is not None:
-                        request.on_output(StepOutput(request_id, [], reason))
+                    self._call_back(request, StepOutput(request_id, [], reason))
 
     def reset_prefix_cache(self) -> None:
         """Reuse nothing computed so far: after weights were changed, and while nothing runs."""
@@ -369,23 +369,25 @@ class Engine:
         return outputs
 
     def _hand_out(self, outputs: list[Emission]) -> list[StepOutput]:
-        """Call the requests' callbacks; where one raises its request ends, and no other."""
+        """Call the requests' callbacks; returns what each was told, or the error it raised."""
         handed = []
         for request, output in outputs:
             was_aborted = request.finish_reason != output.finish_reason  # By another's callback.
-            if request.on_output is not None and not was_aborted:
-                try:
-                    request.on_output(output)
-                except Exception as error:
-                    output = self._fail(request, output, error)
-            handed.append(output)
+            handed.append(output if was_aborted else self._call_back(request, output))
         return handed
 
-    def _fail(self, request: Request, output: StepOutput, error: Exception) -> StepOutput:
-        self._stats.callback_errors += 1
-        if request.finish_reason is None:
-            self._finish(request, "error")
-        return replace(output, finish_reason="error", error=error)
+    def _call_back(self, request: Request, output: StepOutput) -> StepOutput:
+        """Call a request's callback, if it has one; where it raises its request ends, no other."""
+        if request.on_output is None:
+            return output
+        try:
+            request.on_output(output)
+        except Exception as error:
+            self._stats.callback_errors += 1
+            if request.finish_reason is None:
+                self._finish(request, "error")
+            return replace(output, finish_reason="error", error=error)
+        return output
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

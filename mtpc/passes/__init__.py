@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mtpc.errors import OptionError
 from mtpc.passes.absorb_latent import AbsorbLatent
-from mtpc.passes.base import Pass, run_pipeline
+from mtpc.passes.base import Pass, Policy, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
@@ -23,21 +23,6 @@ from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.passes.trim_draft_head import TrimDraftHead
 from mtpc.passes.verifier import Verifier
-
-REQUIRED = ("resize-metadata", "fuse-draft-chain")
-"""Without these a graph is not valid, or not one graph."""
-OFF_BY_DEFAULT = (
-    "merge-projections",
-    "quantise-draft",
-    "pack-weights",
-    "fuse-cache-write",
-    "fuse-elementwise",
-    "fuse-draft-entry",
-    "fuse-head-max",
-    "fuse-linear-chains",
-    "skip-idle-rows",
-)
-"""Run only where the option `enabled_passes`, or the backend, names them."""
 
 
 def full_pipeline(
@@ -69,9 +54,10 @@ def full_pipeline(
     )
 
 
-def pass_names() -> tuple[str, ...]:
-    """Names in pipeline order."""
-    return tuple(step.name for step in full_pipeline({}))
+def pass_names(*policies: Policy) -> tuple[str, ...]:
+    """Names in pipeline order, of these policies; of all passes where none is given."""
+    pipeline = full_pipeline({})
+    return tuple(step.name for step in pipeline if not policies or step.policy in policies)
 
 
 def select_passes(
@@ -80,7 +66,13 @@ def select_passes(
     enabled: tuple[str, ...],
     draft_vocab: tuple[int, ...] = (),
 ) -> tuple[Pass, ...]:
-    """The pipeline with the user's choices.
+    """The pipeline with the choices of the user and the backend.
+
+    Args:
+        buffer_names: layout name by tensor id, for state that model pieces hold.
+        disabled: passes that do not run, whatever else is said of them.
+        enabled: passes that run although they are not on by themselves.
+        draft_vocab: token ids that drafts may be; none: all.
 
     Raises:
         OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
@@ -91,16 +83,24 @@ def select_passes(
         if name not in known:
             raise OptionError(f"unknown pass {name!r}; passes: {', '.join(known)}")
     for name in disabled:
-        if name in REQUIRED:
+        if name in pass_names("required"):
             raise OptionError(f"pass {name!r} cannot be disabled: without it the step is not valid")
     if TrimDraftHead.name in enabled and not draft_vocab:
         raise OptionError(
             f"pass {TrimDraftHead.name!r} needs the option draft_vocab: the token ids that drafts "
             "may be, or how many of the lowest"
         )
-    off = (set(OFF_BY_DEFAULT) - set(enabled)) | set(disabled)
+    running = ({*pass_names("required", "on")} | {*enabled}) - {*disabled}
     pipeline = full_pipeline(buffer_names, draft_vocab)
-    return tuple(step for step in pipeline if step.name not in off)
+    return tuple(step for step in pipeline if step.name in running)
 
 
-__all__ = ["Pass", "Verifier", "full_pipeline", "pass_names", "run_pipeline", "select_passes"]
+__all__ = [
+    "Pass",
+    "Policy",
+    "Verifier",
+    "full_pipeline",
+    "pass_names",
+    "run_pipeline",
+    "select_passes",
+]

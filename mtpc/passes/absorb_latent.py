@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, refresh_values, sweep
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy, emit, is_call, refresh_values, sweep
 
 aten = torch.ops.aten
 mtpc = torch.ops.mtpc
@@ -26,6 +26,7 @@ class AbsorbLatent:
     """
 
     name: ClassVar[str] = "absorb-latent"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         found = [n for n in graph.graph.nodes if is_call(n, mtpc.expanded_latent_attention.default)]
@@ -37,10 +38,10 @@ class AbsorbLatent:
 
 
 def _absorb(node: fx.Node) -> None:
-    q, cache, kv_up, block_table, seq_lens, query_start_loc, scale, nope = node.args
+    q, cache, kv_up, block_table, seq_lens, query_start_loc, scale, nope = arguments(node).values()
     graph = node.graph
-    heads, width = q.meta["val"].shape[1:]  # type: ignore[union-attr]
-    rank = kv_up.meta["val"].shape[1]  # type: ignore[union-attr]
+    heads, width = q.meta["val"].shape[1:]
+    rank = kv_up.meta["val"].shape[1]
     with graph.inserting_before(node):
 
         def call(target, *args):  # type: ignore[no-untyped-def]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import fx
@@ -18,14 +18,24 @@ from mtpc.weights.recipes import Recipe
 
 aten = torch.ops.aten
 
+Policy = Literal["required", "on", "backend", "off"]
+"""When a pass runs. `required`: always, for without it a graph is not valid, or not one graph.
+`on`: unless it is disabled. `backend`: where the backend names it, or it is enabled. `off`: only
+where it is enabled."""
+
 
 class Pass(Protocol):
     """A rewrite: a valid StepGraph in, a valid StepGraph out, changed in place.
 
     Implementations are frozen dataclasses whose fields are their options.
+
+    Attributes:
+        name: as in the options `enabled_passes` and `disabled_passes`.
+        policy: when it runs.
     """
 
     name: ClassVar[str]
+    policy: ClassVar[Policy]
 
     def apply(self, graph: StepGraph) -> int:
         """Rewrite; returns the number of rewrites, 0 where nothing was changed."""
@@ -72,6 +82,26 @@ def emit(
         value = target(*fx.node.map_aggregate(args, _fake), **fx.node.map_aggregate(kwargs, _fake))
     node.meta = {"val": value, "piece": like.meta.get("piece", "step")}
     return node
+
+
+def emit_named(graph: fx.Graph, target: Any, values: Mapping[str, Any], like: fx.Node) -> fx.Node:
+    """`emit` of a call whose arguments are given by name; those not named are at their defaults.
+
+    The call is spelled as usual: by position up to the last argument that differs from its
+    default, by name where the schema demands a name.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    num_args = 0
+    for argument in target._schema.arguments:
+        value = values.get(argument.name, argument.default_value)
+        is_set = not argument.has_default_value() or value != argument.default_value
+        if argument.kwarg_only:
+            kwargs |= {argument.name: value} if is_set else {}
+            continue
+        args.append(value)
+        num_args = len(args) if is_set else num_args
+    return emit(graph, target, tuple(args[:num_args]), like, **kwargs)
 
 
 def emit_weight(graph: StepGraph, name: str, recipe: Recipe, like: fx.Node) -> fx.Node:

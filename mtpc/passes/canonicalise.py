@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, first_argument
+from mtpc.passes.base import Policy
 
 aten = torch.ops.aten
 
@@ -20,6 +21,7 @@ class Canonicalise:
     """Replace identity nodes by their input; erase dead nodes. Rewrites are nodes removed."""
 
     name: ClassVar[str] = "canonicalise"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         return drop_identities(graph.graph)
@@ -30,12 +32,13 @@ def drop_identities(graph: fx.Graph) -> int:
     removed = 0
     for node in list(graph.nodes):
         rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None
+        if rule is None:
+            continue
+        source = first_argument(node)
+        before, after = source.meta["val"], node.meta["val"]
         # A true copy has memory of its own, even where it looks the same.
-        shares = rule is not None and set(storages(node.meta["val"])) <= set(
-            storages(node.args[0].meta["val"])
-        )
-        if rule is not None and shares and rule(node.args[0].meta["val"], node.meta["val"]):
-            node.replace_all_uses_with(node.args[0])
+        if set(storages(after)) <= set(storages(before)) and rule(before, after):
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
             removed += 1
     return removed + eliminate_dead_nodes(graph)

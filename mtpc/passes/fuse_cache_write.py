@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, refresh_values, sweep
-from mtpc.passes.patterns import is_narrow
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy, emit, is_call, refresh_values, sweep
+from mtpc.passes.patterns import is_narrow, operands
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of
 
 _WRITE = torch.ops.mtpc.write_cache.default
@@ -28,6 +28,7 @@ class FuseCacheWrite:
     """
 
     name: ClassVar[str] = "fuse-cache-write"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         seen = _Seen()
@@ -59,21 +60,20 @@ class _Seen:
         if rotary is not None:
             self.rotaries[rotary.last] = rotary
         if is_call(node, _WRITE):
-            self.writes[node.args[0]] = node
+            self.writes[arguments(node)["cache"]] = node
 
 
 def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
     """Whether an attention's queries, keys and values have been given to one operator."""
-    q_rows: Any
-    q_rows, k_cache, v_cache = attention.args[:3]
+    q_rows, k_cache, v_cache = list(arguments(attention).values())[:3]
     q = seen.rotaries.get(rows_of(q_rows))
     k_write, v_write = (seen.writes.get(cache) for cache in (k_cache, v_cache))
     if q is None or k_write is None or v_write is None:
         return False
-    k = seen.rotaries.get(rows_of(k_write.args[1]))
+    k = seen.rotaries.get(rows_of(operands(k_write, _WRITE, 3)[1]))
     if k is None or not _belong_together(q, k, k_write, v_write):
         return False
-    v_rows, slots = v_write.args[1:3]
+    _, v_rows, slots = operands(v_write, _WRITE, 3)
     with graph.inserting_before(max(k_write, v_write)):
         rows = [rotary.emit_rows(graph) for rotary in (q, k)]
         args = (*rows, v_rows, *q.emit_angles(graph), k_cache, v_cache, slots)
@@ -87,9 +87,8 @@ def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
 def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -> bool:
     """One table of angles and one of slots; keys of which nobody else wants the rotated ones; and
     nothing between the writes that would see whether the first has been done."""
-    keys: Any = k_write.args
-    values: Any = v_write.args
-    (k_cache, k_rows, k_slots), (v_cache, v_rows, v_slots) = keys, values
+    k_cache, k_rows, k_slots = operands(k_write, _WRITE, 3)
+    v_cache, v_rows, v_slots = operands(v_write, _WRITE, 3)
     first, last = sorted((k_write, v_write))
     between = first.next
     while between is not last:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import Inliner
-from mtpc.passes.base import sweep
+from mtpc.passes.base import Policy, sweep
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class FuseDraftChain:
     """
 
     name: ClassVar[str] = "fuse-draft-chain"
+    policy: ClassVar[Policy] = "required"
     buffer_names: Mapping[int, str] = field(repr=False)
 
     def apply(self, graph: StepGraph) -> int:

@@ -11,7 +11,7 @@ from torch import fx
 import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, sweep
+from mtpc.passes.base import Policy, emit, is_call, sweep
 from mtpc.passes.patterns import operands
 
 _NORM = torch.ops.mtpc.rms_norm.default
@@ -27,6 +27,7 @@ class FuseDraftEntry:
     """
 
     name: ClassVar[str] = "fuse-draft-entry"
+    policy: ClassVar[Policy] = "off"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)
@@ -37,8 +38,8 @@ class FuseDraftEntry:
             # Norms move to the concatenation: nothing may write what they read on the way.
             if norms is None or any(effects.reads(norm) & mutated for norm in norms):
                 continue
-            (left, left_weight, *options), (right, right_weight, *_) = (n.args for n in norms)
-            args = (left, left_weight, right, right_weight, *options)
+            left, right = (operands(norm, _NORM, 4) for norm in norms)
+            args = (*left[:2], *right)
             with graph.graph.inserting_before(node):
                 entry = emit(graph.graph, torch.ops.mtpc.draft_entry.default, args, node)
             node.replace_all_uses_with(entry)
@@ -55,10 +56,12 @@ def _match(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     left, right = parts
     value = left.meta["val"]
+    (_, weight, *options), (_, _, *others) = (operands(part, _NORM, 4) for part in parts)
     alike = (
         value.shape == right.meta["val"].shape
         and value.dtype == right.meta["val"].dtype
-        and left.args[2:] == right.args[2:]
+        and weight is not None
+        and options == others
     )
-    own = all(list(part.users) == [node] and not part.kwargs for part in parts)
+    own = all(list(part.users) == [node] for part in parts)
     return (left, right) if alike and own and dim in (-1, value.dim() - 1) else None

@@ -11,7 +11,7 @@ from torch import fx
 import mtpc.ops.fused
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import cast, either_way, is_narrow, operands
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
@@ -32,6 +32,7 @@ class FuseElementwise:
     """
 
     name: ClassVar[str] = "fuse-elementwise"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0
@@ -103,18 +104,18 @@ def _summands(x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     left, right = operands(x, aten.add.Tensor, 2)
     shape = x.meta["val"].shape
     alike = all(is_narrow(term) and term.meta["val"].shape == shape for term in (left, right))
-    return (left, right) if alike and not x.kwargs else None
+    return (left, right) if alike else None
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
     """silu(gate) * up where both are halves of one tensor."""
     for active, up in either_way(node, aten.mul.Tensor):
         (gate,) = operands(active, aten.silu.default, 1)
-        both, *_ = operands(gate, aten.slice.Tensor, 4)
+        both, *first = operands(gate, aten.slice.Tensor, 4)
         if not is_narrow(both) or not is_narrow(node):
             continue
         half, odd = divmod(both.meta["val"].shape[-1], 2)
-        if odd or gate.args != (both, -1, 0, half):
+        if odd or first != [-1, 0, half]:
             continue
         if operands(up, aten.slice.Tensor, 4) == (both, -1, half, 2 * half):
             with graph.inserting_before(node):
@@ -130,8 +131,8 @@ def _emit_activation(
     """Append silu(gate) * up, with the linear that made them where it made nothing else."""
     linear, features = torch.ops.mtpc.packed_linear.default, both.meta["val"].shape[-1]
     if is_call(both, linear) and set(both.users) == halves and features % (2 * TILE) == 0:
-        x, weight, _, *bias = both.args
-        if not bias:
+        x, weight, _ = operands(both, linear, 3)
+        if x is not None:
             args = (x, weight, features)
             return emit(graph, torch.ops.mtpc.packed_gated_linear.default, args, like)
     return emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), like)

@@ -10,8 +10,9 @@ from torch import fx
 
 import mtpc.ops.packed
 import mtpc.ops.quantised  # noqa: F401  (these register the ops that this pass calls)
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, emit, is_call, sweep
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, sweep
+from mtpc.passes.patterns import operands
 
 aten = torch.ops.aten
 
@@ -35,6 +36,7 @@ class FuseHeadMax:
     """
 
     name: ClassVar[str] = "fuse-head-max"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0
@@ -51,16 +53,14 @@ def _head_of(node: fx.Node) -> fx.Node | None:
     """The packed linear layer of whose features a node finds the largest, and nobody else reads."""
     if not is_call(node, aten.max.dim, aten.argmax.default):
         return None
-    head: Any = node.args[0]
-    dims = node.args[1:]
-    of_features = dims in ((-1,), (-1, False)) and not node.kwargs
-    if not (of_features and is_call(head, *_MAXIMA) and list(head.users) == [node]):
+    head, dim = operands(node, node.target, 2)
+    if not (dim == -1 and is_call(head, *_MAXIMA) and list(head.users) == [node]):
         return None
     return head if head.meta["val"].dtype == torch.bfloat16 else None
 
 
 def _exchange(graph: fx.Graph, node: fx.Node, head: fx.Node) -> None:
     with graph.inserting_before(node):
-        both = emit(graph, _MAXIMA[head.target], head.args, node, **head.kwargs)
+        both = emit_named(graph, _MAXIMA[head.target], arguments(head), node)
         index = emit(graph, GETITEM, (both, 1), node)
     node.replace_all_uses_with(both if is_call(node, aten.max.dim) else index)

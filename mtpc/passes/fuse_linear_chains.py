@@ -11,7 +11,8 @@ from torch import fx
 import mtpc.ops.chain  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.chain import BIASED, GATED, LINEAR, NORM, NORM_PLUS_ONE
-from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
+from mtpc.passes.patterns import operands
 from mtpc.weights.packing import TILE
 
 _CHAIN = torch.ops.mtpc.linear_chain.default
@@ -34,6 +35,7 @@ class FuseLinearChains:
     """
 
     name: ClassVar[str] = "fuse-linear-chains"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0
@@ -102,29 +104,25 @@ class _Chain:
 
 def _stage_of(node: fx.Node) -> _Stage | None:
     """What a call is as a stage; none where it has arguments that stages have not."""
-    args: Any = node.args
-    if node.kwargs:
-        return None
     if is_call(node, _NORM):
-        (x, added, weight, epsilon), rest = args[:4], args[4:]
-        if len(rest) > 1:
-            return None
-        results = {user.args[1]: user for user in node.users if is_call(user, GETITEM)}
-        kind = NORM_PLUS_ONE if rest and rest[0] else NORM
-        out = results.get(1)
-        if out is None:
-            return None
-        return _Stage(node, kind, (x, added), (weight,), epsilon, out, results.get(0))
-    if not is_call(node, _LINEAR, _GATED):
+        return _norm_stage(node)
+    count = 4 if is_call(node, _LINEAR) else 3
+    x, weight, features, *bias = operands(node, _LINEAR if count == 4 else _GATED, count)
+    if x is None or features % TILE or weight.meta["val"].shape[0] * TILE != features:
         return None
-    x, weight, features, *rest = args
-    bias = [operand for operand in rest if operand is not None]
-    if len(bias) > is_call(node, _LINEAR):
+    biases = [operand for operand in bias if operand is not None]
+    kind = GATED if count == 3 else BIASED if biases else LINEAR
+    return _Stage(node, kind, (x,), (weight, *biases), None, node, None)
+
+
+def _norm_stage(node: fx.Node) -> _Stage | None:
+    """A norm as a stage, if somebody reads its result."""
+    x, added, weight, epsilon, plus_one = operands(node, _NORM, 5)
+    results = {user.args[1]: user for user in node.users if is_call(user, GETITEM)}
+    if x is None or 1 not in results:
         return None
-    if features % TILE or weight.meta["val"].shape[0] * TILE != features:
-        return None
-    kind = GATED if is_call(node, _GATED) else BIASED if bias else LINEAR
-    return _Stage(node, kind, (x,), (weight, *bias), None, node, None)
+    kind = NORM_PLUS_ONE if plus_one else NORM
+    return _Stage(node, kind, (x, added), (weight,), epsilon, results[1], results.get(0))
 
 
 def _grow(first: _Stage) -> _Chain:

@@ -10,7 +10,7 @@ from torch import fx
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.passes.linears import weight_of
-from mtpc.weights.packing import can_pack
+from mtpc.passes.patterns import operands
 from mtpc.weights.recipes import Blocks, Convert
 
 aten = torch.ops.aten
@@ -38,37 +38,36 @@ def pack_head_products(graph: StepGraph) -> int:
 
 def _blocks(graph: StepGraph, node: fx.Node) -> tuple[fx.Node, Blocks] | None:
     """The weight of such a product, and what of it each head takes, as rows [N, K]."""
-    x, factor = node.args
-    transposed = not _is_transpose(factor, 1, 2)
-    part: Any = factor if transposed else factor.args[0]  # type: ignore[union-attr]
-    if not (_is_transpose(x, 0, 1) and is_call(part, aten.slice.Tensor)):
+    x, factor = operands(node, aten.matmul.default, 2)
+    whole = _transposed(factor, 1, 2)
+    view, dim, start, stop = operands(factor if whole is None else whole, aten.slice.Tensor, 4)
+    source, _ = operands(view, aten.view.default, 2)
+    weight = weight_of(graph, source)
+    if _transposed(x, 0, 1) is None or weight is None or dim != 1:
         return None
-    view, dim, start, stop = part.args
-    if dim != 1 or not is_call(view, aten.view.default):
+    if weight.dim() != 2 or not can_pack(weight) or x.meta["val"].shape[-1] % 2:
         return None
-    weight = weight_of(graph, view.args[0])
-    if weight is None or weight.dim() != 2 or not can_pack(weight) or x.meta["val"].shape[-1] % 2:  # type: ignore[union-attr]
-        return None
-    return view.args[0], Blocks(
-        view.meta["val"].shape[0], start, stop, transposed, str(view.args[0].target)
-    )
+    heads = view.meta["val"].shape[0]
+    return source, Blocks(heads, start, stop, whole is None, str(source.target))
 
 
 def _exchange(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) -> None:
-    x: Any = node.args[0]
+    x, _ = operands(node, aten.matmul.default, 2)
     turned = "t" if blocks.transposed else "n"
     source = str(weight.target).replace(".", "_")
     name = f"packed.{source}_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"
     with graph.graph.inserting_before(node):
         packed = emit_weight(graph, name, Convert("pack", blocks), weight)
-        args = (x.args[0], packed, node.meta["val"].shape[-1])
+        args = (_transposed(x, 0, 1), packed, node.meta["val"].shape[-1])
         rows = emit(graph.graph, torch.ops.mtpc.packed_head_linear.default, args, node)
         again = emit(graph.graph, aten.transpose.int, (rows, 0, 1), node)
     for user in list(node.users):
-        if _is_transpose(user, 0, 1):
+        if _transposed(user, 0, 1) is not None:
             user.replace_all_uses_with(rows)
     node.replace_all_uses_with(again)
 
 
-def _is_transpose(node: object, first: int, second: int) -> bool:
-    return is_call(node, aten.transpose.int) and node.args[1:] == (first, second)  # type: ignore[attr-defined]
+def _transposed(node: Any, first: int, second: int) -> Any:
+    """What a node transposes these two dimensions of, or None."""
+    x, *dims = operands(node, aten.transpose.int, 3)
+    return x if dims == [first, second] else None

@@ -11,7 +11,7 @@ from torch import fx
 
 from mtpc.capture.effects import Effects, Root, analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, sweep
+from mtpc.passes.base import GETITEM, Policy, sweep
 
 _IMPURE_TAGS = (torch.Tag.nondeterministic_seeded,)
 
@@ -26,6 +26,7 @@ class HoistShared:
     """
 
     name: ClassVar[str] = "hoist-shared"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)
@@ -69,5 +70,5 @@ def _freeze(value: Any) -> Any:
         return tuple(_freeze(v) for v in value)
     if isinstance(value, dict):
         return tuple(sorted((k, _freeze(v)) for k, v in value.items()))
-    # 1, 1.0 and True are equal and hash alike, but are different arguments.
-    return (type(value), value)
+    # 1, 1.0 and True are equal and hash alike, as are 0.0 and -0.0, but are different arguments.
+    return (type(value), repr(value) if isinstance(value, float) else value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
+from mtpc.capture.graph import StepGraph, arguments, get_tensor, is_buffer_name
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.weights.packing import TILE
 from mtpc.weights.recipes import Conversion, Convert, Join, Recipe
@@ -22,6 +22,8 @@ _STEMS: dict[Conversion | None, str] = {
     "quantise": "quantised",
     "scales": "scales",
 }
+EXPERT_WEIGHTS = ("gate_up", "down")
+"""Arguments of `mtpc::experts` that are stacks of weights."""
 Wanted = Callable[[fx.Node, Tensor], bool]
 """Whether to take a linear, by its node and its weight."""
 
@@ -40,7 +42,7 @@ class LinearGroup:
 
     @property
     def input(self) -> fx.Node:
-        return self.nodes[0].args[0]  # type: ignore[return-value]
+        return self._operands("input")[0]
 
     @property
     def features(self) -> int:
@@ -48,17 +50,16 @@ class LinearGroup:
         return sum(_features(node) for node in self.nodes)
 
     def weight(self, form: Conversion | None = None) -> fx.Node:
-        """get_attr of their weights as one, in a form of `weights.packing`; made once a program."""
-        return joined_weight(self.graph, self._operands(1), form)
+        """get_attr of their weights as one, in a form of `mtpc.weights.packing`; made once per program."""
+        return joined_weight(self.graph, self._operands("weight"), form)
 
     def bias(self) -> fx.Node | None:
         """get_attr of their biases as one."""
-        if _bias(self.nodes[0]) is None:
-            return None
-        return joined_weight(self.graph, self._operands(2), None)
+        biases = self._operands("bias")
+        return None if biases[0] is None else joined_weight(self.graph, biases, None)
 
-    def _operands(self, index: int) -> list[fx.Node]:
-        return [node.args[index] for node in self.nodes]  # type: ignore[misc]
+    def _operands(self, name: str) -> list[fx.Node]:
+        return [arguments(node)[name] for node in self.nodes]
 
 
 def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | None) -> fx.Node:
@@ -89,7 +90,8 @@ def linear_groups(graph: StepGraph, wanted: Wanted) -> list[LinearGroup]:
     for node in graph.graph.nodes:
         weight = _weight(graph, node)
         if weight is not None and wanted(node, weight):
-            found[node.args[0], _bias(node) is not None].append(node)
+            operands = arguments(node)
+            found[operands["input"], operands["bias"] is not None].append(node)
     return [LinearGroup(graph, tuple(nodes)) for nodes in found.values()]
 
 
@@ -141,7 +143,7 @@ def exchange_experts(
         for node in graph.graph.nodes
         if is_call(node, torch.ops.mtpc.experts.default)
         and wanted(node)
-        and _fill_tiles([weight_of(graph, node.args[index]) for index in (1, 2)], has_form)
+        and _fill_tiles([weight_of(graph, arguments(node)[w]) for w in EXPERT_WEIGHTS], has_form)
     ]
     for node in found:
         with graph.graph.inserting_before(node):
@@ -163,17 +165,13 @@ def _features(node: fx.Node) -> int:
     return node.meta["val"].shape[-1]
 
 
-def _bias(node: fx.Node) -> fx.Node | None:
-    return node.args[2] if len(node.args) > 2 else None  # type: ignore[return-value]
-
-
 def _weight(graph: StepGraph, node: fx.Node) -> Tensor | None:
     """The weight of a linear whose operands are weights; None for anything else."""
     if not is_call(node, aten.linear.default):
         return None
-    operands = [node.args[1], *([_bias(node)] if _bias(node) is not None else [])]
-    tensors = [weight_of(graph, operand) for operand in operands]
-    return tensors[0] if all(tensor is not None for tensor in tensors) else None
+    _, weight, bias = arguments(node).values()
+    is_known = bias is None or weight_of(graph, bias) is not None
+    return weight_of(graph, weight) if is_known else None
 
 
 def weight_of(graph: StepGraph, operand: object) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit
+from mtpc.passes.base import Policy, emit
 from mtpc.passes.linears import LinearGroup, linear_groups, replace_groups
 
 
@@ -25,6 +25,7 @@ class MergeProjections:
     """
 
     name: ClassVar[str] = "merge-projections"
+    policy: ClassVar[Policy] = "off"
     min_group: int = 2
 
     def apply(self, graph: StepGraph) -> int:

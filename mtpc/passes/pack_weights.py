@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 import mtpc.ops.float32_linear
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, sweep
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy, emit, emit_named, is_call, sweep
 from mtpc.passes.head_products import pack_head_products
 from mtpc.passes.linears import (
+    EXPERT_WEIGHTS,
     LinearGroup,
     exchange_experts,
     joined_weight,
     linear_groups,
     replace_groups,
 )
+from mtpc.passes.patterns import cast
 from mtpc.weights.packing import can_pack
 
 aten = torch.ops.aten
 
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,6 +41,7 @@ class PackWeights:
     """
 
     name: ClassVar[str] = "pack-weights"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: weight.dim() == 2 and can_pack(weight))
@@ -64,7 +66,8 @@ def _widen_linears(graph: StepGraph) -> int:
         if is_call(node, aten.linear.default) and node.meta["val"].dtype == torch.float32
     ]
     for node in found:
-        args = tuple(_before_casts(operand) for operand in node.args)
+        x, weight, bias = (_before_widening(operand) for operand in arguments(node).values())
+        args = (x, weight, *([] if bias is None else [bias]))
         with graph.graph.inserting_before(node):
             wide = emit(graph.graph, torch.ops.mtpc.float32_linear.default, args, node)
         node.replace_all_uses_with(wide)
@@ -74,15 +77,20 @@ def _widen_linears(graph: StepGraph) -> int:
     return len(found)
 
 
-def _before_casts(operand: object) -> object:
-    """What an operand was before it was widened, which is exact."""
-    while is_call(operand, *_CASTS) and operand.args[0].meta["val"].dtype in _NARROW:  # type: ignore[attr-defined]
-        operand = operand.args[0]  # type: ignore[attr-defined]
+def _before_widening(operand: Any) -> Any:
+    """What an operand was before it was widened to float32, which is exact."""
+    source = cast(operand)
+    while source is not None and _is_widening(source, operand):
+        operand, source = source, cast(source)
     return operand
 
 
+def _is_widening(source: fx.Node, result: fx.Node) -> bool:
+    return result.meta["val"].dtype == torch.float32 and source.meta["val"].dtype in _NARROW
+
+
 def _packed_experts(graph: StepGraph, node: fx.Node) -> fx.Node:
-    x, gate_up, down, *choice = node.args
-    weights = [joined_weight(graph, [weight], "pack") for weight in (gate_up, down)]  # type: ignore[list-item]
-    args = (x, *weights, *choice)
-    return emit(graph.graph, torch.ops.mtpc.packed_experts.default, args, node)
+    values = arguments(node)
+    for name in EXPERT_WEIGHTS:
+        values[name] = joined_weight(graph, [values[name]], "pack")
+    return emit_named(graph.graph, torch.ops.mtpc.packed_experts.default, values, node)

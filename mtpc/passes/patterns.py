@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mtpc.capture.graph import arguments, first_argument
 from mtpc.passes.base import is_call
 
 aten = torch.ops.aten
@@ -15,9 +16,20 @@ _CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_
 
 
 def operands(node: Any, target: Any, count: int) -> tuple[Any, ...]:
-    """The positional operands of a call of an operator with so many; else as many None."""
-    matches = is_call(node, target) and len(node.args) == count
-    return node.args if matches else (None,) * count
+    """The first arguments of a call of an operator, if all others are at their defaults.
+
+    Args:
+        node: anything.
+        target: the operator overload.
+        count: how many arguments to return, in the schema's order, defaults filled in.
+
+    Returns:
+        The arguments; as many None for any other node, and for a call with another argument set.
+    """
+    values = list(arguments(node).values()) if is_call(node, target) else []
+    rest = target._schema.arguments[count:]
+    is_plain = all(v == a.default_value for v, a in zip(values[count:], rest, strict=False))
+    return tuple(values[:count]) if values and is_plain else (None,) * count
 
 
 def either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
@@ -27,8 +39,13 @@ def either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def cast(node: Any) -> Any:
-    """What a cast casts."""
-    return node.args[0] if is_call(node, *_CASTS) else None
+    """What a cast casts, if it changes the dtype only."""
+    if not is_call(node, *_CASTS):
+        return None
+    source = first_argument(node)
+    before, after = source.meta["val"], node.meta["val"]
+    moves = before.device != after.device or before.layout != after.layout
+    return None if moves else source
 
 
 def is_narrow(node: Any) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 import mtpc.ops.quantised  # noqa: F401  (registers the ops that take quantised weights)
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy, emit, emit_named
 from mtpc.passes.linears import (
+    EXPERT_WEIGHTS,
     LinearGroup,
     draft_nodes,
     exchange_experts,
@@ -34,6 +35,7 @@ class QuantiseDraft:
     """
 
     name: ClassVar[str] = "quantise-draft"
+    policy: ClassVar[Policy] = "off"
 
     def apply(self, graph: StepGraph) -> int:
         draft = draft_nodes(graph.graph)
@@ -45,13 +47,12 @@ class QuantiseDraft:
 
 
 def _quantised_experts(graph: StepGraph, node: fx.Node) -> fx.Node:
-    x, gate_up, down, *choice = node.args
-    forms = [
-        joined_weight(graph, [weight], form)  # type: ignore[list-item]
-        for weight in (gate_up, down)
-        for form in ("quantise", "scales")
-    ]
-    return emit(graph.graph, torch.ops.mtpc.quantised_experts.default, (x, *forms, *choice), node)
+    values = arguments(node)
+    for name in EXPERT_WEIGHTS:
+        weight = values[name]
+        values[name] = joined_weight(graph, [weight], "quantise")
+        values[f"{name}_scales"] = joined_weight(graph, [weight], "scales")
+    return emit_named(graph.graph, torch.ops.mtpc.quantised_experts.default, values, node)
 
 
 def _quantised_linear(group: LinearGroup) -> fx.Node:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, arguments
 from mtpc.layout.buffers import R, T
+from mtpc.passes.base import Policy
 
 aten = torch.ops.aten
 
@@ -30,6 +31,7 @@ class ResizeMetadata:
     """
 
     name: ClassVar[str] = "resize-metadata"
+    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0
@@ -48,10 +50,11 @@ def row_demands(graph: StepGraph) -> dict[str, int]:
     """Rows of each batch buffer that some slice of it reads or writes, by buffer name."""
     demands: dict[str, int] = {}
     for node in graph.graph.nodes:
-        if node.target is not aten.slice.Tensor or not _is_batch_buffer(node.args[0]):
+        if node.target is not aten.slice.Tensor:
             continue
-        name, (dim, _, end) = str(node.args[0].target), (*node.args[1:4], 0, None, None)[:3]
-        if dim == 0 and end is not None and int(end) < _OPEN_END:
+        x, dim, _, end, _ = arguments(node).values()
+        if _is_batch_buffer(x) and dim == 0 and end is not None and int(end) < _OPEN_END:
+            name = str(x.target)
             demands[name] = max(demands.get(name, 0), int(end))
     return demands
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import emit, is_call, refresh_values, sweep
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy, emit, emit_named, is_call, refresh_values, sweep
+from mtpc.passes.patterns import operands
 
 aten = torch.ops.aten
 
@@ -29,8 +30,8 @@ _ELEMENTWISE = {
     aten.neg.default,
     aten.clamp.default,
 }
-_FIRST_ARGUMENT_ONLY = {aten.linear.default}
-"""Row-wise in the first argument; the others are weights."""
+_FIRST_ARGUMENT_ONLY = (aten.linear.default, aten.mean.dim, aten.select.int)
+"""Row-wise in the first argument; the others are weights or numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class SelectHeadRows:
     """
 
     name: ClassVar[str] = "select-head-rows"
+    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0
@@ -64,10 +66,10 @@ def _common_selection(node: fx.Node) -> tuple[fx.Node, int] | None:
     """(rows, dim from the right) if every user of `node` is that one index_select."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor) or not node.users:
         return None
-    if not all(is_call(u, aten.index_select.default) and u.args[0] is node for u in node.users):
+    selections = [operands(user, aten.index_select.default, 3) for user in node.users]
+    if not all(x is node for x, _, _ in selections):
         return None
     rank = node.meta["val"].dim()
-    selections: list[Any] = [user.args for user in node.users]
     found = {(rows, dim % rank - rank) for _, dim, rows in selections}
     return found.pop() if len(found) == 1 else None
 
@@ -76,20 +78,20 @@ def _row_wise(node: fx.Node, dim: int, effects: Effects, mutated: frozenset[Any]
     """Whether row t of the result depends on row t of the operands only, and nothing is mutated."""
     if (effects.reads(node) | effects.roots[node]) & mutated:
         return False
-    args: tuple[Any, ...] = node.args
     if is_call(node, aten.mean.dim):
-        keeps = len(args) > 2 and bool(args[2])
-        return keeps and all(d < 0 and d != dim for d in args[1])
+        values = arguments(node)
+        over = values["dim"] or ()
+        return bool(values["keepdim"] and over) and all(d < 0 and d != dim for d in over)
     if is_call(node, aten.select.int):
         return _select_keeps_rows(node, dim)
-    if is_call(node, *_FIRST_ARGUMENT_ONLY):
+    if is_call(node, aten.linear.default):
         return dim < -1
     return is_call(node, *_ELEMENTWISE)
 
 
 def _select_keeps_rows(node: fx.Node, dim: int) -> bool:
     """select(x, 0, i) removes a leading dim: dims counted from the right stay what they are."""
-    return bool(node.args[1] == 0 and -dim <= node.meta["val"].dim())
+    return bool(arguments(node)["dim"] == 0 and -dim <= node.meta["val"].dim())
 
 
 def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
@@ -97,14 +99,13 @@ def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
     graph, size = node.graph, node.meta["val"].shape[dim]
     selects = list(node.users)
     first = next(n for n in graph.nodes if n in node.users)
-    operands: tuple[Any, ...] = node.args
-    if is_call(node, *_FIRST_ARGUMENT_ONLY, aten.select.int):
-        operands = operands[:1]
+    values = arguments(node)
+    row_wise = list(values)[:1] if is_call(node, *_FIRST_ARGUMENT_ONLY) else list(values)
     with graph.inserting_before(first):
-        args = [
-            _select(graph, a, rows, dim, node) if _has_rows(a, dim, size) else a for a in operands
-        ]
-        new = emit(graph, node.target, (*args, *node.args[len(operands) :]), node)
+        for name in row_wise:
+            if _has_rows(values[name], dim, size):
+                values[name] = _select(graph, values[name], rows, dim, node)
+        new = emit_named(graph, node.target, values, node)
     for select in selects:
         select.replace_all_uses_with(new)
         graph.erase_node(select)

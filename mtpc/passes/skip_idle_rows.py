@@ -13,9 +13,10 @@ import mtpc.ops.fused
 import mtpc.ops.packed
 import mtpc.ops.quantised
 import mtpc.ops.ragged  # noqa: F401  (these register the ops that this pass names)
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, arguments, first_argument
+from mtpc.config import SKIP_IDLE_ROWS
 from mtpc.layout import StepKey
-from mtpc.passes.base import GETITEM, emit, is_call
+from mtpc.passes.base import GETITEM, Policy, emit, is_call
 
 aten = torch.ops.aten
 
@@ -74,7 +75,8 @@ class SkipIdleRows:
     where the backend has kernels that leave rows out (cpu).
     """
 
-    name: ClassVar[str] = "skip-idle-rows"
+    name: ClassVar[str] = SKIP_IDLE_ROWS
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         counts = _Counts(graph.graph, graph.key)
@@ -93,8 +95,8 @@ class SkipIdleRows:
 def _clear_what_is_seen(graph: fx.Graph, node: fx.Node) -> None:
     """Clear the idle rows of each result that operators read which were not told of them."""
     single = isinstance(node.meta["val"], Tensor)
-    rows, x = node.kwargs["rows"], node.args[0]
-    lead = x.meta["val"].dim() - _SKIPPING[node.target]  # type: ignore[union-attr]
+    rows, x = node.kwargs["rows"], first_argument(node)
+    lead = x.meta["val"].dim() - _SKIPPING[node.target]
     for result in [node] if single else list(node.users):
         if _is_seen(result, rows):
             features = result.meta["val"].dim() - lead
@@ -140,10 +142,10 @@ class _Counts:
     def follow(self, node: fx.Node) -> None:
         """Look at a node; where metadata has been published, count its rows."""
         if is_call(node, aten.copy_.default):
-            into, value = node.args[:2]
+            into, value, _ = arguments(node).values()
             if is_call(into, aten.slice.Tensor):
-                into = into.args[0]  # type: ignore[union-attr]
-            name = str(into.target)  # type: ignore[union-attr]
+                into = first_argument(into)
+            name = str(into.target)
             if name in _PUBLISHED and isinstance(value, fx.Node):
                 self.published[name] = value
             if name == _PUBLISHED[-1] and len(self.published) == len(_PUBLISHED):
@@ -156,7 +158,7 @@ class _Counts:
     def _follow_selection(self, node: fx.Node) -> None:
         inputs = [one for one in node.all_input_nodes if one in self.selected]
         if is_call(node, aten.index_select.default):
-            rows = node.args[2].meta["val"].shape[0]  # type: ignore[union-attr]
+            rows = arguments(node)["index"].meta["val"].shape[0]
             self.selected[node] = self.logits is not None and rows == self.logits[0]
         elif inputs:
             self.selected[node] = self.selected[inputs[0]]
@@ -170,8 +172,7 @@ class _Counts:
         counted = self.tokens
         if node in self.selected:
             counted = self.logits if self.selected[node] else self.requests
-        x: Any = node.args[0]
-        shape = x.meta["val"].shape[: -_SKIPPING[node.target]]
+        shape = first_argument(node).meta["val"].shape[: -_SKIPPING[node.target]]
         lead = [size for size in shape if size != 1]
         return counted[1] if counted is not None and lead == [counted[0]] else None
 

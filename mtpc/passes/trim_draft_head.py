@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, set_tensor
-from mtpc.passes.base import emit, emit_weight, is_call, sweep
+from mtpc.passes.base import Policy, emit, emit_weight, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
+from mtpc.passes.patterns import operands
 from mtpc.weights.recipes import Rows
 
 aten = torch.ops.aten
@@ -32,6 +33,7 @@ class TrimDraftHead:
     """
 
     name: ClassVar[str] = "trim-draft-head"
+    policy: ClassVar[Policy] = "on"
     token_ids: tuple[int, ...] = ()
 
     def apply(self, graph: StepGraph) -> int:
@@ -45,24 +47,25 @@ class TrimDraftHead:
         return len(picks)
 
     def _trim(self, graph: StepGraph, pick: fx.Node) -> None:
-        head, selected = _head_of(pick.args[0])
-        x, *operands = head.args
+        picked, dim = operands(pick, aten.argmax.default, 2)
+        head, selected = _head_of(picked)
+        x, *weights = operands(head, aten.linear.default, 3)
         recipe_runs = runs(self.token_ids)
         with graph.graph.inserting_before(pick):
             rows = [
                 emit_weight(
                     graph,
-                    f"trimmed.{str(operand.target).replace('.', '_')}",
-                    Rows(recipe_runs, str(operand.target)),
-                    operand,
+                    f"trimmed.{str(weight.target).replace('.', '_')}",
+                    Rows(recipe_runs, str(weight.target)),
+                    weight,
                 )
-                for operand in operands
-                if isinstance(operand, fx.Node)
+                for weight in weights
+                if weight is not None
             ]
             logits = emit(graph.graph, aten.linear.default, (x, *rows), head)
             if selected:
                 logits = emit(graph.graph, aten.select.int, (logits, *selected), pick)
-            index = emit(graph.graph, aten.argmax.default, (logits, *pick.args[1:]), pick)
+            index = emit(graph.graph, aten.argmax.default, (logits, dim), pick)
             chosen = self._token_ids_of(graph, index)
         pick.replace_all_uses_with(chosen)
 
@@ -88,16 +91,16 @@ def runs(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def _picks(graph: StepGraph, node: fx.Node) -> bool:
     """Whether a node is the argmax, over the vocabulary, of nothing but a head's product."""
-    if not is_call(node, aten.argmax.default) or node.args[1:] not in ((-1,), (-1, False)):
+    logits, dim = operands(node, aten.argmax.default, 2)
+    if dim != -1:
         return False
-    head, _ = _head_of(node.args[0])
-    if not is_call(head, aten.linear.default):
+    x, weight, bias = operands(_head_of(logits)[0], aten.linear.default, 3)
+    if x is None:
         return False
-    return all(o is None or weight_of(graph, o) is not None for o in head.args[1:])
+    return all(w is None or weight_of(graph, w) is not None for w in (weight, bias))
 
 
 def _head_of(logits: Any) -> tuple[Any, tuple[Any, ...]]:
     """The node that made logits, and (dim, index) where one of a leading dimension was selected."""
-    if is_call(logits, aten.select.int) and logits.args[1:] == (0, 0):
-        return logits.args[0], logits.args[1:]
-    return logits, ()
+    whole, *selected = operands(logits, aten.select.int, 3)
+    return (whole, tuple(selected)) if selected == [0, 0] else (logits, ())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import analyse, storages
-from mtpc.capture.graph import StepGraph, is_buffer_name, operators
+from mtpc.capture.graph import StepGraph, arguments, is_buffer_name, operators
 from mtpc.errors import GraphError
 from mtpc.passes.base import evaluate
 from mtpc.passes.resize_metadata import row_demands
@@ -96,7 +96,7 @@ def _indexes_by_integer(node: fx.Node) -> bool:
     """`index.Tensor` has a data-dependent shape only where an index is a mask."""
     if node.target is not torch.ops.aten.index.Tensor:
         return False
-    indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
+    indices = [i for i in arguments(node)["indices"] if isinstance(i, fx.Node)]
     return all(i.meta["val"].dtype not in (torch.bool, torch.uint8) for i in indices)
 
 

@@ -35,7 +35,7 @@ from mtpc.program.step_record import StepRecord, numbered
 from mtpc.weights.recipes import Recipe, names
 
 _LOWERING = ("backend", "machine.", "torch.", "environment.", "version.torch", "source.backends",
-             "source.kernels")  # fmt: skip
+             "source.kernels", "source.ops")  # fmt: skip
 """Key fields that have a say in how a graph is lowered; the rest has had its say in the graph."""
 
 

@@ -1,4 +1,4 @@
-"""What a compilation depends on besides the model: sources, versions, this machine."""
+"""What a compilation depends on besides the model: versions, transformers' code, this machine."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ import torch
 
 import mtpc
 from mtpc.config import compiler_environment, cpu_level, cxx_compiler
+from mtpc.errors import CacheError
 from mtpc.store.key import hash_of
+from mtpc.store.sources import source_fields
 
 COMPILER = "machine.compiler"
 """The one field that may be unknown: where no compiler is installed, any will do."""
 
-_PACKAGE = Path(mtpc.__file__).parent
-_SOURCES = {
-    "capture": ("capture/*.py",),
-    "models": ("models/*.py", "models/families/*.py"),
-    "weights": ("weights/*.py",),
-    "ops": ("ops/*.py",),
-    "passes": ("passes/*.py",),
-    "step": ("step.py", "pieces/*.py", "layout/*.py", "program/compiler.py"),
-    "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),
-    "kernels": ("backends/cpu_kernels/*.cpp", "backends/cpu_kernels/*.h"),
-}
+_MODELLING = ("models/*/modeling_*.py", "modeling_*.py", "integrations/moe.py")
+"""Files of transformers that write a model's graph."""
 _NOTES_OF_INDUCTOR = ("aot_inductor.metadata",)
 """Settings that a compilation leaves changed, and that change nothing of what is compiled."""
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "vnni", "gfni", "neon",
@@ -43,19 +36,6 @@ def environment_fields() -> dict[str, str]:
     return {**version_fields(), **source_fields(), **modelling_field(), **machine_fields()}
 
 
-def source_fields(package: Path = _PACKAGE) -> dict[str, str]:
-    """A digest of each part of mtpc that has a say in what is compiled."""
-    return {
-        f"source.{part}": hash_of(
-            data
-            for pattern in patterns
-            for path in sorted(package.glob(pattern))
-            for data in (path.name.encode(), path.read_bytes())
-        )
-        for part, patterns in _SOURCES.items()
-    }
-
-
 def version_fields() -> dict[str, str]:
     """Versions of mtpc, torch and transformers; the last is not imported for it."""
     return {
@@ -66,15 +46,19 @@ def version_fields() -> dict[str, str]:
 
 
 def modelling_field() -> dict[str, str]:
-    """A digest of transformers' modelling code: its version does not see edits (25 MB, 30 ms)."""
+    """A digest of transformers' modelling code: its version does not see edits (25 MB, 30 ms).
+
+    Raises:
+        CacheError: a pattern matches no file, so that edits would not be seen.
+    """
     spec = util.find_spec("transformers")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    files = [
-        path
-        for folder in folders
-        for pattern in ("models/*/modeling_*.py", "modeling_*.py", "integrations/moe.py")
-        for path in sorted(Path(folder).glob(pattern))
-    ]
+    folders = [Path(f) for f in (spec.submodule_search_locations or ())] if spec else []
+    files: list[Path] = []
+    for pattern in _MODELLING:
+        found = [path for folder in folders for path in sorted(folder.glob(pattern))]
+        if not found:
+            raise CacheError(f"transformers has no {pattern}: its edits could not be told apart")
+        files += found
     return {"source.transformers": hash_of(path.read_bytes() for path in files)}
 
 

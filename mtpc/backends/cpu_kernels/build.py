@@ -31,9 +31,9 @@ from mtpc.store.machine import (
     COMPILER,
     cpu_flags,
     machine_fields,
-    source_fields,
     version_fields,
 )
+from mtpc.store.sources import source_fields
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"

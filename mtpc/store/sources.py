@@ -1,0 +1,120 @@
+"""Which of mtpc's own files decide what a compilation gives.
+
+They are derived from the import statements: every module that the entry reaches, however late it
+is imported, and the files beside them that are not Python, which are the C++ kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import mtpc
+from mtpc.errors import CacheError
+from mtpc.store.key import hash_of
+
+ENTRY = "mtpc.program.caching_compiler"
+"""The module that turns options into packages."""
+PACKAGE = Path(mtpc.__file__).parent
+KERNELS = "kernels"
+"""The part that is not Python."""
+
+_ROOT = "mtpc"
+_IMPORT = re.compile(
+    r"^([ \t]*)(?:from (mtpc[\w.]*) import (\([^)]*\)|.*)|import (mtpc[\w.]*))", re.MULTILINE
+)
+"""Import statements of mtpc's modules: indentation, module, names; or a module. `ast` takes fifty
+times as long, which a warm start would notice; a test compares the two."""
+
+
+def source_fields(package: Path = PACKAGE) -> dict[str, str]:
+    """A digest of each part of mtpc that has a say in what is compiled.
+
+    Returns:
+        Fields of the cache's key by name. A part is a module or package right below mtpc, as in
+        `source.passes`; `source.kernels` is the C++ code.
+
+    Raises:
+        CacheError: a part has no files, or the entry is not there.
+    """
+    return {
+        f"source.{part}": hash_of(
+            data
+            for path in paths
+            for data in (str(path.relative_to(package)).encode(), path.read_bytes())
+        )
+        for part, paths in source_files(package).items()
+    }
+
+
+def source_files(package: Path = PACKAGE) -> dict[str, list[Path]]:
+    """The files of `source_fields`, by part.
+
+    Raises:
+        CacheError: see there.
+    """
+    parts: dict[str, list[Path]] = defaultdict(list)
+    reached = _reached(package)
+    for name, path in sorted(reached.items()):
+        parts[name.split(".")[1]].append(path)
+    folders = sorted({path.parent for path in reached.values()} - {package})
+    parts[KERNELS] = [path for folder in folders for path in _other_files(folder)]
+    empty = [part for part, paths in parts.items() if not paths]
+    if empty:
+        raise CacheError(f"{package} has no files of the part {empty[0]!r} of mtpc's sources")
+    return dict(parts)
+
+
+def imports(source: str) -> Iterator[tuple[str, bool]]:
+    """What a file imports of mtpc.
+
+    Args:
+        source: of a module.
+
+    Yields:
+        Dotted names, with whether the statement stands at the top level. A name that is imported
+        from a module may be a module itself.
+    """
+    for indent, module, names, alone in _IMPORT.findall(source):
+        yield module or alone, not indent
+        listed = re.sub(r"#.*|\bas \w+", "", names)
+        yield from ((f"{module}.{name}", not indent) for name in re.findall(r"\w+", listed))
+
+
+def _reached(package: Path) -> dict[str, Path]:
+    """Modules that the entry imports, directly or not, by name.
+
+    With a module its packages are imported, too. Of a package that is imported for that reason
+    alone only statements at the top level count: nobody calls its functions. `mtpc` itself is left
+    out: it lists the public names.
+    """
+    modules = dict(_modules(package))
+    if ENTRY not in modules:
+        raise CacheError(f"{package} has no module {ENTRY}, from which its sources are found")
+    reached: dict[str, Path] = {}
+    called: set[str] = set()
+    waiting = [(ENTRY, True)]
+    while waiting:
+        name, is_called = waiting.pop()
+        is_known = name in called or (name in reached and not is_called)
+        if is_known or name == _ROOT or name not in modules:
+            continue
+        reached[name] = modules[name]
+        if is_called:
+            called.add(name)
+        waiting.append((name.rpartition(".")[0], False))
+        found = imports(modules[name].read_text())
+        waiting += [(other, True) for other, at_top in found if at_top or is_called]
+    return reached
+
+
+def _modules(package: Path) -> Iterator[tuple[str, Path]]:
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        yield ".".join((_ROOT, *(part for part in parts if part != "__init__"))), path
+
+
+def _other_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".py")
