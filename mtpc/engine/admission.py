@@ -1,4 +1,4 @@
-"""Which requests can be served at all, once nothing else runs; `scheduler` says when."""
+"""Checks that an otherwise idle engine can serve a request. `scheduler` decides when it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtpc.layout import MAX_STOP_IDS
 
 
 def longest_request(options: CompileOptions, num_pages: int) -> int:
-    """Tokens of the longest request that fits, prompt and continuation together."""
+    """The most tokens that a request may have, counting its prompt and its new tokens."""
     room = num_pages * options.page_size - 2 * options.spec_tokens
     return min(options.sequence_limit, room)
 
@@ -19,16 +19,16 @@ def longest_request(options: CompileOptions, num_pages: int) -> int:
 def check_request(
     request: Request, options: CompileOptions, vocab_size: int, num_pages: int
 ) -> None:
-    """Refuse what can never be served.
+    """Refuse a request that can never be served.
 
     Args:
-        request: to be queued.
-        options: what the program was compiled with.
-        vocab_size: ids must be below it.
-        num_pages: of the pool, used or not.
+        request: the request to check.
+        options: the options that the program was compiled with.
+        vocab_size: number of ids in the vocabulary.
+        num_pages: pages in the pool, used or free.
 
     Raises:
-        RequestError: a field is not as `Engine.add` says.
+        RequestError: a field does not meet the conditions that `Engine.add` lists.
         CapacityError: the page pool cannot hold the request even when it is empty.
     """
     _check_prompt(request, vocab_size)

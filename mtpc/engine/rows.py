@@ -1,4 +1,4 @@
-"""A request's rows of the state buffers: what the host writes when it gets a slot, and pages."""
+"""A request's rows of the state buffers, which the host writes when it gets a slot or pages."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ REBUILT_ROWS = (
     "state.prompt_tokens",
     "state.output_counts",
 )
-"""State that the host can write for any point of a request, from its tokens and parameters alone
-(`state.token_ids` is made by the prefill's last chunk)."""
+"""State buffers whose rows depend only on a request's tokens and parameters, so that the host can
+rebuild them at any point. (The last prefill chunk writes `state.token_ids`.)"""
 PAGED_ROLES = ("k", "v", "latent", "index")
-"""Roles of `kv.*` buffers whose rows are found by the block table, and by nothing else."""
+"""Roles of `kv.*` buffers whose rows are found only through the block table."""
 
 
 def write_state(program: Program, request: Request) -> None:
-    """Write all rows of a request that was just placed, with `num_prefilled` tokens reused.
+    """Write the rows of a request that was just placed in a slot.
 
-    What is behind `output_ids` has been emitted before a preemption, and is prefilled again.
+    `num_prefilled` tokens are reused from shared pages. A preempted request has `output_ids`, which
+    are prefilled again.
     """
     shared, write, slot = program.shared, program.write, request.slot
     assert slot is not None
@@ -51,7 +52,7 @@ def write_state(program: Program, request: Request) -> None:
 
 
 def write_new_pages(program: Program, request: Request, first: int) -> None:
-    """Append a request's pages from its `first` on to its row of the block table."""
+    """Append `request.pages[first:]` to the request's row of the block table."""
     table = program.shared["state.block_table"]
     pages = torch.tensor(request.pages[first:], dtype=table.dtype)
     program.write(table[request.slot, first : len(request.pages)], pages)
@@ -67,11 +68,12 @@ def write_chunks(
     """Pack the next tokens of prompts into a prefill step, and count them as prefilled.
 
     Args:
-        program: the step's.
-        key: of the step.
-        num_decoding: rows before those of prompts; the device knows their tokens.
-        requests: in the order of the step's rows; rows behind them are off.
-        counts: tokens of each.
+        program: the program of the step.
+        key: the prefill step.
+        num_decoding: number of decoding requests. Their rows come first, and the device has their
+            tokens.
+        requests: the requests with a prompt chunk, in the order of their rows.
+        counts: tokens of each chunk.
     """
     buffers, write = program.steps[key].buffers, program.write
     is_decoding = [int(row < num_decoding) for row in range(key.bucket.num_reqs)]
@@ -88,10 +90,15 @@ def write_chunks(
 
 
 def unpaged_state(shared: Mapping[str, Tensor], num_pages: int) -> str | None:
-    """The first buffer that holds part of a request's past elsewhere than in pages, if any.
+    """The first buffer that holds part of a request's past outside of pages, or None.
 
-    Recurrent state and ring caches are rows by request slot: a request that began with another's
-    pages would lack them. What this table does not know counts as such.
+    Recurrent state and ring caches have one row per request slot. A request that reuses another
+    request's pages would lack these rows. A buffer that is in neither table above counts as such
+    state.
+
+    Args:
+        shared: the program's shared buffers by name.
+        num_pages: pages of the KV pool, including the null page.
     """
     for name, tensor in sorted(shared.items()):
         if name.startswith("kv."):
