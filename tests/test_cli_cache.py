@@ -187,7 +187,7 @@ def test_prune_by_age(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["inspect", "zz"], "entry 'zz' fits none of"),
+        (["inspect", "zz"], "'zz' fits none of the entries in"),
         (["inspect", ""], r"entry '' fits [0-9a-f]{8}, "),
         (["why", "/nowhere"], "'/nowhere' is not a directory"),
     ],
