@@ -296,7 +296,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         help="which step to show (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="R", help="requests in it (default: %(default)s)"
+        "--batch", type=int, default=1, metavar="R", help="its requests (default: %(default)s)"
     )
     parser.add_argument("--nodes", action="store_true", help="print every node of the graph")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the step to a file")
@@ -327,7 +327,7 @@ def _add_compile_options(
     group = parser.add_argument_group("compile options")
     drafts = (
         "K,K" if several_k else "K",
-        f"drafts per step{', one or several' * several_k}; 0 is plain decoding, auto adapts",
+        f"drafts per step{', one or several' * several_k}; 0 is plain decoding, auto adapts to load",
     )
     for name, kind, metavar, text in (
         ("spec_tokens", numbers if several_k else number, *drafts),
@@ -358,7 +358,7 @@ def _add_compile_options(
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     for flag, text in (
         ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
-        ("--verify-passes", "propagate fake tensors through the graph after every pass"),
+        ("--verify-passes", "check the graph with fake tensors after every pass"),
     ):
         group.add_argument(flag, action="store_true", default=None, help=text)
 

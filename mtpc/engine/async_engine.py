@@ -31,7 +31,7 @@ _LAST_STEP_S = 10.0
 
 T = TypeVar("T")
 TURNS = 64
-"""Steps during which the engine waits for its consumers, after consumers were late once."""
+"""The number of steps that the engine waits for its consumers after they were late once."""
 MAX_TURN_S = 0.02
 """The longest time, in seconds, that the engine waits for consumers after one step."""
 
@@ -64,7 +64,7 @@ class _Mailbox:
             self._notify_once()
 
     def fail(self, error: BaseException | None) -> None:
-        """Record that the engine has ended: it failed with `error`, or None: it was closed."""
+        """Record that the engine has ended. Without an error, it was closed."""
         with self._lock:
             self._error = ServingError(
                 "the engine was closed" if error is None else f"the engine failed: {error!r}"
@@ -116,7 +116,7 @@ def _attempt(function: Callable[[], object]) -> BaseException | None:
 
 
 class AsyncEngine:
-    """Serves the coroutines of one event loop with an engine.
+    """Runs an engine for the coroutines of one event loop.
 
     Use it as `async with AsyncEngine(spec.engine, spec.served) as engine`.
 
@@ -309,7 +309,7 @@ class AsyncEngine:
             mailbox.refuse(error)
 
     def _withdraw(self, request: Request, reason: FinishReason) -> None:
-        """Forget a request: one that is not in the engine yet, that is in it, or that has ended."""
+        """Forget a request, and abort it unless it has ended. It may not be in the engine yet."""
         with self._wake:
             self._mailboxes.pop(request, None)
             if request.finish_reason is None:

@@ -253,12 +253,12 @@ class Engine:
             return handed
 
     def _rest(self) -> None:
-        """If no work is left, drop the unread step and begin no host gap."""
+        """If no work is left, forget the unread step, and do not count the idle time as a gap."""
         if not self.has_work:
             self._unread = self._last_end = None
 
     def _advance(self) -> list[Emission]:
-        """Launch the next step, if it can be chosen yet; read it, or the previous one."""
+        """Launch the next step, if there is one, and read it, or with async the previous one."""
         turn, unread = self.scheduler.next_turn(), self._unread
         launched = self._launch(turn) if turn is not None else None
         if not self.options.async_scheduling:

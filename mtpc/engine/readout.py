@@ -99,5 +99,5 @@ class Readout:
 
     @property
     def replay_s(self) -> float:
-        """Seconds of the replay, once it was read."""
+        """Seconds of the replay. Call this after `read`."""
         return self.begin.seconds_until(self.end)

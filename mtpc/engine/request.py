@@ -52,7 +52,8 @@ class Request:
         max_new_tokens: the most new tokens.
         stop_ids: token ids that end the request. The stop token is part of the output.
         sampling: how tokens are chosen. It has a seed once the request is added.
-        on_output: called with each output of the request, in the thread that steps the engine.
+        on_output: called with each output of the request, in the thread that steps the engine or
+            aborts the request.
         grammar: decides which tokens may come next. Between steps it has taken `output_ids`,
             except for stop ids.
         slot: row of the state buffers while the request runs, else None.

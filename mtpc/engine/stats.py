@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeCounts:
-    """Counts of decode steps up to a moment, without prefill steps.
+    """Counts of the steps in which requests decoded, up to a moment.
 
     The difference of two such counts measures the steps between them.
 
     Attributes:
-        steps: decode steps.
-        seconds: seconds in decode steps.
-        request_steps: decode steps, counted once for each request that decoded in the step.
-        tokens: tokens emitted.
+        steps: number of steps.
+        seconds: seconds in the steps.
+        request_steps: number of steps, counted once for each request that decoded in the step.
+        tokens: tokens emitted by requests that decoded.
         accepted: drafts accepted.
         drafted: drafts verified.
     """
@@ -153,7 +153,7 @@ class Stats:
         self.host_gaps += 1
 
     def decode_counts(self) -> DecodeCounts:
-        """The counts of decode steps so far, without shared prefill steps."""
+        """The counts of decode steps so far. Shared prefill steps do not count."""
         beside = replace(self.joined, steps=0)
         counts = (self.request_steps, self.decoded_tokens, sum(self.accepted), sum(self.drafted))
         return DecodeCounts(self.decode_steps, self.decode_s, *counts) - beside
