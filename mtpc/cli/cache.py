@@ -227,7 +227,7 @@ def _prune(args: argparse.Namespace) -> int:
     store, console = _store(args), output()
     removed = 0
     for row in list(examine(store)):
-        reason = _reason_to_remove(row, store, args)
+        reason = _reason_to_remove(row, args)
         if reason:
             removed += _nbytes(store, row)
             console.print(f"{row.digest[:8]}: {reason}", soft_wrap=True)
@@ -241,7 +241,7 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _reason_to_remove(row: Row, store: EntryStore, args: argparse.Namespace) -> str:
+def _reason_to_remove(row: Row, args: argparse.Namespace) -> str:
     if row.entry is None:
         return f"damaged: {row.damage}"
     age_days = (time.time() - row.entry.directory.stat().st_mtime) / _DAY_S

@@ -30,15 +30,11 @@ class Connections:
 
     Attributes:
         by_ends: the open connections.
-        timed_out: number of connections that exceeded a time limit.
-        refused: number of connections that exceeded `max_connections`.
     """
 
     def __init__(self, options: ServerOptions, make: Callable[..., asyncio.Protocol]):
         self.options, self._make = options, make
         self.by_ends: dict[Ends, GuardedProtocol] = {}
-        self.timed_out = 0
-        self.refused = 0
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
         """Make the protocol of a new connection. uvicorn calls this like a protocol class."""
@@ -85,7 +81,6 @@ class GuardedProtocol:
         self._transport = transport
         if len(self._all.by_ends) >= self._options.max_connections:
             self._is_refused = True
-            self._all.refused += 1
             transport.abort()
             return
         peer, ours = (transport.get_extra_info(name)[:2] for name in ("peername", "sockname"))
@@ -190,7 +185,6 @@ class GuardedProtocol:
             self._time_writing()
 
     def _give_up(self) -> None:
-        self._all.timed_out += 1
         self._transport.abort()
 
     def _end_lingering(self) -> None:
