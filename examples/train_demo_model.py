@@ -6,8 +6,8 @@ comments of the standard library). The run needs no network and no accelerator:
     OMP_NUM_THREADS=1 python examples/train_demo_model.py --out mtpc/demo --minutes 38
 
 First, the target and the MTP layer train together on the text.  Then the frozen target generates
-texts, and the MTP layer learns to predict them, also from its own output, because decoding feeds
-its output back to draft several tokens per step.  ``--eval-only`` measures an existing checkpoint.
+texts, and the MTP layer learns to predict them, also from its own output, as in decoding.
+``--eval-only`` measures an existing checkpoint.
 """
 
 import argparse
@@ -41,8 +41,7 @@ TOPIC_COPIES = 2  # copies of each topic in the training text; topics are its be
 BATCH, SEQUENCE, DROPOUT = 6, 320, 0.1
 PROMPT, NEW_TOKENS, EVAL_PROMPTS = 64, 64, 32
 JOINT_MTP_WEIGHT, DEPTH_WEIGHTS = 0.5, (1.0, 0.6, 0.4)  # weights of losses; one per draft position
-JOINT_SHARE, OWN_TEXT_SHARE = 0.72, 0.15  # shares of the whole time, and of the second phase
-REPORTS = 12  # per phase
+JOINT_SHARE, OWN_TEXT_SHARE, REPORTS = 0.72, 0.15, 12  # of all time; of phase two; per phase
 
 SHAPE = dict(  # a small GLM-4.5: one dense layer, three MoE layers, one MTP layer
     vocab_size=2048, hidden_size=192, intermediate_size=512, moe_intermediate_size=96,
@@ -89,8 +88,7 @@ def split_documents(documents: dict[str, str]) -> tuple[list[str], list[str]]:
     """Split into training and held-out texts by the names' hashes. Drop repeated paragraphs.
 
     The topics quote each other: the page about ``with`` is also a section of the page about
-    compound statements. So held-out pages come first, and training pages lose the paragraphs that
-    held-out pages contain.
+    compound statements. So training pages lose the paragraphs that held-out pages contain.
     """
     hashes = {name: int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in documents}
     texts, seen = {True: [], False: []}, set()
@@ -132,11 +130,7 @@ class DemoModel(glm.Glm4MoeForCausalLM):
         self.post_init()
 
     def draft_states(self, ids: Tensor, hidden: Tensor, depth: int) -> list[Tensor]:
-        """Hidden states of each draft step; column ``i`` of step ``d`` predicts ``i + d + 1``.
-
-        Entry ``d - 1`` of the list is for step ``d``, which gets the hidden states of the step
-        before it.
-        """
+        """Hidden states of the draft steps: column ``i`` of step ``d`` predicts ``i + d + 1``."""
         mtp, cache, states, length = self.model.layers[-1], DynamicCache(), [], ids.shape[1]
         for step in range(1, depth + 1):
             embeddings = self.model.embed_tokens(ids[:, step:])
@@ -150,8 +144,8 @@ class DemoModel(glm.Glm4MoeForCausalLM):
 def chain_mask(length: int, step: int) -> Tensor:
     """The attention mask of draft step ``step``. It has one row per chain of drafts.
 
-    A chain of drafts starts at one token. All chains attend to the first step's keys. Later steps'
-    keys are only visible within their own chain, as in decoding.
+    A chain starts at one token. As in decoding, a chain sees the first step's keys of all earlier
+    tokens, but keys of later steps only within itself.
     """
     blocks = [torch.ones(length - step, length - 1).tril()]
     blocks += [torch.eye(length - step, length - earlier) for earlier in range(2, step + 1)]

@@ -327,7 +327,7 @@ def _add_compile_options(
     group = parser.add_argument_group("compile options")
     drafts = (
         "K,K" if several_k else "K",
-        f"drafts per step{', one or several' * several_k}; 0 is plain decoding, auto adapts to load",
+        f"drafts per step{', one or several' * several_k}; 0 decodes plainly, auto adapts to load",
     )
     for name, kind, metavar, text in (
         ("spec_tokens", numbers if several_k else number, *drafts),

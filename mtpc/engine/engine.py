@@ -225,9 +225,7 @@ class Engine:
             self.pages.forget_all()
 
     def step(self) -> list[StepOutput]:
-        """Run one iteration: admit requests, then run a prefill step or a decode step.
-
-        A prefill step runs one chunk of prompts, and decoding requests may share it.
+        """Admit requests, then run one prefill step or one decode step (see `scheduler`).
 
         Returns:
             One output for each request that emitted tokens or ended. A prompt emits nothing before
