@@ -122,7 +122,7 @@ def test_ls_and_inspect(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("cache", "inspect", found[1], "--graph", name, "--cache-dir", mine) == 0
         assert wanted.removeprefix("call_") in capsys.readouterr().out
     assert run("cache", "inspect", found[1], "--graph", "no", "--cache-dir", mine) == 2
-    assert "there are: traced, resize-metadata," in capsys.readouterr().err
+    assert "expected one of: traced, resize-metadata," in capsys.readouterr().err
 
 
 def test_why(

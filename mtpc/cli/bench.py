@@ -81,7 +81,7 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     if args.checkpoint is not None and not args.prompts:
         raise RequestError(
-            f"no prompt is given; the number of accepted drafts depends on the text: give prompts "
+            "no prompt is given; the number of accepted drafts depends on the text: give prompts "
             f"that suit {args.checkpoint}, with -p or --ids"
         )
     checkpoint = args.checkpoint or demo_checkpoint()

@@ -96,7 +96,7 @@ def _ls(args: argparse.Namespace) -> int:
     print_table(
         console,
         f"{store.root}: {len(rows)} entries",
-        ("entry", "what", "model", "age", "size", "built in", "state"),
+        ("entry", "content", "model", "age", "size", "built in", "state"),
         [_cells(row) for row in rows],
         ("", "", "", "", format_bytes(sum(_nbytes(store, row) for row in rows)), "", ""),
     )
@@ -186,7 +186,8 @@ def _print_graph(entry: Entry, name: str) -> None:
     texts = [file for file in entry.files if file.startswith("graph.")]
     files = {file.split("-", 1)[1].removesuffix(".txt.gz"): file for file in texts}
     if name not in files:
-        raise OptionError(f"no graph after {name!r} in this entry; there are: {', '.join(files)}")
+        known = ", ".join(files)
+        raise OptionError(f"this entry has no graph after {name!r}; expected one of: {known}")
     print(gzip.decompress(entry.read(files[name])).decode())
 
 
