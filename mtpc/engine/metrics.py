@@ -70,20 +70,28 @@ def _share(part: float, whole: float) -> str:
 
 
 def prometheus_text(stats: Stats) -> str:
-    """Format statistics in Prometheus' text format, version 0.0.4.
-
-    Each metric has a HELP line, a TYPE line and its samples.
-    """
+    """Format statistics in Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
     for kind, metrics in (("gauge", _gauges(stats)), ("counter", _counters(stats))):
-        for name, description, samples in metrics:
-            lines.append(f"# HELP {PREFIX}{name} {description}")
-            lines.append(f"# TYPE {PREFIX}{name} {kind}")
-            lines += [f"{PREFIX}{name}{_labels(labels)} {value}" for labels, value in samples]
+        for metric in metrics:
+            lines += metric_lines(kind, *metric)
     return "\n".join(lines) + "\n"
 
 
 Metric = tuple[str, str, Iterable[Sample]]
+
+
+def metric_lines(kind: str, name: str, description: str, samples: Iterable[Sample]) -> list[str]:
+    """One metric in Prometheus' text format: its HELP line, its TYPE line and its samples.
+
+    Args:
+        kind: "gauge" or "counter".
+        name: the metric's name without prefix.
+        description: text for the HELP line.
+        samples: labels and value of each sample.
+    """
+    head = [f"# HELP {PREFIX}{name} {description}", f"# TYPE {PREFIX}{name} {kind}"]
+    return head + [f"{PREFIX}{name}{_labels(labels)} {value}" for labels, value in samples]
 
 
 def _gauges(stats: Stats) -> Iterator[Metric]:

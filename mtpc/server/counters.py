@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from mtpc.engine.metrics import PREFIX
+from mtpc.engine.metrics import PREFIX, Sample, metric_lines
 
 # Bucket bounds from vLLM (vllm/v1/metrics/loggers.py), without the largest ones.
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
@@ -76,15 +76,14 @@ class ServerCounters:
         """
         lines: list[str] = []
         for name, (description, value) in gauges.items():
-            lines += [f"# HELP {PREFIX}{name} {description}", f"# TYPE {PREFIX}{name} gauge"]
-            lines.append(f"{PREFIX}{name} {value}")
-        lines.append(f"# HELP {PREFIX}http_responses_total Responses, by path and status code.")
-        lines.append(f"# TYPE {PREFIX}http_responses_total counter")
-        for (path, status), count in sorted(self.responses.items()):
-            labels = f'path="{path}",status="{status}"'
-            lines.append(f"{PREFIX}http_responses_total{{{labels}}} {count}")
-        lines.append(f"# HELP {PREFIX}http_disconnects_total Clients that disconnected early.")
-        lines.append(f"# TYPE {PREFIX}http_disconnects_total counter")
-        lines.append(f"{PREFIX}http_disconnects_total {self.disconnects}")
+            lines += metric_lines("gauge", name, description, [({}, value)])
+        responses: list[Sample] = [
+            ({"path": path, "status": status}, count)
+            for (path, status), count in sorted(self.responses.items())
+        ]
+        description = "Responses, by path and status code."
+        lines += metric_lines("counter", "http_responses_total", description, responses)
+        description, count = "Clients that disconnected early.", self.disconnects
+        lines += metric_lines("counter", "http_disconnects_total", description, [({}, count)])
         lines += [*self.first_token_s.lines(), *self.request_s.lines()]
         return "\n".join(lines) + "\n"

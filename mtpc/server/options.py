@@ -72,7 +72,9 @@ class ServerOptions:
         if self.http not in HTTP_PARSERS:
             raise OptionError(f"http is {self.http!r}; expected one of {', '.join(HTTP_PARSERS)}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise OptionError("the API key has characters that no HTTP header can carry")
+            raise OptionError(
+                "the API key has characters that no HTTP header can carry; expected printable ASCII"
+            )
         if self.api_key == "":
             raise OptionError("the API key is empty; give a key, or no key to admit every client")
 
