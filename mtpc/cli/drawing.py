@@ -42,13 +42,7 @@ Mode = Literal["read", "update", "write"]
 
 @dataclass(frozen=True)
 class Card:
-    """Buffers of one kind that a box accesses in the same way.
-
-    Attributes:
-        kind: the first part of the buffers' names, such as "kv".
-        mode: how the box accesses the buffers.
-        lines: name and size of each group of buffers.
-    """
+    """Buffers of one kind (such as "kv") that a box accesses in the same way, with their sizes."""
 
     kind: str
     mode: Mode
@@ -61,14 +55,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Lane:
-    """A vertical line for one box's data, past the boxes that do not use the data.
-
-    Attributes:
-        source: index of the box that computes the data.
-        edges: the edges to the boxes that use the data.
-        track: number of the lane's column, from the left.
-        colour: the lane's colour.
-    """
+    """A vertical line for the data of box `source`, in column `track` from the left."""
 
     source: int
     edges: tuple[DataEdge, ...]

@@ -60,13 +60,7 @@ class Box:
 
 @dataclass(frozen=True)
 class DataEdge:
-    """Temporaries that one box computes and a later box uses.
-
-    Attributes:
-        source: index of the box that computes the values.
-        target: index of the box that uses them.
-        values: fake tensors of the values.
-    """
+    """Temporaries (fake tensors) that box `source` computes and the later box `target` uses."""
 
     source: int
     target: int

@@ -226,7 +226,7 @@ def _print_effects(console: Console, graph: StepGraph) -> None:
     columns = ("buffer", "order (w: write, r: read)", "written by", "read by")
     print_table(console, "Effects on buffers", columns, _effect_rows(graph))
     if any(node.op == "call_module" for node in graph.graph.nodes):
-        text = "  The effects inside of pieces are known after the pass fuse-draft-chain."
+        text = "  The effects inside pieces are known after the pass fuse-draft-chain."
         console.print(text, style="dim")
 
 
@@ -261,11 +261,7 @@ def _listing(counts: Counter[str]) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Check now that the file can be written after the work.
-
-    Raises:
-        OptionError: the directory does not exist, or the path is a directory.
-    """
+    """Check, before the work, that the file can be written after it."""
     if not path.parent.is_dir():
         raise OptionError(f"--svg {path}: there is no directory {path.parent}")
     if path.is_dir():
@@ -273,11 +269,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the whole file, or nothing if interrupted.
-
-    Raises:
-        OptionError: the directory is not writable.
-    """
+    """Write the whole file, or nothing if interrupted."""
     try:
         handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     except OSError as error:

@@ -51,11 +51,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _key(args: argparse.Namespace) -> str | None:
-    """The API key from the option, the file or the environment, or None.
-
-    Raises:
-        OptionError: the file cannot be read.
-    """
+    """The API key from the option, the file or the environment, or None."""
     if args.api_key is not None:
         return args.api_key
     if args.api_key_file is None:

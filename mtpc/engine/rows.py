@@ -90,7 +90,7 @@ def write_chunks(
 
 
 def unpaged_state(shared: Mapping[str, Tensor], num_pages: int) -> str | None:
-    """The first buffer that holds part of a request's past outside of pages, or None.
+    """The first buffer that holds part of a request's past outside pages, or None.
 
     Recurrent state and ring caches have one row per request slot. A request that reuses another
     request's pages would lack these rows. A buffer that is in neither table above counts as such

@@ -160,21 +160,10 @@ class _SiteLayer:
     def attend(
         self, module: Any, query: Tensor, scale: float, context: SiteRecorder, **options: Any
     ) -> Tensor:
-        """Record a site and its call of `host_attention`.
+        """Record a site, and call `host_attention` in its place.
 
-        Args:
-            module: the attention module.
-            query: [1, N, T, D].
-            scale: factor of the scores.
-            context: the recorder; unused.
-            **options: transformers' further arguments: sliding_window, softcap, s_aux (sinks).
-
-        Returns:
-            [1, T, N, D_v].
-
-        Raises:
-            UnsupportedModelError: no keys and values were written; or the sinks are not a parameter
-                of the module.
+        `query` is [1, N, T, D], and the result [1, T, N, D_v]. `options` are transformers' further
+        arguments: sliding_window, softcap, s_aux (the sinks).
         """
         if self._written is None:
             raise UnsupportedModelError(

@@ -32,7 +32,7 @@ OPEN_PATHS = ("/health",)
 """Paths that need no API key."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 LONG_BODY = 4096
-"""A request with a body longer than this, in bytes, is tokenized outside of the event loop."""
+"""A request with a body longer than this, in bytes, is tokenised outside the event loop."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger("mtpc.server")
 

@@ -1,4 +1,4 @@
-"""mtpc inside of SGLang: draft models, and one graph for the draft phase.
+"""mtpc inside SGLang: draft models, and one graph for the draft phase.
 
 See docs/embedding-sglang.md. There are two ways to use it, and the user must ask for each by name:
 

@@ -1,4 +1,4 @@
-"""mtpc inside of transformers: `model.generate(**inputs, custom_generate=Generator(model))`.
+"""mtpc inside transformers: `model.generate(**inputs, custom_generate=Generator(model))`.
 
 Its public name is `mtpc.transformers`; see docs/embedding-transformers.md.
 """

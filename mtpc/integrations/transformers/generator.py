@@ -192,11 +192,8 @@ class Generator:
             See `__call__`.
 
         Raises:
-            RequestError: see `__call__`; or `assistant_model`, `assistant_tokenizer` or
-                `custom_generate` is given.
-            CapacityError: see `__call__`.
-            NumericsError: see `__call__`.
-            ServingError: see `__call__`.
+            RequestError: `assistant_model`, `assistant_tokenizer` or `custom_generate` is given.
+            MtpcError: see `__call__`.
         """
         for name in ("assistant_model", "assistant_tokenizer", "custom_generate"):
             if arguments.pop(name, None) is not None:
@@ -256,10 +253,8 @@ def generate(
         See `Generator.__call__`.
 
     Raises:
-        RequestError: see `Generator.__call__`; or `spec` was compiled for another model.
-        CapacityError: see `Generator.__call__`.
-        NumericsError: see `Generator.__call__`.
-        MtpcError: see `mtpc.compile`.
+        RequestError: `spec` was compiled for another model.
+        MtpcError: see `Generator.__call__` and `mtpc.compile`.
     """
     job = Job(input_ids, prepared, token_streamer)
     if spec is None:
