@@ -45,9 +45,9 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
     prompt = request.prompt_ids
     if not prompt:
         raise RequestError("the prompt is empty; expected at least one token")
-    bad = [i for i in prompt if not isinstance(i, int) or not 0 <= i < vocab_size]
-    if bad:
-        raise RequestError(f"prompt id {bad[0]!r}; expected ids in 0..{vocab_size - 1}")
+    invalid = [i for i in prompt if not isinstance(i, int) or not 0 <= i < vocab_size]
+    if invalid:
+        raise RequestError(f"prompt id {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
 
 
 def _check_length(request: Request, options: CompileOptions) -> None:
@@ -62,9 +62,9 @@ def _check_length(request: Request, options: CompileOptions) -> None:
 
 
 def _check_stop_ids(request: Request) -> None:
-    odd = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
-    if odd:
-        raise RequestError(f"stop id {odd[0]!r}; expected token ids (integers)")
+    invalid = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
+    if invalid:
+        raise RequestError(f"stop id {invalid[0]!r}; expected token ids (integers)")
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise RequestError(
             f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"

@@ -188,8 +188,8 @@ class Engine:
         self.check(request)
         request.sampling = request.sampling.settled()
         with self._lock:
-            mine = request.grammar
-            if mine is not None and any(r.grammar is mine for r in [*self.waiting, *self.running]):
+            grammar, others = request.grammar, [*self.waiting, *self.running]
+            if grammar is not None and any(r.grammar is grammar for r in others):
                 raise RequestError("the grammar is another request's; give each its own")
             request.request_id = next(self._ids)
             self.scheduler.add(request)

@@ -73,14 +73,14 @@ def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
         return
     params = request.sampling
     first_stop = len(request.prompt_ids) + params.min_tokens if params.min_tokens else 0
-    asked = -1 if params.logprobs is None else params.logprobs
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
     ints = (
         params.seed or 0,
         params.top_k,
         first_stop,
         params.has_mask,
         params.has_penalties,
-        asked,
+        num_logprobs,
     )
     floats = [float(getattr(params, name)) for name in FLOATS]
     write(shared["state.sampling_ints"][slot], torch.tensor([int(value) for value in ints]))

@@ -162,8 +162,8 @@ class Scheduler:
             room -= chunks[-1]
         if not prompts:
             return None
-        held = [count for count in chunks if count]
-        return Turn(decoding, self._still_placed(), grown, prompts[: len(held)], held)
+        sizes = [count for count in chunks if count]
+        return Turn(decoding, self._still_placed(), grown, prompts[: len(sizes)], sizes)
 
     def _can_join(self) -> bool:
         """Whether a prefill step has room for all decoding requests and for enough prompt tokens.

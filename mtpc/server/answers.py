@@ -90,18 +90,18 @@ class Answer:
             usage: the token counts.
         """
         frame = json.dumps(self._head(False))[:-1]
-        said = ", ".join(json.dumps(self._choice(i, each)) for i, each in enumerate(choices))
-        return f'{frame}, "choices": [{said}], "usage": {json.dumps(usage.json())}}}'.encode()
+        encoded = ", ".join(json.dumps(self._choice(i, each)) for i, each in enumerate(choices))
+        return f'{frame}, "choices": [{encoded}], "usage": {json.dumps(usage.json())}}}'.encode()
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self.is_chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         logprobs = self.logprobs(entries, 0)[0] if self.wants_logprobs else None
         reason = pieces[-1].finish_reason
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
         """Format log-probabilities for this answer.
@@ -162,8 +162,8 @@ class Chunks:
     def __init__(self, answer: Answer, index: int):
         self._answer, self._offset, self._is_first = answer, 0, True
         frame = json.dumps(answer._head(True))[:-1]
-        said = '"delta":{"content":' if answer.is_chat else '"text":'
-        self._before = f'data: {frame}, "choices":[{{"index":{index},{said}'
+        opening = '"delta":{"content":' if answer.is_chat else '"text":'
+        self._before = f'data: {frame}, "choices":[{{"index":{index},{opening}'
         self._between = "}" if answer.is_chat else ""
         self._after = ',"usage":null}\n\n' if answer.wants_usage else "}\n\n"
         self._role = f'data: {frame}, "choices":[{{"index":{index},"delta":' + (

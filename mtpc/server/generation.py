@@ -73,14 +73,14 @@ def make_job(
         CapacityError: the page pool cannot hold the request.
     """
     sampling = _sampling(fields, engine, is_chat)
-    asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    if asked is not None and max_tokens is not None and asked > max_tokens:
-        message = f"max_tokens is {asked}; this server allows at most {max_tokens}"
+    requested = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    if requested is not None and max_tokens is not None and requested > max_tokens:
+        message = f"max_tokens is {requested}; this server allows at most {max_tokens}"
         raise ApiError(400, message, "max_tokens")
     stop_ids = () if fields.get("ignore_eos") else engine.served.stop_ids
     choices: list[Choice] = []
     for prompt in prompts:
-        limit = asked or _default_tokens(len(prompt), engine, is_chat, max_tokens)
+        limit = requested or _default_tokens(len(prompt), engine, is_chat, max_tokens)
         for number in range(fields.get("n", 1)):
             seed = None if sampling.seed is None else (sampling.seed + number) & MAX_SEED
             choices.append(Choice(len(choices), prompt, limit, replace(sampling, seed=seed)))

@@ -39,9 +39,9 @@ class Columns:
         rows, self._length = input_ids.shape
         self.plan, self._streamer = plan, streamer
         # The user's criteria expect ids on the input's device. Without criteria, the CPU suffices.
-        self._home = input_ids.device
+        self._device = input_ids.device
         size = (rows, self._length + plan.max_new_tokens)
-        self._ids = input_ids.new_empty(size, device=self._home if plan.asked else "cpu")
+        self._ids = input_ids.new_empty(size, device=self._device if plan.host_criteria else "cpu")
         self._ids[:, : self._length] = input_ids
         self._count = 0
         self.is_running = [True] * rows
@@ -55,7 +55,7 @@ class Columns:
     @property
     def sequences(self) -> Tensor:
         """The result of `generate`: int64 [rows, length + new tokens]."""
-        return self._ids[:, : self._length + self._count].to(self._home, copy=True)
+        return self._ids[:, : self._length + self._count].to(self._device, copy=True)
 
     def begin(self) -> None:
         """Pass the prompt with its padding to the streamer, as transformers does."""

@@ -45,9 +45,9 @@ def padding_lengths(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     present = (mask != 0).cpu()
     padding = (~present).sum(1)
     columns = torch.arange(present.shape[1])
-    odd = (present != (columns >= padding[:, None])).any(1) | (padding == present.shape[1])
-    if odd.any():
-        row = int(odd.nonzero()[0])
+    invalid = (present != (columns >= padding[:, None])).any(1) | (padding == present.shape[1])
+    if invalid.any():
+        row = int(invalid.nonzero()[0])
         raise RequestError(
             f"row {row} of attention_mask is {present[row].int().tolist()}; expected zeros "
             "followed by ones: pad on the left (padding_side='left')"

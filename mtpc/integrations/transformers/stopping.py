@@ -21,13 +21,13 @@ class StopPlan:
         stop_ids: ids that end a row. The step checks them.
         pad_id: the id that fills a row after its end. None: rows continue until all have ended, as
             in transformers if no criterion concerns end-of-sequence tokens.
-        asked: criteria that the host checks after each token of the batch.
+        host_criteria: criteria that the host checks after each token of the batch.
     """
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int | None
-    asked: generation.StoppingCriteriaList
+    host_criteria: generation.StoppingCriteriaList
 
     def fired(self, ids: Tensor) -> list[bool]:
         """For each row, whether a criterion that the host checks ends it.
@@ -35,9 +35,9 @@ class StopPlan:
         Args:
             ids: int64 [rows, length], including prompt and padding.
         """
-        if not self.asked:
+        if not self.host_criteria:
             return [False] * ids.shape[0]
-        return self.asked(ids, None).tolist()
+        return self.host_criteria(ids, None).tolist()
 
 
 def stop_plan(criteria: Sequence[Any], pad: Tensor | None, length: int) -> StopPlan:
@@ -57,7 +57,7 @@ def stop_plan(criteria: Sequence[Any], pad: Tensor | None, length: int) -> StopP
     ends = [c for c in criteria if type(c) is generation.EosTokenCriteria]
     stop_ids = {int(i) for criterion in ends for i in criterion.eos_token_id.tolist()}
     decided = (generation.MaxLengthCriteria, generation.EosTokenCriteria)
-    asked = [c for c in criteria if type(c) not in decided]
+    host_criteria = [c for c in criteria if type(c) not in decided]
     if not limits:
         raise RequestError("no criterion limits the length; give max_new_tokens")
     pads = any(hasattr(c, "eos_token_id") for c in criteria)
@@ -68,5 +68,5 @@ def stop_plan(criteria: Sequence[Any], pad: Tensor | None, length: int) -> StopP
         max(min(limits) - length, 1),
         tuple(sorted(stop_ids)),
         int(pad) if pads and pad is not None else None,
-        generation.StoppingCriteriaList(asked),
+        generation.StoppingCriteriaList(host_criteria),
     )

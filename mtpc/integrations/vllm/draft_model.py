@@ -157,7 +157,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         UnsupportedModelError: the config has such features. The message lists them all.
     """
     parallel = vllm_config.parallel_config
-    asked = {
+    features = {
         f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
             parallel.pipeline_parallel_size > 1
@@ -169,7 +169,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
             vllm_config.quant_config is not None
         ),
     }
-    found = [name for name, is_asked in asked.items() if is_asked]
+    found = [name for name, is_on in features.items() if is_on]
     if found:
         raise UnsupportedModelError(
             f"mtpc's draft model cannot serve {', '.join(found)}: it is one graph with unsharded, "
