@@ -171,6 +171,6 @@ def check_fields(config: GenerationConfig) -> None:
         value = getattr(config, name, None)
         if not name.startswith("_") and value != known[name]:
             raise RequestError(
-                f"GenerationConfig.{name} is {value!r}; mtpc does not know this field of the "
-                f"installed transformers, and takes only its default: {known[name]!r}"
+                f"GenerationConfig.{name} is {value!r}; this field of the installed transformers "
+                f"is newer than mtpc, which takes only its default: {known[name]!r}"
             )
