@@ -58,7 +58,7 @@ def test_build_fills_a_cache_that_compile_uses(
         "decode[R=2,Q=4,K=3]",
         "prefill[R=2,Q=4,K=3]",
     ]
-    assert [row.split()[-1] for row in rows] == ["built", "built", "there", "there"]
+    assert [row.split()[-1] for row in rows] == ["built", "built", "cached", "cached"]
     assert all(
         re.search(r" \d+ +\d+ +\d+\.\d s +\d+\.\d s +\d+\.\d s +\d+\.\d MiB ", r) for r in rows
     )
@@ -188,7 +188,7 @@ def test_prune_by_age(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["inspect", "zz"], "'zz' fits none of the entries in"),
-        (["inspect", ""], r"entry '' fits [0-9a-f]{8}, "),
+        (["inspect", ""], r"'' fits [0-9a-f]{8}, "),
         (["why", "/nowhere"], "'/nowhere' is not a directory"),
     ],
     ids=["unknown", "ambiguous", "checkpoint"],

@@ -30,8 +30,8 @@ __all__ = ["nothing_is_left", "server"]
 @pytest.mark.parametrize(
     ("data", "code", "message"),
     [
-        (b"", "invalid_json", "no JSON"),
-        (b'{"model": ', "invalid_json", "no JSON"),
+        (b"", "invalid_json", "not JSON"),
+        (b'{"model": ', "invalid_json", "not JSON"),
         (b'{"model": "tiny", "temperature": NaN}', "invalid_json", "NaN is not in JSON"),
         (b'{"model": "tiny", "prompt": "\xff\xfe"}', "invalid_utf8", "not UTF-8"),
         (b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', "invalid_utf8", "not UTF-8"),

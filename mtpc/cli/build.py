@@ -87,7 +87,7 @@ def _print_kernels(report: CrossReport) -> None:
             f" of {format_bytes(made.target.shared_bytes)}",
             str(made.resources.registers),
             f"{made.resources.spills}{' B' if made.target.vendor == 'cuda' else ''}",
-            "was in the cache" if made.was_there else "built",
+            "cached" if made.was_there else "built",
         )
         for made in report.kernels
     ]
@@ -142,5 +142,5 @@ def _rows(report: BuildReport) -> Iterator[tuple[str, ...]]:
             str(record.history[-1].nodes_after),
             *(f"{seconds:.1f} s" for seconds in _seconds(built)),
             format_bytes(entry.nbytes),
-            "was in the cache" if built.was_there else "built",
+            "cached" if built.was_there else "built",
         )
