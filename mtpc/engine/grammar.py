@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.errors import GrammarError, RequestError
 from mtpc.layout import StepKey
+from mtpc.program.program import Program
 
 FEW = 4
 """The most continuations that the host follows to compute a draft's mask. If more are possible, the
