@@ -1,7 +1,8 @@
-"""A server of one's own on mtpc's lower level: its scheduler, its page allocator, its memory.
+"""A small server on mtpc's lower level, with its own scheduler, page allocator and memory.
 
-mtpc computes: `verify` and `propose`. All else is here, and so are all tensors. What is written
-when is the contract of docs/embedding.md; run it with `python examples/host.py [CHECKPOINT]`.
+mtpc only computes `verify` and `propose`. This file has everything else, and owns all tensors. The
+contract in docs/embedding.md says what the host writes and when. Run it with
+`python examples/host.py [CHECKPOINT]`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mtpc.layout import StepKey
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and how far it is. A request that was preempted prefills its output, too."""
+    """A prompt and its progress. A preempted request prefills its prompt and its output again."""
 
     prompt: list[int]
     max_new: int
@@ -42,10 +43,10 @@ class Request:
 
 
 class Host:
-    """Continuous batching: who decodes joins prefill chunks; pages on demand.
+    """Continuous batching with pages on demand. Decoding requests share prefill steps.
 
     Args:
-        model: compiled by `mtpc.compile_host`.
+        model: the result of `mtpc.compile_host`.
     """
 
     def __init__(self, model: mtpc.HostedModel):
@@ -56,8 +57,8 @@ class Host:
             for key in model.keys
         }
         self.program = model.bind(self.shared, self.steps)
-        self.free_pages = list(range(1, model.options.page_count))  # Page 0 is nobody's.
-        self.free_slots = list(range(1, model.num_slots + 1))  # Slot 0 is scratch.
+        self.free_pages = list(range(1, model.options.page_count))  # Page 0 is the null page.
+        self.free_slots = list(range(1, model.num_slots + 1))  # Slot 0 is the scratch slot.
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.accepted: Counter[int] = Counter()
@@ -65,34 +66,37 @@ class Host:
         self._prefilled_last = False
 
     def _tensor(self, buffer: HostBuffer) -> torch.Tensor:
-        """Page pools are a slice of a larger pool of ours; other tensors are made for mtpc."""
+        """Allocate a buffer. A page pool is a slice of a larger pool, as a host may have it."""
         if not buffer.is_paged:
             return buffer.allocate()
-        ours = 3  # Pages at the front that mtpc does not know of.
+        ours = 3  # Pages at the front that mtpc does not use.
         pool = torch.zeros((ours + buffer.shape[0], *buffer.shape[1:]), dtype=buffer.dtype)
         return pool[ours:]
 
     def add(self, prompt: list[int], max_new: int, stop_ids: tuple[int, ...] = ()) -> Request:
         """Queue a request."""
         if not 0 < max_new <= self.model.options.max_len - len(prompt):
-            raise ValueError(f"{len(prompt)} + {max_new} tokens; max_len holds fewer")
+            raise ValueError(
+                f"prompt of {len(prompt)} + max_new {max_new} tokens; expected max_new >= 1, and "
+                f"at most max_len {self.model.options.max_len} together"
+            )
         request = Request(list(prompt), max_new, stop_ids)
         if self.model.pages_for(len(prompt) + max_new) > self.model.options.page_count - 1:
-            raise ValueError("the request is longer than the whole pool")
+            raise ValueError("the request needs more pages than the whole pool has")
         self.waiting.append(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request at any moment, also between verify and propose."""
+        """End a request at any moment, even between verify and propose."""
         if request in self.waiting:
             self.waiting.remove(request)
         request.is_finished = True
 
     def step(self) -> bool:
-        """One iteration; returns whether there is work left.
+        """Run one iteration, and return whether there is work left.
 
-        Who decodes joins the chunk of a prompt; where that would leave less than half of it, they
-        take turns.
+        Decoding requests share the prefill step of a prompt. If that leaves less than half of the
+        step's tokens for the prompt, prefill steps and decode steps alternate.
         """
         self._admit()
         decoding = self._with_pages([r for r in self.running if r.decodes])
@@ -108,13 +112,13 @@ class Host:
         return bool(self.running or self.waiting)
 
     def _room(self, decoding: list[Request]) -> int:
-        """Tokens for a prompt in a prefill step, beside those of requests that decode."""
+        """The number of prompt tokens that fit into a prefill step beside decoding requests."""
         key = self.model.prefill_key
         has_row = len(decoding) < key.bucket.num_reqs
         return has_row * (key.bucket.num_tokens - len(decoding) * key.max_emitted)
 
     def _run(self, key: StepKey, decoding: list[Request], prompts: list[Request]) -> None:
-        """verify; read, decide; propose."""
+        """Run verify, read the results and decide which requests go on, then run propose."""
         indices, batch = self.steps[key]["batch.state_indices"], decoding + prompts
         indices.zero_()
         indices[: len(batch)] = torch.tensor([request.slot for request in batch])
@@ -128,12 +132,12 @@ class Host:
         self._release_finished()
 
     def take(self, request: Request, row: RowResult) -> None:
-        """What a step emitted; here a server streams, looks for stop strings, decides."""
+        """Take a step's tokens. A real server also streams them, and looks for stop strings."""
         request.output += row.token_ids
         request.is_finished |= row.stop_reason is not None
 
     def _admit(self) -> None:
-        """First come, first served, where the pool has room for all there is to prefill."""
+        """Admit requests in order of arrival, while the pool has pages for their prefill."""
         self._release_finished()
         while self.waiting and self.free_slots:
             needed = self.model.pages_for(len(self.waiting[0].text))
@@ -142,7 +146,7 @@ class Host:
             self._join(self.waiting.popleft(), needed)
 
     def _join(self, request: Request, num_pages: int) -> None:
-        """Give it a slot and pages, and write its four rows."""
+        """Give a request a slot and pages, and write its four rows of the state."""
         request.slot, request.pages = self.free_slots.pop(), self._take_pages(num_pages)
         request.num_input, request.num_prefilled = len(request.text), 0
         state, slot = self.shared, request.slot
@@ -158,9 +162,13 @@ class Host:
         return [self.free_pages.pop() for _ in range(count)]
 
     def _with_pages(self, decoding: list[Request]) -> list[Request]:
-        """Give each the pages of its next step; who came last goes where there are too few."""
+        """Give each request the pages of its next step. Preempt the newest if the pool is empty.
+
+        Returns:
+            The requests that are not preempted.
+        """
         for request in decoding:
-            # The last emitted token's cache row is still to be computed: one less is committed.
+            # The last emitted token has no KV yet, so the committed tokens are one less.
             missing = self.model.pages_for(len(request.text) - 1) - len(request.pages)
             while missing > len(self.free_pages) and request in self.running:
                 self._preempt(self.running[-1])
@@ -172,7 +180,7 @@ class Host:
         return [request for request in decoding if request in self.running]
 
     def _write_chunk(self, request: Request, decoding: list[Request]) -> None:
-        """The next chunk of what it has to prefill, in the row behind those that decode."""
+        """Write the next chunk of a request's tokens, in the row after the decoding requests."""
         batch, text, row = self.steps[self.model.prefill_key], request.text, len(decoding)
         begin = request.num_prefilled
         end = min(begin + self._room(decoding), request.num_input)
@@ -184,7 +192,7 @@ class Host:
         request.num_prefilled = end
 
     def _preempt(self, request: Request) -> None:
-        """Back to the front of the queue; its tokens are computed again later."""
+        """Move a request back to the front of the queue. It computes its tokens again later."""
         self.num_preempted += 1
         self._release(request)
         self.waiting.appendleft(request)

@@ -1,11 +1,12 @@
-"""JSON that obeys a schema, speculation on: a grammar of xgrammar's on mtpc's engine.
+"""Generate JSON that conforms to a schema: xgrammar on mtpc's engine, with speculative decoding.
 
     pip install xgrammar
     python examples/json_grammar.py
     python examples/json_grammar.py --checkpoint DIR --spec-tokens 3 --backend cpu
 
-It compares with transformers' `generate` under xgrammar's own logits processor: the same tokens.
-Without `--checkpoint` it takes the demo model that ships with mtpc: nonsense, but JSON.
+It compares the result with transformers' `generate` and xgrammar's own logits processor; both give
+the same tokens. Without `--checkpoint` it uses the demo model that ships with mtpc, which writes
+valid JSON without meaning.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PROMPTS = ("The for statement", "A try clause", "If a context manager", "The loo
 
 
 class XGrammar:
-    """`mtpc.Grammar` by a matcher of xgrammar's, which follows one text.
+    """Implements `mtpc.Grammar` with xgrammar's matcher. Each object follows one text.
 
     Args:
         compiled: the grammar, compiled for the checkpoint's tokenizer.
@@ -60,7 +61,7 @@ class XGrammar:
 
 
 def compile_schema(checkpoint: Path) -> xgrammar.CompiledGrammar:
-    """The schema for a checkpoint's tokenizer and the width of its logits."""
+    """Compile the schema for a checkpoint's tokenizer and the width of its logits."""
     config = json.loads((checkpoint / "config.json").read_text())
     ends = config["eos_token_id"]
     tokens = xgrammar.TokenizerInfo.from_huggingface(
@@ -68,13 +69,13 @@ def compile_schema(checkpoint: Path) -> xgrammar.CompiledGrammar:
         vocab_size=config["vocab_size"],
         stop_token_ids=[ends] if isinstance(ends, int) else ends,
     )
-    # Without free whitespace, of which a small model might write no end.
+    # No free whitespace, because a small model might write it without end.
     schema = json.dumps(SCHEMA)
     return xgrammar.GrammarCompiler(tokens).compile_json_schema(schema, any_whitespace=False)
 
 
 def plain_texts(checkpoint: Path, compiled: Any, new_tokens: int) -> list[str]:
-    """Plain constrained decoding in transformers, one prompt after the other."""
+    """Run plain constrained decoding in transformers, one prompt after the other."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     texts = []
@@ -92,7 +93,7 @@ def plain_texts(checkpoint: Path, compiled: Any, new_tokens: int) -> list[str]:
 
 
 def main() -> int:
-    """Returns 1 if a text differs."""
+    """Generate and compare. Return 1 if a text differs, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--spec-tokens", type=int, default=2)

@@ -1,13 +1,13 @@
 """Train the small GLM-4-MoE checkpoint with one MTP layer that ships in ``mtpc/demo``.
 
-The text is what every Python installation carries (the pages behind ``help()`` and the docstrings
-and comments of the standard library), so the run needs neither network nor accelerator:
+The text is part of every Python installation (the pages of ``help()``, and the docstrings and
+comments of the standard library). The run needs no network and no accelerator:
 
     OMP_NUM_THREADS=1 python examples/train_demo_model.py --out mtpc/demo --minutes 38
 
-First, target and MTP layer train together on the text.  Then the frozen target writes texts of
-its own, and the MTP layer learns to guess them, also when it is fed its own output (the recycling
-that drafts several tokens per step).  ``--eval-only`` measures a checkpoint that exists.
+First, the target and the MTP layer train together on the text.  Then the frozen target generates
+texts, and the MTP layer learns to predict them, also from its own output, as in decoding.
+``--eval-only`` measures an existing checkpoint.
 """
 
 import argparse
@@ -37,13 +37,13 @@ END_OF_TEXT = "<|endoftext|>"
 NO_DOCUMENTATION = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 HELD_OUT_ONE_IN = 12
 COMMENT = re.compile(r"(?:^[ \t]*# [A-Za-z(].*\n){2,}", re.MULTILINE)  # two lines or more
-TOPIC_COPIES = 2  # in the training text: the topics are its best prose, the rest is longer
+TOPIC_COPIES = 2  # copies of each topic in the training text; topics are its best prose
 BATCH, SEQUENCE, DROPOUT = 6, 320, 0.1
 PROMPT, NEW_TOKENS, EVAL_PROMPTS = 64, 64, 32
-JOINT_MTP_WEIGHT, DEPTH_WEIGHTS = 0.5, (1.0, 0.6, 0.4)  # one per guess in a row
-JOINT_SHARE, OWN_TEXT_SHARE, REPORTS = 0.72, 0.15, 12  # of the time, of the rest; per phase
+JOINT_MTP_WEIGHT, DEPTH_WEIGHTS = 0.5, (1.0, 0.6, 0.4)  # weights of losses; one per draft position
+JOINT_SHARE, OWN_TEXT_SHARE, REPORTS = 0.72, 0.15, 12  # of all time; of phase two; per phase
 
-SHAPE = dict(  # a GLM-4.5 in miniature: one dense layer, three MoE layers, one MTP layer
+SHAPE = dict(  # a small GLM-4.5: one dense layer, three MoE layers, one MTP layer
     vocab_size=2048, hidden_size=192, intermediate_size=512, moe_intermediate_size=96,
     num_hidden_layers=4, first_k_dense_replace=1, num_nextn_predict_layers=1,
     num_attention_heads=6, num_key_value_heads=2, head_dim=32, use_qk_norm=True,
@@ -62,7 +62,7 @@ Agreement (https://docs.python.org/3/license.html). `training.json` holds the me
 
 
 def module_document(name: str, source: str) -> str:
-    """Docstrings of one module, each under the name of what it describes, then its comments."""
+    """The docstrings of one module, each after its object's name, then the module's comments."""
     parts = []
     for node in ast.walk(ast.parse(source)):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
@@ -73,7 +73,7 @@ def module_document(name: str, source: str) -> str:
 
 
 def collect_documents() -> dict[str, str]:
-    """Every document of the corpus by name: the ``help()`` topics, then the stdlib modules."""
+    """All documents of the corpus by name: the ``help()`` topics, then the stdlib modules."""
     documents = {f"topic:{name}": text.strip() for name, text in topics.items()}
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
@@ -85,10 +85,10 @@ def collect_documents() -> dict[str, str]:
 
 
 def split_documents(documents: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Training and held-out texts, chosen by the names' hashes; repeated paragraphs go once.
+    """Split into training and held-out texts by the names' hashes. Drop repeated paragraphs.
 
-    The topics quote each other (the page about ``with`` is also a section of the page about
-    compound statements), so held-out pages come first and training pages lose what they share.
+    The topics quote each other: the page about ``with`` is also a section of the page about
+    compound statements. So training pages lose the paragraphs that held-out pages contain.
     """
     hashes = {name: int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in documents}
     texts, seen = {True: [], False: []}, set()
@@ -105,7 +105,7 @@ def split_documents(documents: dict[str, str]) -> tuple[list[str], list[str]]:
 
 
 class MtpLayer(glm.Glm4MoeDecoderLayer):
-    """A decoder block plus the tensors that make it an MTP layer, under their released names."""
+    """A decoder block and the further tensors of an MTP layer, under the names of GLM-4.5."""
 
     def __init__(self, config: Glm4MoeConfig) -> None:
         super().__init__(config, layer_idx=config.num_hidden_layers)
@@ -116,13 +116,13 @@ class MtpLayer(glm.Glm4MoeDecoderLayer):
         self.shared_head = nn.ModuleDict({"norm": glm.Glm4MoeRMSNorm(width, eps)})
 
     def draft(self, embeddings: Tensor, hidden: Tensor, **block: object) -> Tensor:
-        """The hidden state that guesses the token after the one in ``embeddings``."""
+        """The hidden state that predicts the token after the one in ``embeddings``."""
         joined = torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1)
         return self.shared_head["norm"](self(self.eh_proj(joined), **block))
 
 
 class DemoModel(glm.Glm4MoeForCausalLM):
-    """The target; its forward stops before the extra last layer, which is the MTP layer."""
+    """The target, with the MTP layer as an additional last layer that its forward does not run."""
 
     def __init__(self, config: Glm4MoeConfig) -> None:
         super().__init__(config)
@@ -130,7 +130,7 @@ class DemoModel(glm.Glm4MoeForCausalLM):
         self.post_init()
 
     def draft_states(self, ids: Tensor, hidden: Tensor, depth: int) -> list[Tensor]:
-        """Column ``i`` of entry ``d - 1`` guesses token ``i + d + 1``, fed those before it."""
+        """Hidden states of the draft steps: column ``i`` of step ``d`` predicts ``i + d + 1``."""
         mtp, cache, states, length = self.model.layers[-1], DynamicCache(), [], ids.shape[1]
         for step in range(1, depth + 1):
             embeddings = self.model.embed_tokens(ids[:, step:])
@@ -142,9 +142,10 @@ class DemoModel(glm.Glm4MoeForCausalLM):
 
 
 def chain_mask(length: int, step: int) -> Tensor:
-    """Attention mask of draft step ``step``, one row per chain (a draft starting at one token).
+    """The attention mask of draft step ``step``. It has one row per chain of drafts.
 
-    Decoding keeps the first step's keys of every token, but recycled keys only within a chain.
+    A chain starts at one token. As in decoding, a chain sees the first step's keys of all earlier
+    tokens, but keys of later steps only within itself.
     """
     blocks = [torch.ones(length - step, length - 1).tril()]
     blocks += [torch.eye(length - step, length - earlier) for earlier in range(2, step + 1)]
@@ -153,19 +154,19 @@ def chain_mask(length: int, step: int) -> Tensor:
 
 @torch.no_grad()
 def balance_experts(router: nn.Module, _inputs: tuple, output: tuple) -> None:
-    """Forward hook: keep the experts equally busy as GLM-4.5 does, through the router's bias."""
+    """Forward hook: balance the load of experts by the router's bias, as GLM-4.5 does."""
     if router.training:
         used = torch.bincount(output[2].flatten(), minlength=router.num_experts).float()
         router.e_score_correction_bias += 1e-3 * torch.sign(used.mean() - used)
 
 
 def drop_out(module: nn.Module, _inputs: tuple, output: Tensor) -> Tensor:
-    """Forward hook: GLM has no dropout, but a text this short needs it."""
+    """Forward hook: add dropout, which GLM lacks but so short a text needs."""
     return nn.functional.dropout(output, DROPOUT, module.training)
 
 
 def new_model(eos_token_id: int) -> DemoModel:
-    """An untrained model whose blocks pass their input on unchanged, which speeds up the start."""
+    """An untrained model. Each block is initially the identity, which speeds up the training."""
     model = DemoModel(Glm4MoeConfig(**SHAPE, eos_token_id=eos_token_id))
     nn.init.normal_(model.model.embed_tokens.weight)
     for name, parameter in model.named_parameters():
@@ -181,7 +182,7 @@ def new_model(eos_token_id: int) -> DemoModel:
 
 @torch.no_grad()
 def continue_text(model: DemoModel, ids: Tensor, count: int, temperature: float = 0.0) -> Tensor:
-    """``ids`` followed by ``count`` tokens of the target's own (greedy at temperature 0)."""
+    """Append ``count`` tokens of the target to ``ids`` (greedy at temperature 0)."""
     cache, last = DynamicCache(), ids
     for _ in range(count):
         logits = model(input_ids=last, past_key_values=cache, logits_to_keep=1).logits[:, -1]
@@ -194,7 +195,7 @@ def continue_text(model: DemoModel, ids: Tensor, count: int, temperature: float 
 
 @dataclass
 class Run:
-    """What one run of this script works with, and the record of its progress."""
+    """The data of one run of this script, and the record of its progress."""
 
     model: DemoModel
     tokenizer: PreTrainedTokenizerFast
@@ -211,7 +212,7 @@ class Run:
 
 
 def prepare(out: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Run:
-    """Collect the text and make an untrained model; a missing ``tokenizer`` is trained first."""
+    """Collect the text, train a tokenizer unless one is given, and make an untrained model."""
     texts = split_documents(collect_documents())
     if tokenizer is None:
         bpe = ByteLevelBPETokenizer()
@@ -229,7 +230,7 @@ def prepare(out: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Run:
 
 
 def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest: few steps suffice, on one CPU thread."""
+    """Muon for the layers' matrices and AdamW for the rest. With Muon, few steps suffice."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = {name: p for name, p in named if ".layers." in name and p.ndim == 2}
     others = [p for name, p in named if name not in matrices]
@@ -242,7 +243,7 @@ def optimise(run: Run, loss_of: Callable, measure: Callable, minutes: float, pea
     """Minimise ``loss_of()`` for ``minutes``, with ``REPORTS`` evenly spaced reports."""
     model, optimizers = run.model, make_optimizers(run.model)
     losses, reports, step, progress = [], 0, 0, 0.0
-    start = time.process_time()  # so that other work on the machine does not shorten the training
+    start = time.process_time()  # processor time, which does not depend on the machine's load
     while progress < 1:
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -262,12 +263,12 @@ def optimise(run: Run, loss_of: Callable, measure: Callable, minutes: float, pea
             loss_mean, seconds = round(sum(losses) / len(losses), 4), round(time.process_time())
             run.curve.append(dict(seconds=seconds, step=step, train_loss=loss_mean, **measure()))
             print(json.dumps(run.curve[-1]), flush=True)
-            export(run)  # usable from the first report on
+            export(run)  # so that a checkpoint exists after the first report
             losses, reports = [], reports + 1
 
 
 def joint_losses(model: DemoModel, ids: Tensor) -> list[Tensor]:
-    """Next-token loss of the target, and of the MTP layer for the token after that."""
+    """The target's loss for the next token, and the MTP layer's for the token after that."""
     hidden, losses = model.model(ids, use_cache=False)[0], []
     for ahead, states in enumerate([hidden, *model.draft_states(ids, hidden, depth=1)], start=1):
         logits = model.lm_head(states[:, :-1]).float()
@@ -285,7 +286,7 @@ def held_out_losses(run: Run, rows: int | None = None) -> dict[str, float]:
 
 
 def train_jointly(run: Run, minutes: float) -> None:
-    """First phase: target and MTP layer on the text."""
+    """First phase: train the target and the MTP layer on the text."""
 
     def loss_of() -> Tensor:
         main, mtp = joint_losses(run.model.train(), run.windows(BATCH, SEQUENCE))
@@ -295,7 +296,7 @@ def train_jointly(run: Run, minutes: float) -> None:
 
 
 def draft_loss(model: DemoModel, ids: Tensor) -> Tensor:
-    """How far the drafts of every depth are from what the frozen target says there."""
+    """The cross-entropy of the drafts at each depth to the frozen target's distribution."""
     with torch.no_grad():
         hidden = model.model(ids, use_cache=False)[0]
         wanted = model.lm_head(hidden).float().softmax(dim=-1)
@@ -307,14 +308,14 @@ def draft_loss(model: DemoModel, ids: Tensor) -> Tensor:
 
 
 def train_draft(run: Run, minutes: float) -> None:
-    """Second phase: the MTP layer alone, on what the frozen target writes by itself."""
+    """Second phase: train only the MTP layer, on texts that the frozen target generates."""
     model, rows, start = run.model.eval(), [], time.process_time()
     for parameter in model.parameters():
-        # The draft has to match the target as it will be on disk: in bfloat16.
+        # The exported target has bfloat16 weights, so the draft must match these.
         parameter.data = parameter.data.bfloat16().float()
     model.requires_grad_(False).model.layers[-1].requires_grad_(True)
     while time.process_time() - start < 60 * minutes * OWN_TEXT_SHARE:
-        for temperature in (0.0, 0.7):  # greedy as in use; sampled, as greedy text goes in loops
+        for temperature in (0.0, 0.7):  # also sampled, because greedy text repeats itself
             prompts = run.windows(64, PROMPT)
             rows.append(continue_text(model, prompts, 2 * NEW_TOKENS, temperature))
     own, greedy = torch.cat(rows), continue_text(model, run.prompts, NEW_TOKENS)
@@ -328,10 +329,10 @@ def train_draft(run: Run, minutes: float) -> None:
 
 @torch.no_grad()
 def acceptance(model: DemoModel, ids: Tensor) -> list[float]:
-    """Share of right guesses per draft position, where the guesses before were right."""
-    # ``ids`` end in the target's greedy continuation, the only tokens that it would accept.
+    """For each position, the share of right drafts among those after right drafts only."""
+    # ``ids`` end with the target's greedy continuation. The target accepts only these tokens.
     states = model.draft_states(ids, model.model(ids, use_cache=False)[0], len(DEPTH_WEIGHTS))
-    # The prompt's own pass gives the first new token; drafting starts from there.
+    # The forward over the prompt gives the first new token, and drafting starts after it.
     first, last = PROMPT - 1, ids.shape[1] - 1 - len(states)
     alive, shares = torch.ones(len(ids), last - first, dtype=torch.bool), []
     for ahead, hidden in enumerate(states, start=2):
@@ -343,7 +344,7 @@ def acceptance(model: DemoModel, ids: Tensor) -> list[float]:
 
 
 def evaluate(run: Run) -> dict:
-    """Measure and print what the checkpoint on disk does on held-out text, in float32."""
+    """Measure the checkpoint on disk with held-out text in float32, and print the results."""
     loading = {"dtype": torch.float32, "output_loading_info": True}
     run.model, info = DemoModel.from_pretrained(run.out, **loading)
     if info["missing_keys"] or info["unexpected_keys"]:
@@ -361,7 +362,7 @@ def evaluate(run: Run) -> dict:
 def export(run: Run) -> None:
     """Write the checkpoint in bfloat16 under the names of the released GLM-4.5 checkpoints."""
     model = copy.deepcopy(run.model)
-    for parameter in model.parameters():  # the routers' bias is no parameter and stays float32
+    for parameter in model.parameters():  # the routers' bias is a buffer and stays float32
         parameter.data = parameter.data.bfloat16()
     model.generation_config.pad_token_id = run.tokenizer.pad_token_id
     model.save_pretrained(run.out)
@@ -371,13 +372,13 @@ def export(run: Run) -> None:
 
 
 def main() -> None:
-    """Train, export and measure; or only measure a checkpoint that was exported before."""
+    """Train, export and measure a model, or only measure an exported checkpoint."""
     transformers.utils.logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("mtpc/demo"), help="checkpoint folder")
-    parser.add_argument("--minutes", type=float, default=38.0, help="processor time to train for")
+    parser.add_argument("--minutes", type=float, default=38.0, help="processor time of training")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eval-only", action="store_true", help="only measure what --out holds")
+    parser.add_argument("--eval-only", action="store_true", help="only measure the model in --out")
     options = parser.parse_args()
     if options.eval_only:
         evaluate(prepare(options.out, AutoTokenizer.from_pretrained(options.out)))

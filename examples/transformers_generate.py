@@ -1,10 +1,10 @@
-"""transformers' `generate`, plain and with mtpc's steps: the same tokens, fewer forwards.
+"""transformers' `generate`, plain and with mtpc's steps: the same tokens with fewer forwards.
 
     python examples/transformers_generate.py
     python examples/transformers_generate.py --checkpoint DIR --spec-tokens 1 --backend eager
 
-Without `--checkpoint` it takes the demo model that ships with mtpc. Times are those of one run,
-after a first one that is not counted, and say little on a model of this size.
+Without `--checkpoint` it uses the demo model that ships with mtpc. Each time is that of the second
+of two runs. The times of so small a model say little about larger ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 
 
 def timed(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-    """What it returns the second time, and how many seconds that took."""
+    """Call a function twice. Return the second result, and the seconds of the second call."""
     run()
     start = time.perf_counter()
     return run(), time.perf_counter() - start
 
 
 def main() -> int:
-    """Compare the two; 1 where a token differs."""
+    """Compare the two. Return 1 if a token differs, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, default=None)
     parser.add_argument("--backend", default="auto")
@@ -39,7 +39,7 @@ def main() -> int:
     args = parser.parse_args()
 
     directory = args.checkpoint or demo_checkpoint()
-    # float32: in bfloat16 near ties may fall either way, as they do between two batch sizes.
+    # float32, because in bfloat16 the order of two almost equal logits may change.
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -58,7 +58,7 @@ def main() -> int:
     generator.generate(**one, **wanted, streamer=TextStreamer(tokenizer))
     stats = generator.spec.stats
     print(f"\nplain generate          {plain_s:6.2f} s")
-    print(f"generate, mtpc's steps  {ours_s:6.2f} s, {stats.acceptance_length:.2f} tokens a step")
+    print(f"generate, mtpc's steps  {ours_s:6.2f} s, {stats.acceptance_length:.2f} tokens per step")
     print(f"tokens equal            {torch.equal(plain, ours)}")
     return 0 if torch.equal(plain, ours) else 1
 

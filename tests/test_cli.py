@@ -136,7 +136,7 @@ def test_inspect_says_what_a_request_costs(word_model, capsys):
     assert slots is not None
     request = 4 * int(slots[1]) + 4 + 8 * 3 + 4 + 8 * 8
     assert f"A request costs {format_bytes(request)}, whatever its length, and " in out
-    assert f"{format_bytes(token)} a token, in pages of " in out
+    assert f"{format_bytes(token)} per token, in pages of " in out
 
 
 def test_inspect_a_prefill_step(word_model, capsys):
@@ -282,8 +282,8 @@ def test_a_known_error_is_one_line(arguments, message, word_model, capsys, tmp_p
     [
         (["rnu"], "did you mean run?"),
         (["run", "--spec-token", "3"], "unrecognized arguments: --spec-token; did you mean --spec"),
-        (["run", "--ids", "1 x"], "'1 x' is no list of integers"),
-        (["run", "-n", "0"], "--max-new-tokens: '0' is no such number; expected 1 or more"),
+        (["run", "--ids", "1 x"], "--ids: '1 x' is invalid; expected integers such as 1,2,3"),
+        (["run", "-n", "0"], "--max-new-tokens: '0' is invalid; expected an integer >= 1"),
         (["inspect", "--phase", "decod"], "did you mean decode?"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -333,11 +333,11 @@ def test_progress_has_no_silent_gap():
         tell("1/2 lower decode[R=1]")
         for _ in range(400):
             time.sleep(0.05)
-            if "still at it" in stream.getvalue():
+            if "still running" in stream.getvalue():
                 break
     lines = [line.split("] ", 1)[1] for line in stream.getvalue().splitlines()]
     assert lines[0] == "1/2 lower decode[R=1]"
-    assert lines[1] == "still at it: 1/2 lower decode[R=1]"
+    assert lines[1] == "still running: 1/2 lower decode[R=1]"
     assert lines[-1].startswith("done in ")
 
 

@@ -30,8 +30,8 @@ __all__ = ["nothing_is_left", "server"]
 @pytest.mark.parametrize(
     ("data", "code", "message"),
     [
-        (b"", "invalid_json", "no JSON"),
-        (b'{"model": ', "invalid_json", "no JSON"),
+        (b"", "invalid_json", "not JSON"),
+        (b'{"model": ', "invalid_json", "not JSON"),
         (b'{"model": "tiny", "temperature": NaN}', "invalid_json", "NaN is not in JSON"),
         (b'{"model": "tiny", "prompt": "\xff\xfe"}', "invalid_utf8", "not UTF-8"),
         (b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', "invalid_utf8", "not UTF-8"),
@@ -142,7 +142,7 @@ def test_limits_on_tokens(word_spec: mtpc.SpecModel) -> None:
         serving(word_spec, model_name=NAME, max_tokens=7) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        with pytest.raises(openai.BadRequestError, match="this server gives 7"):
+        with pytest.raises(openai.BadRequestError, match="this server allows at most 7"):
             client.completions.create(model=NAME, prompt="w7", max_tokens=8)
         fields: dict[str, Any] = dict(model=NAME, extra_body={"ignore_eos": True})
         done = client.completions.create(prompt="w7", **fields)

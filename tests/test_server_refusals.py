@@ -95,7 +95,7 @@ def test_refused_completions(
         (
             {"extra_body": {"chat_template_kwargs": {"messages": []}}},
             "chat_template_kwargs",
-            "has messages, which is not its to say",
+            "has messages; expected other variables",
         ),
         (
             {"extra_body": {"chat_template_kwargs": {"add_generation_prompt": False}}},

@@ -1,4 +1,4 @@
-"""Questions about a StepGraph that both the tables and the drawing of `mtpc inspect` answer."""
+"""Facts about a StepGraph that `mtpc inspect` shows in its tables and in its drawing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INDEXED = re.compile(r"^(\w+)\.(\d+)\.(.+)$")
 
 
 def operations(graph: StepGraph) -> Iterator[tuple[str, str]]:
-    """Piece and operator of every operation, as many as `StepGraph.num_nodes` counts."""
+    """Yield the piece and the operator of every operation that `StepGraph.num_nodes` counts."""
     for node in graph.graph.nodes:
         inner = inner_graph(graph, node)
         if inner is not None:
@@ -30,7 +30,7 @@ def operations(graph: StepGraph) -> Iterator[tuple[str, str]]:
 
 
 def inner_graph(graph: StepGraph, node: fx.Node) -> fx.Graph | None:
-    """The graph of a piece that is not inlined yet, where it has one."""
+    """The graph of a node that calls a piece which is not inlined yet, else None."""
     if node.op != "call_module":
         return None
     piece = graph.module.get_submodule(str(node.target))
@@ -38,14 +38,14 @@ def inner_graph(graph: StepGraph, node: fx.Node) -> fx.Graph | None:
 
 
 def piece_of(node: fx.Node) -> str:
-    """The piece of the step that a node came from; "step" is what connects the pieces."""
+    """The piece of the step that a node comes from; "step" for nodes that connect the pieces."""
     if node.op == "call_module":
         return str(node.target).removeprefix("pieces.")
     return node.meta.get("piece", "step")
 
 
 def operator_name(node: fx.Node) -> str:
-    """`aten.add`, `mtpc.paged_attention`, `getitem`, or that it is a piece not yet inlined."""
+    """`aten.add`, `mtpc.paged_attention`, `getitem`, or "(not inlined)" for a piece's call."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target.overloadpacket)
     if node.op == "call_module":
@@ -54,14 +54,14 @@ def operator_name(node: fx.Node) -> str:
 
 
 def actor(node: fx.Node) -> str:
-    """An operation and where it is: `aten.copy_ in step`."""
+    """An operation and its piece, such as `aten.copy_ in step`."""
     name, piece = operator_name(node), piece_of(node)
     return f"{piece} {name}" if node.op == "call_module" else f"{name} in {piece}"
 
 
 @dataclass(frozen=True)
 class Access:
-    """What one operation does to buffers."""
+    """The buffers that one operation reads and writes."""
 
     node: fx.Node
     reads: frozenset[str]
@@ -69,9 +69,9 @@ class Access:
 
 
 def accesses(graph: StepGraph, effects: Effects | None = None) -> Iterator[Access]:
-    """Operations that read or write buffers, in order; views do neither.
+    """Yield the operations that read or write buffers, in order. Views do neither.
 
-    An operation that writes a buffer is not said to read it unless it takes it in twice.
+    An operation that writes a buffer also reads it only if it takes the buffer as two inputs.
     """
     effects = effects or analyse(graph.graph)
     for node in graph.graph.nodes:
@@ -93,19 +93,28 @@ def _returns_nothing(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Buffers that differ in nothing but the layer they belong to."""
+    """Buffers that differ only in their layer.
+
+    Attributes:
+        label: their common name, such as `kv.0-1.k`.
+        names: the names of all buffers.
+        spec: the spec of the first buffer.
+    """
 
     label: str
     names: tuple[str, ...]
     spec: BufferSpec
 
     def nbytes(self, layout: Layout) -> int:
-        """Bytes of all of them together."""
+        """Bytes of all buffers together."""
         return sum(layout.nbytes(name) for name in self.names)
 
 
 def buffer_groups(layout: Mapping[str, BufferSpec], names: Iterable[str]) -> list[BufferGroup]:
-    """Group `kv.0.k`, `kv.1.k`, ... of one shape into `kv.0-1.k`; others stay alone."""
+    """Group buffers such as `kv.0.k`, `kv.1.k` of one shape into `kv.0-1.k`.
+
+    A buffer without a layer number forms a group alone.
+    """
     grouped: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         spec, indexed = layout[name], _INDEXED.match(name)
@@ -118,7 +127,7 @@ def buffer_groups(layout: Mapping[str, BufferSpec], names: Iterable[str]) -> lis
 
 
 def growth(layout: Layout, symbol: sympy.Symbol) -> int:
-    """Bytes that the buffers shared by all buckets grow by with one more of `symbol`."""
+    """Bytes that the buffers shared by all buckets grow by if `symbol` grows by one."""
     larger = Layout(layout.values(), {**layout.sizes, symbol: layout.sizes[symbol] + 1})
     names = [name for name, spec in layout.items() if spec.shared]
     return sum(larger.nbytes(name) - layout.nbytes(name) for name in names)
@@ -145,5 +154,5 @@ def number_ranges(numbers: set[int]) -> str:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether a node picks one of several results."""
+    """Whether a node takes one element of a tuple of results."""
     return node.op == "call_function" and node.target is operator.getitem

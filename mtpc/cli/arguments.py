@@ -1,4 +1,4 @@
-"""What the command line accepts. Imports no torch, so that `--help` is immediate."""
+"""The arguments of the command line. This module imports no torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BENCH_NEW_TOKENS = 64
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments; prints argparse's own message and exits where they are wrong."""
+    """Parse arguments. If they are invalid, print argparse's message and exit with status 2."""
     args, unknown = _build_parser().parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -44,9 +44,9 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
 _SAMPLING = (
     ("temperature", float, "T", "divides the logits; 0 is greedy"),
     ("top_k", int, "N", "sample from the N most probable tokens"),
-    ("top_p", float, "P", "sample from the most probable tokens that reach this mass"),
-    ("min_p", float, "P", "no token less probable than P times the most probable one"),
-    ("seed", int, "N", "of the random numbers (default: drawn)"),
+    ("top_p", float, "P", "sample from the most probable tokens whose probabilities sum to P"),
+    ("min_p", float, "P", "exclude tokens less probable than P times the most probable one"),
+    ("seed", int, "N", "seed of the random numbers (default: random)"),
 )
 
 
@@ -57,18 +57,18 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=f"mtpc {mtpc.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary, add_arguments in (
-        ("run", "generate text with a captured MTP step, and say how it went", _add_run),
+        ("run", "generate text with a captured MTP step, and show statistics", _add_run),
         ("build", "compile every step of a checkpoint into the graph cache", _add_build),
         (
             "serve",
-            "answer OpenAI's API over HTTP, to this machine alone by default",
+            "serve OpenAI's API over HTTP; by default only this machine can connect",
             _add_serve,
         ),
-        ("bench", "measure decoding by the number of drafts, side by side", _add_bench),
+        ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
         ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
-        ("inspect", "show the graph of one step before, between and after passes", _add_inspect),
-        ("doctor", "show what mtpc finds on this machine, and how to get what is missing", None),
+        ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
+        ("doctor", "check this machine for what mtpc needs, and advise on what is missing", None),
     ):
         command = commands.add_parser(
             name,
@@ -78,7 +78,7 @@ def _build_parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(parser=command)
         command.add_argument(
-            "--traceback", action="store_true", help="show where in mtpc an error was raised"
+            "--traceback", action="store_true", help="print the Python traceback of an error"
         )
         if add_arguments is not None:
             add_arguments(command)
@@ -95,7 +95,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     for name, kind, metavar, text in _SAMPLING:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     _add_threads(parser)
-    _add_compile_options(parser, batch_buckets="as many as there are prompts")
+    _add_compile_options(parser, batch_buckets="the number of prompts")
     _add_cache_options(parser)
 
 
@@ -114,21 +114,21 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="append",
         metavar="PASS",
-        help="measure each K with this pass enabled, too; repeatable",
+        help="also measure each K with this pass enabled; repeatable",
     )
     parser.add_argument(
         "--repeats",
         type=positive,
         default=3,
         metavar="N",
-        help="rounds in which all take turns (default: %(default)s)",
+        help="rounds of measurements; each round runs every variant once (default: %(default)s)",
     )
     _add_threads(parser)
     _add_compile_options(
         parser,
         several_k=True,
         spec_tokens="0,1,2,3",
-        batch_buckets="as many as there are prompts",
+        batch_buckets="the number of prompts",
     )
     _add_cache_dir(parser)
 
@@ -136,7 +136,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_prompts(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     prompt: dict[str, Any] = {"action": "append", "dest": "prompts"}
     parser.add_argument(
-        "-p", "--prompt", **prompt, metavar="TEXT", help="a prompt; repeat it for a batch"
+        "-p", "--prompt", **prompt, metavar="TEXT", help="a prompt; repeat the option for a batch"
     )
     parser.add_argument(
         "--ids", **prompt, type=ids, metavar='"1 2 3"', help="a prompt as token ids"
@@ -163,21 +163,21 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
         action="store_true",
-        help="build verify and propose as graphs of their own too, for hosts that schedule",
+        help="also build verify and propose as separate graphs, for hosts that schedule",
     )
     parser.add_argument(
         "--jobs",
         type=positive,
         metavar="N",
-        help="processes (default: one a core, as far as memory holds the weights for each)",
+        help="processes (default: one per core, if memory holds the weights once per process)",
     )
     parser.add_argument(
         "--target",
         action="append",
         metavar="NAME",
-        help="compile the Triton kernels of the steps for this GPU, which need not be here "
-        "(hip:gfx942, hip:gfx950, cuda:80, cuda:90, cuda:100), instead; repeatable. Used there by "
-        "the same wheel of Triton under the same Python only",
+        help="instead, compile the steps' Triton kernels for this GPU (hip:gfx942, hip:gfx950, "
+        "cuda:80, cuda:90, cuda:100), which this machine need not have; repeatable. The GPU's "
+        "machine can use the kernels only with the same wheel of Triton and the same Python",
     )
     _add_threads(parser)
     _add_compile_options(parser, several_k=True, backend="cpu")
@@ -185,32 +185,44 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
 def _add_vocab(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="whose tokenizer (default: the demo model)"
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint with the tokenizer (default: the demo model)",
     )
-    parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT", help="files to count in")
     parser.add_argument(
-        "-n", "--tokens", type=positive, metavar="N", help="the N most frequent (default: all)"
+        "texts", nargs="+", type=Path, metavar="TEXT", help="text files whose tokens are counted"
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="where the ids go, one a line"
+        "-n",
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="keep the N most frequent tokens (default: all)",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="output file, one id per line"
     )
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, summary in (
-        ("ls", "entries with their age, size, and whether they are stale"),
-        ("inspect", "one entry: its key, passes, build times, or a graph's text"),
+        ("ls", "list entries with their age, their size, and whether they are stale"),
+        ("inspect", "show one entry: its key, passes and build times, or a graph's text"),
         ("verify", "check every file of every entry against its SHA-256"),
-        ("why", "say for each step of a checkpoint whether it is there, and if not, why"),
-        ("prune", "remove entries that are stale or damaged, and what killed builds left"),
+        ("why", "show for each step of a checkpoint whether the cache holds it, and if not, why"),
+        ("prune", "remove stale and damaged entries, and leftovers of killed builds"),
     ):
-        action = actions.add_parser(name, help=summary, description=f"{summary}.")
+        description = f"{summary[0].upper()}{summary[1:]}."
+        action = actions.add_parser(name, help=summary, description=description)
         action.set_defaults(parser=parser)
         if name == "inspect":
-            action.add_argument("entry", metavar="ENTRY", help="its name, or how that begins")
+            action.add_argument("entry", metavar="ENTRY", help="the entry's name, or its beginning")
             action.add_argument(
-                "--graph", metavar="PASS", help="print the graph after this pass, or 'traced'"
+                "--graph",
+                metavar="PASS",
+                help="print the graph after this pass; 'traced' prints the graph before all passes",
             )
         elif name == "why":
             _add_checkpoint(action)
@@ -226,7 +238,9 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--older-than", type=float, metavar="DAYS", help="also remove entries older than this"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="remove nothing, and show what would be removed"
+    )
 
 
 def _add_cache_dir(parser: Any) -> None:
@@ -246,7 +260,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         dest="use_cache",
         default=None,
-        help="neither look steps up nor keep them",
+        help="do not read or write the cache",
     )
     group.add_argument(
         "--frozen",
@@ -257,7 +271,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--require-sha256",
         metavar="DIGEST",
-        help="load these entries only, as `mtpc build` printed; implies --frozen",
+        help="load only the entries with this digest, which `mtpc build` prints; implies --frozen",
     )
 
 
@@ -303,30 +317,36 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def _add_compile_options(
     parser: argparse.ArgumentParser, several_k: bool = False, **defaults: str
 ) -> None:
-    """Options of `mtpc.compile`; one not given is left to `CompileOptions`.
+    """Add the options of `mtpc.compile`. `CompileOptions` has the defaults of absent options.
 
     Args:
-        parser: where to.
-        several_k: accept a list of `spec_tokens`.
-        **defaults: what help says of options for which the command has another default.
+        parser: the command's parser.
+        several_k: whether `--spec-tokens` accepts a list.
+        **defaults: default values to show in the help for options whose default differs here.
     """
     group = parser.add_argument_group("compile options")
     drafts = (
         "K,K" if several_k else "K",
-        f"drafts per step{', one or several' * several_k}; 0 is plain decoding, auto by load",
+        f"drafts per step{', one or several' * several_k}; 0 decodes plainly, auto adapts to load",
     )
     for name, kind, metavar, text in (
         ("spec_tokens", numbers if several_k else number, *drafts),
-        ("spec_tiers", ids, "K,K", "what 'auto' chooses among (default: 0,1,2,3)"),
+        ("spec_tiers", ids, "K,K", "numbers that 'auto' chooses from (default: 0,1,2,3)"),
         ("batch_buckets", ids, "R,R", "request counts to capture"),
-        ("max_len", int, "N", "longest sequence, prompt and new tokens"),
+        ("max_len", int, "N", "longest sequence in tokens, prompt and new tokens together"),
         ("page_size", int, "N", "tokens per KV page"),
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
         ("prefill_chunk", int, "N", "tokens per prefill step (default: 512 or 64)"),
-        ("busy_prefill_chunk", int, "N", "of prompts, while others decode (default: up to 64)"),
-        ("prefill_rows", int, "R", "requests that may share it (default: all of a bucket)"),
+        (
+            *("busy_prefill_chunk", int, "N"),
+            "prompt tokens per prefill step while other requests decode (default: up to 64)",
+        ),
+        (
+            *("prefill_rows", int, "R"),
+            "requests that may share a prefill step (default: enough for the largest bucket)",
+        ),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
-        ("draft_vocab", draft_vocab, "N|FILE", "drafts are among the N lowest ids, or FILE's"),
+        ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
@@ -337,12 +357,12 @@ def _add_compile_options(
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     for flag, text in (
-        ("--async-scheduling", "on a GPU, launch a step before the one before it is read"),
-        ("--verify-passes", "propagate fake tensors through the graph after every pass"),
+        ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
+        ("--verify-passes", "check the graph with fake tensors after every pass"),
     ):
         group.add_argument(flag, action="store_true", default=None, help=text)
 
 
 def _listed(value: object) -> str:
-    """A tuple as it is typed on the command line."""
+    """A value as the user types it on the command line."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""`mtpc bench`: what drafting gains on a checkpoint, by the number of drafts and by pass."""
+"""`mtpc bench`: the speed of a checkpoint for several numbers of drafts and several passes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ COLUMNS = (
     *("replays/step", "host us", "kernels"),
 )
 NOTES = (
-    "medians of rounds in which all variants took turns; tokens/step is of one request",
-    "host us: from the end of a replay to the start of the next, while there is work",
-    "kernels: that the largest decode step's graph launches, copies and fills too; on GPUs only",
+    "ms/step, tokens/s and host us are medians of rounds; each round runs every variant once",
+    "tokens/step: tokens per decode step of one request",
+    "host us: time from the end of a replay to the start of the next one, while there is work",
+    "kernels: launches of the largest decode step's graph, including copies and fills; GPUs only",
 )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile: drafts per step, passes enabled beside the user's, and left out."""
+    """One way to compile a checkpoint.
+
+    Attributes:
+        spec_tokens: drafts per step, or "auto".
+        passes: passes to enable in addition to the user's.
+        without: passes of the other variants, which this one leaves out.
+    """
 
     spec_tokens: int | str
     passes: tuple[str, ...]
@@ -49,7 +56,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of all prompts; steps are decode steps, prefill is not counted."""
+    """The measurements of one run of all prompts. Only decode steps count.
+
+    Attributes:
+        ms_per_step: mean milliseconds per decode step.
+        tokens_per_s: new tokens of all requests per second.
+        tokens_per_step: mean new tokens of one request per step.
+        acceptance_rate: accepted drafts divided by verified drafts, or None.
+        results: the continuation of each prompt.
+        replays_per_step: mean replays per decode step.
+        host_us: mean microseconds between two replays.
+    """
 
     ms_per_step: float
     tokens_per_s: float
@@ -61,11 +78,11 @@ class Sample:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand, and return the exit code."""
     if args.checkpoint is not None and not args.prompts:
         raise RequestError(
-            f"how many drafts are accepted depends on the text: give prompts that {args.checkpoint}"
-            " is meant for, with -p or --ids"
+            "no prompt is given; the number of accepted drafts depends on the text: give prompts "
+            f"that suit {args.checkpoint}, with -p or --ids"
         )
     checkpoint = args.checkpoint or demo_checkpoint()
     prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
@@ -84,7 +101,7 @@ def command(args: argparse.Namespace) -> int:
                 tell(f"round {turn} of {args.repeats}: {variant}")
                 taken = _take(checkpoint, prompts, _options_of(variant, options), args, tell)
                 samples[variant].append(taken)
-        # Last: what was ever profiled is timed with the profiler's hooks from then on.
+        # This comes last: the profiler's hooks would slow down later measurements.
         kernels = {
             variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
         }
@@ -94,7 +111,7 @@ def command(args: argparse.Namespace) -> int:
 
 def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[Variant]:
     if not numbers:
-        raise OptionError("--spec-tokens is empty; expected numbers as 0,1,3")
+        raise OptionError("--spec-tokens is empty; expected numbers such as 0,1,3")
     for k in numbers:
         yield Variant(k, (), tuple(compare))
         if k != 0:
@@ -106,7 +123,7 @@ def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
     from mtpc.passes import pass_names
 
     enabled, disabled = options.get("enabled_passes", ()), options.get("disabled_passes", ())
-    # Those that are off anyway are not named: the names are in the cache's key.
+    # Passes that are off by default are not disabled, because the cache's key has these names.
     left_out = (name for name in variant.without if name not in pass_names("off"))
     return {
         **options,
@@ -117,7 +134,7 @@ def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Refuse what the last variant would be refused for, minutes later."""
+    """Check a variant's options now, before the measurements of others take minutes."""
     from mtpc.passes import select_passes
 
     parsed = mtpc.CompileOptions.parse(options)
@@ -131,7 +148,7 @@ def _take(
     args: argparse.Namespace,
     tell: Tell,
 ) -> Sample:
-    """Load, warm up, and run once; nothing stays, so that variants do not crowd each other."""
+    """Compile, warm up, and run once. The model is freed, so that variants do not share memory."""
     model = mtpc.compile(checkpoint, progress=stage_listener(tell), **options)
     model.generate(prompts, WARM_UP_TOKENS, ignore_eos=True)
     earlier = deepcopy(model.stats)
@@ -158,7 +175,10 @@ def _decode_replays(replays: Counter[StepKey]) -> int:
 
 
 def count_kernels(model: mtpc.SpecModel) -> int | None:
-    """Of the graph of the largest decode step, replayed for nobody; None where there is no GPU."""
+    """The number of kernels that the graph of the largest decode step launches.
+
+    It replays the graph once with an empty batch. Returns None if the step is not on a GPU.
+    """
     program = model.program
     decode = [key for key in program.steps if key.phase == "decode"]
     key = max(decode, key=lambda key: (key.bucket.num_reqs, key.spec_tokens))
@@ -171,7 +191,7 @@ def count_kernels(model: mtpc.SpecModel) -> int | None:
 
 
 def _kernels(checkpoint: Path, options: dict[str, Any]) -> int | None:
-    """What a decode step launches, of a program compiled once more (from the cache, by now)."""
+    """Count the kernels of a variant. It compiles the program again, by now from the cache."""
     import torch
 
     return count_kernels(mtpc.compile(checkpoint, **options)) if torch.cuda.is_available() else None

@@ -1,6 +1,7 @@
-"""`mtpc build`: compile every step of a checkpoint into the graph cache, and list what is there.
+"""`mtpc build`: compile every step of a checkpoint into the graph cache, and list the entries.
 
-With `--target`, the GPU kernels of the steps, for a device that need not be here.
+With `--target` it instead compiles the steps' GPU kernels, for a GPU that this machine need not
+have.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand, and return the exit code."""
     given = compile_options(args)
     tiers = given.pop("spec_tokens", (CompileOptions.spec_tokens,))
     for k in tiers:
         options = CompileOptions.parse({**given, "spec_tokens": k})
-    if options.spec_tiers:  # One program, whose steps are for several K.
+    if options.spec_tiers:  # "auto": one program has steps for several K.
         tiers = (options.spec_tokens,)
     if args.target:
         return _for_targets(args, options, tuple(tiers))
@@ -54,7 +55,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple[int, ...]) -> int:
-    """Compile kernels for devices that need not be here."""
+    """Compile the kernels for the GPUs of `--target`."""
     if options.backend not in ("auto", "cuda") or args.split or args.jobs is not None:
         raise OptionError(
             "--target compiles kernels for backend cuda, in one process; drop --split, --jobs and "
@@ -68,7 +69,7 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple
         tell("import torch and transformers")
         from mtpc.backends.triton_kernels import load_kernels
 
-        load_kernels()  # Says clearly that there is no Triton, where there is none.
+        load_kernels()  # If Triton is missing, this raises a clear error.
         from mtpc.program.cross_compile import build_kernels
 
         set_threads(args.threads, checkpoint)
@@ -91,7 +92,7 @@ def _print_kernels(report: CrossReport) -> None:
             f" of {format_bytes(made.target.shared_bytes)}",
             str(made.resources.registers),
             f"{made.resources.spills}{' B' if made.target.vendor == 'cuda' else ''}",
-            "was there" if made.was_there else "built",
+            "cached" if made.was_there else "built",
         )
         for made in report.kernels
     ]
@@ -102,8 +103,8 @@ def _print_kernels(report: CrossReport) -> None:
     for note, times in report.notes.items():
         console.print(f"{times} times: {note}", soft_wrap=True)
     console.print(
-        "what lies between these kernels is compiled by Inductor on the device itself, at its "
-        "first start; nothing of this was run",
+        "Inductor compiles the operations between these kernels on the GPU's own machine, at the "
+        "first start; this command ran no kernel",
         soft_wrap=True,
     )
     console.print(f"built in {report.elapsed_s:.1f} s")
@@ -125,7 +126,7 @@ def _print(report: BuildReport) -> None:
     kernels = report.kernels
     console.print(f"kernels: entry {kernels.digest[:8]}, {format_bytes(kernels.nbytes)}")
     for k, pin in report.pins.items():
-        console.print(f"K={k}: to load this and nothing else, --require-sha256 {pin}")
+        console.print(f"K={k}: to load only these entries, use --require-sha256 {pin}")
     console.print(f"built in {report.elapsed_s:.1f} s")
 
 
@@ -138,7 +139,7 @@ def _rows(report: BuildReport) -> Iterator[tuple[str, ...]]:
 
     for built in report.steps:
         record, entry = built.step.record, built.step.entry
-        assert entry is not None  # `build` has read them from the cache
+        assert entry is not None  # `build` has read each step from the cache.
         yield (
             record.name,
             entry.digest[:8],
@@ -146,5 +147,5 @@ def _rows(report: BuildReport) -> Iterator[tuple[str, ...]]:
             str(record.history[-1].nodes_after),
             *(f"{seconds:.1f} s" for seconds in _seconds(built)),
             format_bytes(entry.nbytes),
-            "was there" if built.was_there else "built",
+            "cached" if built.was_there else "built",
         )

@@ -1,4 +1,4 @@
-"""`mtpc cache ls | inspect | verify | why | prune`: what is in the graph cache, in what state."""
+"""`mtpc cache ls | inspect | verify | why | prune`: the graph cache's entries and their state."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from mtpc.weights.checkpoint import Checkpoint
 
 _DAY_S = 86400
 _PER_PROCESS = ("machine.threads", "torch.", "environment.")
-"""Fields that differ between processes of one machine: they make no entry stale."""
+"""Key fields that differ between processes of one machine. A difference makes no entry stale."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One entry as it was found.
+    """One entry of the cache, and its state.
 
     Attributes:
-        digest: its name.
-        entry: None where it is damaged.
-        fields: its key.
-        damage: what is wrong with its files.
-        stale: how it differs from what this machine and this mtpc would look for.
+        digest: the entry's name.
+        entry: the entry, or None if it is damaged.
+        fields: the entry's key.
+        damage: what is wrong with the entry's files, or an empty string.
+        stale: fields of the key whose values differ for this machine and this version of mtpc.
     """
 
     digest: str
@@ -52,7 +52,10 @@ class Row:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns 1 from `verify` and `why` where not all is well, else 0."""
+    """Run the subcommand, and return the exit code.
+
+    It is 1 if `verify` finds a damaged entry or `why` finds a step that the cache lacks, else 0.
+    """
     actions = {"ls": _ls, "inspect": _inspect, "verify": _verify, "why": _why, "prune": _prune}
     code: int = actions[args.action](args)
     return code
@@ -63,7 +66,7 @@ def _store(args: argparse.Namespace) -> EntryStore:
 
 
 def examine(store: EntryStore) -> Iterator[Row]:
-    """Every entry, its files checked and its key compared with this machine's.
+    """Yield every entry, after checking its files and comparing its key with this machine's.
 
     Raises:
         CacheError: another user could have written the cache.
@@ -94,7 +97,7 @@ def _ls(args: argparse.Namespace) -> int:
     print_table(
         console,
         f"{store.root}: {len(rows)} entries",
-        ("entry", "what", "model", "age", "size", "built in", "state"),
+        ("entry", "content", "model", "age", "size", "built in", "state"),
         [_cells(row) for row in rows],
         ("", "", "", "", format_bytes(sum(_nbytes(store, row) for row in rows)), "", ""),
     )
@@ -146,11 +149,12 @@ def _inspect(args: argparse.Namespace) -> int:
     if len(names) != 1:
         found = ", ".join(name[:8] for name in names) or "none"
         raise OptionError(
-            f"entry {args.entry!r} fits {found} of {store.root}; `mtpc cache ls` lists them"
+            f"{args.entry!r} fits {found} of the entries in {store.root}; expected the beginning "
+            "of one entry's name: `mtpc cache ls` lists them"
         )
     entry = store.read(names[0])
     if entry is None:
-        raise CacheError(f"{names[0]} has just been removed")
+        raise CacheError(f"another process has just removed the entry {names[0]}")
     if args.graph is not None:
         _print_graph(entry, args.graph)
         return 0
@@ -179,11 +183,12 @@ def _print_record(entry: Entry) -> None:
 
 
 def _print_graph(entry: Entry, name: str) -> None:
-    """The text of one graph, by the pass it follows."""
+    """Print the text of the graph after the pass `name`."""
     texts = [file for file in entry.files if file.startswith("graph.")]
     files = {file.split("-", 1)[1].removesuffix(".txt.gz"): file for file in texts}
     if name not in files:
-        raise OptionError(f"no graph after {name!r} in this entry; there are: {', '.join(files)}")
+        known = ", ".join(files)
+        raise OptionError(f"this entry has no graph after {name!r}; expected one of: {known}")
     print(gzip.decompress(entry.read(files[name])).decode())
 
 
@@ -199,7 +204,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> int:
-
     checkpoint, console = args.checkpoint or demo_checkpoint(), output()
     options = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
@@ -218,14 +222,14 @@ def _answer(cache: StepCache, key: StepKey) -> str:
     if step is not None and step.entry is not None:
         return f"yes: {step.entry.digest[:8]}"
     reasons = cache.reasons(key)
-    return "no: " + ("\n".join(map(str, reasons)) or "there are no steps at all, or it is damaged")
+    return "no: " + ("\n".join(map(str, reasons)) or "the cache has no steps, or it is damaged")
 
 
 def _prune(args: argparse.Namespace) -> int:
     store, console = _store(args), output()
     removed = 0
     for row in list(examine(store)):
-        reason = _reason_to_remove(row, store, args)
+        reason = _reason_to_remove(row, args)
         if reason:
             removed += _nbytes(store, row)
             console.print(f"{row.digest[:8]}: {reason}", soft_wrap=True)
@@ -239,12 +243,12 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _reason_to_remove(row: Row, store: EntryStore, args: argparse.Namespace) -> str:
+def _reason_to_remove(row: Row, args: argparse.Namespace) -> str:
     if row.entry is None:
         return f"damaged: {row.damage}"
     age_days = (time.time() - row.entry.directory.stat().st_mtime) / _DAY_S
     if args.all:
-        return "all are to go"
+        return "removed because of --all"
     if args.older_than is not None and age_days > args.older_than:
         return f"{age_days:.1f} days old"
     return _state(row) if row.stale else ""

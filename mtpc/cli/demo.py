@@ -1,4 +1,4 @@
-"""The small checkpoint that ships with mtpc, for commands that are given no other."""
+"""The small checkpoint that ships with mtpc. Commands use it if no checkpoint is given."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from mtpc.errors import CheckpointError
 
 DEFAULT_PROMPT = "The with statement is used to wrap the execution of a block with"
-"""The demo model has read the Python documentation and nothing else."""
+"""The prompt of `mtpc run` by default. The demo model is trained on Python's documentation only."""
 BENCH_PROMPTS = (
     DEFAULT_PROMPT,
     "The dictionary view objects provide a dynamic view on",
     "If the class defines a method named",
     "The following exceptions are raised when",
 )
-"""What `mtpc bench` continues where it is given nothing else."""
+"""The prompts of `mtpc bench` by default."""
 
 
 def demo_checkpoint() -> Path:
-    """Directory of the demo model.
+    """The directory of the demo model.
 
     Raises:
-        CheckpointError: this installation has none.
+        CheckpointError: this installation has no demo model.
     """
     directory = Path(str(resources.files("mtpc") / "demo"))
     if not (directory / "config.json").is_file():

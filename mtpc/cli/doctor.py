@@ -1,7 +1,7 @@
-"""`mtpc doctor`: what there is, what is missing, and how to get it.
+"""`mtpc doctor`: what this machine has, what is missing, and how to get it.
 
-It must work where hardly anything is installed: nothing but the standard library is imported
-outside the checks that need more, and its table is plain text.
+It must work on a machine with few packages. Only the checks that need other packages import them;
+the rest uses the standard library alone. The table is plain text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtpc.errors import BackendError, CacheError, MtpcError
 
 Version = tuple[int, ...]
 VersionOf = Callable[[str], str]
-"""A distribution's version; raises `importlib.metadata.PackageNotFoundError`."""
+"""Returns a distribution's version, or raises `importlib.metadata.PackageNotFoundError`."""
 
 PYTHON: Version = (3, 11)
 RANGES: dict[str, tuple[Version, Version | None]] = {
@@ -35,15 +35,19 @@ RANGES: dict[str, tuple[Version, Version | None]] = {
     "numpy": ((1, 26), None),
     "rich": ((13,), None),
 }
-"""Distributions that mtpc needs: the lowest version, and the first that is too new."""
+"""The distributions that mtpc needs, each with the lowest version and the first too new one."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row: `found` is what is there, `advice` how to get what is not.
+    """One row of the table.
 
-    Status: "ok"; "optional", absent and not needed; "wrong", mtpc cannot run before it is put
-    right.
+    Attributes:
+        what: the name of the checked item.
+        status: "ok"; "optional" if it is missing but not needed; "wrong" if mtpc cannot run until
+            it is fixed.
+        found: what the check found.
+        advice: how to get what is missing, or an empty string.
     """
 
     what: str
@@ -53,7 +57,7 @@ class Finding:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns 0 if mtpc can run here, else 1."""
+    """Run the subcommand, and return 0 if mtpc can run on this machine, else 1."""
     findings = list(examine(metadata.version))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
@@ -67,7 +71,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def examine(version_of: VersionOf) -> Iterator[Finding]:
-    """Every check in order; those about hardware need torch and are left out without it."""
+    """Yield the results of all checks. Without torch, the checks of hardware are left out."""
     yield _check_python()
     needed = [check_distribution(name, version_of) for name in RANGES]
     yield from needed
@@ -92,7 +96,7 @@ def _check_python() -> Finding:
 
 
 def check_distribution(name: str, version_of: VersionOf) -> Finding:
-    """Whether a distribution is there, in the range mtpc needs, and importable."""
+    """Check that a distribution is installed, has a supported version, and can be imported."""
     low, high = RANGES[name]
     wanted = f"{name}>={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
     advice = f'pip install "{wanted}"'
@@ -102,11 +106,11 @@ def check_distribution(name: str, version_of: VersionOf) -> Finding:
         return Finding(name, "wrong", "not installed", advice)
     release = _release(version)
     if release < low or (high is not None and release >= high):
-        return Finding(name, "wrong", f"{version}, mtpc needs {wanted}", advice)
+        return Finding(name, "wrong", f"{version}; mtpc needs {wanted}", advice)
     try:
         import_module(name)
     except (ImportError, OSError) as error:
-        return Finding(name, "wrong", f"{version}, does not import: {error}", f"re{advice}")
+        return Finding(name, "wrong", f"{version}, cannot be imported: {error}", f"re{advice}")
     return Finding(name, "ok", version)
 
 
@@ -128,10 +132,10 @@ def _check_demo() -> Finding:
 
 
 def _check_compiler() -> Finding:
-    """The compiler that Inductor would call ($CXX, else g++), run once."""
+    """Check the compiler that Inductor would call ($CXX, else g++), by running it once."""
     config = import_module("torch._inductor.config")
     names = [name for name in _as_tuple(config.cpp.cxx) if name]
-    advice = "install g++ >= 12 or clang++ >= 15, or set CXX; --backend eager runs without one"
+    advice = "install g++ >= 12 or clang++ >= 15, or set CXX; --backend eager needs no compiler"
     for name in names:
         path = shutil.which(name)
         if path is None:
@@ -149,7 +153,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _check_kernels() -> Finding:
-    """Which kernels suit this processor, and whether they are in the cache."""
+    """Check which C++ kernels this processor can run, and whether they are in the cache."""
     from mtpc.backends.cpu_kernels.build import build_kernels
     from mtpc.backends.cpu_kernels.levels import chosen_level, runnable
     from mtpc.store.machine import cpu_flags
@@ -193,7 +197,7 @@ def _check_gpu() -> Finding:
 
 
 def check_triton(version_of: VersionOf) -> Finding:
-    """Triton comes with torch's builds for GPUs, under one of three names."""
+    """Check for Triton. It comes with torch's builds for GPUs, under one of three names."""
     for name in ("triton", "triton-rocm", "pytorch-triton-rocm"):
         try:
             version = version_of(name)
@@ -201,7 +205,7 @@ def check_triton(version_of: VersionOf) -> Finding:
         except metadata.PackageNotFoundError:
             continue
         except (ImportError, OSError) as error:
-            found = f"{name} {version}, does not import: {error}"
+            found = f"{name} {version}, cannot be imported: {error}"
             return Finding("triton", "optional", found, f"pip install --force-reinstall {name}")
         return Finding("triton", "ok", f"{name} {version}")
     advice = "comes with torch's builds for GPUs; not needed on the CPU"
@@ -209,22 +213,25 @@ def check_triton(version_of: VersionOf) -> Finding:
 
 
 def _check_gpu_kernels(triton: Finding) -> Finding:
-    """What `mtpc build --target` can compile here, and how many of aiter's kernels are bound."""
+    """Check the kernels that `mtpc build --target` can compile, and those of aiter in use."""
     from mtpc.backends.targets import TARGETS
 
     if triton.status != "ok":
-        return Finding("GPU kernels", "optional", "they need Triton", "pip install triton")
+        return Finding("GPU kernels", "optional", "Triton is missing", "pip install triton")
     from mtpc.backends.aiter import aiter_bindings
     from mtpc.backends.triton_kernels import kernel_table, load_kernels
 
     load_kernels()
     found = aiter_bindings()
-    own = f"{len(kernel_table())} of ours, compiled for {', '.join(TARGETS)}"
-    return Finding("GPU kernels", "ok", f"{own}; {len(found.bindings)} of aiter's: {found.message}")
+    own = f"{len(kernel_table())} of mtpc, which compile for {', '.join(TARGETS)}"
+    return Finding("GPU kernels", "ok", f"{own}; {len(found.bindings)} of aiter: {found.message}")
 
 
 def check_aiter(version_of: VersionOf) -> Finding:
-    """AMD's kernels are the distribution `amd-aiter`; `aiter` on the public index is another."""
+    """Check for AMD's kernels, which are the distribution `amd-aiter`.
+
+    The distribution `aiter` on the public index is a different project.
+    """
     advice = "for AMD GPUs: build amd-aiter from https://github.com/ROCm/aiter"
     try:
         found = f"amd-aiter {version_of('amd-aiter')}"
@@ -241,7 +248,7 @@ def check_aiter(version_of: VersionOf) -> Finding:
 
 
 def _check_clash(found: str, version_of: VersionOf) -> Finding:
-    """Both are imported as `aiter`, so one may have written over the other."""
+    """Check that `aiter` is not installed, too. Its files would overwrite those of `amd-aiter`."""
     try:
         found += f", and aiter {version_of('aiter')} of the same import name"
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The drawing of `mtpc inspect --svg`: one row a box, buffers on its left, data on its right.
+"""The drawing of `mtpc inspect --svg`: a column of boxes, buffers on the left, data on the right.
 
-Boxes run down the page in execution order. Data for the next box goes down the spine between
-them; data for a later one travels on a lane at the right and is tapped by each box that uses it.
+The boxes stand in execution order. Data for the next box goes down the spine between the two boxes.
+Data for later boxes goes along a lane on the right, with a tap to each box that uses the data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Mode = Literal["read", "update", "write"]
 
 @dataclass(frozen=True)
 class Card:
-    """Buffers of one kind that a box treats alike: kind, arrow, and a line for each."""
+    """Buffers of one kind (such as "kv") that a box accesses in the same way, with their sizes."""
 
     kind: str
     mode: Mode
@@ -55,7 +55,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Lane:
-    """The way of one box's data past the boxes that do not use it."""
+    """A vertical line for the data of box `source`, in column `track` from the left."""
 
     source: int
     edges: tuple[DataEdge, ...]
@@ -68,11 +68,11 @@ class Lane:
 
 
 def draw(graph: StepGraph, caption: str) -> str:
-    """The SVG document of one step.
+    """Draw one step as an SVG document.
 
     Args:
         graph: the step, before, between or after passes.
-        caption: what it is, in a line under the title.
+        caption: a line of text under the title.
     """
     flow = condense(graph)
     cards = [list(_cards(box, graph)) for box in flow.boxes]
@@ -97,7 +97,7 @@ def draw(graph: StepGraph, caption: str) -> str:
 
 
 def _cards(box: Box, graph: StepGraph) -> Iterator[Card]:
-    """A box's buffers by what it does to them and by kind."""
+    """Yield a card for each way of access and each kind of a box's buffers."""
     layout = graph.layout
     modes: tuple[tuple[Mode, set[str]], ...] = (
         ("read", box.reads - box.writes),
@@ -117,7 +117,10 @@ def _cards(box: Box, graph: StepGraph) -> Iterator[Card]:
 
 
 def _assign_lanes(flow: Flow) -> list[Lane]:
-    """A track for each box with data for other than the next box; short ways lie inside."""
+    """Assign a lane to each box with data for a box after the next one.
+
+    Short lanes get the leftmost free tracks.
+    """
     by_source: dict[int, list[DataEdge]] = {}
     for edge in flow.edges:
         if edge.target > edge.source + 1:
@@ -142,7 +145,7 @@ def _assign_lanes(flow: Flow) -> list[Lane]:
 
 
 def _place(flow: Flow, cards: list[list[Card]], lanes: list[Lane]) -> list[Rect]:
-    """Where each box goes: as tall as its cards on the left and its taps on the right need."""
+    """The area of each box. Its height fits its cards on the left and its taps on the right."""
     ports = [0] * len(flow.boxes)
     for lane in lanes:
         ports[lane.source] += 1
@@ -171,7 +174,7 @@ def _draw_bands(canvas: Canvas, flow: Flow, areas: list[Rect], width: float) -> 
 
 
 def _draw_spine(canvas: Canvas, flow: Flow, areas: list[Rect]) -> None:
-    """From each box to the next: an arrow where data flows, else a dashed line of order."""
+    """Connect each box to the next: an arrow if data flows, else a dashed line for the order."""
     labels = {e.source: e.label for e in flow.edges if e.target == e.source + 1}
     for index, (above, below) in enumerate(pairwise(areas)):
         x, has_data = above.middle[0], index in labels
@@ -197,7 +200,7 @@ def _draw_lane(canvas: Canvas, lane: Lane, flow: Flow, areas: list[Rect]) -> Non
 
 
 def _tap_y(edge: DataEdge, flow: Flow, areas: list[Rect]) -> float:
-    """Taps of a box lie one under the other, in the order of their sources."""
+    """The height of an edge's tap. A box's taps stand below each other, in the order of sources."""
     sources = [e.source for e in flow.edges if e.target == edge.target and e.source + 1 < e.target]
     return areas[edge.target].y + TAP_HEIGHT * (sources.index(edge.source) + 0.85)
 
@@ -227,12 +230,12 @@ def _draw_box(canvas: Canvas, box: Box, area: Rect, graph: StepGraph) -> None:
         canvas.text(x, top + 17 + 16 * index, line, Font(11, colour=INK, anchor="middle"))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _draw_cards(canvas: Canvas, cards: list[Card], area: Rect) -> None:
-    """Cards at the left of a box, centred on it, each with its arrow."""
+    """Draw the cards on the left of a box, vertically centred, each with its arrow."""
     stack = sum(card.height + CARD_GAP for card in cards) - CARD_GAP
     y = area.middle[1] - stack / 2
     for card in cards:
@@ -259,9 +262,9 @@ def _draw_card(canvas: Canvas, card: Card, area: Rect) -> None:
 def _draw_legend(canvas: Canvas, y: float) -> None:
     keys = (
         (4, "#dbe8fd", "#1d4ed8", "piece with weights"),
-        (4, "#ffffff", "#64748b", "piece without"),
-        (8, *CARD_COLOURS["state"], "state: a row a request"),
-        (8, *CARD_COLOURS["batch"], "batch: one set a bucket"),
+        (4, "#ffffff", "#64748b", "piece without weights"),
+        (8, *CARD_COLOURS["state"], "state: one row per request"),
+        (8, *CARD_COLOURS["batch"], "batch: one set per bucket"),
         (8, *CARD_COLOURS["kv"], "kv: pages of all requests"),
     )
     notes = Font(11, colour=INK)
@@ -270,7 +273,7 @@ def _draw_legend(canvas: Canvas, y: float) -> None:
         canvas.rect(Rect(x, y, 28, 16), fill, stroke, radius)
         canvas.text(x + 36, y + 12, text, notes)
     text = (
-        "Arrows: buffers read, written, or both. Data for the next piece goes down, data for later "
-        "ones by a lane on the right; +n: that many more tensors, bytes of all."
+        "Arrows: buffers read, written, or both. Data for the next piece goes straight down; data "
+        "for later pieces takes a lane on the right. +n: n more tensors; the bytes are of all."
     )
     canvas.text(CARD_X, y + 36, text, notes)

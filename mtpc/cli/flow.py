@@ -1,7 +1,7 @@
-"""A step graph condensed for drawing: boxes in execution order, the data between them, buffers.
+"""Condenses a step graph for drawing: boxes in execution order, their buffers, and the data flow.
 
-A box is a run of nodes of one piece. Inlining keeps pieces in order, so runs are the pieces as
-they execute: the draft layer has one box for each draft step.
+A box is a run of consecutive nodes of one piece. Inlining keeps the order of pieces, so each run is
+one execution of a piece. The draft layer, for example, has one box for each draft step.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mtpc.layout import dtype_name
 
 @dataclass
 class Box:
-    """One piece as it executes.
+    """One execution of a piece.
 
     Attributes:
-        piece: its name.
+        piece: the piece's name.
         band: "verify", "propose" or "advance".
-        title: what it is called in the drawing.
-        operators: its operations.
-        weights: names of the weights it uses.
-        reads: buffers it reads.
-        writes: buffers it writes.
+        title: the box's title in the drawing.
+        operators: the number of operations of each operator.
+        weights: names of the weights that the box uses.
+        reads: buffers that the box reads.
+        writes: buffers that the box writes.
     """
 
     piece: str
@@ -53,14 +53,14 @@ class Box:
         return sum(self.operators.values())
 
     def layers(self) -> str:
-        """Cache layers it touches, as `0-46`, or an empty string."""
+        """The cache layers that the box accesses, such as `0-46`, or an empty string."""
         caches = {name for name in self.reads | self.writes if name.startswith("kv.")}
         return number_ranges({int(name.split(".")[1]) for name in caches})
 
 
 @dataclass(frozen=True)
 class DataEdge:
-    """Temporaries that one box computes and a later one uses."""
+    """Temporaries (fake tensors) that box `source` computes and the later box `target` uses."""
 
     source: int
     target: int
@@ -68,7 +68,7 @@ class DataEdge:
 
     @property
     def label(self) -> str:
-        """Type and shape of the largest, how many more, and the bytes of all."""
+        """Dtype and shape of the largest value, the number of others, and the bytes of all."""
         if not self.values:
             return ""
         largest = max(self.values, key=lambda value: value.nbytes)
@@ -86,7 +86,7 @@ class Flow:
 
 
 def condense(graph: StepGraph) -> Flow:
-    """The step at the level of its pieces."""
+    """Condense a step graph to boxes and the data flow between them."""
     effects = analyse(graph.graph)
     boxes: list[Box] = []
     box_of: dict[fx.Node, int] = {}
@@ -108,7 +108,7 @@ def condense(graph: StepGraph) -> Flow:
 
 
 def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> int:
-    """The box a node belongs to; opens a new one where another piece begins."""
+    """The index of a node's box. Appends a new box if another piece begins with this node."""
     if is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0] in box_of:
         return box_of[node.args[0]]
     piece = piece_of(node)
@@ -126,7 +126,7 @@ def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEd
     for node, target in box_of.items():
         for arg in node.all_input_nodes:
             source = box_of.get(arg, target)
-            # Views of buffers and weights are accesses of those, not data of the step.
+            # A view of a buffer or weight counts as an access to it, not as data of the step.
             is_temporary = any(isinstance(root, fx.Node) for root in effects.roots[arg])
             if source != target and is_temporary:
                 flowing.setdefault((source, target), {})[arg] = None
@@ -136,7 +136,7 @@ def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEd
 
 
 def _name_boxes(boxes: list[Box]) -> None:
-    """Titles and bands, from the order of pieces and what they write."""
+    """Set titles and bands, from the order of the pieces and the buffers that they write."""
     proposing = [i for i, box in enumerate(boxes) if box.piece.startswith("drafts.")]
     picks = [i for i, box in enumerate(boxes) if box.piece == "pick"]
     first = proposing[0] if proposing else _end_of_accept(boxes)

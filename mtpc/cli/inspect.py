@@ -1,4 +1,4 @@
-"""`mtpc inspect`: the graph of one step at any point of the pass pipeline."""
+"""`mtpc inspect`: show the graph of one step at any point of the pass pipeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_PASS = "no pass"
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand, and return the exit code."""
     checkpoint = args.checkpoint or demo_checkpoint()
     options = CompileOptions.parse(compile_options(args))
     if args.batch < 1:
@@ -40,7 +40,7 @@ def command(args: argparse.Namespace) -> int:
         _check_writable(args.svg)
     with show_progress(sys.stderr) as tell:
         graph, layouts = _build(checkpoint, options, args, tell)
-    if args.svg is not None:  # Before printing: `| head` must not cost the drawing.
+    if args.svg is not None:  # Before printing, so that `| head` does not prevent the drawing.
         from mtpc.cli.drawing import draw
 
         _write(args.svg, draw(graph, f"{_position(graph)}, {checkpoint}"))
@@ -52,7 +52,7 @@ def command(args: argparse.Namespace) -> int:
 def _build(
     checkpoint: Path, options: CompileOptions, args: argparse.Namespace, tell: Tell
 ) -> tuple[StepGraph, list[Layout]]:
-    """The graph asked for, and its buffers' layout at every bucket of its phase."""
+    """The requested graph, and its buffers' layout for every bucket of its phase."""
     tell("import torch and transformers")
     from mtpc.backends import make_backend
     from mtpc.layout import Layout, StepKey
@@ -89,7 +89,7 @@ def _last_pass(
     """The last pass to run: its name, None for the whole pipeline, or NO_PASS.
 
     Raises:
-        OptionError: the pass asked for is unknown, or off.
+        OptionError: the requested pass is unknown or off.
     """
     from mtpc.passes import pass_names, select_passes
 
@@ -160,7 +160,7 @@ def _print_counts(console: Console, graph: StepGraph) -> None:
 
 
 def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]) -> None:
-    """Shared buffers once; those that each bucket has its own of, at every bucket."""
+    """Print the shared buffers once, and the buffers of a bucket with their size in each bucket."""
     from mtpc.cli.anatomy import buffer_groups
     from mtpc.cli.tables import format_bytes, print_table
 
@@ -185,7 +185,7 @@ def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]
 
 
 def _print_growth(console: Console, layout: Layout) -> None:
-    """What capacity costs: a request's own rows, and its tokens, which pages hold."""
+    """Print the memory of a request: its rows of the state, and its tokens in KV pages."""
     from mtpc.cli.anatomy import growth
     from mtpc.cli.tables import format_bytes
     from mtpc.layout.buffers import N, P, S
@@ -193,7 +193,8 @@ def _print_growth(console: Console, layout: Layout) -> None:
     page, request = growth(layout, N), growth(layout, S)
     console.print(
         f"A request costs {format_bytes(request)}, whatever its length, and "
-        f"{format_bytes(page // layout.sizes[P])} a token, in pages of {layout.sizes[P]}.\n"
+        f"{format_bytes(page // layout.sizes[P])} per token, in pages of {layout.sizes[P]} "
+        "tokens.\n"
     )
 
 
@@ -225,11 +226,15 @@ def _print_effects(console: Console, graph: StepGraph) -> None:
     columns = ("buffer", "order (w: write, r: read)", "written by", "read by")
     print_table(console, "Effects on buffers", columns, _effect_rows(graph))
     if any(node.op == "call_module" for node in graph.graph.nodes):
-        console.print("  What pieces do inside is known after fuse-draft-chain.", style="dim")
+        text = "  The effects inside pieces are known after the pass fuse-draft-chain."
+        console.print(text, style="dim")
 
 
 def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:
-    """Order, writers and readers of each buffer; layers' buffers with the same ones share a row."""
+    """Yield a row with the order of accesses, the writers and the readers of each buffer.
+
+    Buffers of several layers share a row if these are the same.
+    """
     from mtpc.cli.anatomy import accesses, actor, buffer_groups
 
     order: dict[str, list[str]] = {name: [] for name in graph.layout}
@@ -256,7 +261,7 @@ def _listing(counts: Counter[str]) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Refuse before the work is done what could not be written after it."""
+    """Check, before the work, that the file can be written after it."""
     if not path.parent.is_dir():
         raise OptionError(f"--svg {path}: there is no directory {path.parent}")
     if path.is_dir():
@@ -264,7 +269,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write all of a file or, when interrupted, nothing."""
+    """Write the whole file, or nothing if interrupted."""
     try:
         handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Entry point: parse, run one command, turn every known failure into one line and an exit code."""
+"""Entry point: runs one command, and turns every known error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None means the process's own.
 
     Returns:
-        The exit code: 0, 1 from `doctor` where mtpc cannot run, 2 for an error, 130 for Ctrl-C.
+        The exit code: 0 for success, 1 for a negative result (`doctor`, `cache verify` and
+        `cache why`), 2 for an error, 130 for Ctrl-C, 141 for a closed output pipe.
     """
     _print_any_character()
     args = parse(argv)
@@ -38,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `mtpc inspect --nodes | head`: nobody reads on.
+    except BrokenPipeError:  # The reader of the output has ended: `mtpc inspect --nodes | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
 
 def _print_any_character() -> None:
-    """A character that the terminal's encoding lacks becomes '?', not a crash after the work."""
+    """Print '?' for a character that the terminal cannot encode, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""How the command line reads one word, and what it says of one that it cannot read."""
+"""Parses single arguments of the command line, and explains errors in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpc.config import AUTO
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """argparse's parser, whose complaints end with the nearest name that exists."""
+    """argparse's parser, with error messages that suggest the most similar existing name."""
 
     def error(self, message: str) -> NoReturn:
         super().error(message + self._suggestion(message))
@@ -22,7 +22,7 @@ class SuggestingParser(argparse.ArgumentParser):
         option = re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)
         wrong, known = "", list[str]()
         if choice:
-            # The words that argparse itself lists after the wrong one.
+            # argparse's own message lists the valid choices after the wrong word.
             wrong, known = choice[1], re.findall(r"[\w-]+", message[choice.end() :])
         elif option:
             wrong, known = option[1], list(self._option_string_actions)
@@ -31,37 +31,41 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A whole number, 1 or more."""
+    """Parse an integer that is 1 or more."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no such number; expected 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected an integer >= 1")
     return int(text)
 
 
 def ids(text: str) -> list[int]:
-    """Integers separated by spaces or commas."""
+    """Parse integers that spaces or commas separate."""
     try:
         return [int(word) for word in re.split(r"[\s,]+", text.strip()) if word]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers, as 1,2,3") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is invalid; expected integers such as 1,2,3"
+        ) from None
 
 
 def number(text: str) -> int | str:
-    """A number of drafts, or "auto"."""
+    """Parse a number of drafts, or "auto"."""
     if text == AUTO:
         return text
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is invalid; expected an integer or {AUTO}"
+        ) from None
 
 
 def numbers(text: str) -> list[int | str]:
-    """Several of them."""
+    """Parse several numbers of drafts, or "auto"."""
     return [AUTO] if text.strip() == AUTO else [*ids(text)]
 
 
 def draft_vocab(text: str) -> int | list[int]:
-    """A number of tokens, or a file of ids."""
+    """Parse a number of tokens, or read token ids from a file."""
     if text.isdecimal():
         return int(text)
     try:

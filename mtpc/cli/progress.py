@@ -1,4 +1,4 @@
-"""Saying what is being done, without a silent gap: a live line on a terminal, else plain lines."""
+"""Shows the current stage of the work: as a live line on a terminal, else as plain lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ Tell = Callable[[str], None]
 """Called with the name of each stage as it begins."""
 
 HEARTBEAT_S = 2.0
-"""Plain output repeats the stage it is in after this long without news."""
+"""After this many seconds without a new stage, plain output repeats the current one."""
 
 
 @contextmanager
 def show_progress(stream: TextIO, heartbeat_s: float = HEARTBEAT_S) -> Iterator[Tell]:
-    """Show stages on `stream` until the block ends, however it ends."""
+    """Show stages on `stream` until the block ends or raises.
+
+    Args:
+        stream: where to write; a terminal gets a live line.
+        heartbeat_s: seconds after which plain output repeats the current stage.
+    """
     with _live(stream) if stream.isatty() else _lines(stream, heartbeat_s) as tell:
         yield tell
 
@@ -39,7 +44,7 @@ def _lines(stream: TextIO, heartbeat_s: float) -> Iterator[Tell]:
     def beat() -> None:
         while not over.is_set():
             if not news.wait(heartbeat_s):
-                write(f"still at it: {stage}")
+                write(f"still running: {stage}")
             news.clear()
 
     thread = threading.Thread(target=beat, name="mtpc-progress", daemon=True)
@@ -50,7 +55,7 @@ def _lines(stream: TextIO, heartbeat_s: float) -> Iterator[Tell]:
         over.set()
         news.set()
         thread.join()
-    tell(_done(start))  # Now, or the last line might say that it is still being done.
+    tell(_done(start))  # After the thread has ended, so that this is the last line.
 
 
 @contextmanager

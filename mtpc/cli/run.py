@@ -1,4 +1,4 @@
-"""`mtpc run`: compile a checkpoint, continue prompts, and say how it went."""
+"""`mtpc run`: compile a checkpoint, continue prompts, and show statistics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int]
 SMALL_BYTES = 64 * 2**20
-"""Checkpoints below this are run on one thread unless told otherwise."""
+"""A checkpoint with fewer bytes than this runs on one thread by default."""
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand, and return the exit code."""
     checkpoint = args.checkpoint or demo_checkpoint()
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
     options = {"batch_buckets": (len(prompts),), **compile_options(args)}
@@ -48,9 +48,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def set_threads(requested: int | None, checkpoint: Path) -> None:
-    """Small models run fastest on one thread: starting a second costs more than it brings.
+    """Set torch's number of threads: the requested one, or 1 for a small checkpoint.
 
-    This is the command's own process; the library never changes torch's setting.
+    A small model runs fastest on one thread. Only commands set the number, because the process is
+    theirs; the library never changes it.
     """
     import torch
 
@@ -60,7 +61,11 @@ def set_threads(requested: int | None, checkpoint: Path) -> None:
 
 
 def check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
-    """Text without a tokenizer would fail too, but only after minutes of compilation."""
+    """Check for the tokenizer that text prompts need, before a compilation that takes minutes.
+
+    Raises:
+        RequestError: a prompt is text, and the checkpoint has no tokenizer.
+    """
     has_text = any(isinstance(prompt, str) for prompt in prompts)
     if has_text and checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
         raise RequestError(
@@ -69,7 +74,7 @@ def check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def stage_listener(tell: Tell) -> Listener:
-    """Compilation's progress as lines `i/n stage step`."""
+    """A listener that shows the compilation's progress as lines `i/n stage step`."""
 
     def listen(progress: Progress) -> None:
         if progress.key is not None:
@@ -77,7 +82,7 @@ def stage_listener(tell: Tell) -> Listener:
             tell(f"{position} {progress.stage} {progress.key}")
         elif progress.done < progress.total:
             tell(f"{progress.stage} (for {progress.total} steps)")
-        elif progress.total == 0:  # A backend preparing itself.
+        elif progress.total == 0:  # The backend prepares itself.
             tell(progress.stage)
 
     return listen
@@ -94,7 +99,7 @@ def _print_results(
         _print_text(console, _as_text(result))
         console.print()
     rows = [*_speed(model), *_acceptance(model), *_replays(model)]
-    print_table(console, "What happened", ("", ""), rows)
+    print_table(console, "Statistics", ("", ""), rows)
 
 
 def _print_text(console: Console, text: str, style: str = "") -> None:
@@ -108,8 +113,8 @@ def _as_text(prompt: Prompt) -> str:
 def _speed(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
     stats = model.stats
     decoded = stats.decode_counts().tokens
-    beside = f", {stats.joined.tokens} beside prompts" if stats.joined.tokens else ""
-    yield "new tokens", f"{stats.emitted_tokens}, {decoded} of them in decode steps{beside}"
+    shared = f", {stats.joined.tokens} in shared prefill steps" if stats.joined.tokens else ""
+    yield "new tokens", f"{stats.emitted_tokens}, {decoded} of them in decode steps{shared}"
     yield "prefill", f"{stats.prompt_tokens} tokens, {_rate(stats.prompt_tokens, stats.prefill_s)}"
     yield "decode", f"{decoded} tokens, {_rate(decoded, stats.decode_s)}"
     if stats.decode_steps:

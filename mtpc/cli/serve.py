@@ -1,4 +1,4 @@
-"""`mtpc serve`: compile or load a checkpoint, and answer OpenAI's API over HTTP."""
+"""`mtpc serve`: compile or load a checkpoint, and serve OpenAI's API over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code once the server was stopped."""
+    """Run the subcommand until the server stops, and return the exit code."""
     checkpoint = args.checkpoint or demo_checkpoint()
     options = compile_options(args)
     mtpc.CompileOptions.parse(options)
@@ -38,7 +38,7 @@ def command(args: argparse.Namespace) -> int:
             compile_model = mtpc.compile
             from mtpc.server.run import bind, run_server
 
-            # Before minutes are spent: a port that is taken is said at once.
+            # A port that is in use gives an error now, before a compilation that takes minutes.
             listener = stack.enter_context(closing(bind(server)))
             set_threads(args.threads, checkpoint)
             tell(f"load {checkpoint}")
@@ -51,7 +51,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _key(args: argparse.Namespace) -> str | None:
-    """The key, from where it was given."""
+    """The API key from the option, the file or the environment, or None."""
     if args.api_key is not None:
         return args.api_key
     if args.api_key_file is None:
@@ -66,13 +66,16 @@ def _key(args: argparse.Namespace) -> str | None:
 
 def _announce(running: Running, options: ServerOptions) -> None:
     if options.api_key is None and not _is_loopback(running.host):
-        _say(f"warning: whoever reaches {running.host} may use this server; set --api-key-file")
+        _say(
+            f"warning: every client that reaches {running.host} can use this server; "
+            "set --api-key-file"
+        )
     name = running.service.model_name
     print(f"mtpc serves {name!r} on {running.url}/v1", flush=True)
 
 
 def _is_loopback(host: str) -> bool:
-    """Of the address that a socket is bound to."""
+    """Whether the address that the server listens on is a loopback address."""
     return ip_address(host.partition("%")[0]).is_loopback
 
 

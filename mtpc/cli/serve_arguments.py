@@ -1,4 +1,4 @@
-"""The options of `mtpc serve` that are not those of compiling. Imports no torch."""
+"""The options of `mtpc serve` beyond the compile options. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -10,35 +10,40 @@ from typing import Any
 from mtpc.server.options import HTTP_PARSERS, ServerOptions
 
 _LIMITS = (
-    ("max_tokens", int, "N", "new tokens a request may ask for (default: what max-len leaves)"),
-    ("max_requests", int, "N", "texts in the engine at once"),
-    ("max_queue", int, "N", "texts that may wait for that; more get status 429"),
-    ("max_body_bytes", int, "N", "of a request"),
-    ("max_connections", int, "N", "open at once; further ones are closed"),
-    ("header_seconds", float, "S", "for the head of a request to arrive"),
-    ("body_seconds", float, "S", "for its body to arrive"),
-    ("write_seconds", float, "S", "for a client that does not read to read on"),
-    ("keep_alive_seconds", float, "S", "that a connection may be idle"),
-    ("drain_seconds", float, "S", "for running requests to end after SIGTERM"),
+    (
+        *("max_tokens", int, "N"),
+        "most new tokens that a request may ask for (default: what max-len leaves)",
+    ),
+    ("max_requests", int, "N", "most texts in the engine at once"),
+    ("max_queue", int, "N", "most texts that wait for the engine; further ones get status 429"),
+    ("max_body_bytes", int, "N", "largest body of a request"),
+    ("max_connections", int, "N", "most open connections; further ones are closed"),
+    ("header_seconds", float, "S", "time limit for the head of a request to arrive"),
+    ("body_seconds", float, "S", "time limit for the body of a request to arrive"),
+    ("write_seconds", float, "S", "time limit for a client with full buffers to read something"),
+    ("keep_alive_seconds", float, "S", "longest time that a connection is idle between requests"),
+    ("drain_seconds", float, "S", "time limit for running requests to end after SIGTERM"),
 )
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add the fields of `ServerOptions`, and of `CompileOptions` those that only a server has."""
+    """Add options for the fields of `ServerOptions`, and for sampling."""
     group = parser.add_argument_group("server")
     add = group.add_argument
-    add("--host", metavar="ADDRESS", help=f"listen here {_default('host')}")
+    add("--host", metavar="ADDRESS", help=f"address to listen on {_default('host')}")
     add("--port", type=int, metavar="N", help=f"TCP port; 0 takes a free one {_default('port')}")
-    add("--model-name", metavar="NAME", help="what requests call it (default: the directory's)")
+    text = "the model's name in requests (default: the directory's name)"
+    add("--model-name", metavar="NAME", help=text)
     key = group.add_mutually_exclusive_group()
-    key.add_argument("--api-key", metavar="KEY", help="clients must send it; others see it in ps")
+    text = "key that clients must send; other users of this machine can see it in ps"
+    key.add_argument("--api-key", metavar="KEY", help=text)
     key.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="the key is this file's first line (default: MTPC_API_KEY, if it is set)",
+        help="file whose first line is the key (default: MTPC_API_KEY, if it is set)",
     )
-    text = "Jinja file, in place of the checkpoint's"
+    text = "Jinja file to use instead of the checkpoint's chat template"
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = f"uvicorn's parser: {', '.join(HTTP_PARSERS)} {_default('http')}"
     add("--http", choices=HTTP_PARSERS, metavar="NAME", help=text)
@@ -52,18 +57,18 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--no-sampling",
         action="store_false",
         dest="sampling",
-        help="compile for greedy decoding alone; other requests are refused",
+        help="compile for greedy decoding only; the server refuses other requests",
     )
     sampling.add_argument(
         "--max-logprobs",
         type=int,
         metavar="N",
-        help="most probable tokens a request may have reported (default: 5)",
+        help="most probable tokens that a request may ask to report (default: 5)",
     )
 
 
 def server_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `ServerOptions` that the user gave, the key's file left to the command."""
+    """The fields of `ServerOptions` that the user gave. The command reads `--api-key-file`."""
     given = {f.name: getattr(args, f.name) for f in fields(ServerOptions)}
     return {name: value for name, value in given.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""A small SVG writer: shapes with attributes in, one well-formed document out."""
+"""A small SVG writer: collects shapes, and writes one well-formed document."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class Font:
-    """How a text looks."""
+    """The style of a text."""
 
     size: float = 12
     colour: str = "#1e293b"
@@ -47,7 +47,7 @@ class Font:
 
 
 class Canvas:
-    """Collects shapes; later ones lie over earlier ones."""
+    """Collects shapes. A later shape covers an earlier one."""
 
     def __init__(self) -> None:
         self._root = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg")
@@ -55,13 +55,13 @@ class Canvas:
         self._arrowheads: set[str] = set()
 
     def rect(self, area: Rect, fill: str, stroke: str = "none", radius: float = 0) -> None:
-        """A filled rectangle, its corners rounded by `radius`."""
+        """Add a filled rectangle, with corners rounded by `radius`."""
         element = self._add("rect", rx=radius, fill=fill, stroke=stroke)
         for name in ("x", "y", "width", "height"):
             element.set(name, _number(getattr(area, name)))
 
     def text(self, x: float, y: float, content: str, font: Font) -> None:
-        """One line of text on the baseline `y`."""
+        """Add one line of text, on the baseline `y`."""
         element = self._add("text", x=x, y=y, fill=font.colour)
         element.set("font-family", MONO if font.mono else SANS)
         element.set("font-size", _number(font.size))
@@ -76,7 +76,7 @@ class Canvas:
         heads: Heads = "none",
         dashed: bool = False,
     ) -> None:
-        """Straight lines through points, with arrowheads at the end or at both ends."""
+        """Add straight lines through points, with arrowheads at no end, the last or both."""
         steps = " L ".join(f"{_number(x)} {_number(y)}" for x, y in points)
         element = self._add("path", d=f"M {steps}", fill="none", stroke=colour)
         element.set("stroke-width", "1.4")
@@ -89,11 +89,11 @@ class Canvas:
             element.set("marker-start", f"url(#{self._arrowhead(colour)})")
 
     def dot(self, x: float, y: float, colour: str) -> None:
-        """A small filled circle."""
+        """Add a small filled circle."""
         self._add("circle", cx=x, cy=y, r=3, fill=colour)
 
     def document(self, width: float, height: float) -> str:
-        """The SVG text of everything drawn so far."""
+        """The SVG text of all shapes so far."""
         self._root.set("width", _number(width))
         self._root.set("height", _number(height))
         self._root.set("viewBox", f"0 0 {_number(width)} {_number(height)}")
@@ -105,7 +105,7 @@ class Canvas:
         return ElementTree.SubElement(self._root, tag, strings)
 
     def _arrowhead(self, colour: str) -> str:
-        """The id of an arrowhead of this colour."""
+        """The id of an arrowhead of this colour. It is defined at the first use."""
         name = f"arrow-{colour.removeprefix('#')}"
         if name not in self._arrowheads:
             self._arrowheads.add(name)

@@ -1,4 +1,4 @@
-"""Tables and units of the command line's output. Rich is imported when something is printed."""
+"""Tables and units of the command line's output. Only functions that print import rich."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 240
-"""Columns to use where there is no terminal to ask: wide enough that no cell is folded."""
+"""The output's width in columns if it is not a terminal. It is so wide that no cell wraps."""
 
 
 def output() -> Console:
-    """Standard output, in colour on a terminal."""
+    """A console for standard output, with colours on a terminal."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else PIPE_WIDTH
@@ -28,14 +28,14 @@ def print_table(
     rows: Iterable[Sequence[object]],
     total: Sequence[object] | None = None,
 ) -> None:
-    """Print a table; columns that hold only numbers and quantities are set flush right.
+    """Print a table. Columns that hold only numbers and quantities are aligned on the right.
 
     Args:
-        console: where to.
-        title: set above the table.
-        columns: headings.
-        rows: a cell a column.
-        total: a last row, set off from the others.
+        console: where to print.
+        title: the text above the table.
+        columns: the headings.
+        rows: rows with one cell per column.
+        total: a last row, separated from the others, or None.
     """
     from rich import box
     from rich.table import Table
@@ -71,5 +71,5 @@ def format_bytes(count: int) -> str:
 
 
 def format_shape(shape: Iterable[object]) -> str:
-    """`(8, 64)` -> `[8, 64]`; products of symbols in the field's order."""
+    """`(8, 64)` -> `[8, 64]`. Products of symbols have the usual order, R*Q."""
     return f"[{', '.join(str(size) for size in shape)}]".replace("Q*R", "R*Q")

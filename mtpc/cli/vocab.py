@@ -1,4 +1,4 @@
-"""`mtpc vocab`: which tokens texts are made of, as a list for `--draft-vocab`."""
+"""`mtpc vocab`: list the tokens that occur in texts, for `--draft-vocab`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mtpc.weights.served_model import ServedModel
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand, and return the exit code."""
     directory = args.checkpoint or demo_checkpoint()
-    Checkpoint(directory)  # What is no checkpoint is refused by name.
+    Checkpoint(directory)  # Raises if the directory is not a checkpoint.
     served = ServedModel(str(directory), 0, (), directory)
     counts: Counter[int] = Counter()
     for path in args.texts:
         counts.update(served.encode(_read(path)))
     kept = counts.most_common(args.tokens)
     if not kept:
-        raise RequestError("the texts hold no tokens; give files with text that the model is for")
+        raise RequestError("the texts hold no tokens; give files with text that suits the model")
     args.out.write_text("\n".join(str(token_id) for token_id, _ in sorted(kept)) + "\n")
     share = sum(count for _, count in kept) / counts.total()
     print(f"{args.out}: {len(kept)} of {len(counts)} tokens seen, {share:.1%} of the texts")

@@ -1,1 +1,1 @@
-"""The engine: requests, pages, batches, and what happened to them."""
+"""The engine: requests, KV pages, the scheduler, and statistics."""

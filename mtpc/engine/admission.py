@@ -1,4 +1,4 @@
-"""Which requests can be served at all, once nothing else runs; `scheduler` says when."""
+"""Checks that an otherwise idle engine can serve a request. `scheduler` decides when it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtpc.layout import MAX_STOP_IDS
 
 
 def longest_request(options: CompileOptions, num_pages: int) -> int:
-    """Tokens of the longest request that fits, prompt and continuation together."""
+    """The most tokens that a request may have, counting its prompt and its new tokens."""
     room = num_pages * options.page_size - 2 * options.spec_tokens
     return min(options.sequence_limit, room)
 
@@ -19,16 +19,16 @@ def longest_request(options: CompileOptions, num_pages: int) -> int:
 def check_request(
     request: Request, options: CompileOptions, vocab_size: int, num_pages: int
 ) -> None:
-    """Refuse what can never be served.
+    """Refuse a request that can never be served.
 
     Args:
-        request: to be queued.
-        options: what the program was compiled with.
-        vocab_size: ids must be below it.
-        num_pages: of the pool, used or not.
+        request: the request to check.
+        options: the options that the program was compiled with.
+        vocab_size: number of ids in the vocabulary.
+        num_pages: pages in the pool, used or free.
 
     Raises:
-        RequestError: a field is not as `Engine.add` says.
+        RequestError: a field does not meet the conditions that `Engine.add` lists.
         CapacityError: the page pool cannot hold the request even when it is empty.
     """
     _check_prompt(request, vocab_size)
@@ -45,9 +45,9 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
     prompt = request.prompt_ids
     if not prompt:
         raise RequestError("the prompt is empty; expected at least one token")
-    bad = [i for i in prompt if not isinstance(i, int) or not 0 <= i < vocab_size]
-    if bad:
-        raise RequestError(f"prompt id {bad[0]!r}; expected ids in 0..{vocab_size - 1}")
+    invalid = [i for i in prompt if not isinstance(i, int) or not 0 <= i < vocab_size]
+    if invalid:
+        raise RequestError(f"prompt id {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
 
 
 def _check_length(request: Request, options: CompileOptions) -> None:
@@ -62,9 +62,9 @@ def _check_length(request: Request, options: CompileOptions) -> None:
 
 
 def _check_stop_ids(request: Request) -> None:
-    odd = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
-    if odd:
-        raise RequestError(f"stop id {odd[0]!r}; expected token ids (integers)")
+    invalid = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
+    if invalid:
+        raise RequestError(f"stop id {invalid[0]!r}; expected token ids (integers)")
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise RequestError(
             f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"

@@ -1,9 +1,9 @@
-"""The engine for asyncio: it runs in a thread of its own, coroutines get outputs as they come.
+"""The engine for asyncio. It runs in its own thread; coroutines receive outputs as they arrive.
 
-Back-pressure: at most `max_requests` are in the engine, further calls of `generate` wait. Per
-request there is one mailbox, in which outputs that were not yet taken become one. So a consumer
-that is slow, or never reads, holds back nobody, not even the engine's work on its own request, and
-costs at most its own max_new_tokens ids of memory; slot and pages come back when the request ends.
+Back-pressure: the engine holds at most `max_requests` requests, and further calls of `generate`
+wait. Each request has one mailbox, which merges the outputs that its consumer has not taken yet. A
+slow consumer therefore delays neither other requests nor its own. It costs the memory of at most
+max_new_tokens token ids. The request's slot and pages become free when the request ends.
 """
 
 from __future__ import annotations
@@ -27,78 +27,78 @@ from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 
 _LAST_STEP_S = 10.0
-"""How long the interpreter's end waits for the step that runs."""
+"""Seconds that interpreter shutdown waits for the running step."""
 
 T = TypeVar("T")
 TURNS = 64
-"""Steps for which the engine waits once consumers were late; then it looks again."""
+"""The number of steps that the engine waits for its consumers after they were late once."""
 MAX_TURN_S = 0.02
-"""The engine waits no longer for consumers to take what a step brought."""
+"""The longest time, in seconds, that the engine waits for consumers after one step."""
 
 
 class _Mailbox:
-    """One request's outputs, from the engine's thread to its consumer's loop.
+    """Carries one request's outputs from the engine's thread to its consumer's event loop.
 
     Args:
-        loop: the consumer's.
-        tell: called where something came and the loop knows of nothing yet; sees to it that
-            `wake` is called there.
+        loop: the consumer's event loop.
+        notify: called when the mailbox has something to take and no notification is pending. It
+            arranges a call of `wake` in `loop`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[_Mailbox], None]):
+    def __init__(self, loop: asyncio.AbstractEventLoop, notify: Callable[[_Mailbox], None]):
         self.loop = loop
-        self._call, self._lock, self._filled = tell, threading.Lock(), asyncio.Event()
+        self._notify, self._lock, self._filled = notify, threading.Lock(), asyncio.Event()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._reason: FinishReason | None = None
         self._error: BaseException | None = None
-        self._is_told = False
+        self._is_notified = False
 
     def put(self, output: StepOutput) -> None:
-        """Add an output; called by the engine."""
+        """Add an output. The engine calls this."""
         with self._lock:
             self._token_ids += output.token_ids
             if output.logprobs is not None:
                 self._logprobs = (self._logprobs or []) + output.logprobs
             self._reason = output.finish_reason
-            self._tell()
+            self._notify_once()
 
     def fail(self, error: BaseException | None) -> None:
-        """The engine has ended, by this error or because it was closed."""
+        """Record that the engine has ended. Without an error, it was closed."""
         with self._lock:
             self._error = ServingError(
                 "the engine was closed" if error is None else f"the engine failed: {error!r}"
             )
             self._error.__cause__ = error
-            self._tell()
+            self._notify_once()
 
     def refuse(self, error: RequestError) -> None:
-        """The engine did not take the request; others go on."""
+        """Record that the engine refused this request. The engine continues with the others."""
         with self._lock:
             self._error = error
-            self._tell()
+            self._notify_once()
 
-    def _tell(self) -> None:
-        # One call waits in the loop at most, however late the loop gets to it.
-        if not self._is_told and not self.loop.is_closed():
-            self._is_told = True
-            self._call(self)
+    def _notify_once(self) -> None:
+        # At most one notification is pending in the loop, however late the loop runs it.
+        if not self._is_notified and not self.loop.is_closed():
+            self._is_notified = True
+            self._notify(self)
 
     def wake(self) -> None:
-        """The consumer has something to take; called in its loop."""
+        """Wake the consumer. Must be called in the consumer's loop."""
         self._filled.set()
 
     async def take(self) -> StepOutput:
-        """All that came since the last time; waits for something to come.
+        """Wait for an output, then return everything since the last call as one output.
 
         Raises:
             ServingError: the engine has ended.
-            RequestError: the engine did not take the request.
+            RequestError: the engine refused the request.
         """
         await self._filled.wait()
         with self._lock:
             self._filled.clear()
-            self._is_told = False
+            self._is_notified = False
             if self._error is not None and self._reason is None:
                 raise self._error
             token_ids, self._token_ids = self._token_ids, []
@@ -107,7 +107,7 @@ class _Mailbox:
 
 
 def _attempt(function: Callable[[], object]) -> BaseException | None:
-    """Call it; returns its error, so that what comes after it is still done."""
+    """Call a function and return the error that it raises, or None."""
     try:
         function()
     except BaseException as error:
@@ -116,15 +116,15 @@ def _attempt(function: Callable[[], object]) -> BaseException | None:
 
 
 class AsyncEngine:
-    """Serves an engine to coroutines of one event loop.
+    """Runs an engine for the coroutines of one event loop.
 
     Use it as `async with AsyncEngine(spec.engine, spec.served) as engine`.
 
     Args:
-        engine: runs in a thread of its own from `start` on; the model's `generate` and `stream`
-            may be called meanwhile, from other threads.
+        engine: the engine to run. After `start` it runs in its own thread. Other threads may still
+            call the model's `generate` and `stream`.
         served: the model's vocabulary and tokenizer.
-        max_requests: requests in the engine at once; further ones wait in `generate`.
+        max_requests: the most requests in the engine at once. Further requests wait in `generate`.
 
     Raises:
         OptionError: max_requests is not a positive integer.
@@ -165,10 +165,11 @@ class AsyncEngine:
             atexit.register(self._end)
 
     def _end(self) -> None:
-        """At the interpreter's end, where nobody called `aclose`: after the step that runs.
+        """Stop at interpreter shutdown, if `aclose` was not called.
 
-        A replay lets go of the interpreter's lock, and must not come back when there is none. A
-        callback that never returns does not hold up the end.
+        A replay releases the GIL and takes it again when it returns, so it must return before the
+        interpreter is gone. The wait has a limit: a callback that never returns does not block
+        the shutdown.
         """
         with self._wake:
             self._is_closing = True
@@ -177,9 +178,9 @@ class AsyncEngine:
             self._thread.join(_LAST_STEP_S)
 
     async def aclose(self) -> None:
-        """Stop after the step that runs; requests are aborted, their consumers told.
+        """Stop after the running step, abort all requests, and notify their consumers.
 
-        An error that ended the engine before is not raised here: its consumers have it.
+        If the engine failed earlier, this does not raise the error; the consumers receive it.
         """
         with self._wake:
             self._is_closing = True
@@ -189,17 +190,20 @@ class AsyncEngine:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine failed or was closed: it takes no more requests."""
+        """Whether the engine failed or was closed. It then accepts no requests."""
         return self._is_closing
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, between two steps, and give its result.
+        """Run a function in the engine's thread, between two steps, and return its result.
 
-        What it reads is not written meanwhile, as `engine.stats` else is. Where no thread runs,
-        or runs any more, it is called here.
+        The function reads a consistent state, for example of `engine.stats`, because no step runs
+        at the same time. If the engine's thread does not run, the calling thread runs the function.
 
         Args:
-            function: short; the engine waits for it.
+            function: a short function; the engine waits until it returns.
+
+        Raises:
+            Whatever the function raises.
         """
         result: Future[T] = Future()
 
@@ -232,28 +236,28 @@ class AsyncEngine:
         grammar: Grammar | None = None,
         text: TextAssembler | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Continue one prompt.
+        """Continue one prompt, and yield its outputs as they arrive.
 
-        Leaving the loop over it, by cancellation or otherwise, aborts the request; its slot and
+        Leaving the loop early, by cancellation or otherwise, aborts the request. Its slot and
         pages are free before the engine's next step.
 
         Args:
-            prompt: text (where the checkpoint has a tokenizer) or token ids.
-            max_new_tokens: new tokens.
-            stop_ids: ids that end the continuation; None takes the model's end-of-sequence ids.
-            stop: strings that end the text, for text prompts.
+            prompt: text (if the checkpoint has a tokenizer) or token ids.
+            max_new_tokens: the most new tokens.
+            stop_ids: ids that end the continuation; None means the model's end-of-sequence ids.
+            stop: strings that end the text; only for text prompts.
             sampling: how tokens are chosen; None is greedy.
-            grammar: which tokens may come next, an object of this request's own; its methods are
-                called in the engine's thread. See `Engine.add`.
-            text: for prompts of ids, what makes text of the continuation; with its own stop
-                strings. For servers, which encode prompts themselves.
+            grammar: decides which tokens may come next. Each request needs its own object. The
+                engine's thread calls its methods. See `Engine.add`.
+            text: for prompts of ids, turns the new tokens into text and has its own stop strings.
+                Servers use it, because they encode prompts themselves.
 
         Raises:
             RequestError: an argument cannot be served.
             CapacityError: the prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
             GrammarError: the grammar raised, allows no token, or contradicts itself.
-            ServingError: the engine failed, was closed, or is not running.
+            ServingError: the engine failed, was closed, or does not run.
         """
         strings = stop_strings(stop)
         if isinstance(prompt, str):
@@ -281,7 +285,7 @@ class AsyncEngine:
                 self._withdraw(request, reason or "aborted")
 
     def _post(self, request: Request) -> _Mailbox:
-        mailbox = _Mailbox(asyncio.get_running_loop(), self._tell)
+        mailbox = _Mailbox(asyncio.get_running_loop(), self._notify)
         request.on_output = mailbox.put
         with self._wake:
             if self._thread is None:
@@ -295,14 +299,17 @@ class AsyncEngine:
         return mailbox
 
     def _submit(self, request: Request, mailbox: _Mailbox) -> None:
-        """Queue a request; one that another's grammar came to refuse is its consumer's matter."""
+        """Queue a request. If the engine refuses it, only its own consumer gets the error.
+
+        `generate` has checked the request, but its grammar may have come into use since then.
+        """
         try:
             self.engine.submit(request)
         except RequestError as error:
             mailbox.refuse(error)
 
     def _withdraw(self, request: Request, reason: FinishReason) -> None:
-        """Forget a request, wherever it is: not yet in the engine, in it, or finished."""
+        """Forget a request, and abort it unless it has ended. It may not be in the engine yet."""
         with self._wake:
             self._mailboxes.pop(request, None)
             if request.finish_reason is None:
@@ -310,7 +317,7 @@ class AsyncEngine:
                 self._wake.notify()
 
     def _serve(self) -> None:
-        """The thread: do what was asked for, step, and again."""
+        """The thread's loop: run the commands, then a step, and repeat."""
         error: BaseException | None = None
         try:
             while self._do_commands():
@@ -323,8 +330,8 @@ class AsyncEngine:
             self._is_closing = True
             mailboxes, self._mailboxes = self._mailboxes, {}
             commands, self._commands = self._commands, []
-        # All are told, and the end is, whatever fails on the way; the first error is told.
-        # Among the commands is what was withdrawn meanwhile.
+        # Whatever fails here, every consumer is notified, and `_ended` gets a result. Consumers
+        # receive the first error. The commands include the aborts of withdrawn requests.
         errors = [error, *(_attempt(command) for command in commands)]
         for request in mailboxes:
             request.on_output = None
@@ -334,31 +341,31 @@ class AsyncEngine:
         atexit.unregister(self._end)
         self._ended.set_result(next((one for one in (first, *failed) if one is not None), None))
 
-    def _tell(self, mailbox: _Mailbox) -> None:
-        """Wake a consumer: with all others of this step, or now where another thread steps."""
+    def _notify(self, mailbox: _Mailbox) -> None:
+        """Wake a consumer: after this step with the others, or at once from another thread."""
         if threading.current_thread() is self._thread and not self._is_closing:
             self._filled.append(mailbox)
         else:
             mailbox.loop.call_soon_threadsafe(mailbox.wake)
 
     def _give_turn(self) -> None:
-        """Wake the consumers of what the last step brought; where they are late, let them run.
+        """Wake the consumers that the last step has outputs for. If they are late, let them run.
 
-        A replay may hold the interpreter's lock, as one of the eager backend does most of the time.
-        Consumers that have to get it between two replays would get it late, and one after the
-        other. Where a replay lets go of it, they run beside it, and the engine waits for nobody.
+        A replay may hold the GIL; the eager backend does so most of the time. Consumers would then
+        get the GIL only between two replays, late and one after another. If a replay releases the
+        GIL, consumers run beside it, and the engine does not wait for them.
         """
         filled, self._filled = self._filled, []
         if not filled:
             return
-        if not self._is_taken.is_set():  # What the step before brought, after a whole replay.
+        if not self._is_taken.is_set():  # Consumers have not run during a whole replay.
             self._turns = TURNS
         done = self._is_taken = threading.Event()
 
         def wake_all() -> None:
             for mailbox in filled:
                 mailbox.wake()
-            loop.call_soon(done.set)  # Behind the tasks that were woken.
+            loop.call_soon(done.set)  # Runs after the tasks that were woken.
 
         loop = filled[0].loop
         if not loop.is_closed():
@@ -368,13 +375,13 @@ class AsyncEngine:
             done.wait(MAX_TURN_S)
 
     def _do_commands(self) -> bool:
-        """Wait until there is something to do; returns whether to go on."""
+        """Wait for work, run the commands, and return whether the loop continues."""
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self._is_closing or self.engine.has_work)
             count, is_closing = len(self._commands), self._is_closing
         for _ in range(count):
-            with self._wake:  # One by one: should it fail, the others are there at the end.
+            with self._wake:  # One at a time: if a command fails, `_serve` still runs the rest.
                 command = self._commands.pop(0)
             command()
-        self._give_turn()  # An abort tells its consumer, too.
+        self._give_turn()  # An abort notifies its consumer, too.
         return not is_closing

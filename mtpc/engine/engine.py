@@ -1,14 +1,14 @@
-"""The engine: admits requests into slots and pages, replays steps, reads results.
+"""The engine: admits requests into slots and pages, replays steps, and reads results.
 
-Everything decided per token is in the captured step; the host admits, frees, and reads
-`out_token_ids` and `num_emitted`. `scheduler` says who runs when, `rows` what is written.
+The captured step makes every decision about tokens. The host admits and frees requests, and reads
+`out_token_ids` and `num_emitted`. `scheduler` decides which requests run in a step, and `rows`
+writes their rows of the buffers.
 
-`add`, `abort` and `step` may be called at any moment, from any thread, and from a request's own
-callback.
+Any thread may call `add`, `abort` and `step` at any moment, and so may a request's own callback.
 
-With `async_scheduling` a step is launched before the one before it is read. Nothing that is decided
-per token waits for the host, so the text is the same; the host knows lengths one step late, and
-hands out pages for the most that they can be.
+With `async_scheduling` the engine launches a step before it reads the previous one. The text is the
+same, because no decision about tokens waits for the host. The host knows each request's length one
+step late, so it allocates pages for the greatest possible length.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
 
 Emission = tuple[Request, StepOutput]
-"""What a request got of a step."""
+"""A request and the output that a step gave it."""
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was launched and not yet read.
+    """A step that the engine has launched and not yet read.
 
     Attributes:
-        turn: whose.
-        key: which step.
-        emitting: of its requests, those that it may emit tokens of, and how many of each at most;
-            other prompts go on.
-        readout: its results.
-        launch_s: seconds that the host took to launch it.
+        turn: the requests of the step.
+        key: the captured step.
+        emitting: the requests that may emit tokens in this step, each with its largest number of
+            tokens. The step's other requests have prompt tokens left to prefill.
+        readout: the step's results.
+        launch_s: seconds that the host took to launch the step.
     """
 
     turn: Turn
@@ -67,12 +67,12 @@ class Engine:
     """Runs requests on a program.
 
     Args:
-        program: captured steps.
-        options: what it was compiled with.
-        vocab_size: ids must be below it.
+        program: the captured steps.
+        options: the options that the program was compiled with.
+        vocab_size: number of ids in the vocabulary.
 
     Attributes:
-        tiers: chooses K for each decode step, where there are several.
+        tiers: chooses K for each decode step, if the program has steps for several K.
     """
 
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
@@ -98,7 +98,7 @@ class Engine:
         self._last_end: Moment | None = None
 
     def _prefixes(self) -> PrefixCache | None:
-        """The prefix cache, where it was asked for and all of a request's past is in pages."""
+        """The prefix cache, or None if it is off or a request's past is not all in pages."""
         if not self.options.prefix_caching:
             return None
         unpaged = unpaged_state(self.program.layout)
@@ -109,22 +109,22 @@ class Engine:
         return PrefixCache(self.pages.index, self.options.page_size, self.options.spec_tokens)
 
     def _pages_for(self, num_committed: int) -> int:
-        """Pages for a step that begins with that many committed tokens."""
+        """The number of pages for a step that begins with `num_committed` committed tokens."""
         return self.options.blocks_per_request(num_committed + 1)
 
     @property
     def waiting(self) -> deque[Request]:
-        """Requests without a slot, the next one first."""
+        """The requests without a slot, in the order in which they are admitted."""
         return self.scheduler.waiting
 
     @property
     def running(self) -> list[Request]:
-        """Requests with a slot, in order of arrival."""
+        """The requests with a slot, in order of arrival."""
         return self.scheduler.running
 
     @property
     def stats(self) -> Stats:
-        """Counts so far, and how full queue and pool are at this moment."""
+        """The counts so far, and the current state of the queue and the page pool."""
         stats, scheduler = self._stats, self.scheduler
         stats.replays = self.program.replays.copy()
         stats.host_writes = self.program.host_writes
@@ -139,12 +139,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run; one whose last step was not read yet does."""
+        """Whether any request waits or runs. A request runs until its last step has been read."""
         return bool(self.waiting or self.running)
 
     @property
     def has_requests_by_hand(self) -> bool:
-        """Whether some requests have no callback: only who steps the engine gets their outputs."""
+        """Whether any request has no callback, so that only `step` returns its outputs."""
         with self._lock:
             return any(r.on_output is None for r in [*self.waiting, *self.running])
 
@@ -160,34 +160,36 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt_ids: token ids, not empty, each below vocab_size.
-            max_new_tokens: at least 1; with the prompt at most `max_len`.
+            prompt_ids: token ids, at least one, each below vocab_size.
+            max_new_tokens: at least 1. The prompt and the new tokens together are at most
+                `max_len`.
             stop_ids: at most MAX_STOP_IDS ids that end the request.
-            sampling: how tokens are chosen; None is greedy. What is not greedy needs a program
+            sampling: how tokens are chosen; None is greedy. Other parameters need a program
                 compiled with `sampling`.
-            on_output: called with each `StepOutput` of the request, in the thread that steps the
-                engine. What it raises ends its own request, with finish_reason `error`.
-            grammar: which tokens may come next, an object of this request's own that took none
-                yet; needs a program compiled with `token_mask`. What it raises ends its own
-                request, too.
+            on_output: called with each `StepOutput` of the request, in the thread that calls
+                `step` or `abort`. If it raises during a step, only its own request ends, with
+                finish_reason `error`.
+            grammar: decides which tokens may come next. Each request needs its own object, which
+                has taken no token yet. It needs a program compiled with `token_mask`. If it
+                raises, only its own request ends, with finish_reason `error`.
 
         Returns:
             The request's id.
 
         Raises:
-            RequestError: one of the above does not hold.
+            RequestError: an argument does not meet these conditions.
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
         prompt, stops, params = list(prompt_ids), tuple(stop_ids), sampling or SamplingParams()
         return self.submit(Request(-1, prompt, max_new_tokens, stops, params, on_output, grammar))
 
     def submit(self, request: Request) -> int:
-        """Queue a request that was formed before; see `add`."""
+        """Queue a `Request` object; see `add` for its fields, the result and the errors."""
         self.check(request)
         request.sampling = request.sampling.settled()
         with self._lock:
-            mine = request.grammar
-            if mine is not None and any(r.grammar is mine for r in [*self.waiting, *self.running]):
+            grammar, others = request.grammar, [*self.waiting, *self.running]
+            if grammar is not None and any(r.grammar is grammar for r in others):
                 raise RequestError("the grammar is another request's; give each its own")
             request.request_id = next(self._ids)
             self.scheduler.add(request)
@@ -195,20 +197,20 @@ class Engine:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request that `check` lets in, prompt and continuation together."""
+        """The most tokens that `check` accepts, counting the prompt and the new tokens."""
         return longest_request(self.options, self.pages.count)
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served; see `add`."""
+        """Refuse a request that can never be served; see `add` for the conditions and errors."""
         check_request(request, self.options, self.vocab_size, self.pages.count)
 
     def abort(self, request_id: int, reason: FinishReason = "aborted") -> None:
-        """End a request at any moment; unknown or finished ids are ignored.
+        """End a request at any moment. Ids of unknown or finished requests are ignored.
 
         Args:
-            request_id: whose.
-            reason: what its callback is told, where it has one. What the callback raises is
-                counted in `Stats.callback_errors`; the request ends all the same.
+            request_id: id of the request.
+            reason: the finish reason. A callback gets it in an output without tokens. If the callback
+                raises, `Stats.callback_errors` counts it, and the request ends all the same.
         """
         with self._lock:
             for request in [*self.waiting, *self.running]:
@@ -218,27 +220,29 @@ class Engine:
                     self._call_back(request, StepOutput(request_id, [], reason))
 
     def reset_prefix_cache(self) -> None:
-        """Reuse nothing computed so far: after weights were changed, and while nothing runs."""
+        """Forget all cached prefixes. Call this after the weights change, while nothing runs."""
         with self._lock:
             self.pages.forget_all()
 
     def step(self) -> list[StepOutput]:
-        """One iteration: admit, then prefill one chunk, decode all requests that can, or both.
+        """Admit requests, then run one prefill step or one decode step (see `scheduler`).
 
         Returns:
-            What each request of the step got; nothing for a chunk that is not a prompt's last. With
-            `async_scheduling` of the step before it, which is read while this one runs.
+            One output for each request that emitted tokens or ended. A prompt emits nothing before
+            its last chunk. With `async_scheduling` these are the outputs of the previous step,
+            which is read while the new one runs.
 
         Raises:
-            Whatever the replay raises. Its requests are computed again by the next step, with what
-            was not read of the step before.
+            Whatever the replay raises. All running requests return to the queue, and later steps
+            compute them again, including results that had not been read.
         """
         with self._lock:
             try:
                 outputs = self._advance()
-            except BaseException:  # An interrupt, too: what the device got to is unknown.
+            except BaseException:  # KeyboardInterrupt, too: the state on the device is unknown.
                 if self.options.async_scheduling:
-                    self.pages.forget_all()  # Some were learned of what was only launched.
+                    # The index may hold pages of a step that was launched and not completed.
+                    self.pages.forget_all()
                 self.scheduler.preempt_all()
                 self._unread = self._last_end = None
                 raise
@@ -247,12 +251,12 @@ class Engine:
             return handed
 
     def _rest(self) -> None:
-        """Where there is no work left nothing is to be read, and no gap begins."""
+        """If no work is left, forget the unread step, and do not count the idle time as a gap."""
         if not self.has_work:
             self._unread = self._last_end = None
 
     def _advance(self) -> list[Emission]:
-        """Launch the next step, if that can be said now; read it, or the one before it."""
+        """Launch the next step, if there is one, and read it, or with async the previous one."""
         turn, unread = self.scheduler.next_turn(), self._unread
         launched = self._launch(turn) if turn is not None else None
         if not self.options.async_scheduling:
@@ -261,7 +265,7 @@ class Engine:
         return self._collect(unread) if unread is not None else []
 
     def _launch(self, turn: Turn) -> PendingStep:
-        """Write what changed, and run the step."""
+        """Write the buffer rows that changed, and launch the step."""
         start = time.perf_counter()
         for request in turn.placed:
             write_state(self.program, request)
@@ -283,7 +287,7 @@ class Engine:
         return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
 
     def _collect(self, pending: PendingStep) -> list[Emission]:
-        """Read what a step emitted."""
+        """Wait for a step's results, count them, and return its requests' outputs."""
         start = time.perf_counter()
         results, stats, turn = pending.readout.read(), self._stats, pending.turn
         for request, most in pending.emitting.items():
@@ -309,16 +313,17 @@ class Engine:
         return outputs
 
     def _count_drafts(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
-        """Tell statistics and policy what became of the drafts that a step verified.
+        """Record in the statistics and the tier policy which drafts the step accepted.
 
-        After a step of fewer drafts a row's further columns hold old tokens: no drafts.
+        After a step with fewer drafts, the last columns of a row hold old tokens. They do not
+        count as drafts.
         """
         key, turn = pending.key, pending.turn
         accepted, emitted = results["batch.num_accepted"], results["batch.num_emitted"]
         rows = zip(turn.decoding, accepted.tolist(), emitted.tolist(), strict=False)
         drafts = []
         for request, num_accepted, num_emitted in rows:
-            if request.finish_reason is not None:  # Before this step was read.
+            if request.finish_reason is not None:  # It ended before this step was read.
                 continue
             verified = min(request.num_drafts, key.spec_tokens)
             right = min(num_accepted, verified)
@@ -327,13 +332,14 @@ class Engine:
         for request in pending.emitting:
             request.num_drafts = key.spec_tokens
         self.tiers.observe_drafts(drafts)
-        if turn.phase == "decode":  # Else its time says nothing of a decode step's.
+        if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s)
 
     def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> list[Emission]:
-        """Take what a step emitted, row by row.
+        """Turn a step's results into outputs, row by row.
 
-        Nothing of prompts whose end it did not reach, nor of requests that ended meanwhile.
+        Rows give no output if their prompt has tokens left to prefill, or if their request ended
+        before the step was read.
         """
         rows = zip(
             pending.turn.requests,
@@ -369,15 +375,16 @@ class Engine:
         return outputs
 
     def _hand_out(self, outputs: list[Emission]) -> list[StepOutput]:
-        """Call the requests' callbacks; returns what each was told, or the error it raised."""
+        """Call the requests' callbacks. If a callback raises, only its own request ends."""
         handed = []
         for request, output in outputs:
-            was_aborted = request.finish_reason != output.finish_reason  # By another's callback.
+            # Another request's callback may have aborted this one.
+            was_aborted = request.finish_reason != output.finish_reason
             handed.append(output if was_aborted else self._call_back(request, output))
         return handed
 
     def _call_back(self, request: Request, output: StepOutput) -> StepOutput:
-        """Call a request's callback, if it has one; where it raises its request ends, no other."""
+        """Call a request's callback, if it has one. If it raises, its request ends with the error."""
         if request.on_output is None:
             return output
         try:

@@ -1,8 +1,9 @@
-"""Grammars: a request's own say in which token may come next, through the masks of a step.
+"""Grammars: a request's own rules for its next tokens, applied as masks of a step.
 
-A step verifies drafts that the host can read, so it can advance a grammar along them and write a
-mask for every row before the replay. What the step drafts rests on a token that it chooses itself:
-those masks are written as far as few tokens are possible. docs/sampling.md has the argument.
+The host can read the drafts that a step verifies. Before the replay it advances the grammar along
+them and writes a mask for every row. The drafts that the step proposes follow a token that the step
+itself chooses, so the host writes their masks only where few tokens are possible.
+docs/sampling.md explains why this is exact.
 """
 
 from __future__ import annotations
@@ -20,33 +21,34 @@ from mtpc.layout import StepKey
 from mtpc.program.program import Program
 
 FEW = 4
-"""Texts that are followed at once to know what a draft may be; where more are possible, the draft
-may be anything."""
+"""The most continuations that the host follows to compute a draft's mask. If more are possible, the
+draft stays unmasked."""
 _METHODS = ("fill_mask", "advance", "rollback")
 
 
 class Grammar(Protocol):
-    """What the text of one request may be; what grammar libraries call a matcher.
+    """Restricts the text of one request; grammar libraries call this a matcher.
 
-    It stands after the tokens that it took: none when the request is added. Tokens that end the
-    request, its stop ids, are never handed to it; where the text may end it allows them.
+    A grammar keeps a position: the tokens that it has taken. When the request is added, it has
+    taken none. It never receives the request's stop ids; its masks allow them wherever the text
+    may end.
     """
 
     def fill_mask(self, words: Tensor) -> None:
-        """Write which tokens may come next.
+        """Clear the bits of the tokens that may not come next.
 
         Args:
-            words: int32 [ceil(V / 32)], contiguous, on the CPU, all bits set: bit v mod 32 of word
-                v / 32 is token v.
+            words: int32 [ceil(V / 32)], contiguous, on the CPU, with all bits set. Token v is bit
+                v mod 32 of word v // 32.
         """
         ...
 
     def advance(self, token_id: int) -> bool:
-        """Take a token; returns False, and stays as it was, where it may not come next."""
+        """Take a token. If it may not come next, return False and keep the position."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Forget the last `count` tokens taken."""
+        """Go back by the last `count` tokens."""
         ...
 
 
@@ -54,8 +56,8 @@ def check_grammar(request: Request, options: CompileOptions) -> None:
     """Refuse a grammar that this program, or this request, cannot serve.
 
     Raises:
-        RequestError: the program was compiled without `token_mask`; a method is missing; the
-            request's own masks could leave no token that the grammar allows.
+        RequestError: the program was compiled without `token_mask`; the grammar lacks a method; or
+            the request has further masks, which could forbid every token that the grammar allows.
     """
     grammar, params = request.grammar, request.sampling
     if grammar is None:
@@ -68,23 +70,23 @@ def check_grammar(request: Request, options: CompileOptions) -> None:
         )
     if not options.token_mask:
         raise RequestError(
-            "the request has a grammar, the model was compiled without masks for tokens: compile "
+            "the request has a grammar; the model was compiled without masks for tokens: compile "
             "with sampling=True, token_mask=True"
         )
     if params.has_mask or params.min_tokens:
         raise RequestError(
-            "the request has a grammar and allowed_ids, banned_ids or min_tokens, which could "
-            "leave no token; say in the grammar what is allowed"
+            "the request has a grammar and allowed_ids, banned_ids or min_tokens, which together "
+            "could forbid every token; express these limits in the grammar"
         )
 
 
 class GrammarMasks:
-    """Writes the mask rows of steps, and hands grammars what was emitted.
+    """Writes the mask rows of steps, and advances grammars by the emitted tokens.
 
-    A grammar that raises, or contradicts itself, ends its own request: `Request.error`.
+    If a grammar raises or contradicts itself, only its own request ends, with `Request.error`.
 
     Attributes:
-        forced_drafts: drafts replaced because a grammar allowed one other token only.
+        forced_drafts: drafts that were replaced because a grammar allowed a single, other token.
     """
 
     def __init__(self, program: Program, vocab_size: int):
@@ -92,11 +94,14 @@ class GrammarMasks:
         self._narrowed: set[StepKey] = set()
 
     def write(self, key: StepKey, turn: Turn) -> None:
-        """Write a step's masks; nothing where nobody has a grammar, now or in its last replay.
+        """Write a step's masks.
+
+        If no request of the turn has a grammar, this writes only if the step's last replay had
+        masks, which it then clears.
 
         Args:
-            key: of the step.
-            turn: the step's; of a prefill, with this chunk counted as prefilled.
+            key: the step.
+            turn: the step's requests. For a prefill step, their chunks already count as prefilled.
         """
         requests = turn.requests
         if all(request.grammar is None for request in requests):
@@ -128,10 +133,18 @@ class GrammarMasks:
         return [name for name in names if name in self.program.steps[key].buffers]
 
     def _fill(self, request: Request, decodes: bool, rows: Tensor, ahead: Tensor) -> None:
-        """A request's rows, along the drafts that the step verifies.
+        """Write a request's rows, along the drafts that the step verifies.
 
-        A draft in whose place one token alone may come is replaced by it: it will be accepted.
-        Rows behind a draft that may not come, or that ends the request, are not used.
+        If the grammar allows a single token at a draft's position, that token replaces the draft,
+        and the step accepts it. Rows after a draft that the grammar rejects, or that ends the
+        request, stay unmasked: the step does not use them.
+
+        Args:
+            request: a request with a grammar.
+            decodes: whether the request decodes in this step; else it has no drafts to verify.
+            rows: int32 [R, ceil(V / 32)], the request's R rows of `batch.token_mask`.
+            ahead: int32 [R, N, ceil(V / 32)], its rows of `batch.draft_mask`; N is 0 if the step
+                has no such buffer.
         """
         walk = _Walk(request)
         state = self.program.shared["state.token_ids"][request.slot]
@@ -154,7 +167,14 @@ class GrammarMasks:
             self.program.write(state[1 : 1 + len(drafts)], torch.tensor(drafts))
 
     def _look_ahead(self, walk: _Walk, words: Tensor, masks: Tensor) -> None:
-        """What may follow one, two, .. tokens from here, `words` being what the first may be."""
+        """Write the masks of the tokens after the next one, as far as few texts are possible.
+
+        Args:
+            walk: the grammar, at the position of the next token.
+            words: int32 [ceil(V / 32)], the mask of the next token.
+            masks: int32 [N, ceil(V / 32)]; row i is for the token i + 1 positions after the next
+                one. A row allows every token that some possible text allows there.
+        """
         texts: list[tuple[tuple[int, ...], Tensor]] = [((), words)]
         for mask in masks:
             longer = []
@@ -171,7 +191,7 @@ class GrammarMasks:
                 mask |= allowed
 
     def _tokens(self, words: Tensor, most: int) -> list[int] | None:
-        """The tokens of a mask; None where they are more than `most`."""
+        """The ids of the tokens that a mask allows, or None if there are more than `most`."""
         places = words.nonzero().flatten().tolist()
         if len(places) > most + 1:  # The last word may have bits beyond the vocabulary.
             return None
@@ -181,12 +201,13 @@ class GrammarMasks:
         return tokens if len(tokens) <= most else None
 
     def take(self, request: Request, emitted: list[int], is_dead_end: bool) -> None:
-        """Advance a request's grammar by what a step emitted.
+        """Advance a request's grammar by the tokens that a step emitted.
 
         Args:
-            request: whose, with a grammar.
-            emitted: its new tokens.
-            is_dead_end: whether it ended with a row of logits of which nothing was left.
+            request: a request with a grammar.
+            emitted: the request's new tokens.
+            is_dead_end: whether the request ended with non-finite logits. A mask that allows no
+                token is one cause; then `Request.error` becomes a `GrammarError`.
         """
         walk = _Walk(request)
         try:
@@ -204,7 +225,7 @@ class GrammarMasks:
 
 
 class _Walk:
-    """A grammar that is tried out: what it took can be taken back."""
+    """Advances a request's grammar tentatively, and takes it back to where it was."""
 
     def __init__(self, request: Request):
         assert request.grammar is not None
@@ -214,31 +235,37 @@ class _Walk:
         self.grammar.fill_mask(words)
 
     def take(self, token_id: int) -> bool:
-        """Whether it went on; it does not beyond a token that ends the request."""
+        """Advance by a token. Return False if it ends the request or the grammar rejects it."""
         if token_id in self.stops or not self.grammar.advance(token_id):
             return False
         self._taken += 1
         return True
 
     def advance(self, token_id: int) -> None:
-        """Take a token that its mask allowed, for good or until who calls takes it back.
+        """Advance by a token that the mask allows. `back` does not undo this.
 
         Raises:
-            GrammarError: it does not go on.
+            GrammarError: the grammar rejects the token.
         """
         if not self.grammar.advance(token_id):
             raise GrammarError(
-                f"the grammar allowed token {token_id} in its mask, and does not take it"
+                f"the grammar allowed token {token_id} in its mask, but rejects it in advance(); "
+                "expected both to agree: fix the grammar"
             )
 
     def back(self) -> None:
-        """To where it stood at first."""
+        """Take back all tokens that `take` advanced by."""
         taken, self._taken = self._taken, 0
         if taken:
             self.grammar.rollback(taken)
 
     def after(self, text: tuple[int, ...], like: Tensor) -> Tensor:
-        """The mask behind a text from here; it stays where it stands."""
+        """The mask after a text that starts at the current position, which does not change.
+
+        Args:
+            text: token ids.
+            like: a mask of the same shape, int32 [ceil(V / 32)].
+        """
         words, count = torch.full_like(like, -1), 0
         try:
             for token_id in text:

@@ -1,4 +1,4 @@
-"""A lock that whoever waits for gets, however often its holder takes it again."""
+"""A lock that every waiting thread gets, even if its holder releases and retakes it in a loop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 
 class FairLock:
-    """Reentrant. A thread that steps an engine in a loop cannot keep others from adding to it.
+    """A reentrant lock. A thread that steps an engine in a loop cannot starve the other threads.
 
-    Waiting threads stand at a gate, one behind it: who releases the lock and wants it again finds
-    the gate closed.
+    Each thread must pass a gate before it takes the lock, and waits for the lock while it holds
+    the gate. A thread that releases the lock and wants it again therefore waits at the gate.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Statistics for people, as rows of a table, and for Prometheus, as text.
+"""Formats statistics: as table rows for people, and as text for Prometheus.
 
-Prometheus names follow vLLM's (vllm/v1/metrics/loggers.py), with `mtpc:` for `vllm:`, where they
-mean the same: dashboards made for the one read the other after that replacement.
+A metric that vLLM also has takes vLLM's name (vllm/v1/metrics/loggers.py), with the prefix `mtpc:`
+instead of `vllm:`. A dashboard made for vLLM works after that replacement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Sample = tuple[Labels, float]
 
 
 def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
-    """Names and values, as a table shows them."""
+    """Yield the name and the value of each table row."""
     by_position = " ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position) or "-"
     yield (
         f"acceptance, spec_tokens {stats.spec_tokens}",
@@ -28,14 +28,14 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     yield (
         "steps",
         f"{stats.emitted_tokens} tokens in {stats.decode_steps} decode and "
-        f"{stats.prefill_steps} prefill steps, {stats.joined.steps} of these both; "
+        f"{stats.prefill_steps} prefill steps ({stats.joined.steps} shared by decoding requests); "
         f"{stats.host_writes} host writes",
     )
     yield (
         "prompt tokens",
         f"{stats.prompt_tokens} prefilled, {stats.reused_tokens} reused "
         f"({_share(stats.reused_tokens, stats.prompt_tokens + stats.reused_tokens)}); "
-        f"{stats.prompts_per_prefill:.2f} prompts a prefill step",
+        f"{stats.prompts_per_prefill:.2f} prompts per prefill step",
     )
     yield (
         "requests",
@@ -52,7 +52,7 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     if stats.host_gaps:
         yield (
             "host gap",
-            f"{1e3 * stats.host_gap_s / stats.host_gaps:.3f} ms a step "
+            f"{1e3 * stats.host_gap_s / stats.host_gaps:.3f} ms per step "
             f"({stats.host_gap_share:.1%} of the time)",
         )
     yield "replays", ", ".join(f"{k} {n}" for k, n in sorted(stats.replays.items())) or "none"
@@ -70,17 +70,28 @@ def _share(part: float, whole: float) -> str:
 
 
 def prometheus_text(stats: Stats) -> str:
-    """Prometheus' text format, version 0.0.4: HELP, TYPE and samples of each metric."""
+    """Format statistics in Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
     for kind, metrics in (("gauge", _gauges(stats)), ("counter", _counters(stats))):
-        for name, description, samples in metrics:
-            lines.append(f"# HELP {PREFIX}{name} {description}")
-            lines.append(f"# TYPE {PREFIX}{name} {kind}")
-            lines += [f"{PREFIX}{name}{_labels(labels)} {value}" for labels, value in samples]
+        for metric in metrics:
+            lines += metric_lines(kind, *metric)
     return "\n".join(lines) + "\n"
 
 
 Metric = tuple[str, str, Iterable[Sample]]
+
+
+def metric_lines(kind: str, name: str, description: str, samples: Iterable[Sample]) -> list[str]:
+    """One metric in Prometheus' text format: its HELP line, its TYPE line and its samples.
+
+    Args:
+        kind: "gauge" or "counter".
+        name: the metric's name without prefix.
+        description: text for the HELP line.
+        samples: labels and value of each sample.
+    """
+    head = [f"# HELP {PREFIX}{name} {description}", f"# TYPE {PREFIX}{name} {kind}"]
+    return head + [f"{PREFIX}{name}{_labels(labels)} {value}" for labels, value in samples]
 
 
 def _gauges(stats: Stats) -> Iterator[Metric]:
@@ -88,9 +99,9 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield "num_requests_running", "Requests with a slot.", [({}, stats.num_running)]
     yield "num_requests_waiting", "Requests in the queue.", [({}, stats.num_waiting)]
     yield "kv_cache_usage_perc", "KV pages in use; 1 is all.", [({}, used)]
-    yield "gpu_cache_usage_perc", "The same, by its older name.", [({}, used)]
+    yield "gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", [({}, used)]
     idle: list[Sample] = [({}, float(stats.pages_idle))]
-    yield "kv_cache_idle_pages", "KV pages nobody uses, kept for reuse.", idle
+    yield "kv_cache_idle_pages", "KV pages that no request uses, kept for reuse.", idle
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:
@@ -103,16 +114,16 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     for name, description, value in (
         ("prompt_tokens_total", "Tokens prefilled.", stats.prompt_tokens),
         ("prefill_steps_total", "Prefill steps.", stats.prefill_steps),
-        ("joined_steps_total", "Of these, those joined by who decodes.", stats.joined.steps),
-        ("prefill_prompts_total", "Prompts with a part in them.", stats.prefill_prompts),
+        ("joined_steps_total", "Prefill steps that decoding requests shared.", stats.joined.steps),
+        ("prefill_prompts_total", "Prompts in prefill steps, per step.", stats.prefill_prompts),
         ("generation_tokens_total", "Tokens emitted.", stats.emitted_tokens),
         ("num_preemptions_total", "Requests sent back to the queue.", stats.preemptions),
-        ("prefix_cache_queries_total", "Tokens looked up for reuse.", queried),
-        ("prefix_cache_hits_total", "Of these, tokens reused.", stats.reused_tokens),
-        ("spec_decode_num_drafts_total", "Rounds of drafts, one a request and step.", drafts),
+        ("prefix_cache_queries_total", "Prompt tokens looked up for reuse.", queried),
+        ("prefix_cache_hits_total", "Prompt tokens reused.", stats.reused_tokens),
+        ("spec_decode_num_drafts_total", "Rounds of drafts, per request and step.", drafts),
         ("spec_decode_num_draft_tokens_total", "Drafts verified.", sum(stats.drafted)),
         ("spec_decode_num_accepted_tokens_total", "Drafts accepted.", sum(stats.accepted)),
-        ("forced_drafts_total", "Drafts that a grammar left no choice.", stats.forced_drafts),
+        ("forced_drafts_total", "Drafts replaced because of a grammar.", stats.forced_drafts),
         ("replay_seconds_total", "Seconds in replays.", stats.replay_s),
         ("host_gap_seconds_total", "Seconds between replays with work.", stats.host_gap_s),
         ("host_gaps_total", "Gaps between replays.", stats.host_gaps),
@@ -123,7 +134,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield "spec_decode_num_accepted_tokens_per_pos_total", description, positions
     yield "request_success_total", "Requests that ended, by reason.", finished
     yield "replays_total", "Replays per captured step.", replays
-    yield "fallbacks_total", "Something other than asked for was used.", reasons
+    yield "fallbacks_total", "Fallbacks from what was requested, by reason.", reasons
 
 
 def _labels(labels: Labels) -> str:

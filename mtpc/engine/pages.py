@@ -1,4 +1,7 @@
-"""Request slots from a free list; KV pages with reference counts, kept after use until needed."""
+"""Request slots in a free list, and KV pages with reference counts.
+
+A page keeps its content after use until the pool needs the page.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ from mtpc.errors import CapacityError
 
 
 class FreeList:
-    """Hands out indices `first`..`first + count - 1`, lowest first, and takes them back.
+    """Hands out the indices `first`..`first + count - 1`, and takes them back.
+
+    The index that was returned last is handed out first. At the start, that is the lowest index.
 
     Args:
-        what: for messages, "request slots".
-        first: the lowest index; those below it are reserved.
-        count: how many there are.
+        name: what the indices are, for error messages, such as "request slots".
+        first: the lowest index. Lower indices are reserved.
+        count: number of indices.
     """
 
-    def __init__(self, what: str, first: int, count: int):
-        self.what, self.count = what, count
+    def __init__(self, name: str, first: int, count: int):
+        self.name, self.count = name, count
         self._free = list(range(first + count - 1, first - 1, -1))
         self._held: set[int] = set()
 
@@ -27,34 +32,38 @@ class FreeList:
         return len(self._free)
 
     def take(self) -> int:
-        """An index.
+        """Take a free index.
 
         Raises:
-            CapacityError: none is free.
+            CapacityError: no index is free.
         """
         if not self._free:
-            raise CapacityError(f"all {self.count} {self.what} are taken")
+            raise CapacityError(f"all {self.count} {self.name} are taken")
         self._held.add(self._free[-1])
         return self._free.pop()
 
     def give_back(self, index: int) -> None:
-        """Return an index taken before; returning one twice is a bug and is refused."""
+        """Return an index.
+
+        Raises:
+            CapacityError: the index is not taken, which is a bug of the caller.
+        """
         if index not in self._held:
-            raise CapacityError(f"{self.what} {index} was returned but is not taken")
+            raise CapacityError(f"{self.name} {index} was returned but is not taken")
         self._held.remove(index)
         self._free.append(index)
 
 
 class PagePool:
-    """KV pages, each used by any number of requests.
+    """KV pages. Any number of requests may use a page.
 
-    A page that nobody uses is free; if `index` knows what it holds it is also *idle*: it stays
-    as it is until it is shared again, or evicted because pages ran out (the one that has been
-    idle longest first).
+    A page that no request uses is free. If `index` knows the page's content, the page is also
+    *idle*: it keeps its content until a request shares it again, or until the pool evicts it
+    because no empty page is left. The pool first evicts the page that has been idle longest.
 
     Args:
-        first: the lowest page; those below it are reserved.
-        count: how many there are.
+        first: the lowest page. Lower pages are reserved.
+        count: number of pages.
     """
 
     def __init__(self, first: int, count: int):
@@ -65,7 +74,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken, idle ones included."""
+        """The number of pages that can be taken, including idle ones."""
         return len(self._empty) + len(self._idle)
 
     @property
@@ -73,14 +82,14 @@ class PagePool:
         return len(self._idle)
 
     def users(self, page: int) -> int:
-        """Requests that use a page."""
+        """The number of requests that use a page."""
         return self._users[page]
 
     def take(self, count: int) -> list[int]:
-        """`count` pages with one user each, whose content is anything.
+        """Take `count` pages, each with one user. Their content is undefined.
 
         Raises:
-            CapacityError: fewer are free; none is taken.
+            CapacityError: fewer pages are free. Then no page is taken.
         """
         if count > self.num_free:
             raise CapacityError(f"{count} KV pages asked for, {self.num_free} of {self.count} free")
@@ -97,7 +106,11 @@ class PagePool:
         return page
 
     def share(self, pages: list[int]) -> None:
-        """One user more for pages that the index knows."""
+        """Add one user to each page.
+
+        Raises:
+            CapacityError: the index does not know a page's content, which is a bug of the caller.
+        """
         for page in pages:
             if page not in self.index:
                 raise CapacityError(f"KV page {page} is to be shared, but its content is unknown")
@@ -105,7 +118,15 @@ class PagePool:
             self._users[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """One user less; pages in sequence order, as the end of a text is evicted first."""
+        """Remove one user from each page.
+
+        Args:
+            pages: a request's pages in sequence order. Of those that become idle, the last page
+                is evicted first.
+
+        Raises:
+            CapacityError: a page is not taken, which is a bug of the caller.
+        """
         for page in reversed(pages):
             if not self._users[page]:
                 raise CapacityError(f"KV page {page} was returned but is not taken")
@@ -119,7 +140,7 @@ class PagePool:
                 self._empty.append(page)
 
     def forget(self, pages: list[int]) -> None:
-        """Let nobody share these any more."""
+        """Make these pages unknown to the index, so that no request shares them any more."""
         for page in pages:
             self.index.forget(page)
             if page in self._idle:
@@ -127,5 +148,5 @@ class PagePool:
                 self._empty.append(page)
 
     def forget_all(self) -> None:
-        """Let nobody share any page that is known now: the pools' content was changed."""
+        """Make all pages unknown to the index, because their content is no longer valid."""
         self.forget(self.index.pages)

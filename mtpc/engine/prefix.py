@@ -1,14 +1,15 @@
-"""Prefix reuse: which full pages hold the KV of which tokens, and what of it a prompt can use.
+"""Prefix reuse: which full pages hold the KV of which tokens, and which of them a prompt can use.
 
-A page's KV depends on all tokens up to its end, and the draft layers' part on the tokens right
-behind it, too: a draft layer's row t is made of hidden state t and token t + 1, and draft step i
-of up to K adds a token of its own. So a page may be reused where the `lookahead` = K tokens
-behind it are the same as well; without them targets would still be right, and drafts would
-silently get worse. (Where one MTP layer is applied recursively a single token would do. K is right
-for any number of layers, and costs at most the last page of a shared prefix.)
+A page's KV depends on all tokens up to the page's end. The draft layers' KV also depends on the
+tokens after the page: row t of a draft layer comes from hidden state t and token t + 1, and each of
+the K draft steps adds one more token. A request may therefore reuse a page only if the
+`lookahead` = K tokens after the page are the same, too. If they differed, the targets would still
+be right, but the drafts would silently get worse. (A single token would suffice where one MTP layer
+is applied recursively. K is right for any number of layers, and costs at most the last page of a
+shared prefix.)
 
-The chain is exact: a block names the block before it by a number never used twice, and a table
-compares blocks by their tokens. There is no digest that could collide.
+A match is exact. A block refers to the block before it by a number that is never used twice, and
+the table compares blocks by their tokens. No hash stands for tokens, so none can collide.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Block:
     """What identifies a full page.
 
     Attributes:
-        parent: number of the block before it, ROOT at the beginning of a text.
+        parent: number of the block before it; ROOT at the beginning of a text.
         token_ids: the page's tokens.
-        following: the tokens right behind it.
+        following: the `lookahead` tokens after the page.
     """
 
     parent: int
@@ -59,14 +60,15 @@ class PrefixIndex:
         return list(self._blocks)
 
     def find(self, block: Block) -> tuple[int, int] | None:
-        """The page that holds a block and the block's number, where known."""
+        """The page that holds a block, and the block's number; None if no page holds it."""
         entry = self._entries.get(block)
         return None if entry is None else (entry.page, entry.number)
 
     def add(self, block: Block, page: int) -> int:
-        """Say that a page holds a block; returns the block's number.
+        """Record that a page holds a block, and return the block's number.
 
-        A block that another page holds stays that page's: the two contents are the same.
+        If another page already holds the block, the table keeps that page. Both have the same
+        content.
         """
         entry = self._entries.get(block)
         if entry is None:
@@ -75,28 +77,31 @@ class PrefixIndex:
         return entry.number
 
     def forget(self, page: int) -> None:
-        """The page is to hold something else; blocks behind it can no longer be found."""
+        """Remove a page from the table. The blocks after it can then no longer be found."""
         block = self._blocks.pop(page, None)
         if block is not None:
             del self._entries[block]
 
 
 class PrefixCache:
-    """Finds pages for requests, and learns theirs.
+    """Finds pages that a request can reuse, and adds its own pages to the index.
 
     Args:
-        index: of the pool.
+        index: the page pool's index.
         page_size: tokens per page.
-        lookahead: tokens behind a page that its content depends on.
+        lookahead: number of tokens after a page on which its content depends.
     """
 
     def __init__(self, index: PrefixIndex, page_size: int, lookahead: int):
         self.index, self.page_size, self.lookahead = index, page_size, lookahead
 
     def match(self, request: Request) -> tuple[list[int], int]:
-        """Pages that hold the beginning of what a request must prefill, and the last's number.
+        """Find the known pages that hold the beginning of a request's tokens.
 
-        At least one token is left to compute: its logits are what is asked for.
+        At least one token is left to prefill, because the request needs its logits.
+
+        Returns:
+            The pages, in sequence order, and the number of the last block.
         """
         pages, number = [], ROOT
         limit = request.num_tokens - max(self.lookahead, 1)
@@ -109,7 +114,7 @@ class PrefixCache:
         return pages, number
 
     def learn(self, request: Request) -> None:
-        """Enter pages of a request that became full and final since the last time.
+        """Add to the index the pages of a request that have become full and final.
 
         Row t of the deepest draft layer is final when token t + lookahead is committed.
         """

@@ -1,4 +1,4 @@
-"""What `generate` and `stream` are given: one prompt or several, and what each is to have."""
+"""The arguments of `generate` and `stream`: one prompt or several, with parameters for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Prompt = str | Sequence[int] | torch.Tensor
 
 
 def is_single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: text, a row of ids, or a one-dimensional tensor."""
+    """Whether `prompts` is one prompt: a text, a list of ids, or a one-dimensional tensor."""
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, torch.Tensor):
@@ -29,10 +29,16 @@ def is_single(prompts: Any) -> bool:
 def sampling_each(
     sampling: SamplingParams | Sequence[SamplingParams] | None, params: dict[str, Any], count: int
 ) -> list[SamplingParams]:
-    """Sampling parameters for each of `count` prompts, of `sampling` or of single `params`.
+    """The sampling parameters of each of `count` prompts.
+
+    Args:
+        sampling: parameters for all prompts, or one for each; None is greedy.
+        params: fields of `SamplingParams` for all prompts, instead of `sampling`.
+        count: number of prompts.
 
     Raises:
-        RequestError: a parameter is unknown; both were given; or there are not `count`.
+        RequestError: a name in `params` is unknown; both `sampling` and `params` are given; or
+            the number of parameters is not `count`.
     """
     if params:
         known = [field.name for field in fields(SamplingParams)]
@@ -59,10 +65,11 @@ def sampling_each(
 def grammar_each(
     grammar: Grammar | Sequence[Grammar | None] | None, count: int
 ) -> list[Grammar | None]:
-    """A grammar, or none, for each of `count` prompts.
+    """The grammar of each of `count` prompts, or None.
 
     Raises:
-        RequestError: there are not `count`, or one is there twice: it stands behind one text.
+        RequestError: the number of grammars is not `count`; or two prompts have the same object,
+            which can follow only one text.
     """
     if not isinstance(grammar, list | tuple):
         each: list[Grammar | None] = [cast("Grammar | None", grammar)] * count

@@ -1,8 +1,8 @@
-"""What a replay leaves for the host: copied out behind it, so that the next may be launched first.
+"""Reads a replay's results. The host can launch the next replay before it waits for them.
 
-On a device with streams a launch returns before the work is done. Copies of the results follow the
-replay on its stream, and events say when each began and ended; the host waits for the copies alone,
-while what it launched meanwhile runs. On a cpu a launch is the work, and all of this is immediate.
+On a device with streams, a launch returns before the work is done. The copies of the results follow
+the replay on its stream, and events record when the replay began and ended. The host waits only for
+the copies, while later launches run. On a CPU the launch does the work, so nothing is pending.
 """
 
 from __future__ import annotations
@@ -20,60 +20,62 @@ from mtpc.program.program import Program
 
 
 class Moment(Protocol):
-    """A point of a stream of work, the host's or a device's."""
+    """A point in a stream of work on the host or on a device."""
 
     def wait(self) -> None:
-        """Return when the work before it is done."""
+        """Return when the work before this moment is done."""
         ...
 
     def seconds_until(self, later: Moment) -> float:
-        """From here to a later moment of the same stream; both are over."""
+        """Seconds from here to a later moment of the same stream. Both moments must be past."""
         ...
 
 
 class HostMoment:
-    """Work that is done when its call returns: the moment is now."""
+    """The current moment on the host, where a call returns when its work is done."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()
 
     def wait(self) -> None:
-        """It is over."""
+        """Return at once: the work before this moment is already done."""
 
     def seconds_until(self, later: Moment) -> float:
-        """By the host's clock."""
+        """Seconds by the host's clock."""
         assert isinstance(later, HostMoment)
         return later.time_s - self.time_s
 
 
 class DeviceMoment:
-    """An event on the current stream of a GPU, which need not be the thread's current one; has
-    never run on one."""
+    """An event on a GPU's current stream. The GPU may differ from the thread's current device.
+
+    This class has never run on a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """The host sleeps until the stream gets there."""
+        """Sleep until the stream reaches the event."""
         self.event.synchronize()
 
     def seconds_until(self, later: Moment) -> float:
-        """By the device's clock."""
+        """Seconds by the device's clock."""
         assert isinstance(later, DeviceMoment)
         return float(self.event.elapsed_time(later.event)) / 1e3
 
 
 class Readout:
-    """Runs a step; holds its results until they are asked for.
+    """Launches a step, and holds its results until `read` is called.
 
     Args:
-        program: of the step.
-        key: which step.
+        program: the program of the step.
+        key: the step.
 
     Attributes:
-        begin: of the replay.
-        end: of the replay.
+        begin: the moment before the replay.
+        end: the moment after the replay.
     """
 
     def __init__(self, program: Program, key: StepKey):
@@ -83,18 +85,18 @@ class Readout:
         self.begin: Moment = moment()
         buffers = program.run(key)
         self.end: Moment = moment()
-        # Copied to pinned memory on a device: `non_blocking` into pageable memory would block.
+        # From a device, `non_blocking` copies into pinned memory, so the host does not wait here.
         self._results = {
             name: buffers[name].to("cpu", non_blocking=True, copy=True) for name in results
         }
         self._copied: Moment = moment()
 
     def read(self) -> Mapping[str, Tensor]:
-        """The results by buffer, on the CPU; waits for them."""
+        """Wait for the results, and return them on the CPU by buffer name (`RESULT_BUFFERS`)."""
         self._copied.wait()
         return self._results
 
     @property
     def replay_s(self) -> float:
-        """Seconds of the replay, once it was read."""
+        """Seconds of the replay. Call this after `read`."""
         return self.begin.seconds_until(self.end)

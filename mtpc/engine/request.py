@@ -1,7 +1,7 @@
-"""A generation request and its life: waiting -> prefilling -> decoding -> finished.
+"""A generation request and its states: waiting -> prefilling -> decoding -> finished.
 
-Under pressure a request goes back from prefilling or decoding to waiting, and prefills what it
-had: its prompt and its output so far.
+When KV pages run short, a prefilling or decoding request is preempted. It waits again, and then
+prefills its prompt and its output so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mtpc.engine.grammar import Grammar
 
 FinishReason = Literal["length", "stop", "nonfinite", "aborted", "error"]
-"""`error`: its callback or its grammar raised."""
+"""Why a request ended. `error`: its callback or its grammar raised."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class StepOutput:
     """New tokens of one request after one step.
 
     Attributes:
-        request_id: whose.
-        token_ids: what the step emitted.
-        finish_reason: why it ended with this step, or None.
-        logprobs: an entry per token where the request asked for them, else None.
-        error: what its callback or its grammar raised, where that is why it ended.
+        request_id: id of the request.
+        token_ids: the tokens that the step emitted.
+        finish_reason: why the request ended with this step, or None if it continues.
+        logprobs: one entry per token if the request asked for log-probabilities, else None.
+        error: the exception of the request's callback or grammar, if that ended the request.
     """
 
     request_id: int
@@ -43,28 +43,31 @@ OnOutput = Callable[[StepOutput], None]
 
 @dataclass(eq=False)
 class Request:
-    """One prompt being continued.
+    """One prompt that the engine continues.
 
     Attributes:
-        request_id: unique within an engine, ascending in order of arrival; -1 until it is added.
-        prompt_ids: token ids, not empty.
-        max_new_tokens: upper limit of new tokens.
-        stop_ids: token ids that end the request; the stop token is part of the output.
-        sampling: how its tokens are chosen; with a seed once the engine has it.
-        on_output: called with each of its outputs, by whoever steps the engine.
-        grammar: which tokens may come next; it stands behind `output_ids` between steps.
-        slot: row of the state buffers while running, else None.
-        pages: KV pages held, in sequence order; the first ones may be shared.
-        num_input: tokens to prefill: the prompt, and what was emitted before a preemption.
-        num_prefilled: of these, how many have their KV, reused pages included.
-        num_indexed: pages that the prefix cache knows.
-        last_block: the prefix cache's number for the last of them.
-        num_unread: tokens that launched steps, not yet read, may have emitted at most.
-        num_drafts: drafts that its last step left for the next one to verify.
+        request_id: unique within an engine, and ascending in order of arrival; -1 before the
+            request is added.
+        prompt_ids: token ids, at least one.
+        max_new_tokens: the most new tokens.
+        stop_ids: token ids that end the request. The stop token is part of the output.
+        sampling: how tokens are chosen. It has a seed once the request is added.
+        on_output: called with each output of the request, in the thread that steps the engine or
+            aborts the request.
+        grammar: decides which tokens may come next. Between steps it has taken `output_ids`,
+            except for stop ids.
+        slot: row of the state buffers while the request runs, else None.
+        pages: the request's KV pages, in sequence order. The first pages may be shared.
+        num_input: tokens to prefill: the prompt, and the output before a preemption.
+        num_prefilled: how many of these tokens have KV, including those in reused pages.
+        num_indexed: how many of `pages` the prefix cache has in its index.
+        last_block: the prefix cache's number of the last indexed block.
+        num_unread: the most tokens that launched but unread steps may have emitted.
+        num_drafts: drafts that the last step proposed for the next one to verify.
         output_ids: new tokens so far.
-        logprobs: of output_ids, where they were asked for.
-        finish_reason: why it ended, or None.
-        error: what its grammar raised, if it did.
+        logprobs: one entry per token of `output_ids`, if the request asked for them.
+        finish_reason: why the request ended, or None.
+        error: the exception of the request's grammar, or None.
     """
 
     request_id: int
@@ -96,32 +99,32 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
+        """Tokens of the prompt and the output together."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def num_committed(self) -> int:
-        """Tokens whose KV is final: all but the last one, once it decodes."""
+        """Tokens whose KV is final. For a decoding request, these are all but the last token."""
         return self.num_tokens - 1 if self.is_prefilled else self.num_prefilled
 
     @property
     def most_committed(self) -> int:
-        """What `num_committed` may be once all steps launched are read."""
+        """The largest possible `num_committed` after all launched steps are read."""
         longest = len(self.prompt_ids) + self.max_new_tokens - 1
         return min(self.num_committed + self.num_unread, longest)
 
     @property
     def is_surely_done(self) -> bool:
-        """Whether a step that was not read yet, which emits a token at least, is its last."""
+        """Whether an unread step must be the request's last, as it emits at least one token."""
         return self.num_unread > 0 and self.remaining_tokens <= 1
 
     @property
     def remaining_tokens(self) -> int:
-        """New tokens it may still emit."""
+        """The most new tokens that the request may still emit."""
         return self.max_new_tokens - len(self.output_ids)
 
     def token_ids(self, begin: int, end: int) -> list[int]:
-        """Tokens `begin`..`end` - 1 of prompt and output together."""
+        """Tokens `begin`..`end` - 1 of the prompt and the output together."""
         split = len(self.prompt_ids)
         output = self.output_ids[max(begin - split, 0) : max(end - split, 0)]
         return self.prompt_ids[begin:end] + output

@@ -1,4 +1,4 @@
-"""A request's rows of the state buffers: what the host writes when it gets a slot, and pages."""
+"""A request's rows of the state buffers, which the host writes when it gets a slot or pages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mtpc.program.program import Program
 
 
 def write_state(program: Program, request: Request) -> None:
-    """Write all rows of a request that was just placed, with `num_prefilled` tokens reused.
+    """Write the rows of a request that was just placed in a slot.
 
-    What is behind `output_ids` has been emitted before a preemption, and is prefilled again.
+    `num_prefilled` tokens are reused from shared pages. A preempted request has `output_ids`, which
+    are prefilled again.
     """
     shared, write, slot = program.shared, program.write, request.slot
     assert slot is not None
@@ -31,7 +32,7 @@ def write_state(program: Program, request: Request) -> None:
 
 
 def write_new_pages(program: Program, request: Request, first: int) -> None:
-    """Append a request's pages from its `first` on to its row of the block table."""
+    """Append `request.pages[first:]` to the request's row of the block table."""
     table = program.shared["state.block_table"]
     pages = torch.tensor(request.pages[first:], dtype=table.dtype)
     program.write(table[request.slot, first : len(request.pages)], pages)
@@ -47,11 +48,12 @@ def write_chunks(
     """Pack the next tokens of prompts into a prefill step, and count them as prefilled.
 
     Args:
-        program: the step's.
-        key: of the step.
-        num_decoding: rows before those of prompts; the device knows their tokens.
-        requests: in the order of the step's rows; rows behind them are off.
-        counts: tokens of each.
+        program: the program of the step.
+        key: the prefill step.
+        num_decoding: number of decoding requests. Their rows come first, and the device has their
+            tokens.
+        requests: the requests with a prompt chunk, in the order of their rows.
+        counts: tokens of each chunk.
     """
     buffers, write = program.steps[key].buffers, program.write
     is_decoding = [int(row < num_decoding) for row in range(key.bucket.num_reqs)]

@@ -1,4 +1,4 @@
-"""A request's sampling parameters as rows of the shared state, and what comes back for it."""
+"""A request's sampling parameters: checks, rows of the shared state, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mtpc.sampling_params import FLOATS, SamplingParams, TokenLogprobs
 
 
 def check_sampling(request: Request, options: CompileOptions, vocab_size: int) -> None:
-    """Refuse parameters that this program, or this request, cannot serve.
+    """Refuse sampling parameters that cannot be served.
 
     Raises:
         RequestError: the program was compiled without `sampling`, or for fewer log-probabilities;
-            an id is beyond the vocabulary; `min_tokens` cannot be reached.
+            an id is outside the vocabulary; every token is banned; or `min_tokens` is unreachable.
     """
     params = request.sampling
     if not isinstance(params, SamplingParams):
@@ -30,7 +30,7 @@ def check_sampling(request: Request, options: CompileOptions, vocab_size: int) -
     if not options.sampling:
         raise RequestError(
             "the request asks for sampling (temperature, filters, penalties, masks, logprobs or "
-            "min_tokens), the model was compiled for greedy decoding alone: compile with "
+            "min_tokens); the model was compiled for greedy decoding only: compile with "
             "sampling=True"
         )
     if params.logprobs is not None and params.logprobs > options.max_logprobs:
@@ -51,7 +51,7 @@ def check_sampling(request: Request, options: CompileOptions, vocab_size: int) -
 
 
 def _check_min_tokens(request: Request, params: SamplingParams, vocab_size: int) -> None:
-    """Until min_tokens are there stop tokens are masked: others must be left."""
+    """Check that a token other than a stop token is allowed; stops are masked until min_tokens."""
     allowed = range(vocab_size) if params.allowed_ids is None else params.allowed_ids
     barred = {*params.banned_ids, *request.stop_ids}
     if params.min_tokens and not any(token_id not in barred for token_id in allowed):
@@ -61,26 +61,26 @@ def _check_min_tokens(request: Request, params: SamplingParams, vocab_size: int)
 
 
 def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
-    """Write a request's rows when it is placed in a slot; the slot's last holder left its own.
+    """Write a request's sampling rows when it is placed in a slot.
 
-    Rows that no column refers to are left as they are: a vocabulary of bits and counts is
-    written only for requests with masks or penalties. Expects `prompt_ids` to be the prompt as
-    it was given, and `output_ids` what has been emitted: a request that is placed again after
-    preemption gets its counts back, whatever is prefilled.
+    The slot's rows still hold the values of its last request. The rows of a vocabulary's size
+    (bits and counts) are written only if the request has masks or penalties; otherwise
+    `state.sampling_ints` says that the step must not read them. The counts come from
+    `output_ids`, so a request that is placed again after a preemption gets its counts back.
     """
     shared, write = program.shared, program.write
     if "state.sampling_ints" not in shared:
         return
     params = request.sampling
     first_stop = len(request.prompt_ids) + params.min_tokens if params.min_tokens else 0
-    asked = -1 if params.logprobs is None else params.logprobs
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
     ints = (
         params.seed or 0,
         params.top_k,
         first_stop,
         params.has_mask,
         params.has_penalties,
-        asked,
+        num_logprobs,
     )
     floats = [float(getattr(params, name)) for name in FLOATS]
     write(shared["state.sampling_ints"][slot], torch.tensor([int(value) for value in ints]))
@@ -109,7 +109,7 @@ def _allowed_bits(params: SamplingParams, vocab_size: int) -> Tensor:
 
 
 def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
-    """A mask row: int32 [ceil(V / 32)], token v is bit v mod 32 of word v / 32."""
+    """A mask row: int32 [ceil(V / 32)]. Token v is bit v mod 32 of word v // 32."""
     bits = torch.zeros((vocab_size + 31) // 32 * 32, dtype=torch.int64)
     bits[torch.tensor(list(token_ids), dtype=torch.int64)] = 1
     words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
@@ -119,7 +119,17 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
 def read_logprobs(
     buffers: Mapping[str, Tensor], row: int, emitted: list[int], request: Request
 ) -> list[TokenLogprobs] | None:
-    """What a step reports of the tokens it emitted in a row; None where nothing was asked for."""
+    """The log-probabilities of the tokens that a step emitted in a row.
+
+    Args:
+        buffers: the step's results by buffer name.
+        row: the request's row.
+        emitted: ids of the emitted tokens.
+        request: the request.
+
+    Returns:
+        One entry per token, or None if the request did not ask for log-probabilities.
+    """
     wanted = request.sampling.logprobs
     if wanted is None:
         return None

@@ -1,31 +1,32 @@
-"""Who runs next: admission, prefill beside decode, pages on demand, preemption.
+"""Decides which requests run next: admission, chunked prefill, pages on demand, and preemption.
 
-The policy, and its bounds:
+The policy and its bounds:
 
-- Admission is first come, first served; there are no priorities. The request that waits longest is
-  admitted when a slot is free and the pool can give it pages for all it has to prefill and its
-  first decode step, and one page more for each request that runs (so that it is not sent back at
-  once). Nobody overtakes it.
-- A step is one prefill chunk, or one decode step of all requests that decode. Where there is work
-  of both kinds, chunks are the smaller busy ones, and who decodes joins them: its rows stand beside
-  the prompts', so that weights are read once for both. It never waits, and a prompt has a chunk in
-  each step. Where a prefill step has not the rows, or the tokens for half of what a chunk should
-  be, the two kinds take turns: a request that decodes then waits for at most one busy chunk between
-  two of its steps.
-- A chunk is filled in order of arrival: the oldest unfinished prompt takes what it can, the next
-  ones what it leaves, as many prompts as the step has rows. The oldest gets all it would get
-  alone. So a prompt that has c chunks left, its own and those of prompts admitted before it, each
-  rounded up, has its first token after at most 2c steps; after c where whole chunks have room
-  beside who decodes. Where rows suffice, c is all their tokens over the chunk's.
-- A request that decodes gets pages as it grows: before a step it owns those for the committed
-  tokens, the K + 1 of the step, and K chained drafts. Where the pool has none left, the request
-  that came last is preempted: it gives its pages back and returns to the front of the queue, with
-  its prompt and its output so far to prefill. The request that came first is never preempted and
-  fits alone into the pool (the engine refuses it otherwise), so that there is always progress.
+- Admission is first come, first served, without priorities. The scheduler admits the oldest waiting
+  request when a slot is free and the pool has enough pages: those for the request's tokens to
+  prefill and its first decode step, and one more for each running request. The extra pages keep a
+  new request from being preempted at once. No request overtakes another.
+- A step is either a prefill step, which runs one chunk of prompts, or a decode step of all decoding
+  requests. If there is work of both kinds, chunks have the smaller busy size, and decoding requests
+  share prefill steps: their rows stand beside the prompts' rows, so that the step reads the weights
+  once for both. Then every step advances all decoding requests and a prompt. If a prefill step
+  lacks the rows, or the tokens for half a busy chunk, the two kinds of steps alternate. A decoding
+  request then waits for at most one busy chunk between two of its steps.
+- A chunk is filled in order of arrival. The oldest unfinished prompt takes as much as it can; the
+  next prompts take what is left, up to the number of rows. So the oldest prompt gets as much as it
+  would get alone. Let c be the number of chunks that a prompt needs, plus those that the prompts
+  admitted before it need, each rounded up. The prompt has its first token after at most 2c steps,
+  or after c if whole chunks fit beside the decoding requests. If the rows suffice, c is the sum of
+  these prompts' tokens divided by the chunk size.
+- A decoding request gets pages as it grows. Before a step it owns pages for its committed tokens,
+  the step's K + 1 tokens, and K chained drafts. If the pool has too few pages, the newest running
+  request is preempted: it gives its pages back and returns to the front of the queue, where it must
+  prefill its prompt and its output so far again. The oldest request is never preempted, and it fits
+  into the pool alone (the engine refuses it otherwise), so there is always progress.
 
-All running requests came before all waiting ones; admission and preemption keep it so.
+All running requests are older than all waiting ones; admission and preemption preserve this order.
 
-Nothing here touches a tensor: a `Turn` says what is to be written and run.
+The scheduler touches no tensor: a `Turn` says what to write and what to run.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class Turn:
     """One step to run.
 
     Attributes:
-        decoding: all requests that decode, in order of arrival; of prefill, those that join it.
-        placed: requests that got a slot since the last turn: their rows are to be written.
-        grown: requests that got pages, and which of their pages is the first new one.
-        prompts: of prefill, whose prompts share the chunk; in order of arrival.
-        chunks: how many tokens of each.
+        decoding: the requests that decode in this step, in order of arrival.
+        placed: requests that got a slot since the last turn. Their rows must be written.
+        grown: requests that got pages, each with the index of its first new page.
+        prompts: the requests whose prompts share the chunk, in order of arrival. Empty for a decode
+            step.
+        chunks: number of tokens for each of `prompts`.
     """
 
     decoding: list[Request]
@@ -63,26 +65,27 @@ class Turn:
 
     @property
     def phase(self) -> Phase:
-        """Of the step."""
+        """The phase of the step."""
         return "prefill" if self.prompts else "decode"
 
     @property
     def requests(self) -> list[Request]:
-        """Of the step's rows, in their order."""
+        """The requests of the step, in the order of their rows."""
         return self.decoding + self.prompts
 
 
 class Scheduler:
-    """Queues, slots and pages of an engine.
+    """The queues of an engine, and the slots and pages of its requests.
 
     Args:
         slots: rows of the state buffers.
-        pages: the KV pool.
-        prefixes: what of the pool's content is known; None reuses nothing.
-        pages_for: pages a request with that many committed tokens needs for its next step.
-        prefill: requests and tokens that a prefill step holds.
-        busy_tokens: tokens of prompts that it is given while requests decode.
-        joining_tokens: of a request that decodes in a prefill step.
+        pages: the KV page pool.
+        prefixes: finds pages with a known content; None turns prefix reuse off.
+        pages_for: given a number of committed tokens, the pages that a request with them needs for
+            its next step.
+        prefill: rows and tokens of a prefill step.
+        busy_tokens: the most prompt tokens in a prefill step while requests decode.
+        joining_tokens: tokens that a decoding request takes in a prefill step (K + 1).
     """
 
     def __init__(
@@ -110,14 +113,14 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is; its pages and slot come back."""
+        """Take out a waiting or running request. A running one gives its pages and slot back."""
         if request in self.waiting:
             self.waiting.remove(request)
         else:
             self._release(request)
 
     def next_turn(self) -> Turn | None:
-        """The next step, or None where nothing runs, or what was launched has to be read first."""
+        """The next step, or None if nothing runs or a launched step must be read first."""
         self._admit()
         if self._must_read():
             return None
@@ -131,20 +134,20 @@ class Scheduler:
         return turn
 
     def preempt_all(self) -> None:
-        """Send all that runs back to the queue, in order: a step failed in an unknown state."""
+        """Send all running requests back to the queue in order, because a step failed."""
         for request in list(reversed(self.running)):
             self._preempt(request)
 
     def learn(self, request: Request) -> None:
-        """Keep what a request computed for others; before it is removed."""
+        """Let other requests reuse the pages of a request. Call this before it is removed."""
         if self.prefixes is not None:
             self.prefixes.learn(request)
 
     def _prefill_turn(self, joining: Turn | None) -> Turn | None:
-        """One chunk, of the oldest prompts that are left; None where there are none.
+        """A prefill turn with one chunk of the oldest unfinished prompts; None if there are none.
 
         Args:
-            joining: a decode turn that is to be part of it.
+            joining: a decode turn that becomes part of the prefill turn, or None.
         """
         room, rows = self.prefill.num_tokens, self.prefill.num_reqs
         decoding, grown = (joining.decoding, joining.grown) if joining else ([], [])
@@ -159,11 +162,14 @@ class Scheduler:
             room -= chunks[-1]
         if not prompts:
             return None
-        held = [count for count in chunks if count]
-        return Turn(decoding, self._still_placed(), grown, prompts[: len(held)], held)
+        sizes = [count for count in chunks if count]
+        return Turn(decoding, self._still_placed(), grown, prompts[: len(sizes)], sizes)
 
     def _can_join(self) -> bool:
-        """Whether all who decode, and enough of the prompts that are left, have room in a step."""
+        """Whether a prefill step has room for all decoding requests and for enough prompt tokens.
+
+        Enough is half a busy chunk, or all prompt tokens that are left.
+        """
         decoding = self._decoding()
         left = [r.num_input - r.num_prefilled for r in self.running if not r.is_prefilled]
         if not decoding or not left or len(decoding) >= self.prefill.num_reqs:
@@ -172,15 +178,16 @@ class Scheduler:
         return 2 * room >= self.busy_tokens or room >= sum(left)
 
     def _room_beside(self, decoding: list[Request]) -> int:
-        """Tokens for prompts beside those of requests that decode."""
+        """The number of prompt tokens that fit beside the decoding requests."""
         taken = len(decoding) * self.joining_tokens
         return min(self.busy_tokens, self.prefill.num_tokens - taken)
 
     def _must_read(self) -> bool:
-        """Whether the next step depends on what one that is not read yet has emitted.
+        """Whether the next step depends on tokens of a launched step that is not read yet.
 
-        A grammar's masks do. So does what a preempted request has to prefill; and fewer pages may
-        be needed than the most that was emitted would need.
+        A grammar's masks depend on them. If the pool lacks pages, a request would be preempted, and
+        the tokens that it prefills again depend on them, too. Once they are read, the requests may
+        need fewer pages than the upper limit.
         """
         unread = [request for request in self.running if request.num_unread]
         if not unread:
@@ -191,15 +198,18 @@ class Scheduler:
         return missing > self.pages.num_free
 
     def _decoding(self) -> list[Request]:
-        """Requests that go on decoding, in order of arrival."""
+        """The requests that decode in the next step, in order of arrival."""
         return [r for r in self.running if r.is_prefilled and not r.is_surely_done]
 
     def _missing_pages(self, request: Request) -> int:
-        """Pages that a request lacks for its next step."""
+        """The number of pages that a request lacks for its next step."""
         return self._pages_for(request.most_committed) - len(request.pages)
 
     def _decode_turn(self) -> Turn | None:
-        """All that decode, each with the pages of its next step; None where nobody does."""
+        """A turn of all decoding requests, with their pages allocated; None if there are none.
+
+        This may preempt the newest running requests.
+        """
         grown = []
         for request in self._decoding():
             missing = self._missing_pages(request)
@@ -214,7 +224,7 @@ class Scheduler:
         return Turn(decoding, self._still_placed(), grown)
 
     def _still_placed(self) -> list[Request]:
-        """Without those that were placed and then preempted, in this very turn or an empty one."""
+        """The placed requests that have not been preempted since."""
         return [r for r in self._placed if r.slot is not None]
 
     def _admit(self) -> None:
@@ -222,7 +232,7 @@ class Scheduler:
             self.waiting.popleft()
 
     def _place(self, request: Request) -> bool:
-        """Give a request its slot and pages, unless the pool is too full for it."""
+        """Give a request its slot and pages. Return False if the pool has too few pages."""
         shared, number = self.prefixes.match(request) if self.prefixes else ([], 0)
         idle = sum(not self.pages.users(page) for page in shared)
         fresh = self._pages_for(request.num_tokens) - len(shared)

@@ -1,4 +1,4 @@
-"""What the engine did, counted."""
+"""Counts of what the engine has done."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeCounts:
-    """Decode steps up to a moment, prefill left out; the difference of two is a measurement.
+    """Counts of the steps in which requests decoded, up to a moment.
+
+    The difference of two such counts measures the steps between them.
 
     Attributes:
-        steps: decode steps.
-        seconds: in them.
-        request_steps: decode steps, counted once per live request in them.
-        tokens: emitted by them.
+        steps: number of steps.
+        seconds: seconds in the steps.
+        request_steps: number of steps, counted once for each request that decoded in the step.
+        tokens: tokens emitted by requests that decoded.
         accepted: drafts accepted.
         drafted: drafts verified.
     """
@@ -42,46 +44,49 @@ class DecodeCounts:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted drafts over verified drafts; None where nothing was drafted."""
+        """Accepted drafts divided by verified drafts; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
 
 @dataclass
 class Stats:
-    """Counts since the engine was made; queue and pool as they were when the stats were read.
+    """Counts since the engine was made, and the state of its queue and page pool.
+
+    `Engine.stats` updates the state (`num_waiting` to `pages_idle`) each time it is read.
 
     Attributes:
-        spec_tokens: K, the largest one where it changes.
-        drafted: draft tokens verified, per draft position; those behind a stop do not count.
-        accepted: of those, accepted.
-        decoded_tokens: tokens emitted by decode steps, and of who joined prefill steps.
-        request_steps: both kinds of steps, counted once per request that decodes in them.
+        spec_tokens: K, or the largest K if the engine chooses among several.
+        drafted: draft tokens verified, per draft position. Drafts after a stop do not count.
+        accepted: draft tokens accepted, per draft position.
+        decoded_tokens: tokens of decoding requests, in decode steps and in shared prefill steps.
+        request_steps: steps of both kinds, counted once for each request that decoded in the step.
         decode_steps: decode steps.
-        prefill_steps: prefill chunks.
-        joined: of these, those that requests joined which decode, and what these got of them; their
-            time is prefill's.
-        prefill_prompts: prompts that had a part in them, counted once a step.
-        emitted_tokens: new tokens handed out, the first one of each request included.
-        prompt_tokens: tokens prefilled, again after a preemption; those reused do not count.
-        reused_tokens: tokens not prefilled because a page with them was known.
-        decode_s: seconds in decode steps, host work included.
-        prefill_s: seconds in prefill steps, host work included.
+        prefill_steps: prefill steps.
+        joined: prefill steps that decoding requests shared, with the counts of these requests. Its
+            `seconds` stay 0, because the time counts as prefill.
+        prefill_prompts: prompts in prefill steps; a prompt counts once for each step.
+        emitted_tokens: new tokens emitted, including each request's first one.
+        prompt_tokens: tokens prefilled, including those prefilled again after a preemption. Reused
+            tokens do not count.
+        reused_tokens: tokens that were not prefilled because a known page held their KV.
+        decode_s: seconds in decode steps, including host work.
+        prefill_s: seconds in prefill steps, including host work.
         replay_s: seconds in replays.
-        host_gap_s: seconds between the end of a replay and the start of the next, while there was
-            work: the engine's host work, and its caller's.
-        host_gaps: how many of these gaps.
+        host_gap_s: seconds between the end of a replay and the start of the next one, while there
+            was work. The gaps contain the host work of the engine and of its caller.
+        host_gaps: number of these gaps.
         forced_drafts: drafts replaced by the only token that a request's grammar allowed.
-        preemptions: how often a request was sent back to the queue.
-        callback_errors: how often a request's callback raised.
-        finished: requests that ended, by reason.
+        preemptions: number of times that a request was sent back to the queue.
+        callback_errors: number of times that a request's callback raised.
+        finished: requests that ended, by finish reason.
         num_waiting: requests in the queue.
         num_running: requests with a slot.
         num_pages: pages of the pool.
-        pages_used: of these, held by requests.
-        pages_idle: of those that are free, kept for reuse.
+        pages_used: pages that requests hold.
+        pages_idle: free pages that keep their content for reuse.
         replays: replays per captured step.
         host_writes: buffer writes by the host.
-        fallbacks: how often something slower or other than asked for was used, by reason.
+        fallbacks: number of times that something else than requested was used, by reason.
     """
 
     spec_tokens: int
@@ -121,14 +126,14 @@ class Stats:
     def count_acceptance(
         self, num_drafted: int, num_accepted: int, num_emitted: int, joined: bool = False
     ) -> None:
-        """Record one request's step in which it decoded.
+        """Record that one request decoded in a step.
 
-        Where a stop cut the output short, only the drafts that were handed out count.
+        If a stop cut the output short, only the emitted drafts count.
 
         Args:
             num_drafted: drafts verified.
-            num_accepted: of these, accepted.
-            num_emitted: tokens handed out.
+            num_accepted: drafts accepted.
+            num_emitted: tokens emitted.
             joined: whether the step was a prefill step.
         """
         self.request_steps += 1
@@ -143,51 +148,51 @@ class Stats:
             self.joined += DecodeCounts(0, 0.0, 1, num_emitted, accepted, drafted)
 
     def count_host_gap(self, seconds: float) -> None:
-        """Record a time in which there was work and no replay ran."""
+        """Record a time during which there was work but no replay ran."""
         self.host_gap_s += seconds
         self.host_gaps += 1
 
     def decode_counts(self) -> DecodeCounts:
-        """What decode steps did so far."""
+        """The counts of decode steps so far. Shared prefill steps do not count."""
         beside = replace(self.joined, steps=0)
         counts = (self.request_steps, self.decoded_tokens, sum(self.accepted), sum(self.drafted))
         return DecodeCounts(self.decode_steps, self.decode_s, *counts) - beside
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per request and decode step, the bonus token included."""
+        """Mean tokens per request and step in which it decoded, including the bonus token."""
         return self.decoded_tokens / self.request_steps if self.request_steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over verified drafts."""
+        """Accepted drafts divided by verified drafts."""
         return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of steps in which the draft at each position was accepted."""
+        """For each draft position, accepted drafts divided by verified drafts."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     @property
     def prompts_per_prefill(self) -> float:
-        """Mean prompts that shared a prefill step."""
+        """Mean number of prompts per prefill step."""
         return self.prefill_prompts / self.prefill_steps if self.prefill_steps else 0.0
 
     @property
     def host_gap_share(self) -> float:
-        """Host gaps over replays and gaps together."""
+        """The time in host gaps, as a share of the time in replays and gaps."""
         total = self.replay_s + self.host_gap_s
         return self.host_gap_s / total if total else 0.0
 
     def prometheus(self) -> str:
-        """All of it in Prometheus' text format; see `metrics`."""
+        """The statistics in Prometheus' text format; see `metrics`."""
         return prometheus_text(self)
 
     def __str__(self) -> str:
         return "\n".join(f"{name}: {value}" for name, value in stats_rows(self))
 
     def __rich__(self) -> Table:
-        """The same as a table, for rich's `print`."""
+        """The statistics as a table, for rich's `print`."""
         from rich.table import Table
 
         table = Table(box=None, show_header=False)

@@ -1,4 +1,7 @@
-"""Requests served to their end on an engine that others may use, their outputs as they come."""
+"""Serves requests to their end, and yields their outputs as they arrive.
+
+Other callers may use the engine at the same time.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,19 @@ from mtpc.sampling_params import TokenLogprobs
 
 @dataclass(frozen=True)
 class Output:
-    """What one prompt got since its last output.
+    """The new tokens and text of one prompt since its last output.
 
     Attributes:
-        index: which prompt, in the order given.
-        token_ids: new tokens; with a stop string, its tokens and those accepted behind it included.
-        text: new text, for text prompts; it may lag behind the tokens (half a character, what may
-            become a stop string) but never ends in something that is taken back.
-        finish_reason: why it ended with this output, or None: "length", "stop" (a stop id or stop
-            string), or "aborted" (by somebody who knew the request's id).
-        logprobs: an entry per token where the prompt's parameters ask for them, else None.
+        index: the prompt's index, in the order given.
+        token_ids: new tokens. They include the tokens of a stop string, and tokens that the same
+            step emitted after it.
+        text: new text, or None for a prompt of ids. It may lag behind the tokens, while a character
+            is incomplete or the text may be part of a stop string. It is final: no later output
+            takes it back.
+        finish_reason: why the prompt ended with this output, or None if it continues: "length",
+            "stop" (a stop id or stop string), or "aborted" (by `Engine.abort`).
+        logprobs: one entry per token if the prompt's parameters ask for log-probabilities, else
+            None.
     """
 
     index: int
@@ -35,7 +41,14 @@ class Output:
 
 
 def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Output:
-    """A prompt's output of an engine's step; ended where a stop string came."""
+    """Make a prompt's output from the engine's output of one step.
+
+    Args:
+        index: the prompt's index.
+        output: the engine's output.
+        text: turns the prompt's tokens into text, or None. If a stop string is complete, the
+            finish reason becomes "stop".
+    """
     if text is None:
         return Output(index, output.token_ids, None, output.finish_reason, output.logprobs)
     piece = text.push(output.token_ids, last=output.finish_reason is not None)
@@ -44,13 +57,13 @@ def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Outp
 
 
 def check_served(output: Output, request: Request) -> None:
-    """Refuse to go on where a model computes nonsense, or a grammar fails.
+    """Raise if the request ended with non-finite logits or a failing grammar.
 
-    Not before the output with which that came, nor where a stop string had ended the text.
+    It does not raise if a stop string has ended the text.
 
     Raises:
         NumericsError: the request ended with non-finite logits.
-        GrammarError: its grammar ended it; the cause is what that raised.
+        GrammarError: the request's grammar failed. The cause is the grammar's exception.
     """
     new, index = len(request.output_ids), output.index
     if output.finish_reason == "nonfinite":
@@ -65,17 +78,17 @@ def check_served(output: Output, request: Request) -> None:
 
 
 def check_all(engine: Engine, requests: Sequence[Request]) -> None:
-    """Refuse requests, before any of them runs, that `stream` could not serve to their end.
+    """Check, before any request runs, that `stream` can serve all of them.
 
     Raises:
-        RequestError: one cannot be served; or the engine has requests added by hand, which
-            stepping it for others would serve unseen.
-        CapacityError: one needs more pages than the pool has.
+        RequestError: a request cannot be served; or the engine has requests without a callback,
+            whose outputs would be lost because `stream` steps the engine.
+        CapacityError: a request needs more pages than the pool has.
     """
     if engine.has_requests_by_hand:
         raise RequestError(
-            "the engine holds requests added by hand, whose outputs would be swallowed; step "
-            "the engine until it has no work, abort them, or add them with on_output"
+            "the engine holds requests added by hand, whose outputs would be lost; step the "
+            "engine until it has no work, abort these requests, or add them with on_output"
         )
     for request in requests:
         engine.check(request)
@@ -84,14 +97,14 @@ def check_all(engine: Engine, requests: Sequence[Request]) -> None:
 def stream(
     engine: Engine, requests: Sequence[Request], texts: Sequence[TextAssembler | None]
 ) -> Generator[Output, None, None]:
-    """Serve requests, stepping the engine whenever nothing is there to hand out.
+    """Serve requests. Step the engine whenever there is no output to yield.
 
-    Requests that are not finished when the iterator is closed or raises are aborted.
+    If the iterator is closed or raises, the unfinished requests are aborted.
 
     Args:
-        engine: where to; others may add to it and step it meanwhile.
-        requests: not added yet.
-        texts: per request, what makes its text.
+        engine: the engine. Other callers may add to it and step it at the same time.
+        requests: requests that are not added yet.
+        texts: for each request, the object that makes its text, or None.
 
     Raises:
         NumericsError: the model produced non-finite logits.
@@ -107,7 +120,7 @@ def stream(
             while not ready:
                 engine.step()
             index, step_output = ready.popleft()
-            if index not in unfinished:  # What a stop string had cut off.
+            if index not in unfinished:  # A stop string has ended this request.
                 continue
             output = assemble(index, step_output, texts[index])
             check_served(output, requests[index])

@@ -1,8 +1,8 @@
-"""Text as it comes: incremental detokenisation, and stop strings across any borders.
+"""Text as tokens arrive: incremental detokenisation, and stop strings that span several pieces.
 
-What is handed out is final: it never ends in half a character, holds no part of a stop string,
-and the pieces joined are the text of all tokens, cut where a stop string began. None of it depends
-on how many tokens a step emits.
+Each piece of text is final: it never ends in half a character, and holds no part of a stop string.
+The pieces together are the text of all tokens, cut where a stop string begins. The text does not
+depend on how many tokens a step emits.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from typing import Any
 from mtpc.errors import RequestError
 
 Decode = Callable[[list[int]], str]
-"""Token ids to text, special tokens left out."""
+"""Decodes token ids to text, without special tokens."""
 _HALF = "\ufffd"
-"""What bytes decode to that are no character, or not yet."""
+"""The text of bytes that are an incomplete or invalid character."""
 MAX_WAITS = 64
-"""Times that tokens are decoded again in the hope that they become a character. Characters have a
-few bytes; what is none for so long is not going to be one."""
+"""The most times that tokens are decoded again to see whether they complete a character. A
+character has only a few bytes, so tokens that do not complete one by then never will."""
 
 
 class Detokeniser:
     """Turns token ids into text, a few at a time.
 
-    Decoders look at neighbours (a word's leading space, the bytes of a character), so the tokens
-    of the last piece are decoded again with the new ones, and the difference is the new piece.
-    Tokens that make no piece, as special ones or bytes that are no text, wait at most `MAX_WAITS`
-    pushes, so that a long text of them costs no more than that times its length.
+    The text of a token depends on its neighbours (a word's leading space, the bytes of a
+    character). So each push decodes the tokens of the last piece together with the new ones, and
+    the additional text is the new piece. Tokens that give no text, such as special tokens or
+    invalid bytes, are decoded again at most `MAX_WAITS` times. This bounds the cost of a long text
+    of such tokens.
 
     Args:
         decode: decodes any ids.
 
     Attributes:
-        token_ids: all that came.
+        token_ids: all tokens so far.
     """
 
     def __init__(self, decode: Decode):
@@ -44,7 +45,12 @@ class Detokeniser:
         self._waits = 0
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """What these tokens complete; `last` gives out half a character, too."""
+        """Add tokens, and return the new text.
+
+        Args:
+            token_ids: the new tokens.
+            last: whether the text ends here. If so, an incomplete character is returned, too.
+        """
         self.token_ids += token_ids
         self._pending += token_ids
         self._waits += 1
@@ -54,7 +60,7 @@ class Detokeniser:
         piece = text[len(self._decode(self._before)) :]
         if piece:
             self._before, self._pending, self._waits = self._pending, [], 0
-        elif is_over:  # They say nothing. The next ones' neighbours are those before them.
+        elif is_over:  # These tokens have no text, so later tokens keep the neighbours before them.
             self._pending, self._waits = [], 0
             nearest = self._before[-MAX_WAITS:]
             if self._decode(nearest):
@@ -65,10 +71,13 @@ class Detokeniser:
 class StopStrings:
     """Cuts a text where one of several strings begins.
 
-    The string that is complete first counts; of several that end together, the longest.
+    The string that is complete first counts. If several end at the same place, the longest counts.
 
     Args:
-        strings: not empty, each.
+        strings: the stop strings. None of them is empty.
+
+    Attributes:
+        found: whether a stop string is complete.
     """
 
     def __init__(self, strings: tuple[str, ...]):
@@ -76,7 +85,12 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str, last: bool = False) -> str:
-        """What of the text so far can no longer be part of a stop string, once."""
+        """Add text, and return the text that can no longer be part of a stop string.
+
+        Args:
+            text: the new text.
+            last: whether the text ends here. If so, nothing is held back.
+        """
         if self.found:
             return ""
         text = self._held + text
@@ -91,20 +105,20 @@ class StopStrings:
 
 
 def _overlap(text: str, string: str) -> int:
-    """Length of the longest end of `text` that a proper beginning of `string` is."""
+    """Length of the longest suffix of `text` that is a proper prefix of `string`."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
 
 
 class TextAssembler:
-    """The text of one request.
+    """Makes the text of one request, and ends it at a stop string.
 
     Args:
         decode: decodes any ids.
         stop: strings that end the text.
 
     Attributes:
-        num_tokens: tokens that came, up to the one that completed a stop string.
+        num_tokens: tokens so far, up to the one that completed a stop string.
     """
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = ()):
@@ -114,11 +128,16 @@ class TextAssembler:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string came: there is no text after it."""
+        """Whether a stop string is complete. Later pushes return no text."""
         return self._stops.found
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """The new text, as far as it is final; all of it with the `last` tokens."""
+        """Add tokens, and return the new final text.
+
+        Args:
+            token_ids: the new tokens.
+            last: whether the text ends here. If so, nothing is held back.
+        """
         was_stopped = self.is_stopped
         text = self._stops.push(self._detokeniser.push(token_ids, last), last)
         if not self.is_stopped:
@@ -128,7 +147,10 @@ class TextAssembler:
         return text
 
     def _count_to_stop(self, token_ids: Sequence[int]) -> int:
-        """How many of these it took: the same whatever steps they came in."""
+        """The number of these tokens up to the one that completed the stop string.
+
+        It replays the tokens one by one, so the result does not depend on the size of the steps.
+        """
         if len(token_ids) <= 1:
             return len(token_ids)
         again = TextAssembler(self._decode, self._strings)
@@ -137,20 +159,23 @@ class TextAssembler:
             again.push([token_id])
             if again.is_stopped:
                 return count
-        return len(token_ids)  # Half a character at the very end completed it.
+        return len(token_ids)  # The end of the text (`last`) completed the stop string.
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """Check the argument `stop`: a string, several, or None.
+    """Check the argument `stop`, and return its strings as a tuple.
+
+    Args:
+        stop: a string, a sequence of strings, or None.
 
     Raises:
-        RequestError: it is something else, or a string is empty.
+        RequestError: `stop` is something else, or a string is empty.
     """
     if stop is None:
         return ()
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) for s in strings):
-        raise RequestError(f"stop is {stop!r}; expected a string or several, as ['###']")
+        raise RequestError(f"stop is {stop!r}; expected a string or several, such as ['###']")
     if not all(strings):
         raise RequestError(f"stop is {stop!r}; an empty string would end every text at once")
     return tuple(strings)

@@ -1,12 +1,13 @@
-"""How many drafts the next decode step verifies, where a program has some for several numbers.
+"""Chooses K, the number of drafts of the next decode step, for a program with several K.
 
-A prefill step has the largest number; who joins it verifies as many.
+A prefill step always has the largest K, also for the decoding requests that share it.
 
-A step of K drafts costs T(K) and hands out L(K) tokens a request: 1 and the drafts accepted, L(K) =
-1 + sum over i <= K of a_1 ... a_i, with a_i the share of drafts at position i that are accepted
-when all before them are. The best K has the largest L(K) / T(K): more drafts pay while requests
-are few, when a step costs about what reading the weights costs, and cease to when the processor
-is the limit, or when the text is hard to predict. Both are measured as the engine runs.
+A step with K drafts takes T(K) seconds and emits L(K) tokens per request: one, and the accepted
+drafts. L(K) = 1 + the sum over i <= K of a_1 * ... * a_i. Here a_i is the share of drafts at
+position i that are accepted, given that all drafts before them are. The best K has the largest
+L(K) / T(K). More drafts pay off with few requests, when reading the weights dominates the cost of a
+step. They do not when the processor is the limit, or when the text is hard to predict. The engine
+measures T and a_i as it runs.
 """
 
 from __future__ import annotations
@@ -14,22 +15,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 GAIN = 1.05
-"""A switch must promise this much more tokens per second: measurements are noisy."""
+"""The policy switches only if it expects tokens per second to grow by this factor, because
+measurements are noisy."""
 DWELL = 8
-"""Steps between switches, at least."""
+"""The fewest steps between two switches."""
 PROBE, PROBE_STEPS = 64, 3
-"""Steps after which all positions are tried again, if some were not, for texts change; and how many
-steps a probe takes, of which the first only proposes what the others verify."""
+"""After PROBE steps without the largest K, the policy tries it again for PROBE_STEPS steps, because
+texts change. The first of these steps only proposes the drafts that the next ones verify."""
 _COST_MEMORY, _ACCEPTANCE_MEMORY = 0.8, 0.95
+"""Weights of the old value in the moving averages of costs and of acceptance."""
 _SAMPLES = 2
-"""Steps of a tier before its cost is believed: the first one warms caches up."""
+"""Steps of a tier before the policy trusts its cost. The first step warms up caches."""
 
 
 class TierPolicy:
-    """Chooses K for each step, from measured costs and acceptance.
+    """Chooses K for each decode step from measured costs and acceptance.
 
     Args:
-        tiers: numbers of drafts that steps exist for.
+        tiers: the K for which the program has steps.
+
+    Attributes:
+        tiers: the same, ascending.
+        current: the K that the policy prefers.
+        switches: number of times that `current` changed.
     """
 
     def __init__(self, tiers: Sequence[int]):
@@ -42,8 +50,8 @@ class TierPolicy:
         self._tried, self._accepted = [0.0] * largest, [0.0] * largest
 
     def choose(self, num_reqs: int) -> int:
-        """K of the next step, of a bucket of `num_reqs` requests."""
-        for tier in reversed(self.tiers):  # Every cost must be known before one is preferred.
+        """K of the next decode step, for the bucket of `num_reqs` requests."""
+        for tier in reversed(self.tiers):  # Measure every tier before preferring one.
             if self._costs.get((num_reqs, tier), (0, 0.0))[0] < _SAMPLES:
                 return tier
         if self._since_top >= PROBE or 0 < self._probing < PROBE_STEPS:
@@ -56,15 +64,15 @@ class TierPolicy:
         return self.current
 
     def observe(self, num_reqs: int, tier: int, seconds: float) -> None:
-        """Learn what a step costs.
+        """Record the cost of a decode step.
 
         Args:
-            num_reqs: of its bucket.
-            tier: its K.
-            seconds: that its replay took.
+            num_reqs: rows of the step's bucket.
+            tier: the step's K.
+            seconds: duration of the replay.
         """
         count, cost = self._costs.get((num_reqs, tier), (0, seconds))
-        if count:  # The first sample is kept only until there is another.
+        if count:  # The second sample replaces the first; later ones enter an average.
             memory = _COST_MEMORY if count >= _SAMPLES else 0.0
             cost = memory * cost + (1 - memory) * seconds
         self._costs[num_reqs, tier] = (count + 1, cost)
@@ -74,11 +82,11 @@ class TierPolicy:
         self._probing = self._probing + 1 if at_top else 0
 
     def observe_drafts(self, drafts: Iterable[tuple[int, int]]) -> None:
-        """Learn what became of the drafts of a step, of either kind.
+        """Record which drafts a decode or prefill step accepted.
 
         Args:
-            drafts: per request how many real drafts it verified (fewer than K after a step that
-                proposed fewer), and how many of them were accepted.
+            drafts: for each decoding request, the number of drafts verified (fewer than K after a
+                step that proposed fewer) and the number accepted.
         """
         for verified, accepted in drafts:
             for position in range(min(verified, accepted + 1)):
@@ -88,16 +96,19 @@ class TierPolicy:
                 self._accepted[position] += was_accepted
 
     def acceptance(self, position: int) -> float:
-        """Share of drafts at a position (from 0) accepted when all before them are.
+        """The share of drafts at a position accepted, given that all drafts before them are.
 
-        Where none was tried yet: that of the position before, and a half to begin with.
+        A position without a measurement takes the value of the position before it, or 0.5.
+
+        Args:
+            position: draft position, from 0.
         """
         if self._tried[position]:
             return self._accepted[position] / self._tried[position]
         return self.acceptance(position - 1) if position else 0.5
 
     def length(self, tier: int) -> float:
-        """Tokens that a step of K drafts is expected to hand out per request."""
+        """The expected number of tokens per request of a step with `tier` drafts: L(K)."""
         tokens = reached = 1.0
         for position in range(tier):
             reached *= self.acceptance(position)
@@ -105,5 +116,5 @@ class TierPolicy:
         return tokens
 
     def rate(self, num_reqs: int, tier: int) -> float:
-        """Expected tokens per second and request."""
+        """The expected tokens per second for each request: L(K) / T(K)."""
         return self.length(tier) / self._costs[num_reqs, tier][1]

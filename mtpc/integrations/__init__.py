@@ -1,1 +1,1 @@
-"""mtpc in other engines and libraries: what they share, and a package for each host."""
+"""mtpc inside other engines and libraries: shared modules, and one package for each host."""

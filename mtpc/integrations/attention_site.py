@@ -1,7 +1,7 @@
-"""Attention as a host does it: the place in a traced draft where the host's own module is called.
+"""Attention by the host: the places in a traced draft that call the host's own modules.
 
-While a draft is traced its model attends through `mtpc::host_attention`, one call a site; the
-trace then calls the module that the host made for that site instead.
+While a draft is traced, its model calls `mtpc::host_attention` once at each site. Afterwards, the
+module that the host makes for the site replaces this call in the graph.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from mtpc.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """What a host must know of one attention to make a module for it.
+    """One call of attention in a draft, described so that a host can make a module for it.
 
-    The module is called with flat rows. Kind "multi_head": (q [T, N, D], k [T, H_kv, D],
-    v [T, H_kv, D_v]). Kind "latent": (q [T, N, D], latent [T, rank], rope_key [T, D_rope]), after
-    norm and rotation; the last D_rope of a query's D values are rotated. Both return [T, N, D_v].
-    The module stores what it is handed in the host's cache, at the host's slots, and attends to
-    everything stored for the request up to each row's own position.
+    The module gets flat rows. For the kind "multi_head" these are (q [T, N, D], k [T, H_kv, D],
+    v [T, H_kv, D_v]). For the kind "latent" they are (q [T, N, D], latent [T, rank],
+    rope_key [T, D_rope]), after norm and rotation; the last D_rope of a query's D values are
+    rotated. Both kinds return [T, N, D_v]. The module stores keys and values, or latents and rope
+    keys, in the host's cache at the host's slots. Each row attends to everything stored for its
+    request up to its own position.
 
     Attributes:
-        index: of the site in its draft, from 0.
-        kind: see above.
-        num_heads: query heads, N.
-        num_kv_heads: H_kv; for latents what they are expanded to, N.
+        index: index of the site in its draft, from 0.
+        kind: the kind of attention.
+        num_heads: N, the number of query heads.
+        num_kv_heads: H_kv, the number of key and value heads; N for a latent, after expansion.
         head_dim: D.
-        v_head_dim: D_v, which may be less than D: hosts with one width pad values.
-        scale: of the scores.
-        sliding_window: last positions attended to, own included; 0 is all.
-        softcap: of the scores; 0 is none.
-        sinks: logits [N] that take part in the softmax without a value, or None. The draft's own
-            parameter: weights arrive in it later.
-        expansion: latent [.., rank] -> [.., N * (D - D_rope + D_v)], by head keys' unrotated part,
-            then values; or None. The draft's own module: weights arrive in it later.
-        latent_rank: for latents.
-        rope_head_dim: for latents, D_rope.
+        v_head_dim: D_v. It may be less than D; a host that supports only one width pads values.
+        scale: factor of the scores.
+        sliding_window: number of last positions that a row attends to, including its own; 0 is all.
+        softcap: soft limit of the scores; 0 is none.
+        sinks: logits [N] that take part in the softmax without a value, or None. This is the
+            draft's own parameter, which gets its weights later.
+        expansion: maps latents [.., rank] to [.., N * (D - D_rope + D_v)]: for each head the
+            unrotated part of its key, then its value. None for "multi_head". This is the draft's
+            own module, which gets its weights later.
+        latent_rank: width of a latent; 0 for "multi_head".
+        rope_head_dim: D_rope; 0 for "multi_head".
     """
 
     index: int
@@ -60,12 +62,15 @@ class AttentionSite:
 
 
 def expand_latent(site: AttentionSite, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [T, N, D] and values [T, N, D_v] of a latent site, for hosts that cache these.
+    """Expand latents to keys and values, for hosts that cache these.
 
     Args:
-        site: of kind "latent".
+        site: a site of kind "latent".
         latent: [T, rank].
-        rope_key: [T, D_rope], one for all heads.
+        rope_key: [T, D_rope], shared by all heads.
+
+    Returns:
+        Keys [T, N, D] and values [T, N, D_v].
     """
     assert site.expansion is not None
     expanded = site.expansion(latent).unflatten(-1, (site.num_heads, -1))
@@ -76,21 +81,35 @@ def expand_latent(site: AttentionSite, latent: Tensor, rope_key: Tensor) -> tupl
 
 @torch.library.custom_op("mtpc::host_attention", mutates_args=())
 def host_attention(q: Tensor, first: Tensor, second: Tensor, v_head_dim: int, site: int) -> Tensor:
-    """Marks a site while a draft is traced; it is never run."""
+    """Mark a site in the trace of a draft. This operator is never run.
+
+    Args:
+        q: [T, N, D].
+        first: keys [T, H_kv, D], or latents [T, rank].
+        second: values [T, H_kv, D_v], or rope keys [T, D_rope].
+        v_head_dim: D_v.
+        site: the site's index.
+
+    Returns:
+        [T, N, v_head_dim].
+
+    Raises:
+        UnsupportedModelError: always.
+    """
     raise UnsupportedModelError(
-        f"attention site {site} was run while it was traced; a traced draft calls its host's module"
+        f"attention site {site} was run; expected that the host's module replaces it in the graph"
     )
 
 
 @host_attention.register_fake
-def _(q, first, second, v_head_dim, site):  # type: ignore[no-untyped-def]
+def _(q: Tensor, first: Tensor, second: Tensor, v_head_dim: int, site: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], v_head_dim))
 
 
 class SiteRecorder:
-    """Stands in for `past_key_values` while a draft is traced, and notes the sites it meets.
+    """Replaces `past_key_values` while a draft is traced, and records the attention sites.
 
-    Tracing may run the model more than once: `begin` starts over.
+    Tracing may run the model several times; `begin` discards the sites of the previous run.
     """
 
     def __init__(self) -> None:
@@ -99,23 +118,23 @@ class SiteRecorder:
         self._found: list[_Found] = []
 
     def begin(self, positions: Tensor) -> None:
-        """A forward over rows at these positions [T] begins."""
+        """Begin a forward over rows at these positions, int64 [T]."""
         self.positions = positions
         self._found.clear()
 
     def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Cache protocol of transformers."""
+        """Store keys and values, as transformers' cache does. Returns them unchanged."""
         self.layers[layer_idx].write(first, second)
         return first, second
 
     def sites(self) -> list[AttentionSite]:
-        """What was met in the last forward, with the traced module's own tensors."""
+        """The sites of the last forward, with the traced module's own tensors."""
         return [found.site(index) for index, found in enumerate(self._found)]
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A site's numbers, and the module it is in: tensors are looked up once tracing has ended."""
+    """A recorded site: its numbers and its module. `site` looks up the tensors after tracing."""
 
     module: Any
     numbers: dict[str, Any]
@@ -128,24 +147,28 @@ class _Found:
 
 
 class _SiteLayer:
-    """One layer's cache while tracing: what is written goes to the host with the next query."""
+    """One layer's cache during tracing. It passes what is written to the next call of `attend`."""
 
     def __init__(self, found: list[_Found]):
         self._found = found
         self._written: tuple[Tensor, Tensor] | None = None
 
     def write(self, first: Tensor, second: Tensor) -> None:
-        """first, second: [1, heads, T, D] each, or latent and rope key with one head."""
+        """Keep keys and values, [1, heads, T, D] each, or a latent and a rope key with one head."""
         self._written = (first[0].transpose(0, 1), second[0].transpose(0, 1))
 
     def attend(
         self, module: Any, query: Tensor, scale: float, context: SiteRecorder, **options: Any
     ) -> Tensor:
-        """query: [1, N, T, D]; returns [1, T, N, D_v]."""
+        """Record a site, and call `host_attention` in its place.
+
+        `query` is [1, N, T, D], and the result [1, T, N, D_v]. `options` are transformers' further
+        arguments: sliding_window, softcap, s_aux (the sinks).
+        """
         if self._written is None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} attends without having handed keys and values to its "
-                "cache; a traced draft needs both in one layer"
+                f"{type(module).__name__} attends before it passes keys and values to its cache; "
+                "expected both in one layer: this attention cannot be traced as a draft"
             )
         first, second = self._written
         self._written = None
@@ -178,13 +201,13 @@ class _SiteLayer:
 
 
 def _parameter_name(module: nn.Module, tensor: Tensor | None) -> str | None:
-    """The name of a module's own parameter; tracing swaps parameters, names stay."""
+    """The name of a module's own parameter. Tracing replaces parameters but keeps their names."""
     if tensor is None:
         return None
     for name, parameter in module.named_parameters(recurse=False):
         if parameter is tensor:
             return name
     raise UnsupportedModelError(
-        f"{type(module).__name__} hands sinks to its attention that are not a parameter of its "
-        "own; a host could not be given them"
+        f"{type(module).__name__} passes sinks to its attention that are not a parameter of its "
+        "own; expected a parameter, which a host can share"
     )

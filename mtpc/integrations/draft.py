@@ -1,9 +1,9 @@
-"""The traced draft: one MTP layer of a family as an FX graph over the host's attention.
+"""The traced draft: one MTP layer of a model as an FX graph that calls the host's attention.
 
-It knows no host. A host's plugin gives it a config, a function that makes the host's attention
-module for each `AttentionSite`, the embedding, and the checkpoint's tensors; it owns the layer's
-weights and computes rotary embeddings itself. Nothing is global: any number of drafts, for any
-models, live in one process.
+It depends on no particular host. A host's plugin gives it a config, a function that makes the
+host's attention module for each `AttentionSite`, the embedding, and the checkpoint's tensors. The
+draft owns the layer's weights and computes rotary embeddings itself. It has no global state: a
+process may have any number of drafts of any models.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ from mtpc.weights.checkpoint import check_finite, listing
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How a draft is built.
+    """Options of a draft.
 
     Attributes:
-        index: MTP layer, from 0.
-        dtype: of the weights (what a family keeps in float32 stays so).
-        device: where the weights are.
+        index: index of the MTP layer, from 0.
+        dtype: dtype of the weights. Weights that the family keeps in float32 stay in float32.
+        device: device of the weights.
         architecture: see `draft_config`.
-        zero_first_embedding: whether the embedding at position 0 is zeroed; None: as the family's
-            authors do. Hosts may do otherwise; it decides what is drafted, not what is emitted.
-        returns: "after_final_norm" is what the head takes, and what all families' authors feed to
-            the next draft step. "before_final_norm", for hosts that recycle that, leaves the norm
-            to the host: it calls `TracedDraft.final_norm` before its head.
+        zero_first_embedding: whether the embedding at position 0 is zeroed; None follows the
+            model's authors. A host may differ from them. This changes the drafts, but not the
+            emitted tokens.
+        returns: "after_final_norm" returns the head's input, which all models' authors also feed to
+            the next draft step. "before_final_norm" is for hosts that feed back the hidden state
+            before the norm; such a host calls `TracedDraft.final_norm` before its head.
     """
 
     index: int = 0
@@ -69,24 +70,25 @@ class TracedDraft(nn.Module):
     """One MTP layer over flat rows: (input_ids [T], positions [T], hidden [T, H]) -> [T, H].
 
     Row t pairs the hidden state of position t with the token of position t + 1, as every host
-    does. Hidden is the target's, after its final norm, or what the draft itself returned. The head
-    is the host's.
+    does. The hidden state is the target's, after its final norm, or a previous result of the
+    draft. The host has the head.
 
     Args:
-        source: what `draft_config` takes.
-        make_attention: the host's attention module for a site; called once for each, after
-            tracing. It may have weights of its own, which are no concern of `load_weights`.
-        options: see there.
+        source: the source of the config, see `draft_config`.
+        make_attention: makes the host's attention module for a site. It is called once for each
+            site, after tracing. A module may have its own weights, which `load_weights` ignores.
+        options: see `DraftOptions`; None uses the defaults.
 
     Attributes:
-        family: the model's.
-        config: a private copy, of transformers' class.
-        embedding: token ids [T] -> [T, H]; None until the host sets it.
+        family: the model's family.
+        config: a private copy of the config, of transformers' own class.
+        embedding: maps token ids [T] to [T, H]; None until the host sets it.
         graph: the traced layer: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H].
-        sites: its attention sites, in the order of `graph.sites`, the host's modules.
+        sites: the attention sites. `graph.sites` has the host's modules in the same order.
 
     Raises:
-        UnsupportedModelError: see `draft_config`.
+        UnsupportedModelError: see `draft_config`; or the config has no MTP layer of this index.
+        CheckpointError: see `draft_config`.
     """
 
     def __init__(
@@ -114,62 +116,73 @@ class TracedDraft(nn.Module):
         hidden_states: Tensor,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Embeddings [T, H] may be given in place of ids. Returns [T, H]; see `DraftOptions`."""
+        """Run the layer once.
+
+        Args:
+            input_ids: int64 [T]; may be None if `inputs_embeds` is given.
+            positions: int64 [T].
+            hidden_states: [T, H].
+            inputs_embeds: [T, H], embeddings to use instead of those of `input_ids`.
+
+        Returns:
+            [T, H], before or after the final norm, see `DraftOptions.returns`.
+        """
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         return self.graph(inputs_embeds, positions, hidden_states)
 
     @property
     def layer(self) -> MTPLayer:
-        """The module that was traced; it owns the weights."""
+        """The traced module, which owns the weights."""
         layer = self.graph.get_submodule("inner.layer")
         assert isinstance(layer, MTPLayer)
         return layer
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm before the head: the host's to call where the draft returns what precedes it."""
+        """The norm before the head. The host calls it if the draft returns "before_final_norm"."""
         return self.layer.final_norm
 
     @property
     def prefix(self) -> str:
-        """Where the layer's tensors are in a checkpoint."""
+        """The prefix of the layer's tensor names in a checkpoint."""
         text = self.config.get_text_config(decoder=True)
         return self.family.layer_prefix(text.num_hidden_layers, self.index)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy this layer's weights out of a checkpoint's tensors, in place.
+        """Copy this layer's weights in place from a checkpoint's tensors.
 
         Args:
-            weights: (name in the checkpoint, tensor); what is not this layer's is passed over.
+            weights: pairs of a name in the checkpoint and a tensor. Tensors of other layers are
+                ignored.
 
         Returns:
-            Names that were this layer's, with copies of the target's embedding and head, which
-            are left to the host.
+            The layer's names in the checkpoint. They include the layer's copies of the target's
+            embedding and head, which are not loaded, because the host has these.
 
         Raises:
-            CheckpointError: tensors missing, unexpected, of another shape, of 8 bits, or not
-                finite; the message lists them.
+            CheckpointError: tensors are missing, unexpected, of a wrong shape, of 8 bits, or not
+                finite. The message lists them.
         """
-        prefix, what = self.prefix, f"MTP layer {self.index} of {self.family.name}"
+        prefix, name = self.prefix, f"MTP layer {self.index} of {self.family.name}"
         given = {n: t for n, t in weights if n.startswith(prefix)}
         own = {n.removeprefix(prefix): t for n, t in given.items()}
         own = {n: t for n, t in own.items() if n not in self.family.shared_tensors}
         quantised = sorted(n for n, t in own.items() if t.dtype.itemsize == 1)
         if quantised:
             raise CheckpointError(
-                f"{what}: {len(quantised)} tensor(s) of 8 bits: {listing(quantised)}; "
+                f"{name}: {len(quantised)} tensor(s) of 8 bits: {listing(quantised)}; "
                 "expected an unquantised checkpoint"
             )
         tensors = layer_tensors(own, self.family)
-        check_tensors(self.layer, tensors, what)
-        check_finite(tensors.items(), what)
+        check_tensors(self.layer, tensors, name)
+        check_finite(tensors.items(), name)
         self.layer.load_state_dict(tensors)
         return set(given)
 
 
 class _Rows(nn.Module):
-    """What is traced: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H]."""
+    """The module to trace: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H]."""
 
     def __init__(self, layer: MTPLayer, rotary: TextRotary, normed: bool):
         super().__init__()
@@ -183,10 +196,10 @@ class _Rows(nn.Module):
 
 
 def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
-    """The layer from transformers' classes, with memory for its weights but no weights."""
+    """Build the layer from transformers' classes, with uninitialised weights."""
     text = config.get_text_config(decoder=True)
     count = family.num_mtp_layers(text)
-    if count is None:  # The config does not say; the checkpoint's tensors will.
+    if count is None:  # The config has no count; `load_weights` checks that the tensors exist.
         text.num_nextn_predict_layers = options.index + 1
     elif options.index >= count:
         raise UnsupportedModelError(
@@ -211,22 +224,22 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
 
 
 def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
-    """The rows as a graph with a symbolic number of tokens, over the layer's own tensors."""
+    """Trace the rows as a graph with a symbolic number of tokens, over the layer's own tensors."""
     floats = torch.zeros(TRACE_TOKENS, width, dtype=options.dtype, device=options.device)
     positions = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=options.device)
     example = (floats, positions, torch.zeros_like(floats))
     traced = export_piece(rows, example, tuple({0: Dim.DYNAMIC} for _ in example))
-    # Besides casts that cast nothing: latents are expanded by the model, and used as they are.
+    # This also drops the model's own expansion of latents, which sites use unexpanded.
     drop_identities(traced.graph)
-    # A plain module, for hosts call eval() on it, which export's refuses; and in it the traced
-    # module itself in place of a copy of its tree: one owner of each tensor.
+    # Hosts call eval(), which export's module refuses, so this makes a plain one. It holds the
+    # traced module itself instead of a copy, so that each tensor has one owner.
     plain = fx.GraphModule(traced, traced.graph)
     plain.add_module("inner", rows)
     return plain
 
 
 def _call_host(traced: fx.GraphModule, modules: list[nn.Module]) -> None:
-    """Replace the marks of sites by calls of the host's modules."""
+    """Replace the calls of `host_attention` with calls of the host's modules."""
     traced.add_module("sites", nn.ModuleList(modules))
     for node in list(traced.graph.nodes):
         if node.target is not torch.ops.mtpc.host_attention.default:

@@ -1,4 +1,4 @@
-"""From what a host knows of a model to the family and config that a draft is built with."""
+"""Finds the family and the config of a draft from a host's config or a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ _OF_THE_CHECKPOINT = ("model_type", "quantization_config", "transformers_version
 
 
 def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFamily, Any]:
-    """The family of a model, and a config of transformers' own class for it, private to the caller.
+    """Find a model's family, and make a new config of transformers' own class.
 
     Args:
-        source: a transformers config (whose class a host may have changed), its entries as a
-            dict, or a checkpoint: directory, or name in the local hub cache.
-        architecture: the target's, as in `architectures` of config.json, where `source` names a
-            host's draft class in its place.
+        source: a transformers config (whose class a host may have changed), a dict with its
+            entries, or a checkpoint: a directory, or a name in the local hub cache.
+        architecture: the target's architecture, as in `architectures` of config.json. It is needed
+            if `source` has the name of a host's draft class there.
+
+    Returns:
+        The family and the config, of which no one else has a reference.
 
     Raises:
-        CheckpointError: a checkpoint without config.json.
-        UnsupportedModelError: an unknown architecture, one whose MTP layers no host's attention
-            can serve, or a quantised checkpoint.
+        CheckpointError: the checkpoint has no config.json.
+        UnsupportedModelError: the architecture is unknown, its MTP layers keep state that a host's
+            attention cannot hold, or the checkpoint is quantised.
     """
     fields = _entries(source)
     names = [architecture] if architecture else list(fields.get("architectures") or [])
@@ -36,8 +39,8 @@ def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFam
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     if quantised:
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({_method(quantised)}); a traced draft holds its weights "
-            "as they are computed with: use an unquantised checkpoint, or the host's own draft"
+            f"the checkpoint is quantised ({_method(quantised)}); a traced draft holds unquantised "
+            "weights: use an unquantised checkpoint, or the host's own draft"
         )
     config_class = getattr(transformers, family.hf_config_class)
     if "text_config" not in getattr(config_class, "sub_configs", {}):
@@ -49,14 +52,15 @@ def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFam
 
 
 def _check_state(family: ModelFamily, config: Any) -> None:
-    """A traced draft stands on the host's attention alone: refuse MTP layers that keep more."""
+    """Refuse MTP layers with state other than K and V or a latent in the host's cache."""
     specs = family.cache_specs(config, config.num_hidden_layers, torch.bfloat16)
     roles = {spec.name.rpartition(".")[2].removeprefix("ring_") for spec in specs}
     if family.parts is not None or not roles <= {"k", "v", "latent"}:
         kinds = ", ".join(sorted(roles))
         raise UnsupportedModelError(
             f"{family.name}: its MTP layers hold state of their own kind ({kinds}); a traced "
-            "draft stands on the host's attention alone, over K and V or a latent"
+            "draft can use only the host's attention over K and V or a latent: use the host's own "
+            "draft"
         )
 
 
@@ -66,7 +70,10 @@ def _entries(source: Any) -> dict[str, Any]:
     if isinstance(source, (str, Path)):
         entries, _ = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=True)
         if not entries:
-            raise CheckpointError(f"{str(source)!r} has no config.json; is it a checkpoint?")
+            raise CheckpointError(
+                f"{str(source)!r} has no config.json; expected a checkpoint directory, or a name "
+                "in the local hub cache"
+            )
         return entries
     return dict(source.to_dict())
 

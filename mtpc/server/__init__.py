@@ -1,1 +1,1 @@
-"""`mtpc serve`: an OpenAI-compatible HTTP server over `AsyncEngine`; needs the extra `serve`."""
+"""`mtpc serve`: an OpenAI-compatible HTTP server on `AsyncEngine`. It needs the extra `serve`."""

@@ -1,7 +1,7 @@
-"""OpenAI's answers as JSON: whole, and as chunks of a stream.
+"""Answers as OpenAI's JSON: as one body, and as the chunks of a stream.
 
-What of a chunk does not change is written once per choice. A chunk then costs the encoding of its
-text, whatever the step put into it.
+The constant parts of a chunk are encoded once per choice. Each chunk then encodes only its text,
+its log-probabilities and its finish reason.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _HALF = "\ufffd"
 
 @dataclass(frozen=True)
 class Piece:
-    """What one choice got.
+    """New text of one choice.
 
     Attributes:
-        text: new text; it may be empty.
-        logprobs: of new tokens, where they were asked for.
-        finish_reason: "stop" or "length" with the last piece.
+        text: the new text; it may be empty.
+        logprobs: one entry per new token, if the client asked for log-probabilities.
+        finish_reason: "stop" or "length" in the last piece, else None.
     """
 
     text: str
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a whole answer."""
+    """The number of tokens in a request's prompts and in its whole answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,14 +50,16 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """The frame of an answer.
+    """The format of an answer, and the fields that all of its chunks share.
 
     Attributes:
-        is_chat: which of the two shapes.
-        model: as the client called it.
-        decode: ids to text, for log-probabilities.
-        wants_logprobs: whether they were asked for.
-        wants_usage: whether a stream ends with usage.
+        is_chat: whether it answers a chat request; else a completion request.
+        model: the model's name in the request.
+        decode: decodes token ids to text, for log-probabilities.
+        wants_logprobs: whether the client asked for log-probabilities.
+        wants_usage: whether a stream ends with a usage chunk.
+        created: Unix time, in seconds.
+        token: the random part of the answer's id.
     """
 
     is_chat: bool
@@ -79,26 +81,38 @@ class Answer:
         }
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        """The answer of a request that does not stream; all pieces of each choice.
+        """The body of an answer without a stream.
 
-        Each choice is encoded by itself: an encoder holds the interpreter from begin to end.
+        Each choice is encoded separately, because the JSON encoder holds the GIL during a call.
+
+        Args:
+            choices: all pieces of each choice.
+            usage: the token counts.
         """
         frame = json.dumps(self._head(False))[:-1]
-        said = ", ".join(json.dumps(self._choice(i, each)) for i, each in enumerate(choices))
-        return f'{frame}, "choices": [{said}], "usage": {json.dumps(usage.json())}}}'.encode()
+        encoded = ", ".join(json.dumps(self._choice(i, each)) for i, each in enumerate(choices))
+        return f'{frame}, "choices": [{encoded}], "usage": {json.dumps(usage.json())}}}'.encode()
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self.is_chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         logprobs = self.logprobs(entries, 0)[0] if self.wants_logprobs else None
         reason = pieces[-1].finish_reason
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
-        """Log-probabilities in this answer's shape, and where the next token's text begins."""
+        """Format log-probabilities for this answer.
+
+        Args:
+            entries: one entry per token.
+            offset: characters of the text before these tokens; used for completions only.
+
+        Returns:
+            OpenAI's `logprobs` object, and the offset after these tokens (0 for a chat).
+        """
         if self.is_chat:
             return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}, 0
         tokens = [self.decode([entry.token_id]) for entry in entries]
@@ -120,30 +134,36 @@ class Answer:
         return {**self._chat_token(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """Bytes of a part of a character are not known from its text: null, as OpenAI allows."""
+        """A token's entry. `bytes` is null if the token is part of a character, as OpenAI allows.
+
+        The text of such a token does not show its bytes.
+        """
         text = self.decode([token_id])
         parts = None if _HALF in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": parts}
 
 
 def _likeliest_last(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """Of ids with the same text the likeliest stays; the emitted token is always there."""
+    """The emitted token, then the top tokens in ascending order of probability.
+
+    A dict that is built in this order keeps the likeliest of several ids with the same text.
+    """
     return [(entry.token_id, entry.logprob), *reversed(entry.top)]
 
 
 class Chunks:
-    """The chunks of one choice of a stream.
+    """Encodes the chunks of one choice in a stream.
 
     Args:
-        answer: the frame.
-        index: which choice.
+        answer: the answer's format.
+        index: the choice's index.
     """
 
     def __init__(self, answer: Answer, index: int):
         self._answer, self._offset, self._is_first = answer, 0, True
         frame = json.dumps(answer._head(True))[:-1]
-        said = '"delta":{"content":' if answer.is_chat else '"text":'
-        self._before = f'data: {frame}, "choices":[{{"index":{index},{said}'
+        opening = '"delta":{"content":' if answer.is_chat else '"text":'
+        self._before = f'data: {frame}, "choices":[{{"index":{index},{opening}'
         self._between = "}" if answer.is_chat else ""
         self._after = ',"usage":null}\n\n' if answer.wants_usage else "}\n\n"
         self._role = f'data: {frame}, "choices":[{{"index":{index},"delta":' + (
@@ -151,7 +171,7 @@ class Chunks:
         )
 
     def encode(self, piece: Piece) -> bytes:
-        """A piece as an event; a chat's first one is preceded by one that says who speaks."""
+        """Encode a piece as an event. In a chat, an event with the role precedes the first one."""
         logprobs = "null"
         if self._answer.wants_logprobs and piece.logprobs:
             shape, self._offset = self._answer.logprobs(piece.logprobs, self._offset)
@@ -166,11 +186,11 @@ class Chunks:
 
 
 def usage_chunk(answer: Answer, usage: Usage) -> bytes:
-    """The event with the usage of a whole stream."""
+    """The event with the token counts of a whole stream."""
     body = {**answer._head(True), "choices": [], "usage": usage.json()}
     return f"data: {json.dumps(body)}\n\n".encode()
 
 
 def error_event(body: bytes) -> bytes:
-    """An error after the stream has begun: clients read it where a chunk would be."""
+    """Encode an error that occurs after the stream has begun. It takes the place of a chunk."""
     return b"data: " + body + b"\n\n"

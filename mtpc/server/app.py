@@ -1,4 +1,4 @@
-"""The application: paths, who may use them, and how answers are sent."""
+"""The ASGI application: its paths, the check of the API key, and error responses."""
 
 from __future__ import annotations
 
@@ -29,46 +29,54 @@ from mtpc.server.replies import Reply
 from mtpc.server.service import Service
 
 OPEN_PATHS = ("/health",)
-"""What needs no key."""
+"""Paths that need no API key."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 LONG_BODY = 4096
-"""Bytes from which on a request is made token ids beside the event loop."""
+"""A request with a body longer than this, in bytes, is tokenised outside the event loop."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger("mtpc.server")
 
 
 class Endpoints:
-    """The paths' functions over one service."""
+    """The functions that serve each path, for one service."""
 
     def __init__(self, service: Service):
         self._service = service
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken."""
+        """Return 200 while the server accepts requests.
+
+        Raises:
+            ApiError: 503, see `Service.check_ready`.
+        """
         self._service.check_ready()
         return Response(status_code=200)
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' text format."""
+        """The metrics of the engine and the server, in Prometheus' text format."""
         engine = self._service.engine
         text = await engine.call(lambda: engine.engine.stats.prometheus())
         return Response(text + self._service.metrics(), media_type=METRICS_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """All models: one."""
+        """The list of models. It has one entry."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """One model."""
+        """The model of the given name.
+
+        Raises:
+            ApiError: 404, the server has another model.
+        """
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Text behind prompts."""
+        """Continue one or several prompts."""
         return await self._generate(request, is_chat=False)
 
     async def chat(self, request: Request) -> ASGIApp:
-        """What the assistant says next."""
+        """Generate the assistant's next message in a conversation."""
         return await self._generate(request, is_chat=True)
 
     async def _generate(self, request: Request, is_chat: bool) -> ASGIApp:
@@ -79,7 +87,7 @@ class Endpoints:
         fields = check_fields("chat" if is_chat else "completions", parse_json(body))
         self._check_model(fields["model"])
         count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
-        # From here on the server's end waits for it, through the reply.
+        # From here until the end of the reply, shutdown waits for this request.
         with ExitStack() as admission:
             admission.enter_context(service.admitted(count))
             is_long = len(body) > LONG_BODY
@@ -97,10 +105,10 @@ class Endpoints:
             return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
 
     def _prompts(self, fields: dict[str, Any], is_chat: bool) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """The token ids of each prompt."""
         encode = self._service.engine.served.encode
         given = [self._conversation(fields)] if is_chat else fields["prompt"]
-        # A template writes the special tokens that its model wants.
+        # A chat template writes special tokens itself, so `encode` adds them only to completions.
         return [encode(p, not is_chat) if isinstance(p, str) else p for p in given]
 
     def _conversation(self, fields: dict[str, Any]) -> str:
@@ -118,7 +126,7 @@ class Endpoints:
         known = self._service.model_name
         if name != known:
             shown = name if len(name) <= 100 else f"{name[:97]}..."
-            message = f"the model {shown!r} is not here; this server has {known!r}"
+            message = f"the model {shown!r} does not exist; this server has {known!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def _model(self) -> dict[str, Any]:
@@ -135,12 +143,12 @@ class Endpoints:
 def make_app(
     service: Service, connections: Connections, lifespan: Lifespan[Starlette] | None = None
 ) -> ASGIApp:
-    """The whole application.
+    """Make the ASGI application.
 
     Args:
-        service: what it serves.
-        connections: whose requests they are.
-        lifespan: entered before the first request.
+        service: the service that handles requests.
+        connections: the open connections, which learn when a request begins and ends.
+        lifespan: a context that is entered before the first request.
     """
     endpoints = Endpoints(service)
     routes = [
@@ -163,10 +171,10 @@ def make_app(
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Starlette's own: no such path, no such method."""
+    """Starlette's own errors: an unknown path or a wrong method."""
     known = ", ".join(PATHS)
     messages = {
-        404: f"there is no {request.url.path[:100]}; there are {known}",
+        404: f"there is no path {request.url.path[:100]}; known paths are {known}",
         405: f"{request.url.path} does not take {request.method[:20]}",
     }
     answer = ApiError(error.status_code, messages.get(error.status_code, error.detail))
@@ -175,7 +183,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _client_left(request: Request, error: ClientDisconnect) -> Response:
-    """Nobody reads this."""
+    """The client has disconnected and does not read this response."""
     return Response(status_code=499)
 
 
@@ -187,7 +195,7 @@ async def _any_error(request: Request, error: Exception) -> Response:
 
 
 def _noting_body(scope: Scope, receive: Receive, connection: GuardedProtocol) -> Receive:
-    """`receive`, which also tells the connection once that the request's body is read."""
+    """Wrap `receive`: it also notifies the connection when the request's body has been read."""
     is_read = not any(
         name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]
     )
@@ -206,7 +214,7 @@ def _noting_body(scope: Scope, receive: Receive, connection: GuardedProtocol) ->
 
 
 class Gate:
-    """Before everything else: the key, the connection's limits, and the count of answers."""
+    """Wraps the application: checks the API key, notifies connections and counts responses."""
 
     def __init__(self, app: ASGIApp, service: Service, connections: Connections):
         self._app, self._service, self._connections = app, service, connections
@@ -245,6 +253,6 @@ class Gate:
             return True
         given = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        # The comparison takes the same time wherever the keys begin to differ.
+        # The time of this comparison does not depend on where the keys differ.
         is_key = hmac.compare_digest(key.strip(), self._key)
         return is_key and scheme.lower() == b"bearer"

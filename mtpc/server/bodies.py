@@ -1,4 +1,4 @@
-"""Reading request bodies: bounded in size and time, and no JSON but what the standard has."""
+"""Reads request bodies with limits on size and time, and parses them as standard JSON."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from starlette.requests import Request
 from mtpc.server.errors import ApiError
 
 DISCARDED = 8
-"""Times the limit that is read of a body too large, and forgotten: clients that are still writing
-would lose the answer when the connection closes."""
+"""The server reads and discards up to this many times the size limit of a body that is too large. A
+client that is still writing would otherwise lose the answer when the connection closes."""
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """A request's body, declared as JSON.
+    """Read a request's body, which must be declared as JSON.
 
     Args:
-        request: whose body nobody has read.
-        max_bytes: the largest that is taken.
-        seconds: until it must be here.
+        request: a request whose body has not been read.
+        max_bytes: the largest accepted body, in bytes.
+        seconds: the time limit for the whole body.
 
     Raises:
-        ApiError: 408 (too slow), 413 (too large), 415 (not declared as JSON: what a browser sends
-            to a local server unasked is not).
-        ClientDisconnect: the client left.
+        ApiError: 408 (too slow), 413 (too large), or 415 (not declared as JSON; this refuses
+            requests that a web page may send to a local server without permission).
+        ClientDisconnect: the client disconnected.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -35,14 +35,14 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         async with asyncio.timeout(seconds):
             return await _read(request, max_bytes)
     except TimeoutError:
-        raise ApiError(408, f"the body was not here within {seconds:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
 
 
 def parse_json(body: bytes) -> Any:
-    """What a body says.
+    """Parse a body.
 
     Raises:
-        ApiError: 400 (no JSON, no UTF-8).
+        ApiError: 400 (the body is not JSON or not UTF-8).
     """
     try:
         text = body.decode("utf-8")
@@ -50,11 +50,11 @@ def parse_json(body: bytes) -> Any:
         raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_utf8") from None
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        # Halves of characters, escaped, are JSON and no text.
+        # JSON allows an escaped surrogate alone, but UTF-8 cannot encode it; encode() then raises.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     return value
 
 
@@ -62,7 +62,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if "expect" in request.headers and length.isdecimal() and int(length) > max_bytes:
-        raise too_large  # The client asks first.
+        raise too_large  # The client waits for permission to send the body.
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -1,8 +1,8 @@
-"""Messages to a prompt: the checkpoint's own Jinja template, run in a sandbox.
+"""Turns messages into a prompt with the checkpoint's own Jinja template, run in a sandbox.
 
-Variables, filters and options are those of transformers' `apply_chat_template`, which templates are
-written for (huggingface.co/docs/transformers, "Chat templates"); the template is read from the
-checkpoint's files, so that transformers need not be imported.
+The variables, filters and options are those of transformers' `apply_chat_template`, for which
+templates are written (huggingface.co/docs/transformers, "Chat templates"). This module reads the
+template from the checkpoint's files and does not import transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mtpc.errors import CheckpointError, RequestError
 
 _TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-"""transformers' tag around what the assistant said, of use in training only."""
+"""transformers' tags around the assistant's text. Only training uses them."""
 _FAULTS = (
     TemplateError,
     TypeError,
@@ -30,18 +30,18 @@ _FAULTS = (
     LookupError,
     RecursionError,
 )
-"""What templates end with, given other messages or variables than they were written for."""
+"""Exceptions that templates raise for messages or variables that they do not expect."""
 
 
 class ChatTemplate:
-    """Renders conversations.
+    """Renders conversations as prompts.
 
     Args:
-        source: the template.
-        special_tokens: their texts, by the names templates have for them.
+        source: the Jinja template.
+        special_tokens: texts of special tokens by the template's variable names ("bos_token").
 
     Raises:
-        CheckpointError: the template is no Jinja template.
+        CheckpointError: `source` is not a valid Jinja template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
@@ -60,14 +60,14 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
-        """The prompt of a conversation, up to where the assistant begins to speak.
+        """The prompt of a conversation, up to the start of the assistant's next message.
 
         Args:
-            messages: with role and content each.
-            kwargs: further variables of the template, as enable_thinking.
+            messages: the messages, each with a role and a content.
+            kwargs: further variables of the template, such as enable_thinking.
 
         Raises:
-            RequestError: the template refuses these messages, or does what the sandbox forbids.
+            RequestError: the template refuses these messages, or violates the sandbox.
         """
         variables = {
             "tools": None,
@@ -84,13 +84,19 @@ class ChatTemplate:
 
 
 def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | None:
-    """A checkpoint's template: `file` if given, chat_template.jinja, or tokenizer_config.json's.
+    """Load a checkpoint's chat template.
+
+    The first of these counts: `file`, chat_template.jinja, the entry in tokenizer_config.json.
+
+    Args:
+        directory: the checkpoint's directory.
+        file: a template to use instead of the checkpoint's, or None.
 
     Returns:
-        None where the checkpoint has none.
+        The template, or None if the checkpoint has none.
 
     Raises:
-        CheckpointError: a file cannot be read, or the template is broken.
+        CheckpointError: a file cannot be read, or the template is invalid.
     """
     config = _read_json(directory / "tokenizer_config.json")
     path = file or directory / "chat_template.jinja"
@@ -108,16 +114,16 @@ def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | Non
 
 
 def _default(entry: Any) -> str | None:
-    """Some checkpoints have several templates by name; one of them is for conversation."""
+    """The template in a checkpoint's entry, which may be a list of named templates."""
     if isinstance(entry, list):
         return next((e["template"] for e in entry if e.get("name") == "default"), None)
     return entry
 
 
 def _text(token: Any) -> str | None:
-    """A special token is written as its text, or as an object with more facts.
+    """The text of a special token, whose entry is the text or an object with a `content`.
 
-    What else has such a name is none, as `add_bos_token`: true or false.
+    Returns None for other entries with such a name, for example the boolean `add_bos_token`.
     """
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
@@ -146,7 +152,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML; prompts are none."""
+    """Replaces Jinja's own `tojson` filter, which escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,8 +1,8 @@
-"""What a connection may take: time for a request's head, time to read an answer, and memory.
+"""Limits of a connection: the time for a request's head, the time to read an answer, and memory.
 
-uvicorn's protocols have no such limits. A `GuardedProtocol` stands between the transport and one
-of them and hands everything on; that a request has begun and ended it hears from the application,
-by the client's address.
+uvicorn's protocols have no such limits. A `GuardedProtocol` stands between the transport and one of
+uvicorn's protocols, and forwards all calls. The application notifies it when a request begins and
+ends, and finds it by the addresses of the client and the server.
 """
 
 from __future__ import annotations
@@ -16,31 +16,39 @@ from mtpc.server.bodies import DISCARDED
 from mtpc.server.options import ServerOptions
 
 MAX_HEAD_BYTES = 2**16
-"""Of a request line and headers."""
+"""The largest request line with headers, in bytes."""
 Ends = tuple[tuple[str, int], tuple[str, int]]
-"""The client's address and port, and ours: together they are one connection's alone."""
+"""Address and port of the client and of the server. Together they identify a connection."""
 
 
 class Connections:
     """All open connections.
 
     Args:
-        options: limits.
-        make: uvicorn's protocol, made with the arguments uvicorn gives.
+        options: the limits.
+        make: makes uvicorn's protocol from the arguments that uvicorn gives.
+
+    Attributes:
+        by_ends: the open connections.
     """
 
     def __init__(self, options: ServerOptions, make: Callable[..., asyncio.Protocol]):
         self.options, self._make = options, make
         self.by_ends: dict[Ends, GuardedProtocol] = {}
-        self.timed_out = 0
-        self.refused = 0
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
-        """One for a new connection; uvicorn calls this as if it were its protocol's class."""
+        """Make the protocol of a new connection. uvicorn calls this like a protocol class."""
         return cast(asyncio.Protocol, GuardedProtocol(self, self._make(**arguments)))
 
     def begin(self, scope: MutableMapping[str, Any]) -> GuardedProtocol | None:
-        """A request's head has arrived; None where its connection is gone already."""
+        """Record that a request's head has arrived.
+
+        Args:
+            scope: the request's ASGI scope.
+
+        Returns:
+            The request's connection, or None if it has closed already.
+        """
         client, server = scope.get("client"), scope.get("server")
         if client is None or server is None:
             return None
@@ -51,7 +59,7 @@ class Connections:
 
 
 class GuardedProtocol:
-    """One connection; an `asyncio.Protocol` in all but inheritance."""
+    """One connection. It has the methods of `asyncio.Protocol` but does not inherit from it."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol):
         self._all, self._inner = connections, inner
@@ -59,9 +67,9 @@ class GuardedProtocol:
         self._transport: Any = None
         self._ends: Ends | None = None
         self._is_refused = self._is_paused = self._is_lingering = False
-        # A client may send the next request before the application has left the one before.
+        # A client may send the next request before the application has ended the previous one.
         self._num_requests = 0
-        # What came since the last head, or since the body behind it, was complete.
+        # Bytes that arrived since the last head, or the body after it, was complete.
         self._head_bytes, self._is_body_read = 0, True
         self._unsent: float = math.inf
         self._head_timer = _Timer(self._options.header_seconds, self._give_up)
@@ -69,11 +77,10 @@ class GuardedProtocol:
         self._linger_timer = _Timer(self._options.header_seconds, self._end_lingering)
 
     def connection_made(self, transport: Any) -> None:
-        """Take it, or close it where there are too many."""
+        """Register the connection, or close it if there are too many."""
         self._transport = transport
         if len(self._all.by_ends) >= self._options.max_connections:
             self._is_refused = True
-            self._all.refused += 1
             transport.abort()
             return
         peer, ours = (transport.get_extra_info(name)[:2] for name in ("peername", "sockname"))
@@ -83,11 +90,11 @@ class GuardedProtocol:
         self._inner.connection_made(cast(asyncio.Transport, _ClosedByGuard(transport, self)))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Forget it."""
+        """Remove the connection and stop its timers."""
         if self._is_refused:
             return
         assert self._ends is not None
-        if self._all.by_ends.get(self._ends) is self:  # Else its port has a new connection.
+        if self._all.by_ends.get(self._ends) is self:  # A new connection may have the same port.
             del self._all.by_ends[self._ends]
         self._head_timer.stop()
         self._write_timer.stop()
@@ -95,10 +102,10 @@ class GuardedProtocol:
         self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        """Hand on; bytes are limited always, time where no request is open.
+        """Forward data, up to a limit of bytes. Start the head's timer if no request is open.
 
-        The body of a request that was answered before it was read may still come: what its
-        client writes on must be taken, or the answer is lost.
+        A request may be answered before its body is read. The rest of the body must then be read
+        and discarded, or the client loses the answer.
         """
         if self._is_refused or self._transport.is_closing():
             return
@@ -115,21 +122,21 @@ class GuardedProtocol:
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Hand on."""
+        """Forward the end of the client's data."""
         return None if self._is_refused else self._inner.eof_received()
 
     @property
     def is_closing(self) -> bool:
-        """Whether nothing more is written."""
+        """Whether the server writes nothing more."""
         return self._is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """End the connection, at once where the client has nothing more to send.
+        """Close the connection, at once if the client has nothing more to send.
 
-        Else only writing ends here, and what still comes is read and forgotten until the client
-        closes (within `header_seconds`): a connection closed before that is reset by what comes,
-        and with it the answer is lost (RFC 9112, section 9.6). Asked a second time, as at the
-        server's end, it is closed.
+        Otherwise the connection lingers: the server ends writing, and reads and discards data until
+        the client closes, for at most `header_seconds`. If it closed at once, the remaining data
+        would reset the connection, and the client would lose the answer (RFC 9112, section 9.6). A
+        second call, for example at shutdown, closes a lingering connection.
         """
         if self._is_lingering or (self._is_body_read and not self._head_bytes):
             self._transport.close()
@@ -143,19 +150,19 @@ class GuardedProtocol:
         self._transport.resume_reading()
 
     def pause_writing(self) -> None:
-        """The client does not read, and the buffer is full."""
+        """The write buffer is full, because the client does not read fast enough."""
         self._is_paused = True
         self._time_writing()
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """It reads on."""
+        """The client reads again, and the write buffer has room."""
         self._is_paused = False
         self._write_timer.stop()
         self._inner.resume_writing()
 
     def begin(self) -> None:
-        """A request's head is complete, and the application has it."""
+        """Record that a request's head is complete and the application has received it."""
         self._num_requests += 1
         self._head_bytes, self._is_body_read = 0, False
         self._head_timer.stop()
@@ -163,34 +170,33 @@ class GuardedProtocol:
             self._write_timer.stop()
 
     def body_read(self) -> None:
-        """The request has no body, or the application has all of it: what comes is a next head."""
+        """Record that the request's body, if any, is read. The next data are a new head."""
         self._head_bytes, self._is_body_read = 0, True
 
     def end(self) -> None:
-        """The application is done. What is not yet sent keeps the connection for a while only."""
+        """Record that the application has ended a request. Unsent data then have a time limit."""
         self._num_requests -= 1
         if self._num_requests:
             return
         has_begun = self._head_bytes and self._is_body_read and not self._is_lingering
         if has_begun and not self._head_timer.is_running:
-            self._head_timer.start()  # Of the next head.
+            self._head_timer.start()  # The next request's head has begun to arrive.
         if self._transport.get_write_buffer_size() and not self._write_timer.is_running:
             self._time_writing()
 
     def _give_up(self) -> None:
-        self._all.timed_out += 1
         self._transport.abort()
 
     def _end_lingering(self) -> None:
-        self._transport.close()  # After what is not yet sent, which has its own timer.
+        self._transport.close()  # It first sends the unsent data, which have their own timer.
 
     def _time_writing(self) -> None:
-        # How much there is to send is known later: uvicorn may be in the midst of writing.
+        # The timer reads the size of the unsent data later, because uvicorn may still be writing.
         self._unsent = math.inf
         self._write_timer.start()
 
     def _give_up_unread(self) -> None:
-        """Wait on for a client that reads, however slowly."""
+        """Close the connection, unless the client has read something since the last check."""
         unsent = self._transport.get_write_buffer_size()
         if unsent and unsent < self._unsent:
             self._unsent = unsent
@@ -200,7 +206,7 @@ class GuardedProtocol:
 
 
 class _ClosedByGuard:
-    """A transport as uvicorn's protocol sees it."""
+    """The transport that uvicorn's protocol gets. Its `close` and `is_closing` go to the guard."""
 
     def __init__(self, transport: Any, guard: GuardedProtocol):
         self._transport, self._guard = transport, guard
@@ -214,7 +220,7 @@ class _ClosedByGuard:
 
 
 class _Timer:
-    """Calls back once, if it is not stopped before."""
+    """Calls a function once after a number of seconds, unless it is stopped before."""
 
     def __init__(self, seconds: float, callback: Callable[[], None]):
         self._seconds, self._callback = seconds, callback
@@ -225,12 +231,12 @@ class _Timer:
         return self._handle is not None
 
     def start(self) -> None:
-        """From now on, anew if it runs."""
+        """Start the timer, or restart it if it runs."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(self._seconds, self._fire)
 
     def stop(self) -> None:
-        """Do not call back."""
+        """Stop the timer, if it runs."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

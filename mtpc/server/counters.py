@@ -1,4 +1,4 @@
-"""What the server counts beside the engine, in Prometheus' text format, with vLLM's names."""
+"""The server's own counts, in Prometheus' text format, with vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from mtpc.engine.metrics import PREFIX
+from mtpc.engine.metrics import PREFIX, Sample, metric_lines
 
-# vLLM's (vllm/v1/metrics/loggers.py), shortened at the far ends.
+# Bucket bounds from vLLM (vllm/v1/metrics/loggers.py), without the largest ones.
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
                   10, 20, 40, 80, 160)  # fmt: skip
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
 class Histogram:
-    """Counts of values by upper bounds, as Prometheus has it.
+    """A Prometheus histogram: counts of values by upper bound.
 
     Args:
-        name: without prefix.
-        description: for people.
-        bounds: ascending; a last one, infinite, is implied.
+        name: the metric's name without prefix.
+        description: text for the HELP line.
+        bounds: upper bounds, ascending. An infinite bound follows implicitly.
     """
 
     def __init__(self, name: str, description: str, bounds: tuple[float, ...]):
@@ -33,7 +33,7 @@ class Histogram:
         self._sum += value
 
     def lines(self) -> Iterator[str]:
-        """Its exposition."""
+        """The histogram's lines in Prometheus' text format."""
         name, total = f"{PREFIX}{self._name}", 0
         yield f"# HELP {name} {self._description}"
         yield f"# TYPE {name} histogram"
@@ -45,33 +45,45 @@ class Histogram:
 
 
 class ServerCounters:
-    """Counts since the server's start."""
+    """Counts since the server started.
+
+    Attributes:
+        responses: responses by path and status code.
+        disconnects: clients that disconnected before the end of their answer.
+        first_token_s: seconds from a request's arrival to its first output.
+        request_s: seconds from a request's arrival to its end.
+    """
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()
         self.disconnects = 0
         self.first_token_s = Histogram(
             "time_to_first_token_seconds",
-            "From a request's arrival to its first text.",
+            "Seconds from a request's arrival to its first text.",
             _FIRST_TOKEN_S,
         )
         self.request_s = Histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_S
+            "e2e_request_latency_seconds",
+            "Seconds from a request's arrival to its end.",
+            _REQUEST_S,
         )
 
     def prometheus(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """All of it, after gauges of this moment: descriptions and values by name."""
+        """All counts in Prometheus' text format.
+
+        Args:
+            gauges: for each gauge's name its description and its value; they come first.
+        """
         lines: list[str] = []
         for name, (description, value) in gauges.items():
-            lines += [f"# HELP {PREFIX}{name} {description}", f"# TYPE {PREFIX}{name} gauge"]
-            lines.append(f"{PREFIX}{name} {value}")
-        lines.append(f"# HELP {PREFIX}http_responses_total Answers, by path and status code.")
-        lines.append(f"# TYPE {PREFIX}http_responses_total counter")
-        for (path, status), count in sorted(self.responses.items()):
-            labels = f'path="{path}",status="{status}"'
-            lines.append(f"{PREFIX}http_responses_total{{{labels}}} {count}")
-        lines.append(f"# HELP {PREFIX}http_disconnects_total Clients that left before the end.")
-        lines.append(f"# TYPE {PREFIX}http_disconnects_total counter")
-        lines.append(f"{PREFIX}http_disconnects_total {self.disconnects}")
+            lines += metric_lines("gauge", name, description, [({}, value)])
+        responses: list[Sample] = [
+            ({"path": path, "status": status}, count)
+            for (path, status), count in sorted(self.responses.items())
+        ]
+        description = "Responses, by path and status code."
+        lines += metric_lines("counter", "http_responses_total", description, responses)
+        description, count = "Clients that disconnected early.", self.disconnects
+        lines += metric_lines("counter", "http_disconnects_total", description, [({}, count)])
         lines += [*self.first_token_s.lines(), *self.request_s.lines()]
         return "\n".join(lines) + "\n"

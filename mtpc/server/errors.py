@@ -1,4 +1,4 @@
-"""Errors as clients get them: OpenAI's JSON, and the status code that goes with it."""
+"""Errors that clients receive: OpenAI's JSON and an HTTP status code."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import re
 from mtpc.errors import CapacityError, MtpcError, NumericsError, RequestError, ServingError
 
 RETRY_AFTER_S = 1
-"""What clients are told to wait, where coming again may help."""
+"""Seconds after which a client should retry (status 429 and 503)."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _TOO_LONG = "context_length_exceeded"
 
 
 class ApiError(MtpcError):
-    """What a request is answered with instead of a result.
+    """An error response.
 
     Args:
         status: HTTP status code.
-        message: what was found, what was expected, what to do.
-        param: the field of the request that it is about.
-        code: a word for programs.
+        message: what was found, what was expected, and what to do.
+        param: the request's field that caused the error, or None.
+        code: OpenAI's `code`, a fixed word that programs can compare, or None.
     """
 
     def __init__(
@@ -31,24 +31,24 @@ class ApiError(MtpcError):
 
     @property
     def kind(self) -> str:
-        """OpenAI's `type`."""
+        """OpenAI's `type` of the error."""
         fallback = "server_error" if self.status >= 500 else "invalid_request_error"
         return _TYPES.get(self.status, fallback)
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers that belong to the status."""
+        """The HTTP headers of the response."""
         headers = {"content-type": "application/json"}
         if self.status in (429, 503):
             headers["retry-after"] = str(RETRY_AFTER_S)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if self.status in (408, 413):  # What is left of the body would be read as a request.
+        if self.status in (408, 413):  # Else the rest of the body would be read as a request.
             headers["connection"] = "close"
         return headers
 
     def body(self) -> bytes:
-        """OpenAI's error object."""
+        """OpenAI's error object, as JSON."""
         error = {
             "message": str(self),
             "type": self.kind,
@@ -59,7 +59,7 @@ class ApiError(MtpcError):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of any error. Those that are not on purpose tell it nothing."""
+    """The error response for an exception. Unexpected exceptions do not show their message."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CapacityError):
@@ -70,11 +70,11 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(500, str(error), code="numerics_error")
     if isinstance(error, ServingError):
         return ApiError(503, str(error), code="engine_ended")
-    return ApiError(500, "the server failed; its log says more", code="internal_error")
+    return ApiError(500, "the server failed; see the server's log", code="internal_error")
 
 
 def _refused(message: str) -> ApiError:
-    """A request that the engine refuses, in words of the API."""
+    """The response for a request that the engine refuses, with the API's names of fields."""
     if message.startswith("prompt of "):
         return ApiError(400, message.replace("max_new_tokens", "max_tokens"), code=_TOO_LONG)
     names = re.match(r"(max_new_tokens|[a-z]+_[a-z_]+|temperature|seed|stop|logprobs)\b", message)

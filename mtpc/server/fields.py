@@ -1,8 +1,9 @@
-"""Request fields: which there are, what they may hold, and what becomes of them.
+"""The fields of a request, and the checks of their values.
 
-`USED` are OpenAI's and, marked, vLLM's; `NO_OPS` change no answer by OpenAI's own definition, so
-they are accepted; `ONE_VALUE` are accepted with the value that asks for nothing. Any other field is
-refused by name. null is the same as a field left out.
+`USED` holds OpenAI's fields that the server uses, and vLLM's, which are marked. `NO_OPS` holds
+fields that change no answer by OpenAI's own definition; the server accepts and ignores them.
+`ONE_VALUE` holds fields that the server accepts only with a value that has no effect. The server
+refuses any other field by name. A field with the value null counts as absent.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from mtpc.sampling_params import MAX_SEED
 from mtpc.server.errors import ApiError
 
 MAX_CHOICES = 128
-"""`n`, as OpenAI limits it."""
+"""The largest `n`, which is OpenAI's limit."""
 MAX_STOPS = 16
-"""Stop strings; OpenAI has 4, vLLM any number."""
+"""The most stop strings. OpenAI allows 4, vLLM any number."""
 
 Check = Callable[[str, Any], Any]
-"""Takes a field's name and value (never None), gives the value to use."""
+"""Takes a field's name and its value (never None), and returns the value to use."""
 
 
 def _refuse(name: str, value: Any, wanted: str) -> ApiError:
@@ -47,7 +48,7 @@ def _integer(low: int, high: int) -> Check:
 
 
 def _number(name: str, value: Any) -> float:
-    """Its range is `SamplingParams`' business."""
+    """Check for a number. `SamplingParams` checks its range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _refuse(name, value, "a number")
     return value
@@ -72,12 +73,12 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 
 
 def _top_k(name: str, value: Any) -> int:
-    """vLLM's -1 is our 0: all tokens."""
+    """Turn vLLM's -1, which means all tokens, into `SamplingParams`' 0."""
     return max(_integer(-1, 2**31 - 1)(name, value), 0)
 
 
 def _seed(name: str, value: Any) -> int:
-    """OpenAI has 64 bits with a sign; 63 of them are used."""
+    """OpenAI's seed is a signed 64-bit integer. The server uses 63 bits of it."""
     return _integer(-(2**63), 2**63 - 1)(name, value) & MAX_SEED
 
 
@@ -91,7 +92,7 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
-    """JSON's keys are strings; ids in it are those of the model's tokenizer."""
+    """Turn the keys, which are strings in JSON, into token ids of the model's tokenizer."""
     bias = {}
     for key, number in _object(name, value).items():
         if not key.isdecimal() or len(key) > 9:
@@ -101,33 +102,34 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def _stream_options(name: str, value: Any) -> bool:
-    """Whether usage is to be included."""
+    """Whether the stream ends with the usage."""
     for key, flag in _object(name, value).items():
         if key not in ("include_usage", "include_obfuscation"):
             raise _refuse(f"{name}.{key}", flag, "include_usage alone")
         if flag is not None:
             _boolean(f"{name}.{key}", flag)
     if value.get("include_obfuscation"):
-        raise _refuse(f"{name}.include_obfuscation", True, "false: nothing is padded here")
+        raise _refuse(f"{name}.include_obfuscation", True, "false: this server pads no chunks")
     return bool(value.get("include_usage"))
 
 
 def _template_kwargs(name: str, value: Any) -> dict[str, Any]:
-    """Variables of a template, but for those that the request itself says."""
+    """The template's further variables. They must not replace those that the server sets."""
     for key in ("messages", "add_generation_prompt"):
         if key in _object(name, value):
-            raise ApiError(400, f"{name} has {key}, which is not its to say", name, "invalid_value")
+            message = f"{name} has {key}; expected other variables: the server sets this one"
+            raise ApiError(400, message, name, "invalid_value")
     return value
 
 
 def _prompts(name: str, value: Any) -> list[str | list[int]]:
-    """Text, texts, token ids, or several rows of them."""
+    """A list of prompts, from a text, several texts, token ids, or several lists of token ids."""
     rows = [value] if isinstance(value, str) or _is_row(value) else value
     if not isinstance(rows, list) or not rows:
         raise _refuse(name, value, "text, token ids, or a list of one of them, not empty")
     for row in rows:
         if not isinstance(row, str) and not _is_row(row):
-            raise _refuse(name, row, "text or a list of token ids in each place")
+            raise _refuse(name, row, "text or a list of token ids as each prompt")
     return rows
 
 
@@ -136,7 +138,10 @@ def _is_row(value: Any) -> bool:
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """A conversation; parts of a content become one text, each on lines of its own, as in vLLM."""
+    """A conversation. The parts of a message's content become one text, joined by newlines.
+
+    vLLM joins them in the same way.
+    """
     if not isinstance(value, list) or not value:
         raise _refuse(name, value, "a list of messages, not empty")
     return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
@@ -219,11 +224,13 @@ ONE_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
-    """The fields of a request that are used, checked one by one; ranges of sampling are not.
+    """Check a request's fields, and return those that the server uses.
+
+    `SamplingParams` checks the ranges of sampling parameters later.
 
     Args:
         endpoint: "completions" or "chat".
-        body: what came, as JSON has it.
+        body: the parsed JSON.
 
     Raises:
         ApiError: 400, with the field's name.
@@ -243,7 +250,7 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
             idle[name](name, value)
         elif not any(value == v and type(value) is type(v) for v in fixed[name]):
             allowed = " or ".join(json.dumps(v) for v in fixed[name])
-            raise _refuse(name, value, f"{allowed}, or nothing: more is not supported")
+            raise _refuse(name, value, f"{allowed}, or no such field: more is not supported")
     for name in ("model", "prompt" if endpoint == "completions" else "messages"):
         if name not in checked:
             raise ApiError(400, f"{name} is missing; every request needs it", name, "missing")
@@ -254,6 +261,6 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
 
 def _unknown(name: str, known: list[str]) -> ApiError:
     near = difflib.get_close_matches(name[:100], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "docs/server.md lists those that are"
+    hint = f"did you mean {near[0]!r}?" if near else "docs/server.md lists the supported fields"
     message = f"the field {name[:100]!r} is not supported; {hint}"
     return ApiError(400, message, name[:100], "unknown_field")

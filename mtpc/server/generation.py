@@ -1,4 +1,4 @@
-"""A request as choices, and the choices as pieces of text from the engine."""
+"""Turns a request into choices, and runs the choices on the engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mtpc.server.answers import Piece
 from mtpc.server.errors import ApiError
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's, for completions; a chat may use all that is left."""
+"""OpenAI's default of `max_tokens` for completions. A chat may use all tokens that are left."""
 
 Sink = Callable[[int, Piece], Awaitable[None]]
-"""Takes the pieces of a choice, by its index."""
+"""Receives a choice's index and its next piece."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One text to be generated."""
+    """One text to generate. It becomes one request of the engine."""
 
     index: int
     prompt_ids: list[int]
@@ -35,7 +35,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Job:
-    """All choices of a request, and what they share."""
+    """All choices of a request, and the parameters that they share.
+
+    Attributes:
+        choices: the `n` choices of the first prompt, then those of the next prompts.
+        stop: strings that end a text.
+        stop_ids: token ids that end a text.
+        prompt_tokens: tokens of all prompts together.
+    """
 
     choices: tuple[Choice, ...]
     stop: tuple[str, ...]
@@ -50,28 +57,30 @@ def make_job(
     is_chat: bool,
     max_tokens: int | None,
 ) -> Job:
-    """A job whose every choice the engine will take.
+    """Make a job, and check that the engine can serve each of its choices.
 
     Args:
-        fields: as `check_fields` gives them.
+        fields: the result of `check_fields`.
         prompts: token ids of each prompt.
-        engine: whose.
-        is_chat: how long an answer may get where the client does not say.
-        max_tokens: the server's own limit.
+        engine: the engine that will run the job.
+        is_chat: whether the request is a chat; this decides the default of `max_tokens`.
+        max_tokens: the server's limit of `max_tokens`, or None.
 
     Raises:
-        ApiError: more tokens than the server allows, or a field that needs another one.
-        RequestError: parameters out of range.
-        CapacityError: longer than the pool of pages.
+        ApiError: the request asks for more tokens than the server allows, or a field needs another
+            field that is missing.
+        RequestError: a parameter is out of range.
+        CapacityError: the page pool cannot hold the request.
     """
     sampling = _sampling(fields, engine, is_chat)
-    asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    if asked is not None and max_tokens is not None and asked > max_tokens:
-        raise ApiError(400, f"max_tokens is {asked}; this server gives {max_tokens}", "max_tokens")
+    requested = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    if requested is not None and max_tokens is not None and requested > max_tokens:
+        message = f"max_tokens is {requested}; this server allows at most {max_tokens}"
+        raise ApiError(400, message, "max_tokens")
     stop_ids = () if fields.get("ignore_eos") else engine.served.stop_ids
     choices: list[Choice] = []
     for prompt in prompts:
-        limit = asked or _default_tokens(len(prompt), engine, is_chat, max_tokens)
+        limit = requested or _default_tokens(len(prompt), engine, is_chat, max_tokens)
         for number in range(fields.get("n", 1)):
             seed = None if sampling.seed is None else (sampling.seed + number) & MAX_SEED
             choices.append(Choice(len(choices), prompt, limit, replace(sampling, seed=seed)))
@@ -86,7 +95,10 @@ def make_job(
 def _default_tokens(
     prompt_tokens: int, engine: AsyncEngine, is_chat: bool, max_tokens: int | None
 ) -> int:
-    """What max_len and the pool leave, or less; at least one: the engine says what is wrong."""
+    """The default of `max_tokens`: what max_len and the page pool leave, or a lower limit.
+
+    It is at least 1, so that the engine's own check reports a prompt that is too long.
+    """
     left = engine.engine.longest - prompt_tokens
     limits = [left, max_tokens or left, left if is_chat else DEFAULT_COMPLETION_TOKENS]
     return max(min(limits), 1)
@@ -106,7 +118,10 @@ _SAMPLING = (
 
 
 def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> SamplingParams:
-    """OpenAI's temperature is 1 unless said otherwise; a model compiled without sampling has 0."""
+    """The request's sampling parameters.
+
+    The default temperature is 1, as OpenAI's, or 0 for a model compiled without sampling.
+    """
     given = {name: fields[name] for name in _SAMPLING if name in fields}
     default = 1.0 if engine.engine.options.sampling else 0.0
     logprobs = fields.get("logprobs")
@@ -119,9 +134,9 @@ def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> Sam
 
 
 async def run_choices(engine: AsyncEngine, job: Job, sink: Sink) -> int:
-    """Generate all choices at once; returns the number of new tokens.
+    """Generate all choices concurrently, and return the number of new tokens.
 
-    An error of one ends the others; so does cancellation.
+    An error in one choice cancels the others.
 
     Raises:
         ServingError: the engine failed or was closed.
@@ -148,12 +163,12 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
         text=text,
     )
     counted = 0
-    async with aclosing(outputs):  # Also where the sink fails: the request must not outlive it.
+    async with aclosing(outputs):  # If the sink fails, this aborts the engine's request.
         async for output in outputs:
             reason = output.finish_reason
             if reason not in (None, "stop", "length"):
                 raise ServingError(f"the engine ended the request: {reason}")
-            # Tokens that a step emitted behind a stop string are nobody's.
+            # Drop the log-probabilities of tokens that a step emitted after a stop string.
             logprobs = (output.logprobs or ())[: text.num_tokens - counted]
             counted = text.num_tokens
             await sink(choice.index, Piece(output.text or "", logprobs, reason))

@@ -1,4 +1,4 @@
-"""What a server is told: address, key, limits. Imports neither starlette nor torch."""
+"""The options of a server. This module imports neither starlette nor torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ _NEEDED = ("starlette", "uvicorn", "jinja2")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server listens, and what it bears; docs/server.md says more of each limit.
+    """A server's address, API key and limits. docs/server.md describes each limit.
 
     Attributes:
         host: address to listen on.
         port: TCP port; 0 takes a free one.
-        model_name: what requests call the model; None is the checkpoint directory's name.
-        api_key: what clients must send as bearer token; None lets everybody in.
-        chat_template: file with a Jinja template, instead of the checkpoint's.
-        max_tokens: new tokens a request may ask for; None: as many as `max_len` leaves.
-        max_requests: choices in the engine at once.
-        max_queue: choices that may wait for a place there; more are told to come again (429).
-        max_body_bytes: of a request.
-        max_connections: open at once; further ones are closed.
-        header_seconds: for a request's head to arrive.
-        body_seconds: for its body.
-        write_seconds: for a client to read on when its buffers are full.
-        keep_alive_seconds: that a connection may be idle between two requests.
-        drain_seconds: for running requests to end after SIGTERM.
+        model_name: the model's name in requests; None is the checkpoint directory's name.
+        api_key: bearer token that clients must send; None admits every client.
+        chat_template: file with a Jinja template to use instead of the checkpoint's.
+        max_tokens: the most new tokens that a request may ask for; None is the number that
+            `max_len` leaves.
+        max_requests: the most choices in the engine at once.
+        max_queue: the most choices that wait for the engine. The server refuses further ones with
+            status 429.
+        max_body_bytes: the largest body of a request, in bytes.
+        max_connections: the most open connections. The server closes further ones.
+        header_seconds: time limit for a request's head.
+        body_seconds: time limit for a request's body.
+        write_seconds: time limit for a client to read something while its buffers are full.
+        keep_alive_seconds: the longest time that a connection is idle between two requests.
+        drain_seconds: time limit for running requests to end after SIGTERM.
         http: uvicorn's HTTP parser, one of HTTP_PARSERS.
+
+    Raises:
+        OptionError: a value is out of range.
     """
 
     host: str = "127.0.0.1"
@@ -67,18 +72,20 @@ class ServerOptions:
         if self.http not in HTTP_PARSERS:
             raise OptionError(f"http is {self.http!r}; expected one of {', '.join(HTTP_PARSERS)}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise OptionError("the API key has characters that no HTTP header can carry")
+            raise OptionError(
+                "the API key has characters that no HTTP header can carry; expected printable ASCII"
+            )
         if self.api_key == "":
-            raise OptionError("the API key is empty; give one, or none to let everybody in")
+            raise OptionError("the API key is empty; give a key, or no key to admit every client")
 
     @property
     def most_choices(self) -> int:
-        """Choices that may be in the server at once, waiting ones included."""
+        """The most choices that the server holds at once, including waiting ones."""
         return self.max_requests + self.max_queue
 
 
 def require_packages() -> None:
-    """Say what is missing before minutes are spent on compiling.
+    """Check that the server's packages are installed, before a compilation that takes minutes.
 
     Raises:
         ServingError: the extra `serve` is not installed.

@@ -1,4 +1,4 @@
-"""Sending an answer while it is generated, and giving up when nobody listens any more."""
+"""Sends an answer while the engine generates it, and aborts it if the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold back what comes slowly.
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events.
 ]
 log = logging.getLogger("mtpc.server")
 
 
 class Reply:
-    """The answer to one request; an ASGI application.
+    """The answer to one request, as an ASGI application.
 
     Args:
-        service: whose engine generates.
-        job: what is generated.
-        answer: its shape.
-        is_stream: as events, or as one body.
-        start_s: when the request came, by `time.perf_counter`.
-        admission: its place in the service, left at the end.
+        service: the service with the engine.
+        job: the choices to generate.
+        answer: the answer's format.
+        is_stream: whether to send events; else the answer is one body.
+        start_s: time of the request's arrival, in seconds of `time.perf_counter`.
+        admission: the request's admission to the service. The reply exits it at its end.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Reply:
         self._has_text = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send; ends early, and the requests with it, when the client leaves."""
+        """Generate and send the answer. If the client disconnects, abort its choices."""
         with self._admission:
             work = self._send_events(send) if self._is_stream else self._send_whole(send)
             if not await _unless_left(work, receive):
@@ -73,7 +73,10 @@ class Reply:
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send) -> None:
-        """The status line goes out with the first event: until then an error has its own."""
+        """Send the answer as events.
+
+        The status line is sent with the first event, so an error before it has its own status.
+        """
         chunks = [Chunks(self._answer, choice.index) for choice in self._job.choices]
         events = _Events(send)
 
@@ -87,10 +90,10 @@ class Reply:
         except Exception as error:
             if not events.has_begun:
                 raise
-            told = api_error(error)
-            if told.status == 500:
+            response = api_error(error)
+            if response.status == 500:
                 log.error("a stream failed", exc_info=error)
-            await events.end(error_event(told.body()))
+            await events.end(error_event(response.body()))
             return
         usage = Usage(self._job.prompt_tokens, count)
         last = usage_chunk(self._answer, usage) if self._answer.wants_usage else b""
@@ -104,14 +107,19 @@ class Reply:
 
 
 class _Events:
-    """A response of server-sent events, which several choices may write."""
+    """A response of server-sent events, to which several choices may write."""
 
     def __init__(self, send: Send):
         self._send, self._lock = send, asyncio.Lock()
         self.has_begun = False
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send events; waits where the client does not read."""
+        """Send events. Wait if the client does not read.
+
+        Args:
+            data: encoded events.
+            more: whether more events follow.
+        """
         async with self._lock:
             if not self.has_begun:
                 self.has_begun = True
@@ -125,14 +133,18 @@ class _Events:
 
 
 async def _unless_left(work: Awaitable[None], receive: Receive) -> bool:
-    """Do the work unless the client leaves before; returns whether it was done."""
+    """Await the work, or cancel it if the client disconnects. Return whether it was completed.
+
+    Raises:
+        Whatever the work raises.
+    """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_left(receive))
     try:
         await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
         is_done = worker.done()
         if is_done:
-            await worker  # Its error is ours.
+            await worker  # Raises the work's error.
         return is_done
     finally:
         for task in (worker, watcher):

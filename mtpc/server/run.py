@@ -1,4 +1,4 @@
-"""A server's life: listen, serve, and on SIGTERM drain and end."""
+"""Runs a server: it listens and serves, and on SIGTERM it drains and ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from mtpc.server.options import ServerOptions
 from mtpc.server.service import Service
 
 SEND_BUFFER_BYTES = 2**17
-"""Of a connection, in the kernel; it would grow to megabytes for clients that do not read."""
+"""The kernel's send buffer of a connection. Without a limit, it grows to megabytes if the client
+does not read."""
 GRACE_SECONDS = 5
-"""uvicorn's patience with connections once the engine has ended."""
+"""Seconds that uvicorn waits for connections to close after the engine has ended."""
 BACKLOG = 2048
 
 
@@ -36,12 +37,12 @@ class Running:
     """A server that listens.
 
     Attributes:
-        host: its address.
-        port: its TCP port, the one taken where 0 was asked for.
-        service: its state.
-        loop: where it runs.
-        stop: begins the end, as SIGTERM does; a second call ends what runs at once. To be called
-            from any thread, also when the server has ended by itself.
+        host: the server's address.
+        port: the TCP port that the server uses, also if port 0 was requested.
+        service: the server's state.
+        loop: the event loop that the server runs in.
+        stop: begins the shutdown, as SIGTERM does. A second call ends running requests at once. Any
+            thread may call it, also after the server has ended.
     """
 
     host: str
@@ -52,7 +53,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The URL for clients, without a path."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
@@ -66,15 +67,15 @@ def run_server(
     """Serve a model until SIGTERM, SIGINT or `Running.stop`.
 
     Args:
-        model: compiled; with `sampling`, unless all requests are greedy.
-        options: address and limits.
-        ready: called once it listens.
-        listener: of `bind`, where the address was taken before; None takes it now.
+        model: a compiled model. Requests that are not greedy need one compiled with `sampling`.
+        options: the server's address and limits.
+        ready: called once the server listens.
+        listener: the result of `bind`; None binds the address now.
 
     Raises:
-        OptionError: the address cannot be listened on.
+        OptionError: the server cannot listen on the address.
         RequestError: the checkpoint has no tokenizer.
-        CheckpointError: its chat template is broken.
+        CheckpointError: the chat template cannot be read or is invalid.
     """
     served = model.served
     if not served.has_tokenizer or served.directory is None:
@@ -84,7 +85,7 @@ def run_server(
     bound = listener or bind(options)
     try:
         bound.listen(BACKLOG)
-    except OSError as error:  # Another has bound it, too, and was quicker.
+    except OSError as error:  # Another process bound the same address and listens already.
         bound.close()
         raise _unavailable(options, error) from None
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
@@ -97,10 +98,10 @@ def run_server(
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """Take the address; nobody is let in yet. What it accepts inherits its buffer size.
+    """Bind the address without listening yet. Accepted connections inherit its send buffer size.
 
     Raises:
-        OptionError: the address cannot be listened on.
+        OptionError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -136,7 +137,7 @@ async def _serve(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        # Here uvicorn has installed its own handlers, which would close the port at once.
+        # These replace uvicorn's handlers, which would close the port at once.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
@@ -174,14 +175,14 @@ def _config(app: Any, options: ServerOptions, connections: Connections) -> uvico
         server_header=False,
         backlog=BACKLOG,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        # uvicorn wants whole seconds; 0 would close every connection after one request.
+        # uvicorn takes whole seconds, and 0 would close every connection after one request.
         timeout_keep_alive=max(1, round(options.keep_alive_seconds)),
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
 
 
 def _parser(name: str) -> Callable[..., asyncio.Protocol]:
-    """uvicorn's protocol for HTTP/1.1."""
+    """uvicorn's HTTP/1.1 protocol class for one of HTTP_PARSERS."""
     if name == "h11":
         from uvicorn.protocols.http.h11_impl import H11Protocol
 

@@ -1,4 +1,4 @@
-"""The state of a server: the engine, who is in it, and whether it is ending."""
+"""The state of a server: its engine, its requests, and whether it is shutting down."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Service:
     """One engine behind one server.
 
     Args:
-        engine: started by `run`.
-        model_name: what requests call it.
-        options: limits.
-        template: the model's chat template, where it has one.
+        engine: the engine, which `run` starts.
+        model_name: the model's name in requests.
+        options: the server's limits.
+        template: the model's chat template, or None if it has none.
 
     Attributes:
-        is_draining: no new requests are taken; those that run go on.
-        in_flight: choices that wait or run.
-        counters: of HTTP.
+        is_draining: whether the server refuses new requests and only completes the running ones.
+        in_flight: number of choices that wait or run.
+        counters: the counts of HTTP responses and their times.
+        created: Unix time at which the service was made, in seconds.
     """
 
     def __init__(
@@ -46,23 +47,24 @@ class Service:
         self._is_idle.set()
 
     def check_ready(self) -> None:
-        """Whether requests can be served.
+        """Check that the server can serve requests.
 
         Raises:
-            ApiError: 503, the server is ending or its engine has failed.
+            ApiError: 503, the server is shutting down or its engine has failed.
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if self.engine.has_ended:
-            message = "the engine has failed; the server must be started again"
+            message = "the engine has failed; restart the server"
             raise ApiError(503, message, code="engine_ended")
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """Room for that many choices.
+        """A context in which `count` choices count as in flight.
 
         Raises:
-            ApiError: 429, too many are here; 400, so many never fit; 503, see `check_ready`.
+            ApiError: 429, too many choices are in flight; 400, the server never has room for so
+                many; 503, see `check_ready`.
         """
         self.check_ready()
         most = self.options.most_choices
@@ -71,8 +73,8 @@ class Service:
         if self.in_flight + count > most:
             raise ApiError(
                 429,
-                f"{self.in_flight} texts are being generated or wait; this server has room for "
-                f"{most}: come again later",
+                f"{self.in_flight} texts run or wait, and the request makes {count}; this server "
+                f"has room for {most}: retry later",
                 code="too_many_requests",
             )
         self.in_flight += count
@@ -85,10 +87,10 @@ class Service:
                 self._is_idle.set()
 
     async def drain(self, at_once: asyncio.Event) -> None:
-        """Take no more requests, wait for those that run, then end the engine.
+        """Refuse new requests, wait for the running ones, then close the engine.
 
-        After `drain_seconds`, or once `at_once` is set, the rest is told that the engine was
-        closed.
+        The wait ends after `drain_seconds` or when `at_once` is set. The remaining requests then
+        end with the error that the engine was closed.
         """
         self.is_draining = True
         waiting = [asyncio.create_task(event.wait()) for event in (self._is_idle, at_once)]
@@ -101,12 +103,12 @@ class Service:
             await self._is_idle.wait()
 
     def metrics(self) -> str:
-        """The server's part of /metrics."""
+        """The server's part of /metrics, in Prometheus' text format."""
         ready = not self.is_draining and not self.engine.has_ended
         in_flight = float(self.in_flight)
         return self.counters.prometheus(
             {
-                "server_ready": ("1 while requests are taken.", float(ready)),
-                "server_choices_in_flight": ("Texts being generated or waiting.", in_flight),
+                "server_ready": ("1 while the server accepts requests.", float(ready)),
+                "server_choices_in_flight": ("Choices that run or wait.", in_flight),
             }
         )

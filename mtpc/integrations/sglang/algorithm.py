@@ -1,7 +1,7 @@
-"""The algorithm `MTPC` as SGLang's scheduler, pools and options see it.
+"""The algorithm `MTPC`, as SGLang's scheduler, pools and options use it.
 
-The host runs this in each of its processes, whether the algorithm is used or not: it imports
-little, and the worker only where one is made.
+SGLang imports this module in each of its processes, even if the algorithm is not used. So it
+imports little, and imports the worker only when SGLang makes one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NAME = "MTPC"
 
 
 class MTPCAlgorithm(CustomSpecAlgo):
-    """To the host's scheduler and pools, what its EAGLE is."""
+    """The algorithm. SGLang's scheduler and pools treat it like SGLang's own EAGLE."""
 
-    # The host asks these of every algorithm; its own answers rest on `is_eagle` and its like.
+    # SGLang calls these on every algorithm. SGLang's own versions rely on methods like `is_eagle`.
     supports_grammar_overlap = SpeculativeAlgorithm.supports_grammar_overlap
     carries_draft_hidden_states = SpeculativeAlgorithm.carries_draft_hidden_states
     build_disagg_draft_input = SpeculativeAlgorithm.build_disagg_draft_input
@@ -30,7 +30,7 @@ class MTPCAlgorithm(CustomSpecAlgo):
         return True
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Defaults that the host gives its own EAGLE, whose name it looks for."""
+        """Set the defaults that SGLang sets only for its own EAGLE, by name."""
         if server_args.speculative_draft_model_path is None:
             server_args.speculative_draft_model_path = server_args.model_path
             server_args.speculative_draft_model_revision = server_args.revision
@@ -42,10 +42,11 @@ class MTPCAlgorithm(CustomSpecAlgo):
 
 
 def check_arguments(server_args: Any) -> None:
-    """Refuse what one graph of a chain does not carry.
+    """Refuse options that one graph of a chain does not support.
 
     Raises:
-        OptionError: drafts that are not a chain, or of a number that is not fixed.
+        OptionError: the drafts are not a chain, their number is not fixed, or another option is on
+            that the chain does not support.
     """
     steps, drafts = (
         server_args.speculative_num_steps,
@@ -73,7 +74,7 @@ def check_arguments(server_args: Any) -> None:
 
 
 def register_algorithm() -> None:
-    """Make the name known to the host."""
+    """Register the algorithm's name with SGLang."""
     register = SpeculativeAlgorithm.register(
         NAME,
         supports_overlap=True,

@@ -1,4 +1,4 @@
-"""SGLang's attention at the sites of a traced draft."""
+"""SGLang's attention layers for the sites of a traced draft."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mtpc.integrations.attention_site import AttentionSite
 
 @dataclass
 class DraftRun:
-    """What the sites of one draft must know of the forward that is under way.
+    """The current forward of one draft, for the draft's sites.
 
-    One object a wrapper: a traced graph calls its sites with tensors only, and two drafts, or a
-    draft and its target, must not see each other's batches.
+    A traced graph calls its sites with tensors only, so the sites read SGLang's batch from here.
+    Each draft has its own object, so that drafts do not see each other's batches.
 
     Attributes:
         forward_batch: SGLang's `ForwardBatch`; None between forwards.
@@ -28,20 +28,20 @@ class DraftRun:
 
 
 def make_attention(site: AttentionSite, layer_id: int, run: DraftRun) -> nn.Module:
-    """The host's attention for a site.
+    """Make SGLang's attention for a site.
 
     Args:
-        site: of the traced draft.
-        layer_id: which layer of the draft's KV pool it has.
-        run: the wrapper's.
+        site: a site of the traced draft.
+        layer_id: the site's layer in the draft's KV pool.
+        run: the draft's current forward.
 
     Raises:
-        UnsupportedModelError: a site with sinks.
+        UnsupportedModelError: the site has sinks.
     """
     if site.sinks is not None:
         raise UnsupportedModelError(
-            "attention with sinks: SGLang passes them to each attention backend in its own way; "
-            "use the host's own draft"
+            "the draft has attention with sinks, which SGLang passes to each attention backend in "
+            "its own way; use SGLang's own draft"
         )
     return (
         LatentAttention(site, layer_id, run)
@@ -51,7 +51,7 @@ def make_attention(site: AttentionSite, layer_id: int, run: DraftRun) -> nn.Modu
 
 
 class Attention(nn.Module):
-    """Multi-head attention over the host's K and V pools: (q, k, v), each [T, heads, D]."""
+    """Multi-head attention over SGLang's K and V pools: (q, k, v), each [T, heads, D]."""
 
     def __init__(self, site: AttentionSite, layer_id: int, run: DraftRun):
         super().__init__()
@@ -64,22 +64,22 @@ class Attention(nn.Module):
             layer_id,
             logit_cap=site.softcap,
             v_head_dim=site.v_head_dim,
-            # The host counts the positions before a row's own.
+            # SGLang's window does not count a row's own position.
             sliding_window_size=site.sliding_window - 1 if site.sliding_window else -1,
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns [T, N, D_v]."""
+        """Attend with queries [T, N, D], keys [T, H_kv, D] and values; returns [T, N, D_v]."""
         out: Tensor = self.radix(q.flatten(1), k.flatten(1), v.flatten(1), self.run.forward_batch)
         return out.view(*q.shape[:2], self.v_head_dim)
 
 
 class LatentAttention(nn.Module):
-    """Attention on the host's latent pool: (q [T, N, D], latent [T, rank], rope_key [T, D_rope]).
+    """Attention over SGLang's latent pool: (q [T, N, D], latent [T, rank], rope_key [T, D_rope]).
 
-    The expansion's two halves move to the query and to the output, as in DeepSeek-V2 (section
-    2.1.2), so that the host attends to one head of latents and stores nothing else. Both are
-    views of the expansion's weight: loading it anew needs nothing here.
+    The two halves of the expansion are applied to the query and to the output, as in DeepSeek-V2
+    (section 2.1.2). So SGLang attends to one head of latents, and stores only latents. Both halves
+    are views of the expansion's weight, so they follow when the weight is loaded again.
     """
 
     def __init__(self, site: AttentionSite, layer_id: int, run: DraftRun):
@@ -96,7 +96,7 @@ class LatentAttention(nn.Module):
         )
 
     def forward(self, q: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
-        """Returns [T, N, D_v]."""
+        """Attend with queries, latents and rope keys; returns [T, N, D_v]."""
         site = self.site
         assert site.expansion is not None
         width = site.head_dim - site.rope_head_dim

@@ -1,4 +1,4 @@
-"""A traced draft with the face of an SGLang draft model."""
+"""A traced draft with the interface of an SGLang draft model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from mtpc.integrations.sglang.refusals import check_served
 
 
 class HostedDraft(nn.Module):
-    """What SGLang asks of a draft model, over one traced MTP layer.
+    """SGLang's interface of a draft model, over one traced MTP layer.
 
-    The host's EAGLE worker runs it in all its phases: over a prompt's rows, over the verified
-    rows (DRAFT_EXTEND_V2), and over single rows to chain drafts. Which rows are stored where and
-    who attends to what is the host's attention backend's doing. TARGET_VERIFY runs the target.
+    SGLang's EAGLE worker runs it in all phases of drafting: over a prompt's rows, over the verified
+    rows (DRAFT_EXTEND_V2), and over single rows to chain drafts. SGLang's attention backend decides
+    where rows are stored and what each row attends to. The phase TARGET_VERIFY runs the target.
 
     Args:
-        config: the host's draft config, whose architecture it has renamed.
-        quant_config: must be None.
+        config: SGLang's draft config, with the architecture renamed by SGLang.
+        quant_config: SGLang's quantisation config; must be None.
         prefix: unused; names come from the checkpoint.
 
     Attributes:
-        target: architecture of the target, under which mtpc knows the family.
+        target: the target's architecture, by which mtpc finds the family.
+
+    Raises:
+        UnsupportedModelError: see `check_served` and `TracedDraft`.
     """
 
     target: ClassVar[str]
@@ -40,7 +43,7 @@ class HostedDraft(nn.Module):
         self.run = DraftRun()
         self.draft = TracedDraft(
             config,
-            # The draft's KV pool is its own, and begins at layer 0.
+            # The draft has its own KV pool, which begins at layer 0.
             lambda site: make_attention(site, site.index, self.run),
             DraftOptions(
                 dtype=torch.get_default_dtype(),
@@ -55,20 +58,25 @@ class HostedDraft(nn.Module):
 
     @classmethod
     def target_architecture(cls, config: Any) -> str:
-        """The target's architecture, where several share a draft class of the host."""
+        """The target's architecture. A subclass overrides this if several targets share it."""
         return cls.target
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> Any:
-        """The host's forward: rows are those of `forward_batch`, features its `spec_info`'s.
+        """Run one forward of SGLang's worker.
+
+        Args:
+            input_ids: int64 [T].
+            positions: int64 [T].
+            forward_batch: SGLang's `ForwardBatch`; its `spec_info` has the hidden states [T, H].
 
         Returns:
-            The host's `LogitsProcessorOutput`; its hidden states, after the final norm, come back
-            as features of the next draft step.
+            SGLang's `LogitsProcessorOutput`. SGLang passes its hidden states, after the final norm,
+            to the next draft step.
         """
         features = forward_batch.spec_info.hidden_states
         if forward_batch.forward_mode.is_idle():
-            # No rows, and no other rank that waits for a collective of this one.
+            # There are no rows, and no other rank waits for a collective operation of this one.
             hidden = features[:0]
         else:
             self.run.forward_batch = forward_batch
@@ -80,9 +88,10 @@ class HostedDraft(nn.Module):
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
     def _embeddings(self, input_ids: Tensor, forward_batch: Any) -> Tensor | None:
-        """The target's embeddings of a prompt with images, whose ids are no tokens; else None.
+        """The target's embeddings [T, H] of a prompt with images, else SGLang's or None.
 
-        The host has moved them up by a row as it moves ids; each request's last row is a token.
+        The ids of images are not tokens. SGLang shifts the embeddings by one row, as it shifts ids.
+        The last row of each request is a token, whose embedding is computed here.
         """
         given: Tensor | None = forward_batch.mm_input_embeds
         if given is None or not forward_batch.contains_mm_inputs():
@@ -91,20 +100,19 @@ class HostedDraft(nn.Module):
         return given.index_copy(0, last, self.draft.embedding(input_ids[last]).to(given.dtype))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the MTP layer's tensors out of the target's checkpoint; returns their names.
+        """Load the MTP layer's tensors from the target's checkpoint, and return their names.
 
         Raises:
-            CheckpointError: see `TracedDraft.load_weights`; no tensors of the layer's at all is
-                one case of it.
+            CheckpointError: see `TracedDraft.load_weights`.
         """
         return self.draft.load_weights(weights)
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
-        """Weights of embedding and head."""
+        """The weights of the embedding and the head, [V, H] each."""
         return self.draft.embedding.weight, self.lm_head.weight
 
     def set_embed_and_head(self, embed: Tensor, head: Tensor) -> None:
-        """Share the target's; the draft's own are let go."""
+        """Use the target's weights, [V, H] each, and free the draft's own."""
         for module, weight in ((self.draft.embedding, embed), (self.lm_head, head)):
             del module.weight
             module.weight = weight

@@ -1,4 +1,4 @@
-"""SGLang's draft phase as one replay: what stands where the host has its draft graph runner."""
+"""SGLang's draft phase as one replay. The runner replaces SGLang's own draft graph runner."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _logger = logging.getLogger(__name__)
 
 
 class ProposeRunner:
-    """Chains drafts for the host's `EagleDraftWorker`, in place of its forwards one by one.
+    """Chains drafts for SGLang's `EagleDraftWorker`, instead of one forward per draft.
 
-    The host calls `can_run_graph` and `execute` of whatever is in its `cuda_graph_runner`; it
-    then prepares no attention metadata. The first draft is the host's: it comes from the pass
-    over the verified rows.
+    SGLang calls `can_run_graph` and `execute` of the object in its `cuda_graph_runner`. It then
+    prepares no attention metadata. SGLang computes the first draft in its forward over the verified
+    rows.
 
     Args:
-        worker: the host's draft worker, pools allocated and weights loaded.
+        worker: SGLang's draft worker, with allocated pools and loaded weights.
 
     Raises:
-        UnsupportedModelError: a draft that is not mtpc's, or a pool that the chain cannot address.
+        UnsupportedModelError: mtpc has not traced the draft, or the chain cannot address the pool.
     """
 
     def __init__(self, worker: Any):
@@ -62,15 +62,15 @@ class ProposeRunner:
         report(self.chain, backend)
 
     def can_run_graph(self, forward_batch: Any) -> bool:
-        """Always, but for a batch without requests."""
+        """Whether the batch has requests."""
         return not forward_batch.forward_mode.is_idle()
 
     def execute(self, forward_batch: Any) -> tuple[Tensor, Tensor, Tensor, None]:
         """Draft for a batch.
 
         Returns:
-            The host's four: parents and score indices of a chain, which never change; drafts
-            int64 [R, steps]; no draft probabilities.
+            The four values that SGLang expects: the parents and the score indices of a chain, which
+            are constant; the drafts, int64 [R, steps]; and None for the draft probabilities.
         """
         given, count = forward_batch.spec_info, forward_batch.batch_size
         pages = self.req_to_token[forward_batch.req_pool_indices, :: self.page_size]
@@ -86,23 +86,23 @@ class ProposeRunner:
 
 
 def choose_backend(device: torch.device) -> Backend:
-    """What lowers and captures on the host's device.
+    """Make the backend for SGLang's device.
 
     Raises:
-        UnsupportedModelError: neither a GPU of NVIDIA's or AMD's, nor a CPU.
+        UnsupportedModelError: the device is neither an NVIDIA or AMD GPU nor a CPU.
     """
     names = {"cuda": "cuda", "cpu": "eager"}
     if device.type not in names:
         raise UnsupportedModelError(
-            f"--speculative-algorithm MTPC on {device.type!r}: mtpc has backends for "
-            f"{', '.join(names)}; use NEXTN"
+            f"--speculative-algorithm MTPC runs on {device.type!r}; mtpc has backends for "
+            f"{', '.join(names)}: use NEXTN"
         )
-    # Kernels that were built for this device, and what was measured on it, are in the cache.
+    # The cache has kernels that were built for this device, and measurements on it.
     return make_backend(names[device.type], store=EntryStore(cache_directory()))
 
 
 def report(chain: DraftChain, backend: Backend) -> None:
-    """Say in the host's log what was captured, and what does not run as one would expect."""
+    """Log what was captured, and the backend's notes about fallbacks."""
     _logger.info(
         "mtpc: %d drafts after the first as one graph on backend %r, for batches up to %s",
         chain.plan.steps,
@@ -114,25 +114,29 @@ def report(chain: DraftChain, backend: Backend) -> None:
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Powers of two, the last one cut to the most requests there may be."""
+    """Batch sizes to capture: the powers of two below `most`, and `most` itself."""
     sizes = [1 << i for i in range((most - 1).bit_length())]
     return (*sizes, most)
 
 
 def host_pools(pool: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The draft's one layer of the host's pool, by pages, as views.
+    """The draft's only layer in SGLang's pool, as views by pages.
 
     Args:
-        pool: the draft runner's.
-        dtype: of the draft's weights.
+        pool: the draft runner's pool.
+        dtype: dtype of the draft's weights.
+
+    Returns:
+        By role ("k" and "v", or "latent"), a view [pages, page size, ...].
 
     Raises:
-        UnsupportedModelError: another kind of pool, or one that stores another dtype.
+        UnsupportedModelError: the pool is of another kind, stores another dtype, or has another
+            memory layout.
     """
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool) or pool.dtype != dtype:
         raise UnsupportedModelError(
-            f"the draft's KV pool is {type(pool).__name__} of {pool.dtype}; a chain needs a plain "
-            f"MHATokenToKVPool or MLATokenToKVPool of {dtype}, the weights' dtype"
+            f"the draft's KV pool is {type(pool).__name__} of {pool.dtype}; expected a plain "
+            f"MHATokenToKVPool or MLATokenToKVPool of {dtype}, the weights' dtype: use NEXTN"
         )
     if type(pool) is MLATokenToKVPool:
         rows = pool.get_key_buffer(0)
@@ -142,15 +146,15 @@ def host_pools(pool: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def by_pages(rows: Tensor, page_size: int) -> Tensor:
-    """[slots, ...] as [pages, page size, ...], without the slots that make no whole page.
+    """View [slots, ...] as [pages, page size, ...], without the slots after the last whole page.
 
     Raises:
-        UnsupportedModelError: the host lays its slots out otherwise.
+        UnsupportedModelError: the slots are not rows of a contiguous tensor.
     """
     if not rows.is_contiguous() or rows.dim() not in (2, 3):
         raise UnsupportedModelError(
-            f"the draft's KV pool has the shape {tuple(rows.shape)}, strides {rows.stride()}; a "
-            "chain needs a row a slot: choose another attention backend or page size"
+            f"the draft's KV pool has the shape {tuple(rows.shape)}, strides {rows.stride()}; "
+            "expected one contiguous row per slot: choose another attention backend or page size"
         )
     pages = rows.shape[0] // page_size
     return rows[: pages * page_size].view(pages, page_size, *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""What a traced draft does not serve inside SGLang, said before anything is built."""
+"""Refuses configurations that a traced draft does not support in SGLang, before it is built."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _WIDTHS = {
 
 
 def check_served(name: str, config: Any, quant_config: Any) -> None:
-    """Raise unless a draft can be served.
+    """Raise an error unless a draft can be served.
 
     Args:
-        name: of the draft class.
-        config: the host's.
-        quant_config: the host's, or None.
+        name: name of the draft class.
+        config: SGLang's draft config.
+        quant_config: SGLang's quantisation config, or None.
 
     Raises:
-        UnsupportedModelError: several ranks, quantised weights, or an attention index.
+        UnsupportedModelError: SGLang uses several ranks, the weights are quantised, or the draft
+            has a sparse attention index.
     """
     parallel = get_parallel()
     wide = [
-        f"{what} over {getattr(parallel, width)} ranks"
-        for width, what in _WIDTHS.items()
+        f"{kind} over {getattr(parallel, width)} ranks"
+        for width, kind in _WIDTHS.items()
         if getattr(parallel, width) > 1
     ]
     found = wide[0] if wide else None

@@ -1,4 +1,4 @@
-"""`--speculative-algorithm MTPC`: SGLang's EAGLE worker with a draft phase of one replay."""
+"""`--speculative-algorithm MTPC`: SGLang's EAGLE worker, with one replay for the draft phase."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mtpc.integrations.sglang.propose import ProposeRunner
 
 
 class MTPCWorker(EAGLEWorkerV2):
-    """The host's worker: verify, acceptance and the pass over verified rows are its own."""
+    """SGLang's worker. It keeps SGLang's verification, acceptance and pass over verified rows."""
 
     def init_cuda_graphs(self) -> None:
-        """The host's graphs, then the draft phase's, where a draft is chained at all."""
+        """Capture SGLang's graphs, and the draft phase's graph if there is more than one draft."""
         super().init_cuda_graphs()
         if self.speculative_num_steps > 1:
             self.draft_worker.cuda_graph_runner = ProposeRunner(self.draft_worker)

@@ -1,6 +1,6 @@
 """mtpc inside transformers: `model.generate(**inputs, custom_generate=Generator(model))`.
 
-Public as `mtpc.transformers`; see docs/embedding-transformers.md.
+Its public name is `mtpc.transformers`; see docs/embedding-transformers.md.
 """
 
 from mtpc.integrations.transformers.fields import FIELDS, Field

@@ -1,8 +1,9 @@
-"""transformers' decoding loop over tokens that an engine makes.
+"""transformers' decoding loop over the tokens of an engine.
 
-Rows of a batch come at their own pace: one row's drafts are accepted, another's are not. What
-transformers' loop does after each token of the whole batch (criteria, streamer, padding) is done
-here in the same order, column by column, as soon as every row has its token of that column.
+The rows of a batch advance at different speeds, because their drafts are accepted or rejected
+separately. transformers' loop checks criteria, calls the streamer and pads after each token of the
+whole batch. This module does the same in the same order, column by column, as soon as every row has
+its token of the column.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from mtpc.integrations.transformers.stopping import StopPlan
 
 
 class Columns:
-    """The batch as transformers' loop would have it at this moment.
+    """The batch in the state that transformers' loop would have.
 
     Args:
-        input_ids: int64 [rows, length], padding included.
-        plan: when rows end.
+        input_ids: int64 [rows, length], including padding.
+        plan: decides when rows end.
         streamer: transformers' streamer, or None.
 
     Attributes:
-        is_running: per row, whether its tokens still count.
-        arrived: per row, the tokens that have come; some may be ahead of the columns.
+        is_running: for each row, whether it has not ended yet.
+        arrived: for each row, the new tokens so far. A row may have more tokens than columns are
+            filled.
     """
 
     def __init__(self, input_ids: Tensor, plan: StopPlan, streamer: Any | None):
         rows, self._length = input_ids.shape
         self.plan, self._streamer = plan, streamer
-        # Criteria of the user's find ids where transformers has them; nobody else needs a device.
-        self._home = input_ids.device
+        # The user's criteria expect ids on the input's device. Without criteria, the CPU suffices.
+        self._device = input_ids.device
         size = (rows, self._length + plan.max_new_tokens)
-        self._ids = input_ids.new_empty(size, device=self._home if plan.asked else "cpu")
+        self._ids = input_ids.new_empty(size, device=self._device if plan.host_criteria else "cpu")
         self._ids[:, : self._length] = input_ids
         self._count = 0
         self.is_running = [True] * rows
@@ -47,30 +49,33 @@ class Columns:
 
     @property
     def is_done(self) -> bool:
-        """Whether no row runs."""
+        """Whether all rows have ended."""
         return not any(self.is_running)
 
     @property
     def sequences(self) -> Tensor:
-        """int64 [rows, length + new tokens], as `generate` returns it."""
-        return self._ids[:, : self._length + self._count].to(self._home, copy=True)
+        """The result of `generate`: int64 [rows, length + new tokens]."""
+        return self._ids[:, : self._length + self._count].to(self._device, copy=True)
 
     def begin(self) -> None:
-        """Hand the prompt to the streamer, padding included, as transformers does."""
+        """Pass the prompt with its padding to the streamer, as transformers does."""
         if self._streamer is not None:
             self._streamer.put(self._ids[:, : self._length].to("cpu", copy=True))
 
     def end(self) -> None:
-        """Tell the streamer that there is no more."""
+        """End the streamer."""
         if self._streamer is not None:
             self._streamer.end()
 
     def needs(self, row: int) -> bool:
-        """Whether a row's tokens still go into columns."""
+        """Whether the next columns need tokens of this row.
+
+        Without a padding id, a row that has ended continues until all rows have ended.
+        """
         return self.is_running[row] or (self.plan.pad_id is None and not self.is_done)
 
     def advance(self) -> None:
-        """Fill columns as far as all rows have come."""
+        """Fill all columns for which every row has its token."""
         rows = range(len(self.arrived))
         while not self.is_done and all(
             len(self.arrived[row]) > self._count for row in rows if self.needs(row)
@@ -100,26 +105,26 @@ def decode(engine: Engine, requests: Sequence[Request], columns: Columns) -> Ten
     """Serve the rows of a batch until `generate` would end.
 
     Args:
-        engine: others may use it meanwhile.
-        requests: one a row, not added yet.
+        engine: the engine. Other callers may use it at the same time.
+        requests: one request per row, not added yet.
         columns: the batch, before its first new token.
 
     Returns:
         int64 [rows, length + new tokens].
 
     Raises:
-        RequestError: a row cannot be served; none has run then.
-        CapacityError: a row needs more pages than the pool has; none has run then.
+        RequestError: a row cannot be served. No row has run.
+        CapacityError: a row needs more pages than the pool has. No row has run.
         NumericsError: the model produced non-finite logits.
-        ServingError: somebody aborted a row.
+        ServingError: another caller aborted a row.
     """
     check_all(engine, requests)
     columns.begin()
     outputs = stream(engine, requests, [None] * len(requests))
-    let_go: set[int] = set()
+    ended: set[int] = set()
     try:
         for output in outputs:
-            if output.index in let_go:
+            if output.index in ended:
                 continue
             columns.arrived[output.index] += output.token_ids
             if output.finish_reason == "aborted":
@@ -128,8 +133,8 @@ def decode(engine: Engine, requests: Sequence[Request], columns: Columns) -> Ten
             if columns.is_done:
                 break
             for row, request in enumerate(requests):
-                if row not in let_go and not columns.needs(row):
-                    let_go.add(row)
+                if row not in ended and not columns.needs(row):
+                    ended.add(row)
                     engine.abort(request.request_id, "stop")
     finally:
         outputs.close()

@@ -1,9 +1,9 @@
-"""`model.generate` with mtpc's steps in place of transformers' decoding loop.
+"""`model.generate` with mtpc's steps instead of transformers' decoding loop.
 
-The seam is the argument `custom_generate` of `generate`: a callable that gets the model, the ids,
-and everything that `generate` has prepared. Of what the user passes to `generate`, transformers
-(5.17 to 5.23) keeps four arguments from a callable: `streamer`, `tokenizer`, `assistant_model`,
-`synced_gpus`. `Generator.generate` carries the first two by other ways, and refuses the third.
+transformers offers the argument `custom_generate` of `generate` for this: a callable that gets the
+model, the ids, and everything that `generate` has prepared. transformers (5.17 to 5.23) does not
+pass four of the user's arguments to the callable: `streamer`, `tokenizer`, `assistant_model` and
+`synced_gpus`. `Generator.generate` passes the first two in other ways, and refuses the third.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from mtpc.layout.progress import Listener
 from mtpc.sampling_params import MAX_SEED, SamplingParams
 
 LARGEST_BUCKET = 8
-"""Requests of a step that `generate` compiles for one call; more rows take turns."""
+"""The most requests per step that `generate` compiles for one call. Further rows wait."""
 
 
 class Job:
-    """One call of `generate`, read and checked as far as it can be without a compiled model.
+    """One call of `generate`. It is checked as far as possible without a compiled model.
 
     Args:
-        input_ids: int64 [rows, length], padding included, `num_return_sequences` expanded.
-        prepared: what `generate` hands to a decoding loop.
+        input_ids: int64 [rows, length], including padding, with one row per returned sequence.
+        prepared: the arguments that `generate` passes to a decoding loop.
         streamer: transformers' streamer, or None.
 
     Raises:
-        RequestError: something in it cannot be honoured; the message names it.
+        RequestError: an argument cannot be honoured. The message names it.
     """
 
     def __init__(self, input_ids: Tensor, prepared: Mapping[str, Any], streamer: Any | None):
@@ -58,7 +58,7 @@ class Job:
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise RequestError(
                 f"input_ids has shape {tuple(input_ids.shape)}; expected [rows, length] with at "
-                "least one token a row (inputs_embeds alone are not supported)"
+                "least one token per row: give input_ids (inputs_embeds alone are not supported)"
             )
         self.input_ids, self.streamer = input_ids, streamer
         padding = padding_lengths(input_ids, arguments.pop("attention_mask", None))
@@ -72,7 +72,12 @@ class Job:
         )
 
     def run(self, spec: SpecModel) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode on a compiled model; see `decode` for what it raises."""
+        """Decode on a compiled model; see `decode` for the errors.
+
+        Returns:
+            int64 [rows, length + new tokens], or transformers' output object with
+            `return_dict_in_generate`.
+        """
         requests = [
             Request(-1, prompt, self.plan.max_new_tokens, self.plan.stop_ids, sampling=params)
             for prompt, params in zip(self.prompts, self._seeded(), strict=True)
@@ -84,7 +89,7 @@ class Job:
         return sequences
 
     def _seeded(self) -> list[SamplingParams]:
-        """Each row's parameters; seeds from torch's generator, so that `manual_seed` repeats."""
+        """Each row's parameters. torch's generator gives the seeds, so `manual_seed` applies."""
         if not self.config.do_sample:
             return [self.sampling] * len(self.prompts)
         seeds = torch.randint(0, MAX_SEED, (len(self.prompts),), dtype=torch.int64)
@@ -98,20 +103,20 @@ class Generator:
         model.generate(**inputs, custom_generate=generator)
         generator.generate(**inputs, streamer=streamer)     # the same, and all arguments arrive
 
-    It owns what was compiled; the model is left as it was. Weights that are changed in place later
-    may be seen or not (packed copies are not), and pages of the prefix cache keep the old ones:
-    make a new Generator then.
+    It owns the compiled steps and does not change the model. If the model's weights change in place
+    later, make a new Generator: packed copies and pages of the prefix cache keep the old weights.
 
     Args:
         model: a transformers model, loaded from a local checkpoint directory that has MTP layers.
-        spec: a model compiled before, of the same checkpoint; None compiles one.
+        spec: a compiled model of the same checkpoint; None compiles one.
         progress: see `mtpc.compile`.
-        **options: of `mtpc.compile`, where `spec` is None. `sampling` is on by default where the
+        **options: options of `mtpc.compile`, if `spec` is None. `sampling` is on by default if the
             model's own generation config asks for more than greedy decoding.
 
     Raises:
-        OptionError: both `spec` and options were given, or an option is wrong; `mtpc.compile` says
-            what else it raises.
+        OptionError: both `spec` and options are given, or an option is invalid.
+        RequestError: `spec` was compiled for another model.
+        MtpcError: see `mtpc.compile`.
     """
 
     def __init__(
@@ -124,7 +129,8 @@ class Generator:
     ):
         if spec is not None and options:
             raise OptionError(
-                f"{next(iter(options))} was given together with spec, which is compiled already"
+                f"{next(iter(options))} was given together with spec, which is compiled already; "
+                "give one of them"
             )
         if spec is None:
             options.setdefault("sampling", _asks_for_sampling(model.generation_config))
@@ -140,23 +146,25 @@ class Generator:
         token_streamer: Any | None = None,
         **prepared: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """What `generate` calls in place of its own loop.
+        """Decode a batch. transformers' `generate` calls this instead of its own loop.
 
         Args:
-            model: must be the one that was compiled.
+            model: the model that was compiled.
             input_ids: int64 [rows, length].
-            token_streamer: a streamer; `generate` takes this argument, and hands it on, where it
-                keeps its own `streamer` back.
+            token_streamer: a streamer, or None. transformers' `generate` passes on this argument,
+                but not `streamer`.
             **prepared: generation_config, logits_processor, stopping_criteria, and arguments of
                 the model's forward.
 
         Returns:
-            int64 [rows, length + new tokens], or transformers' output object.
+            int64 [rows, length + new tokens], or transformers' output object with
+            `return_dict_in_generate`.
 
         Raises:
-            RequestError: something asked for cannot be honoured, or does not fit; nothing ran.
-            CapacityError: a row needs more pages than the pool has; nothing ran.
+            RequestError: an argument cannot be honoured, or a row is too long. Nothing has run.
+            CapacityError: a row needs more pages than the pool has. Nothing has run.
             NumericsError: the model produced non-finite logits.
+            ServingError: another caller aborted a row.
         """
         if model is not self.model:
             raise RequestError(
@@ -172,30 +180,33 @@ class Generator:
         tokenizer: Any | None = None,
         **arguments: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """`model.generate`, with every argument honoured or refused by name.
+        """Call `model.generate`. Every argument is honoured, or refused by name.
 
         Args:
-            inputs: as of `model.generate`.
-            streamer: gets the prompt, then a token of each row at a time, then its end.
+            inputs: see `model.generate`.
+            streamer: receives the prompt, then one token of each row at a time, then the end.
             tokenizer: needed with `stop_strings`.
-            **arguments: all others of `model.generate`.
+            **arguments: all other arguments of `model.generate`.
+
+        Returns:
+            See `__call__`.
 
         Raises:
-            RequestError: see `__call__`; or `assistant_model`, `custom_generate` was given.
+            RequestError: `assistant_model`, `assistant_tokenizer` or `custom_generate` is given.
+            MtpcError: see `__call__`.
         """
         for name in ("assistant_model", "assistant_tokenizer", "custom_generate"):
             if arguments.pop(name, None) is not None:
                 raise RequestError(
-                    f"{name} was given; drafts come from the model's own MTP layers, by mtpc"
+                    f"{name} was given; mtpc drafts with the model's own MTP layers: leave it out"
                 )
         if tokenizer is not None:
             arguments = self._with_stop_strings(arguments, tokenizer)
-        return self.model.generate(  # type: ignore[operator]
-            inputs, custom_generate=self, token_streamer=streamer, **arguments
-        )
+        generate: Any = self.model.generate
+        return generate(inputs, custom_generate=self, token_streamer=streamer, **arguments)
 
     def _with_stop_strings(self, arguments: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-        """Stop strings, wherever they stand, as the criterion that transformers makes of them."""
+        """Replace stop strings, of an argument or a config, with transformers' own criterion."""
         places = (arguments.get("generation_config"), self.model.generation_config)
         found = [arguments.get("stop_strings")]
         found += [getattr(place, "stop_strings", None) for place in places]
@@ -204,7 +215,7 @@ class Generator:
             return arguments
         criterion = generation.StopStringCriteria(tokenizer, strings)
         criteria = [*(arguments.get("stopping_criteria") or ()), criterion]
-        # None as an argument, or transformers would look for its tokenizer once more.
+        # None as an argument keeps transformers from asking for the tokenizer again.
         return {
             **arguments,
             "stop_strings": None,
@@ -224,22 +235,26 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """One call of `generate`: `model.generate(**inputs, custom_generate=generate, spec_tokens=3)`.
 
-    Without `spec` it compiles for this call and keeps nothing in the process: seconds to minutes,
-    less where the graph cache has the steps (backend cpu). For more than one call hand in `spec`,
-    or use `Generator`.
+    Without `spec` it compiles steps for this call alone, which takes seconds to minutes. It takes
+    less time if the graph cache has the steps (backend cpu). For several calls give `spec`, or use
+    `Generator`.
 
     Args:
-        model: whose `generate` calls.
+        model: the model whose `generate` calls this function.
         input_ids: int64 [rows, length].
-        spec: compiled before, of the same checkpoint.
-        spec_tokens: drafts a step, where `spec` is None.
-        compile_options: further options of `mtpc.compile`; what is not given follows the call:
-            batch bucket, max_len above 4096, sampling.
+        spec: a compiled model of the same checkpoint; None compiles one.
+        spec_tokens: drafts per step, if `spec` is None.
+        compile_options: further options of `mtpc.compile`. The call determines the batch bucket,
+            sampling, and a max_len above 4096, unless they are given here.
         token_streamer: see `Generator.__call__`.
         **prepared: see `Generator.__call__`.
 
+    Returns:
+        See `Generator.__call__`.
+
     Raises:
-        RequestError: see `Generator.__call__`.
+        RequestError: `spec` was compiled for another model.
+        MtpcError: see `Generator.__call__` and `mtpc.compile`.
     """
     job = Job(input_ids, prepared, token_streamer)
     if spec is None:
@@ -250,7 +265,7 @@ def generate(
 
 
 def _options_for(job: Job) -> dict[str, Any]:
-    """Options under which one call can run, few enough values that the graph cache meets them."""
+    """Options that one call needs. They take few values, so that the graph cache has hits."""
     rows, length = len(job.prompts), job.input_ids.shape[1] + job.plan.max_new_tokens
     bucket = min(1 << (rows - 1).bit_length(), LARGEST_BUCKET)
     needs = not job.sampling.is_plain
@@ -262,17 +277,23 @@ _MASKS = ("suppress_tokens", "bad_words_ids", "sequence_bias", "min_length", "mi
 
 
 def _asks_for_sampling(config: GenerationConfig | None) -> bool:
-    """Whether a model's defaults are other than plain greedy decoding."""
+    """Whether a model's own generation config asks for more than plain greedy decoding."""
     if config is None:
         return False
     if config.do_sample or config.repetition_penalty not in (None, 1):
         return True
-    # Those that mask tokens, or push them; transformers makes no processor of what is empty or 0.
+    # Fields that mask or bias tokens. transformers makes no processor of empty values or 0.
     return any(bool(getattr(config, name, None)) for name in _MASKS)
 
 
 def _check_same_model(spec: SpecModel, model: PreTrainedModel) -> None:
-    """As far as it can be told: a SpecModel that came from the cache holds no model."""
+    """Check that `spec` was compiled for this model, as far as possible.
+
+    A SpecModel from the cache holds no model object, so only its vocabulary size is compared.
+
+    Raises:
+        RequestError: `spec` was compiled for another model.
+    """
     embedding: Any = model.get_input_embeddings().weight
     vocab = embedding.shape[0]
     if spec.served.vocab_size != vocab:

@@ -1,4 +1,4 @@
-"""What transformers has prepared for a decoding loop, checked, as ragged prompts."""
+"""Checks the arguments that transformers prepares for a decoding loop, and strips padding."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ OF_THE_HOST = (
     "output_attentions",
     "output_hidden_states",
 )
-"""Model arguments that say how transformers runs its forward; which fields are refused, `fields`
-says."""
+"""Model arguments that only concern transformers' own forward. `fields` decides which values of
+the generation config are refused."""
 
 ENCODED = "mm_encoder_outputs"
-"""What the encoders of a multimodal model gave; empty where there was text alone."""
+"""The outputs of a multimodal model's encoders. They are empty for a text prompt."""
 
 
 def padding_lengths(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Padding at the left of each row, int64 [rows], on the CPU.
+    """The number of padding tokens at the left of each row, int64 [rows], on the CPU.
 
     Args:
         input_ids: int64 [rows, length].
-        mask: [rows, length], nonzero where a token is; None: everywhere.
+        mask: [rows, length], nonzero at tokens; None means that there is no padding.
 
     Raises:
-        RequestError: the mask has another shape, leaves nothing of a row, or is other than zeros
-            and then ones.
+        RequestError: the mask has another shape than `input_ids`, has no token in a row, or is not
+            zeros followed by ones.
     """
     if mask is None:
         return torch.zeros(input_ids.shape[0], dtype=torch.int64)
@@ -45,25 +45,25 @@ def padding_lengths(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     present = (mask != 0).cpu()
     padding = (~present).sum(1)
     columns = torch.arange(present.shape[1])
-    odd = (present != (columns >= padding[:, None])).any(1) | (padding == present.shape[1])
-    if odd.any():
-        row = int(odd.nonzero()[0])
+    invalid = (present != (columns >= padding[:, None])).any(1) | (padding == present.shape[1])
+    if invalid.any():
+        row = int(invalid.nonzero()[0])
         raise RequestError(
-            f"row {row} of attention_mask is {present[row].int().tolist()}; expected zeros and "
-            "then ones: pad on the left (padding_side='left')"
+            f"row {row} of attention_mask is {present[row].int().tolist()}; expected zeros "
+            "followed by ones: pad on the left (padding_side='left')"
         )
     return padding
 
 
 def check_model_arguments(arguments: Mapping[str, Any], padding: Tensor) -> None:
-    """Refuse arguments of the model's forward that the step would have to know of.
+    """Refuse arguments of the model's forward that would change the result.
 
     Args:
-        arguments: what is left of `generate`'s, the attention mask taken out.
-        padding: int64 [rows].
+        arguments: the model's arguments, without the attention mask.
+        padding: int64 [rows], the number of padding tokens of each row.
 
     Raises:
-        RequestError: one of them is not what transformers makes by itself.
+        RequestError: the user gave an argument, or its value differs from transformers' default.
     """
     for name, value in arguments.items():
         if value is None or name in OF_THE_HOST or (name == ENCODED and not value):
@@ -71,8 +71,8 @@ def check_model_arguments(arguments: Mapping[str, Any], padding: Tensor) -> None
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False) or value.get_seq_length() > 0:
                 raise RequestError(
-                    "past_key_values was given; the step has memory of its own: give the whole "
-                    "text as input_ids (its beginning is reused, see docs/serving.md)"
+                    "past_key_values was given; mtpc keeps its own KV cache: give the whole text "
+                    "as input_ids (mtpc reuses its beginning, see docs/serving.md)"
                 )
         elif name == "position_ids":
             _check_positions(value, padding)
@@ -83,18 +83,19 @@ def check_model_arguments(arguments: Mapping[str, Any], padding: Tensor) -> None
 
 
 def _check_positions(positions: Tensor, padding: Tensor) -> None:
-    """Each row's tokens count from 0; what padding has is never looked at."""
+    """Check that the positions of each row's tokens count from 0. Those of padding may be any."""
     columns = torch.arange(positions.shape[-1])
     expected = columns - padding[:, None]
-    # One row may stand for all, and grids come first.
+    # Positions may have one row for all rows, and leading dimensions of position grids.
     rows = positions.cpu().expand(*positions.shape[:-2], *expected.shape)
     if ((rows != expected) & (expected >= 0)).any():
         raise RequestError(
-            "position_ids are not those of the tokens in order; mtpc numbers each row from 0"
+            "position_ids are not those of the tokens in order; mtpc numbers each row from 0: "
+            "leave them out"
         )
 
 
 def ragged_prompts(input_ids: Tensor, padding: Tensor) -> list[list[int]]:
-    """Each row's ids without its padding."""
+    """The ids of each row without its padding."""
     rows = input_ids.tolist()
     return [row[skip:] for row, skip in zip(rows, padding.tolist(), strict=True)]

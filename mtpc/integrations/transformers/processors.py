@@ -1,8 +1,9 @@
-"""transformers' logits processors as parameters of the step.
+"""Translates transformers' logits processors into sampling parameters.
 
-`generate` hands over one list: the processors that it made of the GenerationConfig, and the user's
-own. Each class below is read into fields of `SamplingParams`; other classes are refused by name.
-The step applies bias, repetition penalty, temperature and filters in this order; so must the list.
+`generate` passes one list: the processors that it makes from the GenerationConfig, and the user's
+own. The classes in `READERS` are translated into fields of `SamplingParams`; other classes are
+refused by name. The step applies bias, repetition penalty, temperature and filters in this order,
+so the list must have the same order.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from mtpc.errors import RequestError
 from mtpc.sampling_params import SamplingParams
 
 MASK, BIAS, REPETITION, TEMPERATURE, TOP_K, TOP_P, MIN_P, NORMALISED = range(8)
-"""Stages, in the step's order. Masks commute with all that stands before the filters."""
+"""Stages, in the step's order. The order of masks and the stages before the filters is free."""
 
 
 @dataclass
 class Wanted:
-    """What processors ask for, gathered.
+    """The parameters that the processors ask for.
 
     Attributes:
-        length: of the prompt tensor, padding included.
-        padding: int64 [rows], padding at the left of each row.
+        length: length of the prompt tensor, including padding.
+        padding: int64 [rows], the number of padding tokens at the left of each row.
         stop_ids: end-of-sequence ids.
-        params: fields of `SamplingParams`.
-        banned: ids that may not be emitted.
-        min_tokens: no end-of-sequence token before this many new ones.
+        params: fields of `SamplingParams` so far.
+        banned: ids that must not be emitted.
+        min_tokens: number of new tokens before which no end-of-sequence token is allowed.
     """
 
     length: int
@@ -45,7 +46,7 @@ class Wanted:
 
 
 def _bias(processor: Any, wanted: Wanted) -> None:
-    """Of `SequenceBiasLogitsProcessor`, and of bad words, where the bias is -inf."""
+    """Read a bias of single tokens. Bad words have the bias -inf, which bans a token."""
     is_bad_words = isinstance(processor, generation.NoBadWordsLogitsProcessor)
     name = "bad_words_ids" if is_bad_words else "sequence_bias"
     bias: Mapping[tuple[int, ...], float] = processor.sequence_bias
@@ -53,8 +54,8 @@ def _bias(processor: Any, wanted: Wanted) -> None:
     for ids, value in bias.items():
         if len(ids) != 1:
             raise RequestError(
-                f"{name} has the sequence {tuple(ids)}; mtpc takes single ids: what the step adds "
-                "does not depend on the tokens before"
+                f"{name} has the sequence {tuple(ids)}; mtpc takes single ids, because the step's "
+                "bias does not depend on previous tokens: leave longer sequences out"
             )
         if value == -math.inf:
             wanted.banned.add(int(ids[0]))
@@ -71,20 +72,20 @@ def _repetition(processor: Any, wanted: Wanted) -> None:
     if ignored is not None:
         raise RequestError(
             f"RepetitionPenaltyLogitsProcessor has prompt_ignore_length {ignored}; the step's "
-            "penalty is over the whole prompt and the output: leave it None"
+            "penalty covers the whole prompt and the output: leave it None"
         )
     wanted.params["repetition_penalty"] = float(processor.penalty)
 
 
 def _minimum(processor: Any, wanted: Wanted, count: int) -> None:
-    """No end before `count` new tokens."""
+    """Allow no end-of-sequence token before `count` new tokens."""
     if count <= 0:
         return
     ids = set(processor.eos_token_id.tolist())
     if ids != set(wanted.stop_ids):
         raise RequestError(
             f"{type(processor).__name__} holds back the ids {sorted(ids)}, rows end with "
-            f"{sorted(wanted.stop_ids)}; mtpc takes a minimum for exactly the latter"
+            f"{sorted(wanted.stop_ids)}; expected the same ids: give the processor the latter"
         )
     wanted.min_tokens = max(wanted.min_tokens, count)
 
@@ -103,7 +104,7 @@ def _suppress(processor: Any, wanted: Wanted) -> None:
 
 
 def _number(name: str, kind: Callable[[Any], Any]) -> Callable[[Any, Wanted], None]:
-    """Reads one number; of filters, refuses what is not a filter's usual form."""
+    """Make a reader of one number. It refuses filters with other than the usual arguments."""
 
     def read(processor: Any, wanted: Wanted) -> None:
         value = getattr(processor, "filter_value", -math.inf)
@@ -111,7 +112,7 @@ def _number(name: str, kind: Callable[[Any], Any]) -> Callable[[Any, Wanted], No
         if value != -math.inf or (kept != 1 and name != "top_k"):
             raise RequestError(
                 f"{type(processor).__name__} has filter_value {value} and min_tokens_to_keep "
-                f"{kept}; mtpc takes -inf and 1"
+                f"{kept}; mtpc takes -inf and 1: leave them at their defaults"
             )
         wanted.params[name] = kind(getattr(processor, name))
 
@@ -119,7 +120,7 @@ def _number(name: str, kind: Callable[[Any], Any]) -> Callable[[Any, Wanted], No
 
 
 def _nothing(processor: Any, wanted: Wanted) -> None:
-    """It changes neither the argmax nor the distribution."""
+    """Read nothing: this processor changes neither the argmax nor the distribution."""
 
 
 READERS: dict[type, tuple[int, Callable[[Any, Wanted], None]]] = {
@@ -135,24 +136,25 @@ READERS: dict[type, tuple[int, Callable[[Any, Wanted], None]]] = {
     generation.MinPLogitsWarper: (MIN_P, _number("min_p", float)),
     generation.LogitNormalization: (NORMALISED, _nothing),
 }
-"""By exact class (a subclass may do anything): its stage, and what reads it."""
+"""For each exact class (a subclass may do anything) its stage and its reader."""
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def sampling_params(
     processors: Sequence[Any], wanted: Wanted, do_sample: bool, max_new_tokens: int
 ) -> SamplingParams:
-    """One request's parameters, without a seed.
+    """Translate processors into the parameters of a request, without a seed.
 
     Args:
-        processors: what `generate` made, and the user's, in order.
-        wanted: about the batch; filled here.
-        do_sample: without it the most probable token is chosen, whatever the filters leave.
-        max_new_tokens: an end-of-sequence token is held back no longer than that.
+        processors: the processors of `generate` and of the user, in order.
+        wanted: facts about the batch; the processors' parameters are added to it.
+        do_sample: whether to sample. If not, the most probable token is chosen, and parameters that
+            only concern sampling are dropped.
+        max_new_tokens: upper limit of the minimum number of tokens.
 
     Raises:
-        RequestError: a processor's class is unknown, its order another than the step's, or its
-            numbers out of range.
+        RequestError: a processor's class is unknown, the order differs from the step's, or a number
+            is out of range.
     """
     stage = MASK
     for processor in processors:
@@ -163,7 +165,7 @@ def sampling_params(
                 f"{type(processor).__name__} stands after {_name_of(stage)}; the step applies "
                 "each once, in this order: "
                 + ", ".join(_name_of(s) for s in range(BIAS, NORMALISED + 1))
-                + "; give it by its GenerationConfig field"
+                + "; set its field of GenerationConfig instead"
             )
         stage = max(stage, own)
         read(processor, wanted)
@@ -172,8 +174,8 @@ def sampling_params(
         params = {name: value for name, value in params.items() if name not in _OF_SAMPLING}
     elif params.get("top_p", 1.0) < 1 and params.get("min_p", 0.0) > 0:
         raise RequestError(
-            "top_p and min_p are both given; transformers takes the nucleus first, the step last, "
-            "which leaves other tokens: give one of them"
+            "top_p and min_p are both given; transformers applies top_p first, the step min_p "
+            "first, which keeps other tokens: give one of them"
         )
     params.setdefault("temperature", 1.0 if do_sample else 0.0)
     params["banned_ids"] = tuple(wanted.banned)
@@ -188,8 +190,8 @@ def _reader(processor: Any) -> tuple[int, Callable[[Any, Wanted], None]]:
     if type(processor) not in READERS:
         known = ", ".join(sorted(kind.__name__ for kind in READERS))
         raise RequestError(
-            f"the logits processor {type(processor).__name__} cannot run inside the step; those "
-            f"that can: {known}"
+            f"the logits processor {type(processor).__name__} cannot run inside the step; "
+            f"expected one of: {known}"
         )
     return READERS[type(processor)]
 

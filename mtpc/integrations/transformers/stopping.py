@@ -1,4 +1,4 @@
-"""transformers' stopping criteria: which the step decides, and which are asked on the host."""
+"""transformers' stopping criteria: those that the step decides, and those that the host checks."""
 
 from __future__ import annotations
 
@@ -14,57 +14,59 @@ from mtpc.errors import RequestError
 
 @dataclass(frozen=True)
 class StopPlan:
-    """When rows end.
+    """Decides when rows end.
 
     Attributes:
-        max_new_tokens: limit of all rows.
-        stop_ids: ids that end a row, decided in the step.
-        pad_id: what stands in a row that has ended; None where rows go on until all have ended,
-            as transformers does where no criterion is about end-of-sequence tokens.
-        asked: criteria that the host asks after each token of the batch.
+        max_new_tokens: the most new tokens of each row.
+        stop_ids: ids that end a row. The step checks them.
+        pad_id: the id that fills a row after its end. None: rows continue until all have ended, as
+            in transformers if no criterion concerns end-of-sequence tokens.
+        host_criteria: criteria that the host checks after each token of the batch.
     """
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int | None
-    asked: generation.StoppingCriteriaList
+    host_criteria: generation.StoppingCriteriaList
 
     def fired(self, ids: Tensor) -> list[bool]:
-        """Per row whether a criterion of the host's fires.
+        """For each row, whether a criterion that the host checks ends it.
 
         Args:
-            ids: int64 [rows, length], prompt and padding included.
+            ids: int64 [rows, length], including prompt and padding.
         """
-        if not self.asked:
+        if not self.host_criteria:
             return [False] * ids.shape[0]
-        return self.asked(ids, None).tolist()
+        return self.host_criteria(ids, None).tolist()
 
 
 def stop_plan(criteria: Sequence[Any], pad: Tensor | None, length: int) -> StopPlan:
-    """Read the criteria that `generate` made and the user's own.
+    """Make a plan from the criteria of `generate` and the user's own.
 
     Args:
-        criteria: of any class; `MaxLengthCriteria` and `EosTokenCriteria` go into the step.
+        criteria: criteria of any class. The step decides `MaxLengthCriteria` and
+            `EosTokenCriteria`; the host checks the others.
         pad: transformers' padding id as a tensor, or None.
-        length: of the prompt tensor, padding included.
+        length: length of the prompt tensor, including padding.
 
     Raises:
-        RequestError: rows are to be padded, and there is no padding id.
+        RequestError: no criterion limits the length; or rows need padding, and there is no padding
+            id.
     """
     limits = [c.max_length for c in criteria if type(c) is generation.MaxLengthCriteria]
     ends = [c for c in criteria if type(c) is generation.EosTokenCriteria]
     stop_ids = {int(i) for criterion in ends for i in criterion.eos_token_id.tolist()}
     decided = (generation.MaxLengthCriteria, generation.EosTokenCriteria)
-    asked = [c for c in criteria if type(c) not in decided]
+    host_criteria = [c for c in criteria if type(c) not in decided]
     if not limits:
         raise RequestError("no criterion limits the length; give max_new_tokens")
     pads = any(hasattr(c, "eos_token_id") for c in criteria)
     if pads and pad is None:
-        raise RequestError("rows may end apart, and pad_token_id is not set; give one")
-    # One token at least: transformers asks only once it has one.
+        raise RequestError("rows may end at different lengths, and pad_token_id is not set; set it")
+    # At least one token, because transformers checks criteria only after the first one.
     return StopPlan(
         max(min(limits) - length, 1),
         tuple(sorted(stop_ids)),
         int(pad) if pads and pad is not None else None,
-        generation.StoppingCriteriaList(asked),
+        generation.StoppingCriteriaList(host_criteria),
     )

@@ -1,22 +1,22 @@
-"""The vLLM plugin: vLLM's MTP draft classes replaced by `TracedMTP`, where the user asks for it.
+"""The vLLM plugin: replaces vLLM's MTP draft classes with `TracedMTP`, if the user asks for it.
 
-Installed with mtpc as an entry point of the group `vllm.general_plugins`. vLLM calls `register` in
-each of its processes.
+It is installed with mtpc as an entry point of the group `vllm.general_plugins`. vLLM calls
+`register` in each of its processes.
 """
 
 from __future__ import annotations
 
 PLUGIN_NAME = "mtpc"
-"""What VLLM_PLUGINS must name."""
+"""The name that VLLM_PLUGINS must contain."""
 ARCHITECTURES = ("MiMoMTPModel", "Glm4MoeMTPModel", "DeepSeekMTPModel", "Qwen3NextMTP")
-"""vLLM's names of the draft architectures that are replaced."""
+"""vLLM's names of the draft architectures that the plugin replaces."""
 
 
 def register() -> None:
-    """Put `TracedMTP` in the place of vLLM's draft classes, if VLLM_PLUGINS names mtpc.
+    """Replace vLLM's draft classes with `TracedMTP`, if VLLM_PLUGINS contains mtpc.
 
-    Without VLLM_PLUGINS vLLM loads every plugin that is installed; to be installed is not to be
-    asked for, so nothing is changed then. May be called any number of times.
+    Without VLLM_PLUGINS, vLLM loads every installed plugin. The user has then not asked for this
+    one, so it changes nothing. vLLM may call this function several times.
     """
     from vllm import ModelRegistry, envs
 

@@ -1,4 +1,4 @@
-"""vLLM's attention layers behind the sites of a traced draft."""
+"""vLLM's attention layers for the sites of a traced draft."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from mtpc.integrations.attention_site import AttentionSite, expand_latent
 
 
 def make_attention(site: AttentionSite, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-    """vLLM's layer for a site.
+    """Make vLLM's layer for a site.
 
     Args:
         site: the site.
-        vllm_config: the draft's.
-        prefix: of the layer's name, by which vLLM finds its KV cache: with one number, no other
-            layer's.
+        vllm_config: vLLM's config for the draft.
+        prefix: prefix of the layer's name, by which vLLM finds the layer's KV cache. It contains
+            exactly one number, and no other layer has the same prefix.
 
     Raises:
         UnsupportedModelError: the site has sinks, or vLLM gives the layer another window.
     """
     if site.sinks is not None:
-        raise UnsupportedModelError(f"{prefix}: attention with sinks is not wired to vLLM yet")
+        raise UnsupportedModelError(
+            f"{prefix}: the draft has attention with sinks, which mtpc does not support in vLLM; "
+            "leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
+        )
     if site.kind == "latent" and vllm_config.model_config.use_mla:
         return LatentAttention(site, vllm_config, prefix)
     return FullAttention(site, vllm_config, prefix)
 
 
 class FullAttention(nn.Module):
-    """`Attention` for keys and values, also those of a latent where vLLM's MLA is switched off.
+    """`Attention` over keys and values. It expands a latent if vLLM's MLA is switched off.
 
-    Values narrower than keys are padded, as vLLM's own classes do: not every backend takes two
-    widths.
+    Values narrower than keys are padded, as in vLLM's own classes, because some backends support
+    only one width.
     """
 
     def __init__(self, site: AttentionSite, vllm_config: VllmConfig, prefix: str):
@@ -54,8 +57,9 @@ class FullAttention(nn.Module):
         window = self.attention.sliding_window or 0
         if window != site.sliding_window:
             raise UnsupportedModelError(
-                f"{prefix}: vLLM gives the layer a window of {window}, the model one of "
-                f"{site.sliding_window} (0 is none)"
+                f"{prefix}: vLLM gives the layer a window of {window}; the model has one of "
+                f"{site.sliding_window} (0 is none): leave mtpc out of VLLM_PLUGINS to run vLLM's "
+                "own draft class"
             )
 
     def forward(self, q: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -69,14 +73,15 @@ class FullAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """`MLAAttention`, which caches the latent."""
+    """`MLAAttention`, which stores latents in vLLM's cache."""
 
     def __init__(self, site: AttentionSite, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         assert site.expansion is not None
         self.site = site
         unrotated = site.head_dim - site.rope_head_dim
-        # vLLM derives what it needs from a layer of its own kind; its weight is the draft's.
+        # vLLM reads the expansion from a layer of its own class. The layer shares the draft's
+        # weight.
         with torch.device("meta"):
             expansion = ColumnParallelLinear(
                 site.latent_rank,

@@ -1,4 +1,4 @@
-"""A draft model class for vLLM: traced MTP layers under vLLM's contract for draft models."""
+"""A draft model class for vLLM: traced MTP layers with the interface of vLLM's draft models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from mtpc.integrations.vllm.attention import make_attention
 
 @dataclass(frozen=True)
 class HostRules:
-    """What vLLM's own class of an architecture does that only decides which drafts come out.
+    """How vLLM's own draft class of an architecture works, where that changes only the drafts.
 
     Attributes:
-        architecture: the target's.
-        zero_first_embedding: it zeroes the embedding at position 0.
-        recycles_unnormed: it feeds the next draft step what precedes the final norm.
-        returns_pair: vLLM's proposer expects (hidden for the head, hidden to recycle) of it.
+        architecture: the target's architecture.
+        zero_first_embedding: whether the class zeroes the embedding at position 0.
+        recycles_unnormed: whether the class feeds the hidden state before the final norm to the
+            next draft step.
+        returns_pair: whether vLLM's proposer expects a pair from `forward`: the head's input, and
+            the hidden state for the next draft step.
     """
 
     architecture: str
@@ -44,24 +46,24 @@ HOST_RULES: Mapping[str, HostRules] = {
     "Qwen3NextMTP": HostRules("Qwen3NextForCausalLM", False),
 }
 RULES = ("host", "model")
-"""`additional_config={"mtpc": {"draft_rules": ...}}`: as vLLM's class, or as mtpc and the model's
-authors have it."""
+"""Values of `additional_config={"mtpc": {"draft_rules": ...}}`: "host" drafts as vLLM's class does,
+"model" as mtpc and the model's authors do."""
 
 
 class TracedMTP(nn.Module):
     """All MTP layers of a model, each a `TracedDraft` over vLLM's attention.
 
-    vLLM constructs it, hands it the target's checkpoint, and puts the target's embedding and head
-    in their places: it has none of its own.
+    vLLM constructs this module, loads the target's checkpoint into it, and sets the target's
+    embedding and head. The module has no embedding or head of its own.
 
     Args:
-        vllm_config: as vLLM makes it for drafts: its `model_config` is the target's.
-        prefix: of the names of its layers.
+        vllm_config: vLLM's config for drafts, whose `model_config` is the target's.
+        prefix: prefix of the names of the layers.
 
     Raises:
-        UnsupportedModelError: tensor or pipeline parallel, expert load balancing, LoRA, quantised
-            weights, or a config that `draft_config` refuses.
-        OptionError: a value in `additional_config["mtpc"]` that does not exist.
+        UnsupportedModelError: the config asks for tensor, pipeline or expert parallelism, expert
+            load balancing, LoRA or quantised weights; or `draft_config` refuses it.
+        OptionError: `additional_config["mtpc"]` has an unknown name or value.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -96,7 +98,7 @@ class TracedMTP(nn.Module):
         self.drafts: Any = nn.ModuleList(drafts)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Token ids [T] -> [T, H], by the target's embedding."""
+        """Embed token ids [T] with the target's embedding; returns [T, H]."""
         return self.model.embed_tokens(input_ids)
 
     def forward(
@@ -108,7 +110,19 @@ class TracedMTP(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         spec_step_idx: int = 0,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """One draft step over flat rows: what the head takes, and what vLLM feeds back."""
+        """Run one draft step over flat rows.
+
+        Args:
+            input_ids: int64 [T]; may be None if `inputs_embeds` is given.
+            positions: int64 [T].
+            hidden_states: [T, H].
+            intermediate_tensors: unused.
+            inputs_embeds: [T, H], embeddings to use instead of those of `input_ids`.
+            spec_step_idx: index of the draft step, which selects the MTP layer.
+
+        Returns:
+            Hidden states [T, H]; twice, as a pair, if vLLM's proposer expects one.
+        """
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
@@ -117,14 +131,14 @@ class TracedMTP(nn.Module):
         return (features, features) if self.rules.returns_pair else features
 
     def compute_logits(self, hidden_states: Tensor, spec_step_idx: int = 0) -> Tensor | None:
-        """Logits of rows of what `forward` returned, by the target's head."""
+        """Logits of rows of the hidden states that `forward` returned, by the target's head."""
         if self.head_norms:
             draft = self.drafts[spec_step_idx % len(self.drafts)]
             hidden_states = draft.final_norm(hidden_states)
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """The MTP layers' weights out of the checkpoint; returns the names of what was set.
+        """Load the MTP layers' weights from a checkpoint, and return the parameters' names.
 
         Raises:
             CheckpointError: see `TracedDraft.load_weights`.
@@ -137,13 +151,13 @@ class TracedMTP(nn.Module):
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """What a traced draft cannot do under vLLM is refused, in one message.
+    """Refuse a config with features that a traced draft does not support in vLLM.
 
     Raises:
-        UnsupportedModelError: the config asks for it.
+        UnsupportedModelError: the config has such features. The message lists them all.
     """
     parallel = vllm_config.parallel_config
-    asked = {
+    features = {
         f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
             parallel.pipeline_parallel_size > 1
@@ -155,7 +169,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
             vllm_config.quant_config is not None
         ),
     }
-    found = [name for name, is_asked in asked.items() if is_asked]
+    found = [name for name, is_on in features.items() if is_on]
     if found:
         raise UnsupportedModelError(
             f"mtpc's draft model cannot serve {', '.join(found)}: it is one graph with unsharded, "
@@ -164,12 +178,13 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 
 def read_fields(vllm_config: VllmConfig) -> dict[str, Any]:
-    """config.json as it is stored, with the user's overrides.
+    """Read the stored config.json, and apply the user's overrides.
 
-    vLLM rewrites configs of drafts, and changes rotary parameters of targets in place.
+    vLLM's own config objects do not serve here: vLLM rewrites those of drafts, and changes rotary
+    parameters of those of targets in place.
 
     Raises:
-        UnsupportedModelError: overrides by a function, which cannot be carried out here.
+        UnsupportedModelError: the overrides are a function, which takes vLLM's config object.
     """
     model = _draft_model(vllm_config)
     fields, _ = transformers.PreTrainedConfig.get_config_dict(
@@ -179,7 +194,7 @@ def read_fields(vllm_config: VllmConfig) -> dict[str, Any]:
     if callable(overrides):
         raise UnsupportedModelError(
             "hf_overrides is a function; mtpc's draft model reads config.json itself and takes "
-            "overrides as a dict only"
+            "overrides as a dict only: give a dict"
         )
     return {**fields, **overrides}
 
@@ -195,7 +210,7 @@ def _draft_rules(additional_config: Any) -> str:
     rules = options.get("draft_rules", "host")
     if unknown or rules not in RULES:
         raise OptionError(
-            f'additional_config["mtpc"] is {dict(options)}; expected nothing but "draft_rules", '
+            f'additional_config["mtpc"] is {dict(options)}; expected only "draft_rules", '
             f"one of {RULES}"
         )
     return rules

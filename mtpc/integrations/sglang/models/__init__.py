@@ -1,1 +1,1 @@
-"""To be named in SGLANG_EXTERNAL_MODEL_PACKAGE: SGLang reads its modules' `EntryClass`."""
+"""The package for SGLANG_EXTERNAL_MODEL_PACKAGE. SGLang reads `EntryClass` of its modules."""

@@ -1,4 +1,4 @@
-"""Draft architectures of SGLang that mtpc's traced drafts stand in for, under the host's names."""
+"""SGLang's draft architectures that mtpc's traced drafts replace, under SGLang's names."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from mtpc.integrations.sglang.draft import HostedDraft
 
 
 class MiMoMTP(HostedDraft):
-    """MiMo's."""
+    """The draft of MiMo."""
 
     target = "MiMoForCausalLM"
 
 
 class Glm4MoeForCausalLMNextN(HostedDraft):
-    """GLM-4.5's to 4.7's."""
+    """The draft of GLM-4.5 to GLM-4.7."""
 
     target = "Glm4MoeForCausalLM"
 
 
 class DeepseekV3ForCausalLMNextN(HostedDraft):
-    """DeepSeek-V3's and R1's; V3.2's attention index is refused."""
+    """The draft of DeepSeek-V3 and R1. That of V3.2, with an attention index, is refused."""
 
     target = "DeepseekV3ForCausalLM"
 
 
 class Qwen3NextForCausalLMMTP(HostedDraft):
-    """Qwen3-Next's, whose MTP layer is one of full attention."""
+    """The draft of Qwen3-Next, whose MTP layer has full attention."""
 
     target = "Qwen3NextForCausalLM"
 
 
 class Qwen3_5ForCausalLMMTP(HostedDraft):
-    """Qwen3.5's, dense or with experts: the host has one name for both."""
+    """The draft of Qwen3.5, dense or with experts. SGLang has one name for both."""
 
     @classmethod
     def target_architecture(cls, config: Any) -> str:
-        """By the config's model type."""
+        """The target's architecture, from the config's model type."""
         text = getattr(config, "text_config", config)
         return "Qwen3_5MoeForCausalLM" if "moe" in text.model_type else "Qwen3_5ForCausalLM"
 
