@@ -174,6 +174,10 @@ def _draft_head(model: Any, layer: MTPLayer, target_head: nn.Module) -> nn.Modul
     return StreamHead(layer.stream_head, layer.final_norm, model.get_output_embeddings())
 
 
+def _new_stream_head(decoder: Any, config: Any) -> nn.Module:
+    return type(decoder.hc_head)(config)
+
+
 DEEPSEEK_V4 = ModelFamily(
     name="deepseek_v4",
     architectures=("DeepseekV4ForCausalLM",),
@@ -186,7 +190,7 @@ DEEPSEEK_V4 = ModelFamily(
         embedding_projection="e_proj",
         hidden_projection="h_proj",
         final_norm="norm",
-        stream_head="hc_head_",
+        stream_head=("hc_head_", "hc_"),
         target_features="before_stream_head",
     ),
     num_mtp_layers=nextn_layers,
@@ -198,7 +202,7 @@ DEEPSEEK_V4 = ModelFamily(
         "DeepseekV4Attention": WindowedAttention,
         "DeepseekV4HyperConnection": HyperConnection,
     },
-    parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head),
+    parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head, _new_stream_head),
     rotary_type=lambda config, i: _MAIN,
     stored_names=STORED_NAMES,
     stored_prefixes=STORED_PREFIXES,

@@ -39,8 +39,8 @@ class MTPWiring:
             sees and what the next draft step is fed.
         embedding_projection: without concatenation: the projection of the embedding, H -> H.
         hidden_projection: the same of the incoming features; the two are added.
-        stream_head: how the checkpoint's names of what joins residual streams for the head begin
-            (transformers' begin with "hc_" there), or "".
+        stream_head: prefix of the stream head's tensor names, in checkpoints and in transformers'
+            module; None for layers without residual streams.
         hidden_first: concat order; False is [embedding, hidden].
         zero_first_embedding: the embedding at sequence position 0 is zeroed.
         target_features: which hidden state of the target feeds the draft.
@@ -55,7 +55,7 @@ class MTPWiring:
     final_norm: str
     embedding_projection: str = ""
     hidden_projection: str = ""
-    stream_head: str = ""
+    stream_head: tuple[str, str] | None = None
     hidden_first: bool = False
     zero_first_embedding: bool = False
     target_features: Literal["after_final_norm", "before_stream_head"] = "after_final_norm"
@@ -70,7 +70,6 @@ class MTPWiring:
             "embedding_projection": self.embedding_projection,
             "hidden_projection": self.hidden_projection,
             "final_norm": self.final_norm,
-            "stream_head": self.stream_head,
         }
         return {joint: name for joint, name in names.items() if name}
 
@@ -107,6 +106,8 @@ class ModelFamily:
         stored_prefixes: name prefix of the target -> prefix that checkpoints may store in its
             place (a text model inside a multimodal one, or the reverse).
         expert_names: gate, up and down projection of an expert stored by itself.
+        stacked_gate_up: names within a decoder layer of the gate and the up projections of all
+            experts, where checkpoints store each as one tensor [E, I, H]; None elsewhere.
         released_entries: of config.json: what transformers takes for granted and other readers
             (vLLM) look up; written where the config does not say otherwise.
     """
@@ -129,6 +130,7 @@ class ModelFamily:
     stored_names: tuple[tuple[str, str], ...] = ()
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked_gate_up: tuple[str, str] | None = None
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, str] = field(default_factory=dict)
 

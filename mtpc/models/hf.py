@@ -272,9 +272,12 @@ class StepParts:
         target_head: model -> module features -> logits.
         draft: (decoder, rotary, layer, pool) -> module (ids, features, *metadata) -> features.
         draft_head: (model, layer, target head) -> module features -> logits.
+        stream_head: (decoder, config) -> a new stream head for an MTP layer, weights not set;
+            None for families without residual streams.
     """
 
     target: Callable[[Any, CachePool], nn.Module] = HFTarget
     target_head: Callable[[Any], nn.Module] = lambda model: model.get_output_embeddings()
     draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] = HFDraft
     draft_head: Callable[[Any, MTPLayer, nn.Module], nn.Module] = lambda model, layer, head: head
+    stream_head: Callable[[Any, Any], nn.Module] | None = None

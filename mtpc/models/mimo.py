@@ -6,15 +6,9 @@ the embedding of sequence position 0 is zeroed.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mtpc.models.caches import paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring, full_attention_after
-
-
-def _num_mtp_layers(config: Any) -> int:
-    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
-
+from mtpc.models.glm4_moe import nextn_layers
 
 MIMO = ModelFamily(
     name="mimo",
@@ -29,8 +23,8 @@ MIMO = ModelFamily(
         hidden_first=True,
         zero_first_embedding=True,
     ),
-    num_mtp_layers=_num_mtp_layers,
+    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp_layers.{i}.",
     cache_specs=paged_kv_specs,
-    block_config=lambda config: full_attention_after(config, _num_mtp_layers(config)),
+    block_config=lambda config: full_attention_after(config, nextn_layers(config)),
 )

@@ -14,8 +14,8 @@ from mtpc.errors import CheckpointError
 from mtpc.models.family import ModelFamily, find_norm_class
 from mtpc.models.hf import MTPLayer
 
-STACKED_GATE = re.compile(r".*\bmoe\.gate_proj\.weight")
-"""Gate projections of all experts as one tensor, as Step-3.5 and 3.7 are stored."""
+EXPERTS = "mlp.experts"
+"""transformers' name for the experts of a decoder layer."""
 
 
 def load_mtp_layer(
@@ -54,7 +54,8 @@ def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLaye
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     sample = decoder.layers[-1]
     block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
-    stream_head = type(decoder.hc_head)(config) if family.wiring.stream_head else None
+    parts = family.parts
+    stream_head = parts.stream_head(decoder, config) if parts and parts.stream_head else None
     return MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
 
 
@@ -73,9 +74,10 @@ def _module_name(name: str, family: ModelFamily) -> str:
     stem, _, leaf = name.rpartition(".")
     if stem in joints:
         return f"{joints[stem]}.{leaf}"
-    head = family.wiring.stream_head
-    if head and name.startswith(head):
-        return f"stream_head.hc_{name.removeprefix(head)}"
+    if family.wiring.stream_head:
+        head, inner = family.wiring.stream_head
+        if name.startswith(head):
+            return f"stream_head.{inner}{name.removeprefix(head)}"
     if not name.startswith(family.block_prefix):
         return name  # Neither a joint's nor the block's: reported as unexpected.
     name = name.removeprefix(family.block_prefix)
@@ -89,8 +91,9 @@ def stored_name(name: str, family: ModelFamily) -> str:
     joint, _, leaf = name.partition(".")
     if joint == "block":
         return family.block_prefix + layer_names(leaf, family)[0]
-    if joint == "stream_head":
-        return f"{family.wiring.stream_head}{leaf.removeprefix('hc_')}"
+    if joint == "stream_head" and family.wiring.stream_head:
+        head, inner = family.wiring.stream_head
+        return head + leaf.removeprefix(inner)
     return f"{family.wiring.joints()[joint]}.{leaf}"
 
 
@@ -105,31 +108,30 @@ def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:
 
 
 def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
-    """A layer's tensors by checkpoint name within it, experts as the family stores them: what
-    loading reads."""
+    """The tensors of an MTP layer by checkpoint name within it, with experts as the family stores
+    them: what `load_mtp_layer` reads."""
     gate, up, down = family.expert_names
     for name, tensor in layer.state_dict().items():
-        public = stored_name(name, family)
-        part = public.rpartition(".")[2]
+        stored = stored_name(name, family)
+        stem, _, part = stored.rpartition(".")
         if part == "gate_up_proj":
-            beside = stored_name(name.replace(part, "down_proj"), family)
-            parts = zip((gate, up), tensor.chunk(2, 1), strict=True)
-            for part_name, stacked in parts:
-                yield from _stored_experts(beside, part_name, stacked)
+            halves = tensor.chunk(2, 1)
+            if family.stacked_gate_up:
+                prefix = stem.removesuffix(EXPERTS)
+                yield from zip((prefix + n for n in family.stacked_gate_up), halves, strict=True)
+            else:
+                yield from _one_by_one(stem, gate, halves[0])
+                yield from _one_by_one(stem, up, halves[1])
         elif part == "down_proj":
-            yield from _stored_experts(public, down, tensor)
+            yield from _one_by_one(stem, down, tensor)
         else:
-            yield public, tensor
+            yield stored, tensor
 
 
-def _stored_experts(down: str, part: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A projection of all experts, stacked where `down`, which stands beside it, is."""
-    stem = down.removesuffix(".down_proj")
-    if stem == down:
-        yield down.replace("down_proj", part), stacked
-    else:
-        for index, rows in enumerate(stacked):
-            yield f"{stem}.{index}.{part}.weight", rows
+def _one_by_one(stem: str, projection: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """One projection of all experts, [E, ...], as a tensor for each expert."""
+    for index, rows in enumerate(stacked):
+        yield f"{stem}.{index}.{projection}.weight", rows
 
 
 def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
@@ -139,7 +141,7 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
         rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{gate}|{up}|{down})\.weight"
     )
     out: dict[str, Tensor] = {}
-    tensors = _join_stacked(tensors)
+    tensors = _join_gate_up(tensors, family)
     parts: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
@@ -161,14 +163,13 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
     return out
 
 
-def _join_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts stored stacked, gate [E, I, H] and up apart -> transformers' `gate_up_proj`."""
+def _join_gate_up(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
+    """Gate and up projections that the family stores as one tensor [E, I, H] each ->
+    transformers' `gate_up_proj` [E, 2I, H]."""
     out = dict(tensors)
-    for name in tensors:
-        up = name.replace("gate_proj", "up_proj")
-        if STACKED_GATE.fullmatch(name) and up in out:
-            gate_up = torch.cat([out.pop(name), out.pop(up)], 1)
-            out[name.replace("moe.gate_proj.weight", "mlp.experts.gate_up_proj")] = gate_up
+    gate, up = (f"block.{name}" for name in family.stacked_gate_up or ("", ""))
+    if family.stacked_gate_up and gate in out and up in out:
+        out[f"block.{EXPERTS}.gate_up_proj"] = torch.cat([out.pop(gate), out.pop(up)], 1)
     return out
 
 

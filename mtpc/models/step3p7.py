@@ -86,5 +86,6 @@ STEP3P7 = ModelFamily(
         ("moe.down_proj.weight", "mlp.experts.down_proj"),
         ("share_expert.", "mlp.shared_experts."),
     ),
+    stacked_gate_up=("moe.gate_proj.weight", "moe.up_proj.weight"),
     stored_prefixes={"model.language_model.": "model."},
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, repeated_tensors
-from mtpc.models.mtp_layers import layer_names, stored_name
+from mtpc.models.mtp_layers import EXPERTS, layer_names, stored_name
 from mtpc.recipes import Join, Recipe, make, names
 
 
@@ -51,16 +51,19 @@ def repeats(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:
-    """Recipes whose tensors all exist: a stored name itself, else experts stored one by one, or
-    gate and up apart."""
+    """Recipes whose tensors are all in the checkpoint.
+
+    A weight is stored under one of its names, or its experts are stored one by one, or the gate and
+    the up projections of all experts are one tensor each.
+    """
     for stored in _stored_names(name, loaded):
         if stored in checkpoint.tensors:
             yield stored
         stem, _, part = stored.rpartition(".")
         if not stem.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
             continue
-        joined = (_joined(stem),) if part == "gate_up_proj" else ()
-        for recipe in (_stacked(stem, part, loaded.family, checkpoint), *joined):
+        joined = _join_gate_up(stem, loaded.family) if part == "gate_up_proj" else ()
+        for recipe in (_stack_experts(stem, part, loaded.family, checkpoint), *joined):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
@@ -82,8 +85,8 @@ def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
         yield from layer_names(place, family)
 
 
-def _stacked(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) -> Join:
-    """transformers' stacked experts, gate and up rows of each joined."""
+def _stack_experts(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) -> Join:
+    """Experts stored one by one -> transformers' stack; gate and up rows are joined."""
     gate, up, down = family.expert_names
     count = sum(name.endswith(f".{down}.weight") for name in checkpoint.names(f"{stem}."))
     of = [f"{stem}.{index}." for index in range(count)]
@@ -93,10 +96,12 @@ def _stacked(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) 
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 
-def _joined(stem: str) -> Join:
-    """The same of experts stored stacked, gate and up apart (Step-3.5, Step-3.7)."""
-    moe = stem.removesuffix("mlp.experts") + "moe."
-    return Join("cat_rows", (f"{moe}gate_proj.weight", f"{moe}up_proj.weight"))
+def _join_gate_up(stem: str, family: ModelFamily) -> tuple[Join, ...]:
+    """Gate and up projections that the family stores as one tensor each -> transformers' stack."""
+    if family.stacked_gate_up is None:
+        return ()
+    layer = stem.removesuffix(EXPERTS)
+    return (Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up)),)
 
 
 def _gives(recipe: Recipe, checkpoint: Checkpoint, tensor: Tensor) -> bool:
