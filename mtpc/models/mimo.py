@@ -1,7 +1,7 @@
-"""MiMo-7B (dense): a Qwen2 base with MTP layers at `model.mtp_layers.{i}`.
+"""MiMo-7B (dense): a Qwen2 model with MTP layers at `model.mtp_layers.{i}`.
 
-Source: the authors' modelling code (XiaomiMiMo/MiMo-7B-Base): hidden first in the concat, and
-the embedding of sequence position 0 is zeroed.
+Source: the authors' modelling code (XiaomiMiMo/MiMo-7B-Base). It concatenates the hidden state
+first, and sets the embedding at sequence position 0 to zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Building MTP layers, which transformers does not load, from a checkpoint's tensors."""
+"""MTP layers: building them from a checkpoint's tensors, because transformers drops these."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def load_mtp_layer(
     """Build MTP layer `index` and fill it from the checkpoint.
 
     Args:
-        checkpoint: where its tensors are.
-        family: names and wiring.
-        target: the transformers model it belongs to, whose classes and dtype it takes.
+        checkpoint: holds the tensors.
+        family: gives names and wiring.
+        target: the transformers model; the layer takes its classes and its dtype.
         index: MTP layer, from 0.
 
     Raises:
-        CheckpointError: tensors missing, unconsumed or of another shape; the message lists them.
+        CheckpointError: tensors are missing, unexpected or misshapen; the message lists them.
     """
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     prefix = family.layer_prefix(layers, index)
@@ -50,7 +50,7 @@ def load_mtp_layer(
 
 
 def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLayer:
-    """An MTP layer that fits a transformers model of the family, its weights not yet set."""
+    """An MTP layer for a transformers model of the family; its weights are not set."""
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     sample = decoder.layers[-1]
     block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
@@ -60,7 +60,9 @@ def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLaye
 
 
 def layer_tensors(stored: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
-    """Tensors by checkpoint name within an MTP layer -> by name within `MTPLayer`.
+    """Rename tensors from names within a checkpoint's MTP layer to names within `MTPLayer`.
+
+    Experts are stacked on the way.
 
     Raises:
         CheckpointError: an expert lacks a projection.
@@ -79,7 +81,7 @@ def _module_name(name: str, family: ModelFamily) -> str:
         if name.startswith(head):
             return f"stream_head.{inner}{name.removeprefix(head)}"
     if not name.startswith(family.block_prefix):
-        return name  # Neither a joint's nor the block's: reported as unexpected.
+        return name  # `check_tensors` reports it as unexpected.
     name = name.removeprefix(family.block_prefix)
     for part, module in family.stored_names:
         name = name.replace(part, module)
@@ -87,7 +89,7 @@ def _module_name(name: str, family: ModelFamily) -> str:
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
-    """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
+    """Name within `MTPLayer` -> checkpoint name within an MTP layer; inverts `_module_name`."""
     joint, _, leaf = name.partition(".")
     if joint == "block":
         return family.block_prefix + layer_names(leaf, family)[0]
@@ -98,7 +100,8 @@ def stored_name(name: str, family: ModelFamily) -> str:
 
 
 def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:
-    """transformers' name within a decoder layer -> names in checkpoints; the first is written."""
+    """transformers' name within a decoder layer -> its names in checkpoints; saving writes the
+    first."""
     written = name
     others: list[str] = []
     for stored, module in family.stored_names:
@@ -174,9 +177,9 @@ def _join_gate_up(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[st
 
 
 def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
-    """The dtype of each parameter or buffer, as transformers chooses it for the target's own."""
+    """(name, is a parameter) -> the dtype that transformers would choose for such a tensor."""
     dtype = target.get_input_embeddings().weight.dtype
-    # Buffers (the router's selection bias) and what the class says stay in float32 at least.
+    # Buffers (a router's selection bias) and modules that the class names keep at least float32.
     wide = torch.promote_types(dtype, torch.float32)
     kept = set(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
 
@@ -187,10 +190,15 @@ def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
 
 
 def check_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Every name and shape must match the module's.
+    """Check that names and shapes match a module's.
+
+    Args:
+        layer: the module.
+        tensors: by name within the module.
+        what: what the tensors belong to, for messages.
 
     Raises:
-        CheckpointError: tensors missing, unexpected or of another shape; the message lists them.
+        CheckpointError: tensors are missing, unexpected or misshapen; the message lists them.
     """
     expected = layer.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
@@ -209,7 +217,7 @@ def check_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], what: str) ->
 def _assign(
     layer: nn.Module, tensors: Mapping[str, Tensor], dtype_of: Callable[[str, bool], torch.dtype]
 ) -> None:
-    """Give checked tensors to a module built on the meta device."""
+    """Assign checked tensors, cast to their dtypes, to a module built on the meta device."""
     parameters = {name for name, _ in layer.named_parameters()}
     cast = {
         n: t.to(dtype_of(n, n in parameters)) if t.is_floating_point() else t
@@ -222,7 +230,7 @@ def _assign(
 def allocate(
     layer: nn.Module, dtype_of: Callable[[str, bool], torch.dtype], device: torch.device
 ) -> None:
-    """Give a module built on the meta device memory of its own, not yet written."""
+    """Allocate uninitialised memory for a module built on the meta device."""
     empty = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for name, tensor in layer.state_dict().items()

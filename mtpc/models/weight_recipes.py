@@ -1,4 +1,4 @@
-"""Where each weight of a loaded model is in its checkpoint, checked against what was loaded."""
+"""Recipes that make a loaded model's weights from the tensors of its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mtpc.recipes import Join, Recipe, make, names
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
-    """A recipe for each weight of the table, over the checkpoint's tensors.
+    """Weight name -> recipe over the checkpoint's tensors.
 
-    Every recipe was carried out and gave, bit for bit, what transformers loaded. None is for
-    constants that are no part of checkpoints (non-persistent buffers such as rotary frequencies).
-    A weight that should be in the checkpoint but cannot be explained is left out: programs with
-    such a weight are loaded by transformers.
+    Each recipe is carried out, and its result equals what transformers loaded bit for bit. The
+    value None marks a constant that checkpoints do not store: a non-persistent buffer, such as
+    rotary frequencies. A weight without a recipe that works is left out, and programs with such a
+    weight are loaded by transformers.
     """
     checkpoint = loaded.checkpoint
     if checkpoint is None:
@@ -40,7 +40,7 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
 
 
 def repeats(loaded: LoadedModel) -> dict[str, str]:
-    """Stored tensors of MTP layers that repeat a weight, with that weight's name."""
+    """Stored name -> weight name, for tensors of MTP layers that repeat a weight of the target."""
     if loaded.checkpoint is None:
         return {}
     name_of = {id(tensor): name for name, tensor in loaded.weights().items()}
@@ -69,7 +69,7 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
 
 
 def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
-    """Names that a weight may have in a checkpoint."""
+    """Names that a weight may have in the checkpoint."""
     family = loaded.family
     if name.startswith("mtp."):
         _, index, inner = name.split(".", 2)
@@ -105,5 +105,6 @@ def _join_gate_up(stem: str, family: ModelFamily) -> tuple[Join, ...]:
 
 
 def _gives(recipe: Recipe, checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Whether a recipe makes the tensor, bit for bit."""
     made = make(recipe, checkpoint.tensor)
     return made.shape == tensor.shape and torch.equal(made.to(tensor.dtype), tensor)
