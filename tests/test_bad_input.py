@@ -332,7 +332,7 @@ def test_nan_logits(checkpoint: Callable[..., Path]) -> None:
 
 def test_no_mtp_layers(checkpoint: Callable[..., Path], compiled: Callable[..., Any]) -> None:
     """spec_tokens=0 still works, and the error says so."""
-    with pytest.raises(CheckpointError, match="spec_tokens=0 decodes without"):
+    with pytest.raises(CheckpointError, match="use spec_tokens=0 to decode without drafts"):
         mtpc.compile(checkpoint("mimo", "plain"), spec_tokens=1, **EAGER)
     spec = compiled("mimo", 0, "plain")
     assert len(spec.generate([3, 4], 5, ignore_eos=True)) == 5
