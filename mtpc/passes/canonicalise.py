@@ -1,4 +1,4 @@
-"""canonicalise: drop nodes that do nothing at these sizes and dtypes, and dead code."""
+"""canonicalise: remove operators that change nothing at these sizes and dtypes, and dead code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Canonicalise:
-    """Replace identity nodes by their input; erase dead nodes. Rewrites are nodes removed."""
+    """Replace identity nodes by their input and erase dead nodes; counts the nodes removed."""
 
     name: ClassVar[str] = "canonicalise"
 
@@ -26,11 +26,11 @@ class Canonicalise:
 
 
 def drop_identities(graph: fx.Graph) -> int:
-    """The rewrite itself, for any flat graph whose nodes have values; returns nodes removed."""
+    """Do so in any flat graph whose nodes have fake values; returns the number of nodes removed."""
     removed = 0
     for node in list(graph.nodes):
         rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None
-        # A true copy has memory of its own, even where it looks the same.
+        # A copy has memory of its own even if its layout is the same, so it must stay.
         shares = rule is not None and set(storages(node.meta["val"])) <= set(
             storages(node.args[0].meta["val"])
         )

@@ -1,4 +1,4 @@
-"""Products of a head's rows with that head's block of a weight, on packed blocks."""
+"""Per-head products: each head's rows with that head's block of a weight, on packed blocks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ aten = torch.ops.aten
 
 
 def pack_head_products(graph: StepGraph) -> int:
-    """Exchange `x^T @ part of W, head by head` for `mtpc::packed_head_linear`.
+    """Replace batched products over heads by `mtpc::packed_head_linear`.
 
-    Such are the two products that absorb-latent leaves beside the attention. As batched matrix
-    products they would read the weight across its rows, and add in an order that depends on how
-    many rows x has.
+    absorb-latent leaves two of them beside each attention: the rows of each head times a block of
+    rows of W. A batched matrix product reads W across its rows, and its order of addition depends
+    on the number of rows of x. The packed op does neither.
 
     Returns:
-        How many products were exchanged.
+        The number of products replaced.
     """
     found = [(n, _blocks(graph, n)) for n in graph.graph.nodes if is_call(n, aten.matmul.default)]
     products = [(node, *blocks) for node, blocks in found if blocks is not None]
@@ -37,17 +37,19 @@ def pack_head_products(graph: StepGraph) -> int:
 
 
 def _blocks(graph: StepGraph, node: fx.Node) -> tuple[fx.Node, Blocks] | None:
-    """The weight of such a product, and what of it each head takes, as rows [N, K]."""
-    x, factor = node.args
+    """The weight of a product over heads, and the block of it, [N, K], that each head reads; None
+    for any other product."""
+    arguments: Any = node.args
+    x, factor = arguments
     transposed = not _is_transpose(factor, 1, 2)
-    part: Any = factor if transposed else factor.args[0]  # type: ignore[union-attr]
+    part = factor if transposed else factor.args[0]
     if not (_is_transpose(x, 0, 1) and is_call(part, aten.slice.Tensor)):
         return None
     view, dim, start, stop = part.args
     if dim != 1 or not is_call(view, aten.view.default):
         return None
     weight = weight_of(graph, view.args[0])
-    if weight is None or weight.dim() != 2 or not can_pack(weight) or x.meta["val"].shape[-1] % 2:  # type: ignore[union-attr]
+    if weight is None or weight.dim() != 2 or not can_pack(weight) or x.meta["val"].shape[-1] % 2:
         return None
     return view.args[0], Blocks(
         view.meta["val"].shape[0], start, stop, transposed, str(view.args[0].target)
@@ -70,5 +72,5 @@ def _exchange(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) 
     node.replace_all_uses_with(again)
 
 
-def _is_transpose(node: object, first: int, second: int) -> bool:
-    return is_call(node, aten.transpose.int) and node.args[1:] == (first, second)  # type: ignore[attr-defined]
+def _is_transpose(node: Any, first: int, second: int) -> bool:
+    return is_call(node, aten.transpose.int) and node.args[1:] == (first, second)

@@ -1,9 +1,9 @@
-"""pack-weights: weights in the order in which the backend's kernels read, sums in theirs."""
+"""pack-weights: weights in the order in which the backend's kernels read them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -30,13 +30,15 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class PackWeights:
-    """Exchange linears and experts on bfloat16 weights for the ops that take packed ones.
+    """Replace linears and experts on bfloat16 weights by ops that read packed weights.
 
-    On by default where the backend has kernels for them (cpu). Linears that share an input
-    (q/k/v, gate/up) become one: fewer, longer reads come nearer to the memory's speed, and a copy
-    is made anyhow. A packed weight exists once for all buckets; a row's result no longer depends
-    on how many rows there are, which F.linear does not promise. For that promise's sake float32
-    linears of such a model (routers) are exchanged, too, though their weights stay as they are.
+    On by default on backends with kernels for them (cpu). Linears that share an input (q/k/v,
+    gate/up) become one: fewer, longer reads come nearer to the memory's bandwidth, and packing
+    copies the weights anyway. All buckets share a packed weight.
+
+    With these ops, a row's result does not depend on the number of rows; F.linear does not promise
+    that. To keep the promise for the whole model, the pass also replaces float32 linears (routers),
+    whose weights stay as they are.
     """
 
     name: ClassVar[str] = "pack-weights"
@@ -57,7 +59,7 @@ def _packed_linear(group: LinearGroup) -> fx.Node:
 
 
 def _widen_linears(graph: StepGraph) -> int:
-    """Exchange every linear with float32 results, and the casts before it; returns how many."""
+    """Replace every linear with float32 results, and the casts before it; returns how many."""
     found = [
         node
         for node in graph.graph.nodes
@@ -74,15 +76,16 @@ def _widen_linears(graph: StepGraph) -> int:
     return len(found)
 
 
-def _before_casts(operand: object) -> object:
-    """What an operand was before it was widened, which is exact."""
-    while is_call(operand, *_CASTS) and operand.args[0].meta["val"].dtype in _NARROW:  # type: ignore[attr-defined]
-        operand = operand.args[0]  # type: ignore[attr-defined]
+def _before_casts(operand: Any) -> Any:
+    """An operand before the casts that widened it; widening is exact."""
+    while is_call(operand, *_CASTS) and operand.args[0].meta["val"].dtype in _NARROW:
+        operand = operand.args[0]
     return operand
 
 
 def _packed_experts(graph: StepGraph, node: fx.Node) -> fx.Node:
-    x, gate_up, down, *choice = node.args
-    weights = [joined_weight(graph, [weight], "pack") for weight in (gate_up, down)]  # type: ignore[list-item]
+    arguments: Any = node.args
+    x, gate_up, down, *choice = arguments
+    weights = [joined_weight(graph, [weight], "pack") for weight in (gate_up, down)]
     args = (x, *weights, *choice)
     return emit(graph.graph, torch.ops.mtpc.packed_experts.default, args, node)

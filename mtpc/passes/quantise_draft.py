@@ -1,9 +1,9 @@
-"""quantise-draft: drafts from int8 weights, which verification makes harmless."""
+"""quantise-draft: drafts from int8 weights; verification keeps the emitted text exact."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -20,17 +20,17 @@ from mtpc.passes.linears import (
     linear_groups,
     replace_groups,
 )
+from mtpc.recipes import Conversion
 
 
 @dataclass(frozen=True)
 class QuantiseDraft:
-    """Exchange the MTP layers' linears and experts, and the draft's use of the head, for int8
-    products.
+    """Replace the linears and experts of the MTP layers, and the draft head, by int8 products.
 
-    Half the bytes of bfloat16 are read for each draft, and an int8 product does twice the work in
-    an instruction. The target is left alone: what is emitted stays what plain decoding emits, and
-    only how many drafts are accepted can change. Off by default; `mtpc bench` measures both
-    sides. The head's int8 copy is memory on top of the target's.
+    A draft then reads half the bytes of bfloat16, and an int8 instruction does twice the work. The
+    target stays as it is, so the emitted text is that of plain decoding; only the number of
+    accepted drafts can change. The int8 copy of the head takes memory beside the target's head. Off
+    by default; `mtpc bench --compare quantise-draft` measures what it gains and costs.
     """
 
     name: ClassVar[str] = "quantise-draft"
@@ -45,11 +45,11 @@ class QuantiseDraft:
 
 
 def _quantised_experts(graph: StepGraph, node: fx.Node) -> fx.Node:
-    x, gate_up, down, *choice = node.args
+    arguments: Any = node.args
+    x, gate_up, down, *choice = arguments
+    conversions: tuple[Conversion, ...] = ("quantise", "scales")
     forms = [
-        joined_weight(graph, [weight], form)  # type: ignore[list-item]
-        for weight in (gate_up, down)
-        for form in ("quantise", "scales")
+        joined_weight(graph, [weight], form) for weight in (gate_up, down) for form in conversions
     ]
     return emit(graph.graph, torch.ops.mtpc.quantised_experts.default, (x, *forms, *choice), node)
 
