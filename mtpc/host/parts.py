@@ -1,4 +1,4 @@
-"""Compiled halves and steps that are not bound to tensors yet."""
+"""Compiled steps, and halves of steps, that are not yet bound to tensors."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ from mtpc.layout import Layout
 
 
 class Lowered(Protocol):
-    """What can be bound to a host's tensors, any number of times.
-
-    Attributes:
-        layout: its buffers.
-    """
+    """A compiled graph that can be bound to any number of sets of tensors."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Its buffers."""
+        ...
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """A replay over exactly these tensors, by buffer name."""
+        """A replay over these tensors, by buffer name."""
         ...
 
 
 @dataclass(frozen=True)
 class GraphPart:
-    """A rewritten graph, lowered when its tensors are known: its backend captures addresses."""
+    """A graph after the passes; `bind` lowers it, because its backend captures addresses."""
 
     graph: StepGraph
     backend: Backend
@@ -45,7 +43,7 @@ class GraphPart:
         return self.graph.layout
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """Put the tensors where the graph's own stood, lower and capture."""
+        """Replace the graph's own buffers by the tensors, lower it, and capture it."""
         own = self.graph.clone()
         for name in own.buffers():
             set_tensor(own.module, name, tensors[name], buffer=True)
@@ -54,7 +52,7 @@ class GraphPart:
 
 @dataclass(frozen=True)
 class PackagePart:
-    """A package of this process, where there is no cache."""
+    """A compiled package that only this process has, because there is no cache."""
 
     layout: Layout
     directory: TemporaryDirectory[str]
@@ -62,7 +60,7 @@ class PackagePart:
     weights: WeightTable
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """Open it over tensors and weights."""
+        """Open the package over the tensors and the weights."""
 
         def tensor_of(name: str) -> Tensor:
             return tensors[name] if name in tensors else self.weights[name]
@@ -72,7 +70,7 @@ class PackagePart:
 
 @dataclass(frozen=True)
 class CachedPart:
-    """A package of the graph cache; weights are shared by all that have the same table."""
+    """A compiled package of the graph cache; parts with the same table share weights."""
 
     step: CachedStep
     weights: WeightTable
@@ -83,5 +81,5 @@ class CachedPart:
         return self.step.record.layout()
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """Open it, reading weights that are not at hand yet."""
+        """Open the package, and read the weights that the table lacks."""
         return StepBinder(tensors, self.weights, self.source).bind(self.step).replay
