@@ -1,4 +1,4 @@
-"""The seam between a StepGraph and a machine."""
+"""The interface of backends."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from mtpc.passes.base import Pass
 
 Run = Callable[[], None]
-"""One iteration over the buffers bound at lowering; takes and returns nothing."""
+"""Runs one step over the buffers that were bound at lowering."""
 Report = Callable[[str], None]
-"""Receives a line on what is being done."""
+"""Is called with a line that says what is being done."""
 
 
 class Backend(Protocol):
     """Lowers step graphs to callables and captures them.
 
     Attributes:
-        name: as in the option `backend`.
-        enables: passes, off by default, that pay on this backend.
-        device: where the model and its buffers must be, as torch names it.
-        notes: what runs otherwise than one would expect, counted; `Stats.fallbacks` in the end.
+        name: value of the option `backend`.
+        enables: passes that are off by default and on for this backend.
+        device: torch's name of the device where the model and its buffers must be.
+        notes: lines on what runs in another way than expected -> count; part of `Stats.fallbacks`.
     """
 
     name: str
@@ -33,21 +33,21 @@ class Backend(Protocol):
     notes: Counter[str]
 
     def legalise(self) -> tuple[Pass, ...]:
-        """Passes that rewrite to this backend's op table; they end the pipeline."""
+        """Passes that replace reference ops by this backend's kernels; they run last."""
         ...
 
     def lower(self, graph: StepGraph) -> Run:
         """Compile a flat, verified graph.
 
         Raises:
-            BackendError: the graph cannot be compiled here; the message says why.
+            BackendError: the backend cannot compile the graph; the message says why.
         """
         ...
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Turn a lowered step into a replay of fixed work on fixed addresses.
+        """Turn a lowered step into a replay: fixed work on fixed addresses.
 
         Raises:
-            CaptureError: the step does something that a device graph would freeze.
+            CaptureError: the step does something that a device graph cannot repeat.
         """
         ...
