@@ -296,11 +296,11 @@ def test_foreign_owners(store: EntryStore, place: str) -> None:
     assert attempt(store, "read", uid=NOBODY) == [1]
     os.chown(path, STRANGER, -1)
     message = refusal(lambda: store.read(DIGEST))
-    assert message.startswith(f"{path} belongs to user {STRANGER}, this process runs as 0: ")
+    assert message.startswith(f"{path} belongs to user {STRANGER}, and this process runs as 0: ")
     assert "chown it to user 0" in message
     (told,) = attempt(store, "read", uid=NOBODY)
     assert told.startswith("CacheError: ")
-    assert f"belongs to user {STRANGER}, this process runs as {NOBODY}: " in told
+    assert f"belongs to user {STRANGER}, and this process runs as {NOBODY}: " in told
     os.chown(path, NOBODY, -1)
     assert attempt(store, "read", uid=NOBODY) == [1]
     assert f"belongs to user {NOBODY}" in refusal(lambda: store.read(DIGEST))
@@ -382,7 +382,7 @@ def test_entries_under_other_names(store: EntryStore) -> None:
     moved, whole = put(store, model="other"), put(store, model="third")
     os.rename(moved.directory, store.directory(digest(FIELDS)))
     for wanted in (FIELDS, {**UNKNOWN, "model": "other"}):
-        with pytest.raises(DamagedEntryError, match="is not filed under its own key"):
+        with pytest.raises(DamagedEntryError, match="does not have the name of its key's digest"):
             find(store, wanted)
     (put(store, model="fourth").directory / KEY).write_bytes(b"{}")
     assert len(store.digests()) == 4

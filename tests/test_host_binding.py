@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "strides": (
         replaced("kv.0.k", lambda t: torch.stack([t, t], 1)[:, 0]),
-        r"kv.0.k has strides \(256, 32, 16, 1\); expected \(128, 32, 16, 1\): a slice of whole",
+        r"kv.0.k has strides \(256, 32, 16, 1\); expected \(128, 32, 16, 1\); pass whole pages",
     ),
     "device": (
         replaced("kv.0.k", lambda t: t.to("meta")),

@@ -52,7 +52,7 @@ class TorchGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Run) -> None:
-        """Run once on the capture stream, so that lazily made handles and workspaces belong to it."""
+        """Run once on the capture stream, which then owns lazily made handles and workspaces."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             run()

@@ -1,1 +1,1 @@
-"""The ahead-of-time cache of compiled steps: what was built once is loaded, checked, and bound."""
+"""The graph cache: compiled steps on disk, which later starts check, load and bind."""

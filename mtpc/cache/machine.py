@@ -1,4 +1,4 @@
-"""What a compilation depends on besides the model: sources, versions, this machine."""
+"""Key fields besides those of the model: mtpc's sources, versions of libraries, this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtpc.cache.key import hash_of
 from mtpc.config import compiler_environment, cpu_level, cxx_compiler
 
 COMPILER = "machine.compiler"
-"""The one field that may be unknown: where no compiler is installed, any will do."""
+"""The only field that may be absent: without a compiler, entries of any compiler match."""
 
 _PACKAGE = Path(mtpc.__file__).parent
 _SOURCES = {
@@ -31,19 +31,19 @@ _SOURCES = {
     "kernels": ("backends/cpu_kernels/*.cpp", "backends/cpu_kernels/*.h"),
 }
 _NOTES_OF_INDUCTOR = ("aot_inductor.metadata",)
-"""Settings that a compilation leaves changed, and that change nothing of what is compiled."""
+"""Settings that a compilation changes and that do not affect the compiled code."""
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "vnni", "gfni", "neon",
                      "asimd", "sve", "bf16", "i8mm")  # fmt: skip
-"""Beginnings of the cpu flags that code generation looks at."""
+"""Prefixes of the cpu flags that affect code generation."""
 
 
 def environment_fields() -> dict[str, str]:
-    """All that a compilation depends on besides the model and the options."""
+    """All key fields except those of the model, the options and the step."""
     return {**version_fields(), **source_fields(), **modelling_field(), **machine_fields()}
 
 
 def source_fields(package: Path = _PACKAGE) -> dict[str, str]:
-    """A digest of each part of mtpc that has a say in what is compiled."""
+    """A digest of each part of mtpc's sources that decides what is compiled."""
     return {
         f"source.{part}": hash_of(
             data
@@ -56,7 +56,7 @@ def source_fields(package: Path = _PACKAGE) -> dict[str, str]:
 
 
 def version_fields() -> dict[str, str]:
-    """Versions of mtpc, torch and transformers; the last is not imported for it."""
+    """Versions of mtpc, torch and transformers; transformers is not imported."""
     return {
         "version.mtpc": mtpc.__version__,
         "version.torch": f"{torch.__version__} {torch.version.git_version[:12]}",
@@ -65,7 +65,10 @@ def version_fields() -> dict[str, str]:
 
 
 def modelling_field() -> dict[str, str]:
-    """A digest of transformers' modelling code: its version does not see edits (25 MB, 30 ms)."""
+    """A digest of transformers' modelling code, whose version does not change when it is edited.
+
+    The code is 25 MB; the digest takes 30 ms.
+    """
     spec = util.find_spec("transformers")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [
@@ -78,7 +81,7 @@ def modelling_field() -> dict[str, str]:
 
 
 def machine_fields() -> dict[str, str]:
-    """This machine and process, as far as generated code depends on them."""
+    """Properties of this machine and process that generated code depends on."""
     fields = {
         "machine.platform": f"{sys.platform} {platform.machine()}",
         **processor_fields(),
@@ -94,8 +97,11 @@ def machine_fields() -> dict[str, str]:
 
 
 def processor_fields() -> dict[str, str]:
-    """What code is generated for: this very processor, or the level that `MTPC_CPU_LEVEL` names,
-    which others may have, too. "native" is a name for this one."""
+    """The processor that code is generated for.
+
+    That is this processor, or any processor of the level that `MTPC_CPU_LEVEL` names. The level
+    "native" means this processor.
+    """
     level = cpu_level()
     if level not in (None, "native"):
         return {"machine.level": level}
@@ -105,17 +111,16 @@ def processor_fields() -> dict[str, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets and other features of this processor that this process may use, as Linux
-    names them."""
+    """Linux's names of the processor's features that this process may use."""
     flags = _cpu()[1]
     tiles = {flag for flag in flags if flag.startswith("amx_")}
     return flags if not tiles or may_use_tiles() else flags - tiles
 
 
 def may_use_tiles() -> bool:
-    """Whether Linux lets this process use AMX's tile registers: one has to ask for them.
+    """Ask Linux for the permission to use AMX tile registers; returns whether it grants it.
 
-    Linux before 5.16 and some sandboxes do not, whatever the processor has. Source:
+    Linux before 5.16 and some sandboxes refuse, even on processors with AMX. Source:
     Documentation/arch/x86/xstate.rst.
     """
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -123,7 +128,7 @@ def may_use_tiles() -> bool:
 
 
 def compiler_version() -> str | None:
-    """The first line of the C++ compiler's `--version`; None where there is none that runs."""
+    """The first line of `--version` of the C++ compiler; None if no compiler runs."""
     path = shutil.which(cxx_compiler())
     if path is None:
         return None
@@ -133,7 +138,7 @@ def compiler_version() -> str | None:
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
-    """The processor's name, and all it has."""
+    """The processor's name and its feature flags."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     info = {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
@@ -142,10 +147,10 @@ def _cpu() -> tuple[str, frozenset[str]]:
 
 
 def _inductor_settings() -> str:
-    """Settings of Inductor that this process changed; it cannot have where it is not imported.
+    """Inductor settings that this process changed; "" if Inductor is not imported.
 
-    Not `config.codegen_config()`: that lists what a compilation set and put back, too, and what
-    comes from the environment, which has fields of its own.
+    `config.codegen_config()` does not serve. It also lists settings that a compilation changed and
+    restored, and settings from the environment, which has key fields of its own.
     """
     config: Any = sys.modules.get("torch._inductor.config")
     changed = {}
