@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -219,74 +219,18 @@ class PagedLatent:
         return out[None]
 
 
-@dataclass(frozen=True)
-class IndexedLatent:
-    """Page pools of latents, [N, P, rank + rope], and of indexer keys, [N, P, D].
-
-    Used by `mtpc.models.deepseek_v32`.
-    """
-
-    latent: Tensor
-    index: Tensor
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """State of a Gated DeltaNet layer by request slot; `mtpc.ops.gated_delta` gives the shapes."""
-
-    recurrent: Tensor
-    history: Tensor
-    standing: Tensor
-
-    def run(self, module: Any, rows: Tensor, metadata: Metadata) -> Tensor:
-        """Run the recurrence over inputs [T, C + 2 HV], update the state; returns [T, HV, Dv]."""
-        return ops.gated_delta_rule(
-            rows,
-            module.conv1d.weight.squeeze(1),
-            module.A_log,
-            module.dt_bias,
-            self.recurrent,
-            self.history,
-            self.standing,
-            metadata.state_slots,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.certain_lens,
-        )
-
-
-@dataclass(frozen=True)
-class CompressedState:
-    """State of a DeepSeek-V4 attention layer by request slot.
-
-    Used by `mtpc.models.deepseek_v4_attention`.
-
-    Attributes:
-        window: ring of the last keys, which are also the values, [S, places, D].
-        raw: ring of the compressor's inputs, [S, places, 2C].
-        entries: compressed entries, [S, E, D].
-        index_raw: as `raw`, for the indexer.
-        index_entries: as `entries`, for the indexer.
-    """
-
-    window: Tensor
-    raw: Tensor | None = None
-    entries: Tensor | None = None
-    index_raw: Tensor | None = None
-    index_entries: Tensor | None = None
-
-
 class CachePool(nn.Module):
     """The state tensors of all layers as module buffers, so that traces have them by name.
 
     Args:
         tensors: page pools, rings and other state by buffer name, `kv.<layer>.<role>`.
         num_slots: request slots, the scratch slot included.
+        kinds: see `ModelFamily.cache_kinds`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], num_slots: int):
+    def __init__(self, tensors: Mapping[str, Tensor], num_slots: int, kinds: tuple[type, ...] = ()):
         super().__init__()
-        self.num_slots = num_slots
+        self.num_slots, self.kinds = num_slots, (PagedKV, PagedLatent, *kinds)
         self.roles: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             _, layer, role = name.split(".")
@@ -297,24 +241,22 @@ class CachePool(nn.Module):
         """Layer index -> its `LayerCache`, or state of another kind, over the buffers."""
         return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
 
-    def _bind(
-        self, layer: int, roles: list[str]
-    ) -> LayerCache | IndexedLatent | RecurrentState | CompressedState:
+    def _bind(self, layer: int, roles: list[str]) -> Any:
         tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
-        if tensors.keys() == {"k", "v"}:
-            return PagedKV(**tensors)
-        if tensors.keys() == {"latent"}:
-            return PagedLatent(**tensors)
-        if tensors.keys() == {"latent", "index"}:
-            return IndexedLatent(**tensors)
         if tensors.keys() == {"ring_k", "ring_v"}:
             pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
-        if tensors.keys() == {"recurrent", "history", "standing"}:
-            return RecurrentState(**tensors)
-        if "window" in tensors:
-            return CompressedState(**tensors)
+        for kind in self.kinds:
+            if _fits(kind, set(roles)):
+                return kind(**tensors)
         raise UnsupportedModelError(
             f"layer {layer} has the buffers {sorted(roles)}; expected those of a known cache; "
-            "correct `cache_specs` of its family, or add its cache to `CachePool`"
+            "correct `cache_specs` or `cache_kinds` of its family"
         )
+
+
+def _fits(kind: Any, roles: set[str]) -> bool:
+    """Whether a dataclass has a field for each role and a role for each required field."""
+    declared = fields(kind)
+    required = {field.name for field in declared if field.default is MISSING}
+    return required <= roles <= {field.name for field in declared}

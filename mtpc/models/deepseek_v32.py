@@ -13,7 +13,7 @@ keys to FP8.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,14 @@ def _neighbours_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = (angle.chunk(2, -1)[0][:, None] for angle in (cos, sin))
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@dataclass(frozen=True)
+class IndexedLatent:
+    """Page pools of latents, [N, P, rank + rope], and of indexer keys, [N, P, D]."""
+
+    latent: Tensor
+    index: Tensor
 
 
 class SparseLatentAttention(nn.Module):
@@ -157,6 +165,7 @@ DEEPSEEK_V32 = replace(
     hf_class="DeepseekV32ForCausalLM",
     hf_config_class="DeepseekV32Config",
     cache_specs=cache_specs,
+    cache_kinds=(IndexedLatent,),
     block_config=block_config,
     canonical={"DeepseekV32Attention": SparseLatentAttention},
 )

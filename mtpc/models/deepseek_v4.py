@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mtpc.buffers import K_MAX, M, P, S
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import CachePool
-from mtpc.models.deepseek_v4_attention import WindowedAttention
+from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.glm4_moe import nextn_layers
 from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary
@@ -200,11 +200,11 @@ DEEPSEEK_V4 = ModelFamily(
         hidden_projection="h_proj",
         final_norm="norm",
         stream_head=("hc_head_", "hc_"),
-        target_features="before_stream_head",
     ),
     num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",
     cache_specs=cache_specs,
+    cache_kinds=(CompressedState,),
     block_config=block_config,
     shared_tensors={"emb.tok_emb.weight": "embedding", "head.weight": "head"},
     canonical={

@@ -11,6 +11,7 @@ forward that closes a window writes the entry, over anything that a rejected dra
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,6 +120,25 @@ def visible_entries(rows: Rows, ratio: int, count: int) -> Tensor:
     entry = torch.arange(count, device=rows.position.device)
     closed = (rows.position + 1) // ratio
     return (entry[None] < closed[:, None]) & rows.live[:, None]
+
+
+@dataclass(frozen=True)
+class CompressedState:
+    """State of one attention layer by request slot.
+
+    Attributes:
+        window: ring of the last keys, which are also the values, [S, places, D].
+        raw: ring of the compressor's inputs, [S, places, 2C].
+        entries: compressed entries, [S, E, D].
+        index_raw: as `raw`, for the indexer.
+        index_entries: as `entries`, for the indexer.
+    """
+
+    window: Tensor
+    raw: Tensor | None = None
+    entries: Tensor | None = None
+    index_raw: Tensor | None = None
+    index_entries: Tensor | None = None
 
 
 class WindowedAttention(nn.Module):

@@ -44,10 +44,6 @@ class MTPWiring:
             module; None for layers without residual streams.
         hidden_first: order of the concatenation; False is [embedding, hidden].
         zero_first_embedding: whether the embedding at sequence position 0 is set to zero.
-        target_features: which hidden state of the target is fed to the first draft step.
-        chain: where drafts beyond the number of MTP layers come from. "recycle" applies the last
-            layer to its own output. Before that, MTP layer i makes draft i and runs over all rows
-            (see `mtpc.pieces.chain`).
     """
 
     embedding_norm: str
@@ -59,8 +55,6 @@ class MTPWiring:
     stream_head: tuple[str, str] | None = None
     hidden_first: bool = False
     zero_first_embedding: bool = False
-    target_features: Literal["after_final_norm", "before_stream_head"] = "after_final_norm"
-    chain: Literal["recycle"] = "recycle"
 
     def joints(self) -> dict[str, str]:
         """Submodule name in `MTPLayer` -> checkpoint name, for norms and projections."""
@@ -93,6 +87,8 @@ class ModelFamily:
         block_config: config -> config that builds the decoder block of an MTP layer; the block's
             layer index is num_hidden_layers + i.
         cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
+        cache_kinds: dataclasses that hold the state of a layer, besides those of `caches`. A class
+            is used for the layers whose buffer roles are the names of its fields.
         shared_tensors: names in an MTP layer that checkpoints may store and that repeat a tensor
             of the target: its "embedding" or its "head".
         canonical: name of a transformers class -> what makes the module that replaces it. For
@@ -123,6 +119,7 @@ class ModelFamily:
     layer_prefix: Callable[[int, int], str]
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
     block_config: Callable[[Any], Any]
+    cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
     parts: StepParts | None = None

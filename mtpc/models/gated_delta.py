@@ -8,14 +8,17 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from mtpc import ops
 from mtpc.buffers import K_MAX, S
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
+from mtpc.step import Metadata
 
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys and values side by side, [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""
@@ -36,6 +39,31 @@ def recurrent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buffer
         BufferSpec(f"kv.{layer}.history", (S, K_MAX + back, channels + 2 * heads), dtype),
         BufferSpec(f"kv.{layer}.standing", (S,), torch.int32),
     )
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """State of a Gated DeltaNet layer by request slot; `mtpc.ops.gated_delta` gives the shapes."""
+
+    recurrent: Tensor
+    history: Tensor
+    standing: Tensor
+
+    def run(self, module: Any, rows: Tensor, metadata: Metadata) -> Tensor:
+        """Run the recurrence over inputs [T, C + 2 HV], update the state; returns [T, HV, Dv]."""
+        return ops.gated_delta_rule(
+            rows,
+            module.conv1d.weight.squeeze(1),
+            module.A_log,
+            module.dt_bias,
+            self.recurrent,
+            self.history,
+            self.standing,
+            metadata.state_slots,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.certain_lens,
+        )
 
 
 class GatedDelta(nn.Module):

@@ -114,8 +114,8 @@ class SteppedModel:
     """
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
-        pool = CachePool(pools, num_slots)
         family, target = loaded.family, loaded.target
+        pool = CachePool(pools, num_slots, family.cache_kinds)
         parts, decoder = family.parts or StepParts(), target.get_decoder()
         self.target: nn.Module = parts.target(decoder, pool)
         self.target_head: nn.Module = parts.target_head(target)

@@ -26,6 +26,7 @@ from mtpc.models.family import (
 )
 from mtpc.models.gated_delta import (
     GatedDelta,
+    RecurrentState,
     grouped_projections,
     recurrent_specs,
     separate_projections,
@@ -71,6 +72,7 @@ QWEN3_NEXT = ModelFamily(
     layer_prefix=lambda num_hidden_layers, i: "mtp.",
     block_prefix="layers.0.",
     cache_specs=_cache_specs,
+    cache_kinds=(RecurrentState,),
     block_config=lambda config: full_attention_after(config, 1),
     canonical={"Qwen3NextGatedDeltaNet": _grouped},
 )
