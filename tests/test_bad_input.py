@@ -254,7 +254,7 @@ def test_a_mtp_tensor_of_another_shape(damaged: Callable[..., Path]) -> None:
 def test_a_missing_expert(damaged: Callable[..., Path]) -> None:
     name = "model.layers.2.mlp.experts.1.up_proj.weight"
     directory = edit(damaged("glm4_moe"), lambda tensors: tensors.__delitem__(name))
-    with pytest.raises(CheckpointError, match=r"experts lack 1\.up_proj"):
+    with pytest.raises(CheckpointError, match=r"experts lacks 1\.up_proj"):
         mtpc.compile(directory, **EAGER)
 
 

@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit_are_named(checkpoint: Callable[..., Path]) -> N
         "model.layers.2.odd.weight": (torch.ones(1), "unexpected block.odd.weight"),
         "model.layers.2.enorm.weight": (torch.ones(3), r"is \(3,\), expected \(64,\)"),
         "model.layers.2.hnorm.weight": (torch.full((64,), torch.nan), "NaN or infinity"),
-        "model.layers.2.mlp.experts.1.up_proj.weight": (None, r"experts lack 1\.up_proj"),
+        "model.layers.2.mlp.experts.1.up_proj.weight": (None, r"experts lacks 1\.up_proj"),
         "model.layers.2.self_attn.o_proj.weight": (
             torch.zeros(64, 64, dtype=torch.float8_e4m3fn),
             "1 tensor.s. of 8 bits: self_attn.o_proj.weight",

@@ -1,8 +1,9 @@
-"""Running transformers' own modules in a step, through transformers' own seams.
+"""Running transformers' own modules in a step.
 
-Attention goes through `AttentionInterface` and experts through `ExpertsInterface`, both under the
-name "mtpc"; the KV cache goes through the `past_key_values.update(a, b, layer_idx)` protocol. The
-user's model does not change: mtpc copies its module tree and shares its tensors.
+Three interfaces of transformers redirect its modules to mtpc; here they are called seams. Attention
+goes through `AttentionInterface` and experts through `ExpertsInterface`, both under the name
+"mtpc". The KV cache goes through the protocol `past_key_values.update(a, b, layer_idx)`. The user's
+model does not change: mtpc copies its module tree and shares its tensors.
 """
 
 from __future__ import annotations

@@ -37,9 +37,10 @@ class HyperConnection(nn.Module):
             streams: [B, T, n, H].
 
         Returns:
-            post [B, T, n]: weights of the sublayer's output in each stream, float32;
-            mix [B, T, n, n]: weights of the streams in each stream, float32;
+            post [B, T, n]: weight of the sublayer's output in each new stream;
+            mix [B, T, n, n]: weights of the old streams in each new stream;
             joined [B, T, H]: the sublayer's input, in the dtype of `streams`.
+            The weights are float32 or wider.
         """
         n = self.streams
         flat = self.input_norm(streams.flatten(2).float())

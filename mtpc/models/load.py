@@ -44,7 +44,7 @@ class LoadedModel:
         stop_ids: end-of-sequence token ids.
         source: directory or model name, for messages.
         checkpoint: where the tensors were read; None for a model object without a directory.
-        owned: whether mtpc read the target from a directory, so that nobody else holds its tensors.
+        owned: whether mtpc read the target from a directory, so that no one else has its tensors.
     """
 
     family: ModelFamily
@@ -114,17 +114,18 @@ class SteppedModel:
     """
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
-        family, target = loaded.family, loaded.target
+        family, target, config = loaded.family, loaded.target, loaded.config
         pool = CachePool(pools, num_slots, family.cache_kinds)
         parts, decoder = family.parts or StepParts(), target.get_decoder()
         self.target: nn.Module = parts.target(decoder, pool)
         self.target_head: nn.Module = parts.target_head(target)
-        kinds = [family.rotary_type(loaded.config, i) for i in range(len(loaded.mtp_layers))]
+        rotaries = [
+            TextRotary(decoder.rotary_emb, family.position_grids, family.rotary_type(config, i))
+            for i in range(len(loaded.mtp_layers))
+        ]
         self.drafts = nn.ModuleList(
-            parts.draft(
-                decoder, TextRotary(decoder.rotary_emb, family.position_grids, kind), layer, pool
-            )
-            for kind, layer in zip(kinds, loaded.mtp_layers, strict=True)
+            parts.draft(decoder, rotary, layer, pool)
+            for rotary, layer in zip(rotaries, loaded.mtp_layers, strict=True)
         )
         self.draft_heads = nn.ModuleList(
             parts.draft_head(target, layer, self.target_head) for layer in loaded.mtp_layers
@@ -180,7 +181,7 @@ def place(loaded: LoadedModel, device: str) -> LoadedModel:
         return loaded
     if not loaded.owned:
         raise OptionError(
-            f"the model object is on {here}; this backend runs on {device}: move it there first, "
+            f"the model object is on {here}; this backend runs on {device}; move the model by "
             f"model.to({device!r}), or pass the checkpoint's directory"
         )
     for module in (loaded.target, *loaded.mtp_layers):
@@ -206,6 +207,7 @@ def find_family(architectures: list[str]) -> ModelFamily:
 
 
 def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+    """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
     family = find_family(checkpoint.config.get("architectures") or [])
     config_class = getattr(transformers, family.hf_config_class)
@@ -254,7 +256,7 @@ class _Unread:
 
     @property
     def dtype(self) -> torch.dtype:
-        """transformers asks for it if config.json names no dtype, of the first tensor only."""
+        """The dtype that transformers takes for the model if config.json names none."""
         return torch.bfloat16
 
     def is_floating_point(self) -> bool:
@@ -280,6 +282,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
+    """Share a user's model object, and load its MTP layers from its checkpoint."""
     checkpoint = checkpoint_of(model)
     names = checkpoint.config.get("architectures") if checkpoint else None
     family = find_family(names or [type(model).__name__])

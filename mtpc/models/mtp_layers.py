@@ -159,7 +159,10 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
             f"{i}.{p}" for i in range(count) for p in (gate, up, down) if (p, i) not in by_part
         ]
         if absent:
-            raise CheckpointError(f"{stem}: experts lack {', '.join(absent[:8])}")
+            raise CheckpointError(
+                f"{stem} lacks {', '.join(absent[:8])}; expected {gate}, {up} and {down} for each "
+                f"of {count} experts"
+            )
         rows = [torch.cat([by_part[gate, i], by_part[up, i]]) for i in range(count)]
         out[f"{stem}.gate_up_proj"] = torch.stack(rows)
         out[f"{stem}.down_proj"] = torch.stack([by_part[down, i] for i in range(count)])

@@ -6,7 +6,7 @@ the prefill chunk: a layer that looks back over B positions needs B + K places. 
 committed length L with K drafts, the newest position in the ring is L + K. The next step begins at
 L + 1 or later and looks back to L + 1 - B.
 
-A rejected row needs no rollback. The mask takes its place for an older position, which no row sees,
+A rejected row needs no rollback. By the mask, its place holds an older position, which no row sees,
 until the place is overwritten.
 """
 

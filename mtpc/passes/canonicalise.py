@@ -26,7 +26,10 @@ class Canonicalise:
 
 
 def drop_identities(graph: fx.Graph) -> int:
-    """Do so in any flat graph whose nodes have fake values; returns the number of nodes removed."""
+    """Replace identity nodes and erase dead ones in any flat graph whose nodes have fake values.
+
+    Returns the number of nodes removed.
+    """
     removed = 0
     for node in list(graph.nodes):
         rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None

@@ -64,7 +64,7 @@ class _Seen:
 
 
 def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
-    """Fuse what stands before one attention node, if possible; returns whether it was."""
+    """Fuse what stands before one attention node, if possible; returns whether it did."""
     q_rows: Any
     q_rows, k_cache, v_cache = attention.args[:3]
     q = seen.rotaries.get(rows_of(q_rows))

@@ -61,7 +61,8 @@ class _Stage:
     Attributes:
         node: the call.
         kind: its letter in `mtpc.ops.chain`.
-        inputs: the input of a linear, or the two terms of a norm's sum; the stage before gives one.
+        inputs: the input of a linear, or the two terms of a norm's sum. One of them is the result
+            of the stage before.
         operands: its weight, and its bias if it has one.
         epsilon: of a norm; None for a linear.
         out: the result that the next stage reads.
@@ -129,7 +130,7 @@ def _stage_of(node: fx.Node) -> _Stage | None:
 
 
 def _grow(first: _Stage) -> _Chain:
-    """The longest chain from a first stage on."""
+    """The longest chain that begins with a stage."""
     chain = _Chain([first], first.inputs[-1])
     if first.epsilon is not None:
         chain.residual, chain.epsilon, chain.total = first.inputs[0], first.epsilon, first.total

@@ -17,8 +17,8 @@ from mtpc.passes.linears import LinearGroup, linear_groups, replace_groups
 class MergeProjections:
     """Concatenate the weights of linears that share an input (q/k/v, gate/up).
 
-    Off by default: it copies weights, because the user's model keeps the originals. The pass
-    pack-weights merges the weights that it packs without it. All buckets share a merged weight.
+    Off by default: it copies weights, because the user's model keeps the originals. pack-weights
+    does the same for the weights that it packs. All buckets share a merged weight.
 
     Attributes:
         min_group: the smallest number of linears to merge.

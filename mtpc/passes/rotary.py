@@ -54,14 +54,14 @@ def to_rows(graph: fx.Graph, heads: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def rows_of(node: Any) -> Any:
-    """The heads of which a node is the `to_rows` form, or None."""
+    """The heads that `to_rows` turned into this node, or None."""
     row, *swapped = operands(node, aten.transpose.int, 3)
     heads, *chosen = operands(row, aten.select.int, 3)
     return heads if swapped == [0, 1] and chosen == [0, 0] else None
 
 
 def match_rotary(node: fx.Node) -> Rotary | None:
-    """The bfloat16 rotary embedding whose final sum this node is, or None."""
+    """The bfloat16 rotary embedding that ends in this sum, or None."""
     plain, across = operands(node, aten.add.Tensor, 2)
     x, cos = operands(plain, aten.mul.Tensor, 2)
     turned, sin = operands(across, aten.mul.Tensor, 2)

@@ -88,7 +88,7 @@ def check_operators(graph: StepGraph, pass_name: str) -> None:
     """Check that all calls are operator overloads and that none makes the host wait.
 
     Raises:
-        GraphError: another call, or an operator whose result the host must read.
+        GraphError: a node calls something else, or an operator whose result the host must read.
     """
     for node in graph.graph.nodes:
         allowed = node.op in ("get_attr", "output") or node.target is operator.getitem
