@@ -1,4 +1,4 @@
-"""Cache keys: named fields. Entries differ if a field differs, and the field gives the reason."""
+"""Cache keys: named fields. A key matches if all fields are equal; a difference explains a miss."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] |
 
 
 def _is_patched(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own that is not its class's."""
+    """Whether a module has hooks, or a forward that replaces the one of its class."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return "forward" in module.__dict__ or any(hooks)
 

@@ -1,9 +1,10 @@
 """Cutting one step into two graphs, `verify` and `propose`, for hosts with their own scheduler.
 
-A minimum cut, weighted by bytes, finds where to cut. The verify side holds the nodes that write the
-results, which the host reads. The propose side holds the nodes that use weights of MTP layers or
-masks of drafts, and those that update the requests' rows (`state.*`). The cut respects data
-dependencies and the order of effects. Values that cross it become static buffers `cross.*`.
+A minimum cut, weighted by bytes, finds where to cut. The verify side holds the target's forward and
+the nodes that write the results, which the host reads. The propose side holds the nodes that use
+weights of MTP layers or masks of drafts, and those that update the requests' rows (`state.*`). The
+cut respects data dependencies and the order of effects. Values that cross it become static buffers
+`cross.*`.
 """
 
 from __future__ import annotations
