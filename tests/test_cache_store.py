@@ -382,7 +382,7 @@ def test_entries_under_other_names(store: EntryStore) -> None:
     moved, whole = put(store, model="other"), put(store, model="third")
     os.rename(moved.directory, store.directory(digest(FIELDS)))
     for wanted in (FIELDS, {**UNKNOWN, "model": "other"}):
-        with pytest.raises(DamagedEntryError, match="does not have the name of its key's digest"):
+        with pytest.raises(DamagedEntryError, match="holds the key of another entry"):
             find(store, wanted)
     (put(store, model="fourth").directory / KEY).write_bytes(b"{}")
     assert len(store.digests()) == 4

@@ -29,7 +29,7 @@ def key_of(entry: Entry) -> dict[str, str]:
     """
     fields = json.loads(entry.read(KEY)) if KEY in entry.files else {}
     if digest(fields) != entry.digest:
-        raise DamagedEntryError(f"{entry.directory} does not have the name of its key's digest")
+        raise DamagedEntryError(f"{entry.directory} holds the key of another entry")
     return fields
 
 

@@ -27,7 +27,7 @@ from mtpc.models.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.glm4_moe import nextn_layers
 
 
-def _halves_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the first `rope` features of x [T, n, D] by cos and sin [T, rope].
 
     Feature i pairs with feature i + rope / 2. The other features stay as they are.
@@ -38,7 +38,7 @@ def _halves_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned * cos[:, None] + across * sin[:, None], plain], -1)
 
 
-def _neighbours_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [T, n, rope] by cos and sin [T, rope].
 
     Feature 2i pairs with feature 2i + 1. The result holds the first features of all pairs, then
@@ -91,7 +91,7 @@ class SparseLatentAttention(nn.Module):
         plain, turned = (
             self.q_b_proj(low).unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
         )
-        query = torch.cat([plain, _neighbours_rotated(turned, cos, sin)], -1)
+        query = torch.cat([plain, _rotate_neighbours(turned, cos, sin)], -1)
         # To the attention op each row is a request of one row; its context is what it chose, in
         # pages of one token.
         rows = torch.arange(slots.shape[0] + 1, device=slots.device, dtype=torch.int32)
@@ -111,11 +111,11 @@ class SparseLatentAttention(nn.Module):
     def _write(self, hidden: Tensor, cos: Tensor, sin: Tensor, state: Any, context: Any) -> None:
         """Write the rows' latents, each followed by its rotated key, and their indexer keys."""
         latent, key = self.kv_a_proj_with_mqa(hidden).split([self.rank, self.rope], -1)
-        key = _neighbours_rotated(key[:, None], cos, sin)[:, 0]
+        key = _rotate_neighbours(key[:, None], cos, sin)[:, 0]
         rows = torch.cat([self.kv_a_layernorm(latent), key], -1)
         ops.write_cache(state.latent, rows, context.slot_mapping)
         key = self.indexer.k_norm(self.indexer.wk(hidden))[:, None]
-        rows = _halves_rotated(key, cos, sin)[:, 0]
+        rows = _rotate_halves(key, cos, sin)[:, 0]
         ops.write_cache(state.index, rows, context.slot_mapping)
 
     def _choose(
@@ -137,7 +137,7 @@ class SparseLatentAttention(nn.Module):
         """
         indexer = self.indexer
         query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-        query = _halves_rotated(query, *angles)
+        query = _rotate_halves(query, *angles)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         indices = (context.block_table, context.seq_lens, context.query_start_loc)

@@ -230,7 +230,8 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(
-            f"{directory} lacks {len(names)} tensor(s) of the target: {names[:6]}"
+            f"{directory} lacks {len(names)} tensor(s) of the target: {listing(names)}; download "
+            "the checkpoint again, or correct its config.json"
         )
     target = _share(model, family, str(directory))
     layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()

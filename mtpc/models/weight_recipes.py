@@ -89,10 +89,10 @@ def _stack_experts(stem: str, part: str, family: ModelFamily, checkpoint: Checkp
     """Experts stored one by one -> transformers' stack; gate and up rows are joined."""
     gate, up, down = family.expert_names
     count = sum(name.endswith(f".{down}.weight") for name in checkpoint.names(f"{stem}."))
-    of = [f"{stem}.{index}." for index in range(count)]
+    experts = [f"{stem}.{index}." for index in range(count)]
     if part == "down_proj":
-        return Join("stack", tuple(f"{expert}{down}.weight" for expert in of))
-    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in of]
+        return Join("stack", tuple(f"{expert}{down}.weight" for expert in experts))
+    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in experts]
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 

@@ -148,7 +148,7 @@ def _following(chain: _Chain) -> _Stage | None:
         return None
     (user,) = last.out.users
     stage = _stage_of(user)
-    if stage is None or stage.inputs.count(last.out) != 1 or not _alike(last.node, stage.node):
+    if stage is None or stage.inputs.count(last.out) != 1 or not _same_piece(last.node, stage.node):
         return None
     if _writes_between(last.node, stage.node):
         return None
@@ -167,7 +167,7 @@ def _other_input(chain: _Chain, norm: _Stage) -> fx.Node:
     return right if left is chain.stages[-1].out else left
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
+def _same_piece(one: fx.Node, other: fx.Node) -> bool:
     """Whether two calls come from pieces of the same name."""
     return bool(one.meta.get("piece") == other.meta.get("piece"))
 
