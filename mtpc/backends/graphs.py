@@ -7,7 +7,7 @@ tests run the same order on the null device, which refuses and freezes what a de
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -112,19 +112,6 @@ class Captured:
     pool_bytes: int
     addresses: dict[str, int]
 
-    def check_addresses(self, graph: StepGraph) -> None:
-        """Check that a step's tensors are still where they were at capture.
-
-        Raises:
-            CaptureError: a tensor has another address.
-        """
-        for name, tensor in static_tensors(graph).items():
-            if tensor.data_ptr() != self.addresses[name]:
-                raise CaptureError(
-                    f"{name} moved from {self.addresses[name]:#x} to {tensor.data_ptr():#x} since "
-                    f"{graph.key} was captured; the graph would use the old memory"
-                )
-
 
 def capture_step(run: Run, graph: StepGraph, graphs: Graphs) -> Captured:
     """Warm up and capture one step; its buffers keep their contents.
@@ -146,6 +133,25 @@ def static_tensors(graph: StepGraph) -> dict[str, Tensor]:
     held = dict(graph.module.named_buffers(remove_duplicate=False))
     held.update(graph.module.named_parameters(remove_duplicate=False))
     return held
+
+
+def check_addresses(graph: StepGraph, captured: Mapping[str, int]) -> None:
+    """Check that the tensors of a step are still where they were at capture.
+
+    Args:
+        graph: the step.
+        captured: data pointers at capture, by name.
+
+    Raises:
+        CaptureError: a tensor has another address.
+    """
+    tensors = static_tensors(graph)
+    for name, address in captured.items():
+        if tensors[name].data_ptr() != address:
+            raise CaptureError(
+                f"{name} moved from {address:#x} to {tensors[name].data_ptr():#x} since "
+                f"{graph.key} was captured; a device graph would use the old memory"
+            )
 
 
 @contextmanager

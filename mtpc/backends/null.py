@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.graphs import empty_batch
+from mtpc.backends.graphs import check_addresses, empty_batch, static_tensors
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
 from mtpc.passes.base import Pass
@@ -122,12 +122,12 @@ class NullDevice:
 
         As on a device, capture works on the live buffers; see `graphs.empty_batch`.
         """
-        static = {**graph.buffers(), **dict(graph.module.named_parameters())}
+        static = static_tensors(graph)
         tape = Tape(addresses={name: tensor.data_ptr() for name, tensor in static.items()})
         with empty_batch(graph), torch.inference_mode(), _Recorder(tape):
             graph.module()
         self.tapes[graph.name] = tape
-        return _Replay(tape, graph, static)
+        return _Replay(tape, graph)
 
 
 class NullGraphs:
@@ -185,29 +185,19 @@ class NullGraphs:
 class _Replay:
     """Repeats a tape, after a check that no static tensor has moved."""
 
-    def __init__(self, tape: Tape, graph: StepGraph, static: dict[str, Tensor]):
-        self.tape, self.graph, self.static = tape, graph, static
+    def __init__(self, tape: Tape, graph: StepGraph):
+        self.tape, self.graph = tape, graph
         self._batch = {n: t for n, t in graph.buffers().items() if not n.startswith("kv.")}
         self._versions: dict[str, int] = {}
 
     def __call__(self) -> None:
-        self._check_addresses()
+        check_addresses(self.graph, self.tape.addresses)
         self._count_host_writes()
         with torch.inference_mode():
             for entry in self.tape.entries:
                 _repeat(entry)
         self.tape.replays += 1
         self._versions = {name: tensor._version for name, tensor in self._batch.items()}
-
-    def _check_addresses(self) -> None:
-        names = dict(self.graph.module.named_buffers(remove_duplicate=False))
-        names.update(self.graph.module.named_parameters())
-        for name, address in self.tape.addresses.items():
-            if names[name].data_ptr() != address:
-                raise CaptureError(
-                    f"{name} moved from {address:#x} to {names[name].data_ptr():#x} since "
-                    f"{self.graph.key} was captured; a device graph would use the old memory"
-                )
 
     def _count_host_writes(self) -> None:
         """Add the in-place writes since the last replay, which tensors count as their version."""
