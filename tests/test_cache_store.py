@@ -328,7 +328,7 @@ def test_read_only(store: EntryStore, mount: str) -> None:
     for told in refused:
         assert told.startswith("CacheWriteError: cannot write the graph cache store: ")
         assert re.search(r"[Pp]ermission|Read-only file system", told)
-        assert told.endswith("choose another with cache_dir (MTPC_CACHE_DIR)")
+        assert told.endswith("choose another directory with cache_dir (MTPC_CACHE_DIR)")
 
 
 @pytest.mark.parametrize(

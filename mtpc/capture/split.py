@@ -60,10 +60,12 @@ def split_step(graph: StepGraph) -> SplitStep:
         GraphError: the graph is not flat, or makes no drafts.
     """
     if not graph.is_flat:
-        raise GraphError(f"{graph.key} still has pieces; expected a flat graph: run the passes")
+        raise GraphError(
+            f"{graph.key} still has pieces; expected a flat graph: run the passes first"
+        )
     if graph.key.spec_tokens == 0:
         raise GraphError(
-            f"{graph.key} makes no drafts, so there is nothing to cut; expected spec_tokens >= 1"
+            f"{graph.key} has spec_tokens=0, so it makes no drafts; expected spec_tokens >= 1"
         )
     effects = analyse(graph.graph)
     free = _replicable(graph.graph, effects)
