@@ -11,7 +11,6 @@ from conftest import run_on
 from deltas import CHANNELS, DRAFTS, HEADS, TOLERANCE, Layer, close, make_rows, plain, two_steps
 
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.buffers import K_MAX, S
 from mtpc.layout import SCRATCH_SLOT, Layout
 from mtpc.models.gated_delta import RecurrentState, recurrent_specs
 from mtpc.models.hf import StepContext, share_model

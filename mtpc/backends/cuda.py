@@ -20,10 +20,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mtpc.backends.base import Report, Run
 from mtpc.backends.bindings import Binding, BindKernels
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
-from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
+from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
     # mtpc captures the whole step; Inductor's own graphs would copy its inputs.

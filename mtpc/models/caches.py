@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpc import ops
-from mtpc.buffers import N, P, S, ring_pages
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec
+from mtpc.layout.buffers import N, P, S, ring_pages
 from mtpc.ops.ragged import request_of
 from mtpc.step import Metadata
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpc import ops
-from mtpc.buffers import K_MAX, S
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
+from mtpc.layout.buffers import K_MAX, S
 from mtpc.step import Metadata
 
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
-from mtpc.packing import TILE
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
-from mtpc.recipes import Conversion, Convert, Join, Recipe
+from mtpc.weights.packing import TILE
+from mtpc.weights.recipes import Conversion, Convert, Join, Recipe
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | N
     Args:
         graph: where to append it.
         weights: get_attr nodes.
-        form: conversion of `mtpc.packing`; None keeps plain rows.
+        form: conversion of `mtpc.weights.packing`; None keeps plain rows.
     """
     names = tuple(str(weight.target) for weight in weights)
     if len(names) == 1 and form is None:

@@ -7,8 +7,8 @@ first, and sets the embedding at sequence position 0 to zero.
 from __future__ import annotations
 
 from mtpc.models.caches import paged_kv_specs
+from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring, full_attention_after
-from mtpc.models.glm4_moe import nextn_layers
 
 MIMO = ModelFamily(
     name="mimo",

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.block_scales import dequantise, find_block_scales
 from mtpc.errors import CheckpointError
-from mtpc.tensor_file import StoredTensor, TensorFile
+from mtpc.weights.block_scales import dequantise, find_block_scales
+from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 """Entries that multimodal configs may have outside of the language model's config."""
@@ -35,7 +35,7 @@ class Checkpoint:
 
     Raises:
         CheckpointError: there is no such directory, no config.json or no safetensors file; a file
-            is incomplete; or weights are quantised in a way that `mtpc.block_scales` does not read.
+            is incomplete; or weights are quantised in a way that `mtpc.weights.block_scales` does not read.
     """
 
     def __init__(self, directory: Path):

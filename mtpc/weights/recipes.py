@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from mtpc import packing
-from mtpc.packing import Fill
+from mtpc.weights import packing
+from mtpc.weights.packing import Fill
 
 Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
 
@@ -69,7 +69,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Convert:
-    """A weight in a form of `mtpc.packing`.
+    """A weight in a form of `mtpc.weights.packing`.
 
     Attributes:
         op: "pack" packs it; "quantise" packs its int8 form; "scales" gives the scales of that form.
