@@ -1,4 +1,4 @@
-"""Options of `mtpc.compile`, checked once. The only module that reads the environment."""
+"""Options of `mtpc.compile` and their checks. Only this module reads environment variables."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from typing import Any
 from mtpc.errors import OptionError
 
 MAX_SPEC_TOKENS = 16
-"""Drafts per step above this are refused: acceptance at such depth is zero in every published
-measurement, and every draft costs a full pass of the draft layer."""
+"""The largest number of drafts per step. Published measurements accept no draft at such a depth,
+and every draft costs a full pass of the draft layer."""
 
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
-"""K by load, and what it is chosen among unless `spec_tiers` says otherwise."""
+"""Value of `spec_tokens` for K by load, and the default of `spec_tiers` with it."""
 DEFAULT_MAX_LEN = 4096
 SHARING_PROMPTS = 4
-"""Short prompts that are to share a prefill step, though no more requests could decode in it."""
+"""A prefill step may have this many rows even if fewer requests could decode in it."""
 DEFAULT_PREFILL_CHUNK = 64
-"""Prompt tokens of a prefill step where every step costs as much, or others wait for it."""
+"""Tokens of a prefill step if its time does not depend on how many are used, and prompt tokens of a
+step while other requests wait for their next tokens."""
 LARGE_PREFILL_CHUNK = 512
-"""And where a step costs what its tokens do; larger ones gain nothing (docs/performance.md)."""
+"""Tokens of a prefill step if its time depends on how many are used. Larger steps gain nothing
+(docs/performance.md)."""
 SKIP_IDLE_ROWS = "skip-idle-rows"
 """The name of a pass that decides `prefill_chunk`. The pass takes it from here: options are read
 without the passes, which import torch."""
@@ -36,56 +38,62 @@ _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What `mtpc.compile` was asked for.
+    """Options of `mtpc.compile`.
 
     Attributes:
-        spec_tokens: K, drafts proposed per step; 0 is plain decoding. "auto" compiles steps for
-            each of `spec_tiers`, among which the engine chooses as it runs, by what steps cost
-            and how many drafts are accepted; the field then holds the largest.
-        spec_tiers: with "auto", numbers of drafts to choose among; empty stands for 0 to 3.
-        batch_buckets: request counts to capture, ascending; a batch is padded to the smallest
-            bucket that holds it.
-        max_len: longest sequence (prompt + new tokens), in tokens; None is 4096, or the model's
-            max_position_embeddings where that is smaller.
+        spec_tokens: K, the number of drafts per step; 0 is plain decoding. "auto" compiles steps
+            for each K in `spec_tiers`. The engine then chooses K as it runs, from the times of the
+            steps and the accepted drafts, and this field holds the largest K.
+        spec_tiers: with "auto", the numbers of drafts to choose from; () is 0 to 3.
+        batch_buckets: numbers of requests to capture steps for, ascending. A batch is padded to the
+            smallest bucket that holds it.
+        max_len: longest sequence (prompt and new tokens), in tokens. None is 4096, or the model's
+            max_position_embeddings if that is smaller.
         page_size: tokens per KV page.
-        num_pages: pages in the KV pool; None sizes it for the largest bucket at max_len.
-        prefill_chunk: tokens that one prefill step holds, of one prompt or of several, and the
-            K + 1 of each request that decodes in it; None is 512 where kernels leave out the rows
-            that a step lacks, so that short prompts do not pay for it (cpu, bfloat16), else 64.
-        busy_prefill_chunk: of these, how many of prompts at most while other requests decode, whose
-            next tokens come with the step; None is `prefill_chunk`, at most 64. Where kernels leave
-            idle rows out (cpu, bfloat16), a step of fewer tokens is shorter.
-        prefill_rows: requests that may share one prefill step, prompts and those that decode in it;
-            a divisor of `prefill_chunk`. None is one with room for the largest bucket, where that
-            leaves each K + 1 tokens and is less than twice as many; else fewer, four if it can be.
-            With 1, prompts go one by one and decoding waits for each chunk.
-        prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
-            model keeps all of its past in pages; see docs/serving.md.
-        async_scheduling: launch a step before the one before it is read, so that a GPU does not
-            wait for the host. The text is the same, and comes one step later; of no use on a cpu,
-            where a launch is the work.
-        backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null", or "auto": cpu, falling
-            back to eager (visibly, and not under `strict`) where no C++ compiler works.
-        dtype: weights' dtype when loading a directory ("bfloat16", "float32", ...); None keeps
-            the checkpoint's. A model object keeps its own.
-        sampling: compile what requests other than plain greedy ones need (temperature, filters,
-            penalties, masks, log-probabilities); without it every request is decoded greedily.
-        max_logprobs: with `sampling`, most probable tokens a request may have reported, 1..64.
-        token_mask: with `sampling`, a mask row per token, `batch.token_mask`, for grammars.
-        verify_passes: run the verifier with fake-tensor propagation after every pass, not
+        num_pages: pages in the KV pool. None is enough for the largest bucket at max_len.
+        prefill_chunk: tokens of one prefill step: those of one prompt or several, and K + 1 for
+            each request that decodes in it. None is 512 if kernels leave out unused rows (cpu,
+            bfloat16), so that short prompts do not pay for them; otherwise 64.
+        busy_prefill_chunk: the largest number of prompt tokens in a prefill step while other
+            requests decode and wait for it. None is `prefill_chunk`, at most 64. A smaller number
+            makes these steps shorter if kernels leave out unused rows (cpu, bfloat16).
+        prefill_rows: requests that may share one prefill step, prompts and decoding requests
+            together; a divisor of `prefill_chunk`. With 1, prompts run one by one, and decoding
+            waits for each chunk. None chooses a divisor: enough for the largest bucket if each
+            request can have K + 1 tokens, but less than twice as many; otherwise fewer, if possible
+            four.
+        prefix_caching: reuse KV pages of prompts and outputs that begin with the same tokens, for
+            models that keep all of their past in pages; see docs/serving.md.
+        async_scheduling: launch a step before the results of the step before it are read, so that a
+            GPU does not wait for the host. The text is the same and arrives one step later. It
+            gains nothing on a cpu, where the launch does the work itself.
+        backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null" or "auto". "auto" is cpu; if
+            no C++ compiler works it falls back to eager, which the stats show and `strict` forbids.
+        dtype: dtype of the weights of a directory ("bfloat16", "float32", ...); None keeps the
+            checkpoint's. A model object keeps its own.
+        sampling: compile sampling: temperature, filters, penalties, masks and log-probabilities.
+            Without it, every request is decoded greedily.
+        max_logprobs: with `sampling`, the largest number of most probable tokens that a request may
+            have reported, 1..64.
+        token_mask: with `sampling`, a mask for each token to choose (`batch.token_mask`), which
+            grammars need.
+        verify_passes: run the verifier with fake-tensor propagation after every pass instead of
             only after the last.
-        strict: turn every fallback into an error instead of counting it in the stats.
+        strict: raise an error for every fallback instead of counting it in the stats.
         disabled_passes: names of optional passes to leave out.
-        enabled_passes: names of passes that are off by default, to run.
-        draft_vocab: token ids that drafts may be, or a number n for the n lowest ids (which
-            tokenizers give to the most frequent tokens, as a rule); empty: all. See the pass
+        enabled_passes: names of passes to run that are off by default.
+        draft_vocab: token ids that drafts may be, or a number n for the n lowest ids, which
+            tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
-        cache_dir: the graph cache; None is `MTPC_CACHE_DIR`, else `mtpc` in the user's cache
-            directory. See docs/cache.md.
-        use_cache: look steps up in the cache and keep what is built; False does neither.
-        frozen: build nothing: a step that the cache does not hold is an error.
-        require_sha256: digest of the cache entries that may be loaded, as `mtpc build` printed
-            it; others are refused before any of their code is opened. Implies `frozen`.
+        cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
+            `mtpc` in the user's cache directory. See docs/cache.md.
+        use_cache: whether to look up steps in the cache and to keep built ones there.
+        frozen: build nothing; a step that is not in the cache is an error.
+        require_sha256: digest of the cache entries to load, as `mtpc build` prints it. Others are
+            refused before any of their code is opened. Implies `frozen`.
+
+    Raises:
+        OptionError: a value is of the wrong type or out of range, or options contradict each other.
     """
 
     spec_tokens: int = 3
@@ -153,7 +161,7 @@ class CompileOptions:
                 raise OptionError(f"{field.name} is {value!r}; expected True or False")
 
     def _settle_tiers(self) -> None:
-        """`spec_tokens` becomes a number, the largest tier where there are several."""
+        """Set `spec_tokens` to a number, which is the largest tier with "auto"."""
         is_auto = self.spec_tokens == AUTO
         tiers = _check_tiers(self.spec_tiers, is_auto)
         object.__setattr__(self, "spec_tiers", tiers)
@@ -162,13 +170,13 @@ class CompileOptions:
         _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
         if tiers and max(tiers) != self.spec_tokens:
             raise OptionError(
-                f"spec_tiers is {tiers!r} with spec_tokens {self.spec_tokens}; tiers are what "
-                f"spec_tokens={AUTO!r} chooses among"
+                f"spec_tiers is {tiers!r} with spec_tokens {self.spec_tokens}; expected "
+                f"spec_tokens={AUTO!r}, which chooses among the tiers"
             )
 
     @property
     def tiers(self) -> tuple[int, ...]:
-        """Numbers of drafts that there are decode steps for."""
+        """Numbers of drafts that have decode steps, ascending."""
         return self.spec_tiers or (self.spec_tokens,)
 
     def _check_prefill_rows(self) -> None:
@@ -179,25 +187,27 @@ class CompileOptions:
         if self.prefill_tokens % rows:
             raise OptionError(
                 f"prefill_rows is {rows}, which does not divide prefill_chunk "
-                f"{self.prefill_tokens}; give a divisor, or another chunk"
+                f"{self.prefill_tokens}; expected a divisor: change one of them"
             )
 
     @property
     def prefill_tokens(self) -> int:
-        """`prefill_chunk` as a number."""
+        """`prefill_chunk`, or its default."""
         return self.prefill_chunk or DEFAULT_PREFILL_CHUNK
 
     @property
     def busy_prefill_tokens(self) -> int:
-        """Prompt tokens of a prefill step while requests decode."""
+        """`busy_prefill_chunk`, or its default."""
         return self.busy_prefill_chunk or min(self.prefill_tokens, DEFAULT_PREFILL_CHUNK)
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
-        """Rows of the prefill step, and its tokens over them; one prompt may take all tokens.
+        """(rows, tokens per row) of the prefill step; one prompt may take all tokens.
 
-        Enough rows for the largest bucket, if all of it could decode in there, or for some prompts,
-        and if the tokens can be shared out evenly among as many or not many more; else fewer.
+        Unless `prefill_rows` gives the rows, they are a divisor of the tokens. The target is the
+        largest bucket, but not more than the requests that could decode in the step, or
+        `SHARING_PROMPTS` if those are fewer. The smallest divisor from the target to less than
+        twice the target is taken; if there is none, the largest below.
         """
         tokens = self.prefill_tokens
         could_decode = tokens // (self.spec_tokens + 1)
@@ -219,12 +229,15 @@ class CompileOptions:
                 f"require_sha256 is {pin!r}; expected 64 hexadecimal digits, as `mtpc build` prints"
             )
         if (self.frozen or pin is not None) and not self.use_cache:
-            raise OptionError("frozen and require_sha256 need the cache; drop use_cache=False")
+            raise OptionError(
+                "use_cache is False; expected True with frozen or require_sha256, which need the "
+                "cache"
+            )
 
     def for_weights(self, dtype: str | None) -> CompileOptions:
-        """These options with `prefill_chunk` settled for weights that are stored in a dtype.
+        """These options with the default of `prefill_chunk` for weights of a dtype.
 
-        Every way to steps settles them so before it looks into the cache, as the chunk is in keys.
+        It must be set before a lookup in the cache, because keys contain the chunk.
         """
         skips = self.backend in ("cpu", "auto") and SKIP_IDLE_ROWS not in self.disabled_passes
         if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
@@ -232,10 +245,13 @@ class CompileOptions:
         return self
 
     def for_model(self, max_positions: int | None) -> CompileOptions:
-        """These options with `max_len` settled for a model of that many positions.
+        """These options with `max_len` as a number, for a model with so many positions.
+
+        Args:
+            max_positions: the model's max_position_embeddings; None if it has no such limit.
 
         Raises:
-            OptionError: `max_len` was given, and exceeds what the model was made for.
+            OptionError: `max_len` exceeds the model's positions.
         """
         limit = DEFAULT_MAX_LEN if max_positions is None else max_positions
         if self.max_len is None:
@@ -243,27 +259,26 @@ class CompileOptions:
         if max_positions is not None and self.max_len > max_positions:
             raise OptionError(
                 f"max_len is {self.max_len}; the model was made for at most {max_positions} "
-                "positions (max_position_embeddings): lower max_len"
+                "positions (max_position_embeddings); lower max_len"
             )
         return self
 
     def blocks_per_request(self, num_tokens: int) -> int:
-        """Pages a sequence of `num_tokens` needs, with room for a round of drafts at its end."""
+        """Number of pages for a sequence of `num_tokens`, with room for drafts at its end."""
         return math.ceil((num_tokens + 2 * self.spec_tokens) / self.page_size)
 
     @property
     def page_count(self) -> int:
-        """Pages of the pools that requests share, the null page included.
+        """Number of pages of the pools, the null page included; needs options of `for_model`.
 
-        Of options settled by `for_model`. Without `num_pages`: what the largest bucket needs, all
-        its sequences at full length.
+        Without `num_pages` it is enough for the largest bucket with all sequences at full length.
         """
         blocks = self.blocks_per_request(self.sequence_limit)
         return self.num_pages or max(self.batch_buckets) * blocks + 1
 
     @property
     def sequence_limit(self) -> int:
-        """`max_len` as a number, for options settled by `for_model`."""
+        """`max_len` as a number; needs options of `for_model`."""
         assert self.max_len is not None
         return self.max_len
 
@@ -272,11 +287,11 @@ class CompileOptions:
         """Build options from keyword arguments.
 
         Args:
-            options: keyword arguments of `mtpc.compile`; aliases are resolved here.
+            options: keyword arguments of `mtpc.compile`; aliases are allowed.
 
         Raises:
-            OptionError: unknown name (the nearest known one is given), an option given twice
-                under two names, or a value outside its range.
+            OptionError: a name is unknown, an option is given under two names, or a value is out of
+                range.
         """
         known = [f.name for f in fields(cls)]
         resolved: dict[str, Any] = {}
@@ -313,7 +328,7 @@ def _check_names(option: str, names: Any) -> tuple[str, ...]:
 
 
 def _check_tiers(tiers: Any, is_auto: bool) -> tuple[int, ...]:
-    """Ascending, each once; two at least where there is a choice."""
+    """Tiers in ascending order without repeats; "auto" needs two or more."""
     is_row = isinstance(tiers, Iterable) and not isinstance(tiers, str)
     row = tuple(tiers) if is_row else ()
     if is_auto and is_row and not row:
@@ -321,7 +336,7 @@ def _check_tiers(tiers: Any, is_auto: bool) -> tuple[int, ...]:
     for tier in row:
         _check_int("spec_tiers", tier, low=0, high=MAX_SPEC_TOKENS)
     if not is_row or (is_auto and len(set(row)) < 2):
-        raise OptionError(f"spec_tiers is {tiers!r}; expected several numbers, as (0, 1, 3)")
+        raise OptionError(f"spec_tiers is {tiers!r}; expected several numbers, such as (0, 1, 3)")
     return tuple(sorted(set(row)))
 
 
@@ -332,17 +347,17 @@ def _check_buckets(buckets: Any) -> tuple[int, ...]:
         buckets = tuple(buckets)
     except TypeError:
         raise OptionError(
-            f"batch_buckets is {buckets!r}; expected integers, as (1, 2, 4)"
+            f"batch_buckets is {buckets!r}; expected integers, such as (1, 2, 4)"
         ) from None
     if not buckets:
-        raise OptionError("batch_buckets is empty; give at least one request count, as (1,)")
+        raise OptionError("batch_buckets is empty; expected at least one number, such as (1,)")
     for size in buckets:
         _check_int("batch_buckets", size, low=1, high=4096)
     return tuple(sorted(set(buckets)))
 
 
 def _check_draft_vocab(ids: Any) -> tuple[int, ...]:
-    """Ascending ids, each once; a number stands for as many of the lowest."""
+    """Token ids in ascending order without duplicates; a number n is the n lowest ids."""
     if isinstance(ids, int):
         _check_int("draft_vocab", ids, low=1)
         return tuple(range(ids))
@@ -350,7 +365,7 @@ def _check_draft_vocab(ids: Any) -> tuple[int, ...]:
         ids = tuple(ids)
     except TypeError:
         raise OptionError(
-            f"draft_vocab is {ids!r}; expected token ids, or how many of the lowest"
+            f"draft_vocab is {ids!r}; expected token ids, or a number n for the n lowest ids"
         ) from None
     for token_id in ids:
         _check_int("draft_vocab", token_id, low=0)
@@ -358,7 +373,7 @@ def _check_draft_vocab(ids: Any) -> tuple[int, ...]:
 
 
 def cache_directory() -> Path:
-    """The default graph cache: `MTPC_CACHE_DIR`, else `mtpc` in the user's cache directory."""
+    """Default of `cache_dir`: `MTPC_CACHE_DIR`, or `mtpc` in the user's cache directory."""
     configured = os.environ.get("MTPC_CACHE_DIR")
     if configured:
         return Path(configured)
@@ -366,18 +381,18 @@ def cache_directory() -> Path:
 
 
 def api_key() -> str | None:
-    """What clients of `mtpc serve` must send: `MTPC_API_KEY`, unless a file or option says."""
+    """The key that clients of `mtpc serve` must send, in `MTPC_API_KEY`; None if it is not set."""
     return os.environ.get("MTPC_API_KEY")
 
 
 def cxx_compiler() -> str:
-    """The C++ compiler to call: `CXX`, as Inductor reads it too, else g++."""
+    """The C++ compiler to call: `CXX`, which Inductor also reads, or g++."""
     return os.environ.get("CXX", "g++")
 
 
 def cpu_level() -> str | None:
-    """The instruction-set level to compile for and to run: `MTPC_CPU_LEVEL`; None is what suits
-    this very processor best. See `mtpc.backends.cpu_kernels.levels`."""
+    """The instruction-set level to compile for, from `MTPC_CPU_LEVEL`; None is the best one for
+    this processor. See `mtpc.backends.cpu_kernels.levels`."""
     return os.environ.get("MTPC_CPU_LEVEL") or None
 
 
@@ -389,7 +404,7 @@ _HARMLESS_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS
 
 
 def compiler_environment() -> dict[str, str]:
-    """Environment variables that can change what a compiled step computes, by name."""
+    """Environment variables that can change what a compiled step computes; name -> value."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

@@ -1,8 +1,8 @@
-"""The error tree. Every message says what was found, what was expected and what to do."""
+"""mtpc's errors. Every message says what was found, what was expected and what to do."""
 
 
 class MtpcError(Exception):
-    """Base of all errors that mtpc raises on purpose."""
+    """Base class of all errors that mtpc raises itself."""
 
 
 class OptionError(MtpcError, ValueError):
@@ -10,7 +10,7 @@ class OptionError(MtpcError, ValueError):
 
 
 class UnsupportedModelError(MtpcError):
-    """The model's architecture, or a feature of its config, is not in the family table."""
+    """The model's architecture, or a feature of the model, is not supported."""
 
 
 class CheckpointError(MtpcError):
@@ -18,48 +18,49 @@ class CheckpointError(MtpcError):
 
 
 class RequestError(MtpcError, ValueError):
-    """A generation request cannot be served: empty prompt, ids out of range, too long."""
+    """A request cannot be served: its prompt is empty or too long, or a value is out of range."""
 
 
 class GrammarError(MtpcError):
-    """A request's grammar contradicts itself, or allows no token; it ends that request."""
+    """A request's grammar contradicts itself or allows no token; this ends the request."""
 
 
 class CapacityError(MtpcError):
-    """The page pool cannot hold even one request of the size asked for."""
+    """The page pool is too small for one request of the given size."""
 
 
 class ServingError(MtpcError):
-    """An engine that served requests has failed, was closed, or does not run."""
+    """The engine has failed, is closed, or is not running."""
 
 
 class GraphError(MtpcError):
-    """A StepGraph broke a rule of the verifier; the message names the pass, node and rule."""
+    """A StepGraph breaks a rule; the verifier's message names the pass, the rule and the node."""
 
 
 class CaptureError(MtpcError):
-    """A step cannot be captured, or a replay would not repeat what was captured."""
+    """A step cannot be captured, or a replay would not repeat the captured work."""
 
 
 class BackendError(MtpcError):
-    """A backend is unknown, cannot run on this machine, or failed to lower a graph."""
+    """A backend cannot run on this machine, or failed to compile a graph."""
 
 
 class HostError(MtpcError, ValueError):
-    """What a host hands over, or the order of its calls, is not what the contract says."""
+    """A host's tensors, or the order of its calls, break the contract with hosts."""
 
 
 class NumericsError(MtpcError):
-    """The model produced non-finite logits while decoding."""
+    """The model computed logits that are not finite."""
 
 
 class CacheError(MtpcError):
-    """The graph cache cannot be used: unsafe permissions, damaged, or frozen without a match."""
+    """The graph cache cannot be used: another user could write it, it is damaged, or it is frozen
+    and lacks a step."""
 
 
 class DamagedEntryError(CacheError):
-    """Files of a cache entry are not what was written; the message names them."""
+    """Files of a cache entry were changed or removed; the message names them."""
 
 
 class CacheWriteError(CacheError):
-    """The graph cache cannot be written: read-only, full, or without locks."""
+    """The graph cache cannot be written: it is read-only, it is full, or it cannot be locked."""

@@ -1,6 +1,6 @@
-"""How a request's tokens are chosen. Imports no torch: servers form these at their front door.
+"""Sampling parameters of a request. This module does not import torch, so servers can use it early.
 
-docs/sampling.md says what each field means and in which order they act.
+docs/sampling.md defines each field and the order in which they act.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from mtpc.errors import RequestError
 
 MAX_LOGIT_BIAS = 256
-"""Entries that a request's logit_bias may have."""
+"""The largest number of entries of a request's logit_bias."""
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-3
-"""Below this the distribution is the argmax in all but name, and quotients overflow."""
+"""Below this, sampling practically is the argmax, and divided logits overflow."""
 
 FLOATS = (
     "temperature",
@@ -28,31 +28,35 @@ FLOATS = (
 )
 """Columns of `state.sampling_floats`."""
 INTS = ("seed", "top_k", "first_stop", "masked", "penalised", "logprobs")
-"""Columns of `state.sampling_ints`. `first_stop`: position from which stop tokens may stand;
-`logprobs`: how many of the most probable tokens to report, -1 to report nothing."""
+"""Columns of `state.sampling_ints`. `first_stop` is the first position that may hold a stop token.
+`logprobs` is how many of the most probable tokens to report, or -1 to report nothing."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen; the default is greedy decoding.
+    """Sampling parameters of a request; the default is greedy decoding.
 
     Attributes:
-        temperature: 0 is greedy; else the logits are divided by it, 0.001..1000.
+        temperature: 0 decodes greedily; otherwise 0.001..1000, the logits are divided by it.
         top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: keep the most probable tokens that together reach this mass, in (0, 1].
-        min_p: keep tokens at least this many times as probable as the most probable one, 0..1.
-        seed: 0..2**63 - 1, of the random numbers; None draws one. The same seed and prompt give
-            the same text, whatever runs beside the request and however many drafts are made.
+        top_p: keep the most probable tokens whose probabilities reach this sum, in (0, 1].
+        min_p: keep tokens whose probability is at least this fraction of the largest one, 0..1.
+        seed: seed of the random numbers, 0..2**63 - 1; None draws one. The same seed and prompt
+            give the same text, for any batch and any number of drafts.
         logprobs: report the log-probability of each emitted token and of this many most probable
-            ones, under the model's own distribution; None reports none.
-        repetition_penalty: logits of tokens in prompt or output are divided by it where positive,
-            multiplied where negative; in (0, 10].
-        presence_penalty: subtracted from logits of tokens in the output, -2..2.
-        frequency_penalty: subtracted as often as the token is in the output, -2..2.
-        logit_bias: added to logits by token id, -100..100; at most MAX_LOGIT_BIAS entries.
-        allowed_ids: only these may be emitted; None allows all.
-        banned_ids: these may not be emitted.
-        min_tokens: no stop token before this many new tokens.
+            tokens, under the model's own distribution; None reports nothing.
+        repetition_penalty: in (0, 10]. Positive logits of tokens in the prompt or the output are
+            divided by it, and negative ones multiplied.
+        presence_penalty: is subtracted from the logits of tokens in the output, -2..2.
+        frequency_penalty: is subtracted once for each occurrence of the token in the output, -2..2.
+        logit_bias: token id -> number that is added to its logit, -100..100; at most
+            MAX_LOGIT_BIAS entries.
+        allowed_ids: only these tokens may be emitted; None allows all.
+        banned_ids: these tokens may not be emitted.
+        min_tokens: no stop token is emitted before this many new tokens.
+
+    Raises:
+        RequestError: a value is of the wrong type or out of range.
     """
 
     temperature: float = 0.0
@@ -93,45 +97,46 @@ class SamplingParams:
             allowed = _id_row("allowed_ids", self.allowed_ids)
             if not set(allowed) - set(self.banned_ids):
                 raise RequestError(
-                    "allowed_ids leaves no token once banned_ids are taken out; allow at least one"
+                    "allowed_ids leaves no token after banned_ids are removed; expected at least "
+                    "one"
                 )
             object.__setattr__(self, "allowed_ids", allowed)
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is greedy decoding as any program does it: only the seed may differ."""
+        """Whether this is plain greedy decoding, which every program can do."""
         return replace(self, seed=None) == SamplingParams()
 
     @property
     def has_penalties(self) -> bool:
-        """Whether choices depend on what was said before, other than through the model."""
+        """Whether penalties change the logits of tokens in the prompt or the output."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0)
 
     @property
     def has_mask(self) -> bool:
-        """Whether some tokens may never be emitted."""
+        """Whether some tokens must not be emitted."""
         return self.allowed_ids is not None or bool(self.banned_ids)
 
     def named_ids(self) -> Iterable[tuple[str, int]]:
-        """All token ids in here, with the field they stand in."""
+        """All token ids of these parameters, each with the name of its field."""
         yield from (("logit_bias", token_id) for token_id, _ in dict(self.logit_bias).items())
         yield from (("allowed_ids", token_id) for token_id in self.allowed_ids or ())
         yield from (("banned_ids", token_id) for token_id in self.banned_ids)
 
     def settled(self) -> SamplingParams:
-        """These with a seed: drawn once, so that a request that is run again says the same."""
+        """These parameters with a seed, so that a request that runs again gives the same text."""
         return self if self.seed is not None else replace(self, seed=randbits(63))
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """An emitted token under the model's own distribution: before penalties and temperature.
+    """Log-probabilities under the model's own distribution, before penalties and temperature.
 
     Attributes:
-        token_id: the token.
+        token_id: the emitted token.
         logprob: its natural log-probability.
-        top: the most probable ids with theirs, the most probable first.
+        top: (token id, log-probability) of the most probable tokens, the most probable first.
     """
 
     token_id: int
@@ -140,7 +145,7 @@ class TokenLogprobs:
 
 
 def _check_number(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
-    """A finite number in low..high; `above` excludes low."""
+    """Check that a value is a finite number in low..high; `above` excludes low itself."""
     wanted = f"a number in {'(' if above else '['}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
@@ -160,7 +165,7 @@ def _check_int(name: str, value: Any, high: int) -> None:
 
 def _id_row(name: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise RequestError(f"{name} is {ids!r}; expected token ids, as (1, 2)")
+        raise RequestError(f"{name} is {ids!r}; expected token ids, such as (1, 2)")
     row = tuple(ids)
     for token_id in row:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
@@ -172,12 +177,12 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     try:
         pairs = dict(bias)
     except (TypeError, ValueError):
-        raise RequestError(f"logit_bias is {bias!r}; expected numbers by token id") from None
+        raise RequestError(
+            f"logit_bias is {bias!r}; expected numbers by token id, such as {{7: 1.5}}"
+        ) from None
     ids = _id_row("logit_bias", pairs)
     if len(ids) > MAX_LOGIT_BIAS:
-        raise RequestError(
-            f"logit_bias has {len(ids)} entries; at most {MAX_LOGIT_BIAS} are supported"
-        )
+        raise RequestError(f"logit_bias has {len(ids)} entries; expected at most {MAX_LOGIT_BIAS}")
     for value in pairs.values():
         _check_number("a value of logit_bias", value, -100, 100)
     return tuple((token_id, float(pairs[token_id])) for token_id in ids)

@@ -185,7 +185,8 @@ def test_a_patched_model_object_is_not_cached(checkpoint: Callable[..., Path]) -
     model.model.layers[0].forward = lambda *args, **kwargs: None
     assert open_cache(model, options, lines.append) is None
     assert (
-        lines == ["the model object has hooks or replaced forwards: its steps are not cached"] * 2
+        lines
+        == ["the model object has hooks or replaced forwards, so its steps are not cached"] * 2
     )
 
 

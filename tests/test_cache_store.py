@@ -296,11 +296,11 @@ def test_foreign_owners(store: EntryStore, place: str) -> None:
     assert attempt(store, "read", uid=NOBODY) == [1]
     os.chown(path, STRANGER, -1)
     message = refusal(lambda: store.read(DIGEST))
-    assert message.startswith(f"{path} belongs to user {STRANGER}, this process runs as 0: ")
+    assert message.startswith(f"{path} belongs to user {STRANGER}, and this process runs as 0: ")
     assert "chown it to user 0" in message
     (told,) = attempt(store, "read", uid=NOBODY)
     assert told.startswith("CacheError: ")
-    assert f"belongs to user {STRANGER}, this process runs as {NOBODY}: " in told
+    assert f"belongs to user {STRANGER}, and this process runs as {NOBODY}: " in told
     os.chown(path, NOBODY, -1)
     assert attempt(store, "read", uid=NOBODY) == [1]
     assert f"belongs to user {NOBODY}" in refusal(lambda: store.read(DIGEST))
@@ -328,7 +328,7 @@ def test_read_only(store: EntryStore, mount: str) -> None:
     for told in refused:
         assert told.startswith("CacheWriteError: cannot write the graph cache store: ")
         assert re.search(r"[Pp]ermission|Read-only file system", told)
-        assert told.endswith("choose another with cache_dir (MTPC_CACHE_DIR)")
+        assert told.endswith("choose another directory with cache_dir (MTPC_CACHE_DIR)")
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_entries_under_other_names(store: EntryStore) -> None:
     moved, whole = put(store, model="other"), put(store, model="third")
     os.rename(moved.directory, store.directory(digest(FIELDS)))
     for wanted in (FIELDS, {**UNKNOWN, "model": "other"}):
-        with pytest.raises(DamagedEntryError, match="is not filed under its own key"):
+        with pytest.raises(DamagedEntryError, match="holds the key of another entry"):
             find(store, wanted)
     (put(store, model="fourth").directory / KEY).write_bytes(b"{}")
     assert len(store.digests()) == 4

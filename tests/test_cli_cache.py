@@ -87,7 +87,7 @@ def test_run_uses_the_cache(
         (["--backend", "eager"], "backend 'eager' compiles nothing ahead of time; expected cpu"),
         (["--spec-tokens", "1,99"], "spec_tokens is 99; expected an integer in 0..16"),
         (["--out", "/proc/nowhere"], "cannot write the graph cache /proc/nowhere"),
-        (["--target", "hip:gfx1"], "unknown target 'hip:gfx1'; targets: hip:gfx942, "),
+        (["--target", "hip:gfx1"], "unknown target 'hip:gfx1'; expected one of hip:gfx942, "),
         (["--target", "hip:gfx942", "--jobs", "2"], "in one process; drop --split, --jobs"),
     ],
     ids=["backend", "k", "out", "target", "jobs"],

@@ -178,7 +178,7 @@ def test_tensors_of_another_layout_are_refused(decode_step: tuple[Path, Package,
     def transposed(name: str) -> torch.Tensor:
         return tensor_of(name).t() if name == "lm_head.weight" else tensor_of(name)
 
-    with pytest.raises(BackendError, match=r"lm_head.weight is float64\[64,96\]\(1,64\), the pack"):
+    with pytest.raises(BackendError, match=r"lm_head.weight is float64\[64,96\]\(1,64\); the pack"):
         open_package(directory, package, transposed)
 
 

@@ -50,7 +50,8 @@ class Stepper:
         layers = model.config.num_hidden_layers + (layer is not None)
         specs = [s for i in range(layers) for s in cache_specs(model.config, i, torch.float64)]
         layout = Layout(specs, {S: SLOTS, K_MAX: DRAFTS, M: blocks, P: PAGE})
-        pool = CachePool({name: layout.allocate(name).fill_(math.nan) for name in layout}, SLOTS)
+        tensors = {name: layout.allocate(name).fill_(math.nan) for name in layout}
+        pool = CachePool(tensors, SLOTS, family.cache_kinds)
         decoder = share_model(model, family.canonical).get_decoder()
         self.target = StreamTarget(decoder, pool)
         if layer is not None:

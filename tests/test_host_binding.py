@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "strides": (
         replaced("kv.0.k", lambda t: torch.stack([t, t], 1)[:, 0]),
-        r"kv.0.k has strides \(256, 32, 16, 1\); expected \(128, 32, 16, 1\): a slice of whole",
+        r"kv.0.k has strides \(256, 32, 16, 1\); expected \(128, 32, 16, 1\); pass whole pages",
     ),
     "device": (
         replaced("kv.0.k", lambda t: t.to("meta")),
@@ -82,7 +82,8 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "no such step": (
         lambda shared, steps: steps.update({StepKey.decode(9, 3): {}}),
-        r"decode\[R=9,Q=4,K=3\]: no such step; steps: decode\[R=3,Q=4,K=3\], prefill",
+        r"decode\[R=9,Q=4,K=3\] is no step of this program; "
+        r"expected decode\[R=3,Q=4,K=3\], prefill",
     ),
     "step forgotten": (
         lambda shared, steps: steps.pop(PREFILL),
@@ -90,7 +91,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "no mapping": (
         lambda shared, steps: steps.update({DECODE: None}),
-        "is a NoneType; expected a mapping of names to tensors",
+        "is a NoneType; expected a mapping from names to tensors",
     ),
 }
 
@@ -117,7 +118,7 @@ def test_all_that_is_wrong_is_said_at_once(hosted: Callable[..., Any]) -> None:
     assert "3 problem(s)" in lines[0]
     with pytest.raises(HostError, match=r"and \d+ more"):
         hosted("mimo", 3).bind({}, {})
-    with pytest.raises(HostError, match="steps is a NoneType; expected a mapping of step keys"):
+    with pytest.raises(HostError, match="steps is a NoneType; expected a mapping from step keys"):
         hosted("mimo", 3).bind(shared, None)
 
 
@@ -154,22 +155,24 @@ def test_steps_may_share_memory_with_each_other(
 def test_the_order_of_calls_is_held(hosted: Callable[..., Any]) -> None:
     model = hosted("mimo", 3)
     program = model.bind(*tensors_for(model))
-    with pytest.raises(HostError, match=r"must follow verify.*not a verify"):
+    with pytest.raises(HostError, match=r"the last call was not a verify; expected verify\("):
         program.propose(DECODE)
     program.verify(PREFILL)
-    with pytest.raises(HostError, match=r"must follow.*the last call was verify\(prefill"):
+    with pytest.raises(HostError, match=r"the last call was verify\(prefill.*; expected verify\("):
         program.propose(DECODE)
     program.verify(DECODE)
     program.propose(DECODE)
-    with pytest.raises(HostError, match="must follow"):
+    with pytest.raises(HostError, match=r"expected verify\(.* right before it"):
         program.propose(DECODE)
     program.verify(DECODE)
     program.step(DECODE)
-    with pytest.raises(HostError, match="must follow"):
+    with pytest.raises(HostError, match=r"expected verify\(.* right before it"):
         program.propose(DECODE)
-    with pytest.raises(HostError, match=r"no step decode\[R=7,Q=4,K=3\]; steps: decode\[R=3"):
+    with pytest.raises(
+        HostError, match=r"decode\[R=7,Q=4,K=3\] is no step of this program; expected decode\[R=3"
+    ):
         program.verify(StepKey.decode(7, 3))
-    with pytest.raises(HostError, match="no decode step of 4 rows with K = 3"):
+    with pytest.raises(HostError, match="no decode step has 4 rows and K = 3"):
         model.decode_key(4)
     with pytest.raises(HostError, match="K = 1"):
         model.decode_key(1, 1)
@@ -184,7 +187,9 @@ def test_a_half_that_was_not_compiled(hosted: Callable[..., Any]) -> None:
     )
     program = fused.bind(*tensors_for(fused))
     program.step(DECODE)
-    with pytest.raises(HostError, match=r"verify was not compiled: compile_host\(form='both'\)"):
+    with pytest.raises(
+        HostError, match=r"verify was not compiled; use compile_host\(form='both'\)"
+    ):
         program.verify(DECODE)
 
 

@@ -289,7 +289,7 @@ def test_the_verifier_sees_a_written_weight() -> None:
         x.add_(1)
         out.copy_(x)
 
-    with pytest.raises(GraphError, match="writes weight x"):
+    with pytest.raises(GraphError, match="writes the weight x"):
         small_graph(body, x=_random(3), batch_out=torch.zeros(3, dtype=torch.float64))
 
 

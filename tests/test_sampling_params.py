@@ -37,7 +37,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {3: 101}}, "a value of logit_bias is 101"),
     ({"logit_bias": {"3": 1}}, "logit_bias has '3'; expected token ids"),
     ({"logit_bias": 3}, "logit_bias is 3; expected numbers by token id"),
-    ({"logit_bias": dict.fromkeys(range(257), 1.0)}, "257 entries; at most 256"),
+    ({"logit_bias": dict.fromkeys(range(257), 1.0)}, "257 entries; expected at most 256"),
     ({"allowed_ids": ()}, "allowed_ids leaves no token"),
     ({"allowed_ids": (3,), "banned_ids": (3,)}, "allowed_ids leaves no token"),
     ({"allowed_ids": "abc"}, "allowed_ids is 'abc'; expected token ids"),

@@ -69,5 +69,5 @@ def test_without_mtp_layers(tmp_path: Path) -> None:
     target = tiny.build_target("mimo")
     save_checkpoint(target, (), tmp_path, tiny.family_of("mimo"))
     assert load(tmp_path, None, needs_mtp=False).mtp_layers == ()
-    with pytest.raises(CheckpointError, match="spec_tokens=0 decodes without"):
+    with pytest.raises(CheckpointError, match="use spec_tokens=0 to decode without drafts"):
         load(tmp_path, None, needs_mtp=True)

@@ -38,7 +38,7 @@ def accept(model: Any, **arguments: Any) -> None:
     """It gets as far as compiling."""
     arguments = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4, **arguments}
     arguments["compile_options"] = {"backend": "eager"}
-    with pytest.raises(mtpc.errors.CheckpointError, match="no local directory"):
+    with pytest.raises(mtpc.errors.CheckpointError, match="expected a local directory"):
         model.generate(**arguments, custom_generate=mtpc.transformers.generate)
 
 

@@ -132,7 +132,7 @@ def test_with_int8_and_packed_weights(checkpoint: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [(0, "draft_vocab is 0"), ((1, -2), "draft_vocab is -2"), ("ab", "draft_vocab is 'a'"),
-     (1.5, "expected token ids, or how many")],
+     (1.5, "expected token ids, or a number n")],
 )  # fmt: skip
 def test_bad_lists(value: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):

@@ -221,7 +221,7 @@ def test_steps_are_bound_to_what_was_built(
     assert names == {"mtpc_triton.rotate_and_write.default", *others}
     assert set(notes) == {
         "mtpc::rotate_and_write does not run on code built for cuda:90 (rotate_and_write_kernel "
-        "was not built for cuda:90 at these sizes): triton"
+        "was not built for cuda:90 at these sizes): triton instead"
     }
     cross_compile(launches, target, store)
     names, notes = bind()

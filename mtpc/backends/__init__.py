@@ -1,4 +1,4 @@
-"""Backends: where a StepGraph meets a machine. A backend is one file and one row here."""
+"""Backends: how a StepGraph runs on a machine. A backend is one file and one row of `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -70,17 +70,19 @@ def first_choice(name: str) -> Row | None:
 def choose_backend(
     name: str, strict: bool, report: Report, store: EntryStore | None = None
 ) -> tuple[Backend, str | None]:
-    """The backend of an option's value, and why it is not the first choice (None if it is).
+    """The backend for a value of the option `backend`, and why it is not the first choice.
+
+    The reason is None if it is the first choice.
 
     Args:
         name: a backend, or "auto": the first of `AUTO` that works here.
-        strict: refuse to fall back.
-        report: hears of long work.
-        store: the graph cache, for what a backend itself has to build.
+        strict: whether "auto" must not fall back.
+        report: is called with a line before long work.
+        store: the graph cache, where a backend keeps its kernels.
 
     Raises:
-        OptionError: unknown name.
-        BackendError: it cannot run here (with `strict`, or where it was asked for by name).
+        OptionError: the name is unknown.
+        BackendError: the backend cannot run here, and `strict` or its name forbids another one.
     """
     if name != "auto":
         return make_backend(name, report, store), None
@@ -98,14 +100,20 @@ def make_backend(
 ) -> Backend:
     """The backend of this name.
 
+    Args:
+        name: a row of `BACKENDS`.
+        report: is called with a line before long work.
+        store: the graph cache, where a backend keeps its kernels.
+
     Raises:
-        OptionError: unknown name.
-        BackendError: it cannot run here.
+        OptionError: the name is unknown.
+        BackendError: the backend cannot run here.
     """
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise OptionError(f"unknown backend {name!r}; {hint}backends: auto, {', '.join(BACKENDS)}")
+        hint = f"did you mean {near[0]!r}? Expected" if near else "expected"
+        known = ", ".join(["auto", *BACKENDS])
+        raise OptionError(f"unknown backend {name!r}; {hint} one of {known}")
     return BACKENDS[name].make(report, store)
 
 

@@ -1,4 +1,4 @@
-"""The seam between a StepGraph and a machine."""
+"""The interface of backends."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from mtpc.passes.base import Pass
 
 Run = Callable[[], None]
-"""One iteration over the buffers bound at lowering; takes and returns nothing."""
+"""Runs one step over the buffers that were bound at lowering."""
 Report = Callable[[str], None]
-"""Receives a line on what is being done."""
+"""Is called with a line that says what is being done."""
 
 
 class Backend(Protocol):
     """Lowers step graphs to callables and captures them.
 
     Attributes:
-        name: as in the option `backend`.
+        name: value of the option `backend`.
         enables: names of the passes with the policy `backend` that this backend has kernels for.
-        device: where the model and its buffers must be, as torch names it.
-        notes: what runs otherwise than one would expect, counted; `Stats.fallbacks` in the end.
+        device: torch's name of the device where the model and its buffers must be.
+        notes: lines on what runs in another way than expected -> count; part of `Stats.fallbacks`.
     """
 
     name: str
@@ -44,21 +44,21 @@ class Backend(Protocol):
         ...
 
     def legalise(self) -> tuple[Pass, ...]:
-        """Passes that rewrite to this backend's op table; they end the pipeline."""
+        """Passes that replace reference ops by this backend's kernels; they run last."""
         ...
 
     def lower(self, graph: StepGraph) -> Run:
         """Compile a flat, verified graph.
 
         Raises:
-            BackendError: the graph cannot be compiled here; the message says why.
+            BackendError: the backend cannot compile the graph; the message says why.
         """
         ...
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Turn a lowered step into a replay of fixed work on fixed addresses.
+        """Turn a lowered step into a replay: fixed work on fixed addresses.
 
         Raises:
-            CaptureError: the step does something that a device graph would freeze.
+            CaptureError: the step does something that a device graph cannot repeat.
         """
         ...

@@ -1,4 +1,4 @@
-"""Binding `mtpc::` ops to kernels: per op the candidates in order, each with its limits."""
+"""Binding `mtpc::` ops to kernels: each op has candidates in order, each with its limits."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import Policy
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
-"""Why a kernel cannot take a call, or None where it can; decided from shapes and dtypes."""
+"""(call, graph) -> why a kernel cannot take the call, by shapes and dtypes; None if it can."""
 
 
 Configure = Callable[[fx.Node, StepGraph], tuple[str, tuple[str, ...]]]
-"""A kernel's argument `configs` for a call, "" for its default; and notes on the choice."""
+"""(call, graph) -> the kernel's argument `configs` ("" for its default), and notes on it."""
 
 
 def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
-    """What is taken where nothing was measured."""
+    """Choose the kernel's default configuration."""
     return "", ()
+
+
+_REFERENCE = "the slow PyTorch reference"
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A kernel that may stand in for a reference op.
+    """A kernel that may replace a reference op.
 
     Attributes:
-        library: whose it is, for notes: "triton", "aiter".
-        reference: `mtpc::` overload.
-        target: overload of the same arguments and meaning.
+        library: where the kernel is from, for notes: "triton", "aiter".
+        reference: the reference op, an `mtpc::` overload.
+        target: the kernel, an overload with the same arguments and meaning.
         refuses: its limits.
-        expected: leave a note where it is refused: somebody would want to know.
-        configure: chooses how the kernel is run; only kernels with an argument `configs` have more
-            than the default.
+        expected: whether a refusal is noted.
+        configure: chooses the kernel's configuration, if it has an argument `configs`.
     """
 
     library: str
@@ -49,9 +51,13 @@ class Binding:
 
 @dataclass(frozen=True)
 class BindKernels:
-    """legalise-gpu: each reference op becomes the first kernel whose limits hold the call.
+    """legalise-gpu: replace each reference op by the first kernel that can take the call.
 
-    Where none does, the reference stays: it runs anywhere, slowly. Every refusal is noted.
+    If none can, the reference op stays. It runs on any device, slowly. Refusals are noted.
+
+    Attributes:
+        bindings: the candidates, in order of preference.
+        note: is called with each note.
     """
 
     bindings: Sequence[Binding]
@@ -84,13 +90,13 @@ class BindKernels:
                 return binding
             if binding.expected:
                 rest = [b.library for b in candidates[index + 1 :]]
-                instead = rest[0] if rest else "the PyTorch reference, which is slow"
-                self.note(f"{name} does not run on {binding.library} ({reason}): {instead}")
+                other = rest[0] if rest else _REFERENCE
+                self.note(f"{name} does not run on {binding.library} ({reason}): {other} instead")
         if not candidates:
-            self.note(f"{name} has no GPU kernel: the PyTorch reference, which is slow")
+            self.note(f"{name} has no GPU kernel: {_REFERENCE} instead")
         return None
 
 
 def _refused_argument(node: fx.Node) -> str | None:
-    """What skip-idle-rows adds, if somebody enables it here: only the cpu's kernels take it."""
+    """Why no GPU kernel can take a call: only cpu kernels have the argument of skip-idle-rows."""
     return None if arguments(node).get("rows") is None else "it takes no number of rows"

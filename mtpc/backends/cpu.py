@@ -1,9 +1,8 @@
 """The cpu backend: one AOTInductor package per step, without weights, over shared tensors.
 
-Weights and state are bound as user-managed constants: they exist once, whatever the number of
-buckets, and state is mutated in place. Buffers that only the host writes become inputs of the
-package instead, because Inductor copies small constants into the code it generates, where later
-writes would not be seen.
+Weights and state are bound as user-managed constants, so all buckets share them and steps mutate
+state in place. Buffers that only the host writes are inputs of the package instead: Inductor copies
+small constants into the generated code, which would not see later writes.
 """
 
 from __future__ import annotations
@@ -36,28 +35,31 @@ from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.skip_idle_rows import SkipIdleRows
+from mtpc.store.entries import EntryStore
+from mtpc.store.machine import cpu_flags
 
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,
-    # Inductor recomputes cheap expressions in every consumer; metadata and rotary angles have as
-    # many consumers as the model has layers. A low threshold stores them once: half the code.
+    # Inductor recomputes cheap expressions in every consumer. Metadata and rotary angles have as
+    # many consumers as the model has layers. A low threshold stores them once and halves the code.
     "realize_opcount_threshold": 8,
-    # A fused loop would keep in float32 what the graph says is bfloat16, and what is fused differs
-    # between graphs: plain decoding and speculation would round differently.
+    # A fused loop would keep bfloat16 values of the graph in float32. Graphs fuse differently, so
+    # plain decoding and speculation would round differently.
     "emulate_precision_casts": True,
-    # A loop is given to several threads from this many elements a thread on. At Inductor's 512, a
-    # norm of a single row is split where several rows are not, and adds up in another order.
+    # The smallest number of elements per thread for which a loop uses several threads. With
+    # Inductor's 512, the norm of a single row is split, and several rows are not, so that they add
+    # in another order.
     "cpp.min_chunk_size": 16384,
 }
 _INLINED_ELEMENTS = 8
-"""Inductor writes one-dimensional constants of up to this many elements into its code."""
+"""Inductor copies one-dimensional constants of up to this many elements into its code."""
 _LIBRARY_MEMBER, _CALLS_MEMBER = ".wrapper.so", ".wrapper.json"
-"""How the names of what a running package needs end in AOTInductor's archive."""
+"""Endings of the two files in AOTInductor's archive that a package needs to run."""
 
 
 @dataclass(frozen=True)
 class UseCpuKernels:
-    """legalise-cpu: call the C++ kernels in place of the reference ops."""
+    """legalise-cpu: replace the reference ops by the C++ kernels."""
 
     name: ClassVar[str] = "legalise-cpu"
     policy: ClassVar[Policy] = "required"
@@ -73,14 +75,14 @@ class UseCpuKernels:
 
 
 class CpuBackend:
-    """Ahead-of-time compiled steps on the CPU.
+    """Steps that are compiled ahead of time for the CPU.
 
     Args:
-        report: hears of the kernels being built.
-        store: the graph cache, where the kernels are kept; by default the user's.
+        report: is called with a line while the kernels are built.
+        store: the graph cache that keeps the kernels; None is the user's default cache.
 
     Raises:
-        BackendError: no C++ compiler, or building the kernels failed.
+        BackendError: there is no C++ compiler, or building the kernels failed.
     """
 
     name = "cpu"
@@ -104,27 +106,28 @@ class CpuBackend:
         return None
 
     def legalise(self) -> tuple[Pass, ...]:
-        """C++ kernels for the `mtpc::` ops; ATen goes to Inductor."""
+        """The C++ kernels for `mtpc::` ops; Inductor compiles ATen ops."""
         return (UseCpuKernels(),)
 
     def lower(self, graph: StepGraph) -> Run:
-        """Compile to a package of this process, open it, bind the tensors."""
+        """Compile to a temporary package, open it, and bind the graph's tensors."""
         directory = Path(tempfile.mkdtemp(prefix=graph.name, dir=self._scratch.name))
         package = self.package(graph, directory)
         return open_package(directory, package, partial(get_tensor, graph.module))
 
     def package(self, graph: StepGraph, directory: Path) -> Package:
-        """Compile to files that outlive this process.
+        """Compile a graph to the files of a package.
 
         Args:
             graph: flat and verified.
-            directory: gets `package.LIBRARY`, and `package.CALLS` where there are any.
+            directory: where to write `package.LIBRARY` and, if the package needs it,
+                `package.CALLS`.
 
         Returns:
-            How to call them.
+            How to call the package.
 
         Raises:
-            BackendError: AOTInductor refuses the graph.
+            BackendError: AOTInductor cannot compile the graph.
         """
         lifted, inputs = _lift_inputs(graph)
         held = {str(node.target) for node in lifted.graph.nodes if node.op == "get_attr"}
@@ -140,16 +143,16 @@ class CpuBackend:
         return Package(tuple(inputs), {name: signature(t) for name, t in tensors.items()})
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """A package is already fixed work on fixed addresses."""
+        """No capture: a package already is fixed work on fixed addresses."""
         return run
 
     def _compile(self, name: str, module: fx.GraphModule, inputs: Iterable[Tensor]) -> Path:
-        """AOTInductor's archive of a graph."""
+        """Compile a graph with AOTInductor; returns the path of its archive."""
         path = Path(self._scratch.name) / f"{name}.pt2"
         try:
             settings = compile_settings()
             with torch.no_grad(), warnings.catch_warnings():
-                # torch's own code, on its own data structures.
+                # The warning is about torch's own code.
                 warnings.filterwarnings("ignore", message=".*treespec.*")
                 program = torch.export.export(module, tuple(inputs), strict=False)
                 _drop_assertions(program.graph)
@@ -158,37 +161,37 @@ class CpuBackend:
                 )
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             raise BackendError(
-                f"AOTInductor could not compile {name}: {error}; `mtpc doctor` checks the "
-                "compiler, backend='eager' runs without one"
+                f"AOTInductor could not compile {name}: {error}; check the compiler with `mtpc "
+                "doctor`, or use backend='eager', which needs none"
             ) from error
         return path
 
 
 def compile_settings() -> dict[str, object]:
-    """Inductor's settings; with its choice of instructions where `MTPC_CPU_LEVEL` names a level.
+    """Inductor's settings, including the instruction set if `MTPC_CPU_LEVEL` names a level.
 
     Raises:
-        BackendError: this torch generates code for the processor at hand only.
+        BackendError: a level is named, but this torch generates code for this processor only.
     """
     settings = {**_INDUCTOR, "aot_inductor.custom_ops_to_c_shims": direct_calls()}
     if cpu_level() is None:
         return settings
     if not hasattr(torch._inductor.config.cpp, "march"):
         raise BackendError(
-            f"MTPC_CPU_LEVEL is set, but torch {torch.__version__} compiles for the processor at "
-            "hand only: unset it, or install torch 2.13"
+            f"MTPC_CPU_LEVEL is set, and torch {torch.__version__} compiles for this processor "
+            "only; unset MTPC_CPU_LEVEL, or install torch 2.13"
         )
     level = chosen_level(cpu_flags())
-    # One lane is what Inductor calls code without explicit vectors.
+    # To Inductor, one lane means code without explicit vectors.
     lanes = level.vector_bits if level.vector_bits > 128 else 1
     return {**settings, "cpp.march": level.march, "cpp.simdlen": lanes}
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Without the dtype assertions that export adds beside casts.
+    """Remove the dtype assertions that torch.export adds beside casts.
 
-    The graph was verified before it came here, and lowering in torch 2.11 trips over one of them
-    (glm4_moe, "Expected: torch.float32, Got: torch.int64") although the casts are right.
+    The verifier has checked the dtypes. torch 2.11 fails to lower one of the assertions (glm4_moe,
+    "Expected: torch.float32, Got: torch.int64") although the casts are right.
     """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
@@ -196,7 +199,10 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 
 def _lift_inputs(graph: StepGraph) -> tuple[fx.GraphModule, dict[str, Tensor]]:
-    """A copy of the graph in which what Inductor would inline is an input."""
+    """A copy of the graph with inputs for tensors that Inductor must not copy into code.
+
+    Returns the copy, and the tensors by name in the order of the inputs.
+    """
     copy = graph.clone()
     inputs: dict[str, Tensor] = {}
     written = frozenset().union(*analyse(copy.graph).writes.values())
@@ -209,13 +215,16 @@ def _lift_inputs(graph: StepGraph) -> tuple[fx.GraphModule, dict[str, Tensor]]:
             node.replace_all_uses_with(placeholder)
             copy.graph.erase_node(node)
             inputs[name] = tensor
-    # Placeholders were each put first: give inputs the order in which the graph lists them.
+    # Each placeholder was inserted before the others, so the graph has them in reverse order.
     ordered = dict(reversed(inputs.items()))
     return fx.GraphModule(graph.module, copy.graph), ordered
 
 
 def _must_be_input(graph: StepGraph, name: str) -> bool:
-    """Of what the step does not write: what the host writes, and what Inductor would inline."""
+    """Whether a tensor that the step does not write must be an input.
+
+    It must if the host writes it, or if Inductor would copy it into the code.
+    """
     if name in graph.layout and graph.layout[name].is_host_only:
         return True
     tensor = get_tensor(graph.module, name)

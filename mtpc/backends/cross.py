@@ -1,4 +1,4 @@
-"""The backend of a machine without the device: rewrites steps as `cuda` would, and runs none."""
+"""A backend without its device: it rewrites steps as the cuda backend does, and runs none."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
 
-_REFUSAL = "steps are only rewritten for another machine's GPU here; backend='cuda' runs them there"
+_REFUSAL = (
+    "this backend only rewrites steps for the GPU of another machine; use backend='cuda' there to "
+    "run them"
+)
 
 
 class CrossBackend:
-    """Legalises to the Triton kernels, for `cross.build_kernels`.
+    """Replaces ops by the Triton kernels, for `cross.build_kernels`.
 
-    aiter's kernels are compiled on the device by aiter itself, so they have no part in it.
+    aiter compiles its kernels itself on the device, so they are left out.
 
     Raises:
-        BackendError: there is no Triton.
+        BackendError: Triton is not installed.
     """
 
     name = "cuda"
@@ -42,11 +45,11 @@ class CrossBackend:
         return (BindKernels(self._bindings, self._note),)
 
     def lower(self, graph: StepGraph) -> Run:
-        """Refused."""
+        """Not possible here: always raises BackendError."""
         raise BackendError(_REFUSAL)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Refused."""
+        """Not possible here: always raises BackendError."""
         raise BackendError(_REFUSAL)
 
     def _note(self, line: str) -> None:

@@ -1,7 +1,8 @@
-"""The cuda backend, for NVIDIA and AMD GPUs: Inductor and our kernels inside one graph a step.
+"""The cuda backend, for NVIDIA and AMD GPUs: one device graph per step.
 
-torch has one interface to both, named `cuda`. What differs stands in `targets` and in the table
-of kernels: aiter's where this is ROCm and aiter is installed, Triton's everywhere.
+torch has one interface to both, named `cuda`. They differ only in `targets` and in their kernels:
+aiter's kernels are for ROCm, if aiter is installed; Triton's are for both. Inductor compiles the
+other ops.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
+from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
-    # We capture the whole step ourselves; Inductor's graphs would copy its inputs.
+    # mtpc captures the whole step; Inductor's own graphs would copy its inputs.
     "triton.cudagraphs": False,
     "emulate_precision_casts": True,
 }
@@ -33,21 +35,22 @@ INDUCTOR = {
 
 
 ENABLES = (FuseCacheWrite.name,)
-"""Passes of the policy `backend` that pay on a GPU."""
+"""Passes of the policy `backend` that make steps faster on a GPU."""
 
 
 class CudaBackend:
     """Steps as device graphs.
 
     Args:
-        graphs: what captures.
-        lower: what compiles.
+        graphs: captures steps.
+        lower: compiles them.
         bindings: kernels for the `mtpc::` ops, in order of preference.
-        device: where the model and its buffers must be; "cuda" alone is any GPU.
+        device: torch's name of the device where the model and its buffers must be; "cuda" is any
+            GPU.
 
     Attributes:
-        notes: ops that run on another kernel than the first of their candidates, counted.
-        captured: what was captured, by the step's name.
+        notes: lines on ops that do not run on their first kernel -> count.
+        captured: captured steps by name.
     """
 
     name = "cuda"
@@ -63,7 +66,7 @@ class CudaBackend:
         self.captured: dict[str, Captured] = {}
 
     def legalise(self) -> tuple[Pass, ...]:
-        """aiter's and our kernels; ATen goes to Inductor."""
+        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops."""
         return (BindKernels(self._bindings, self._note),)
 
     def lower(self, graph: StepGraph) -> Run:
@@ -71,13 +74,13 @@ class CudaBackend:
         return self._lower(graph)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """One graph per step, all in one pool; the compiler comes with the largest bucket first."""
+        """Capture a step as a graph; all graphs share a pool, so the largest should come first."""
         captured = capture_step(run, graph, self._graphs)
         self.captured[graph.name] = captured
         return captured.replay
 
     def free_bytes(self) -> int | None:
-        """Device memory that is still to be had; None where nobody counts it."""
+        """Bytes of device memory that the process can still get; None if it is not known."""
         return self._graphs.free_bytes()
 
     def _note(self, line: str) -> None:
@@ -88,17 +91,17 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
     """The backend of this machine's GPU.
 
     Args:
-        report: hears what was found.
-        store: the graph cache, where `mtpc build --target` left code objects, and where the
-            autotune table is.
+        report: is called with lines on the kernels that it finds.
+        store: the graph cache; it holds the code objects of `mtpc build --target` and the autotune
+            table.
 
     Raises:
-        BackendError: there is no GPU that torch can use, or no Triton; the message says which.
+        BackendError: torch finds no GPU, or Triton is not installed; the message says which.
     """
     from mtpc.backends.aiter import aiter_bindings
 
     check_device()
-    # Imported after the check: the message on a missing GPU should not be one on Triton.
+    # Imported after the check, so that a machine without a GPU gets the message about the GPU.
     from mtpc.backends.triton_kernels.limits import triton_bindings
 
     bindings: list[Binding] = []
@@ -120,10 +123,10 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
 
 
 def check_device() -> None:
-    """Refuse a machine or a torch without GPU.
+    """Check that torch can use a GPU.
 
     Raises:
-        BackendError: with what was found and what to install.
+        BackendError: it cannot; the message says why and what to do.
     """
     if torch.cuda.is_available():
         return
@@ -132,20 +135,20 @@ def check_device() -> None:
         raise BackendError(
             f"backend 'cuda' needs a GPU, and this torch ({torch.__version__}) is built for the "
             "CPU only; install a torch built for CUDA or ROCm (docs/gpu.md), or use backend='cpu'. "
-            "`mtpc build --target` compiles kernels for a GPU elsewhere"
+            "To compile kernels for the GPU of another machine, use `mtpc build --target`"
         )
     built = f"ROCm {hip}" if hip else f"CUDA {cuda}"
     raise BackendError(
-        f"backend 'cuda' needs a GPU; this torch is built for {built} and finds none. Check that "
-        f"`{'rocminfo' if hip else 'nvidia-smi'}` lists one and that this user may open it"
+        f"backend 'cuda' needs a GPU, and this torch is built for {built} and finds none; check "
+        f"that `{'rocminfo' if hip else 'nvidia-smi'}` lists one and that this user may open it"
     )
 
 
 def lower_by_inductor(graph: StepGraph) -> Run:
-    """Compile a step with Inductor; tensors become arguments that are mutated in place.
+    """Compile a step with Inductor; its tensors become arguments that it mutates in place.
 
     Raises:
-        BackendError: Inductor refuses the graph.
+        BackendError: Inductor cannot compile the graph.
     """
     module, tensors = lift_tensors(graph)
     try:
@@ -161,10 +164,10 @@ def lower_by_inductor(graph: StepGraph) -> Run:
 
 
 def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """Inductor's code for a module that takes these tensors; Inductor keeps it in its own cache.
+    """Compile a module that takes these tensors with Inductor, through Inductor's own cache.
 
-    That cache takes only what is compiled under a shape environment, which torch.compile has and
-    a plain call of Inductor has not. Sizes are those of the tensors: none is made symbolic.
+    That cache only serves compilations with a shape environment. torch.compile has one; for a
+    direct call of Inductor this function makes one. No size becomes symbolic.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
@@ -176,9 +179,9 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
 
 
 def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A copy of a flat graph that takes every buffer and weight as an argument, and the tensors.
+    """A copy of a flat graph that takes every buffer and weight as an argument; and the tensors.
 
-    As an attribute, a tensor could be copied into the code or folded into a constant.
+    If a tensor were an attribute, Inductor could copy it into the code or fold it into a constant.
     """
     copy = graph.clone()
     tensors: list[Tensor] = []
@@ -192,7 +195,8 @@ def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
     for node in attributes:
         copy.graph.erase_node(node)
     for node in list(copy.graph.nodes):
-        # Export's assertions beside casts: verified already, and Inductor trips over one of them.
+        # Assertions of torch.export beside casts. The verifier has checked the dtypes, and Inductor
+        # fails on one of the assertions.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             copy.graph.erase_node(node)
     return fx.GraphModule(torch.nn.Module(), copy.graph), tensors

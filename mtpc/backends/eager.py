@@ -1,4 +1,7 @@
-"""The eager backend: runs the FX graph node by node on the reference ops. The oracle."""
+"""The eager backend: it runs the FX graph node by node on the reference ops.
+
+It is the oracle for all other backends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from mtpc.passes.base import Pass
 
 
 class EagerBackend:
-    """Executes StepGraphs in Python; the meaning that every other backend must reproduce."""
+    """Runs StepGraphs in Python; every other backend must give its results."""
 
     name = "eager"
     enables: tuple[str, ...] = ()
@@ -27,11 +30,11 @@ class EagerBackend:
         return None
 
     def legalise(self) -> tuple[Pass, ...]:
-        """The reference ops are this backend's ops."""
+        """No passes: this backend runs the reference ops."""
         return ()
 
     def lower(self, graph: StepGraph) -> Run:
-        """The graph's generated Python code, without autograd."""
+        """The Python code that FX generates for the graph, run without autograd."""
         module = graph.module
 
         @torch.inference_mode()
@@ -41,5 +44,5 @@ class EagerBackend:
         return run
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Nothing to capture: every call runs the graph."""
+        """No capture: every call runs the graph."""
         return run

@@ -1,13 +1,13 @@
 """Capturing a lowered step as one device graph. CUDA and HIP have one interface in torch.
 
-The order of things is here; what touches the device is behind `Graphs`, so that the same order is
-tested on the null device, which refuses and freezes what a device would.
+This file has the order of warm-up and capture; the device is behind the interface `Graphs`. So
+tests run the same order on the null device, which refuses and freezes what a device would.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,14 +20,14 @@ from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
 
 WARM_UPS = 2
-"""Runs before capture: the first compiles and loads kernels, which must not happen inside it."""
+"""Runs before capture. The first one compiles and loads kernels, which capture forbids."""
 
 
 class Graphs(Protocol):
-    """What capture needs of a device. All graphs of one object share one memory pool."""
+    """What capture needs from a device. All graphs of one object share one memory pool."""
 
     def warm_up(self, run: Run) -> None:
-        """Run once on the capture stream, outside any graph, and wait for it."""
+        """Run once on the capture stream, outside of any graph, and wait for it."""
         ...
 
     def record(self, run: Run) -> Run:
@@ -35,16 +35,16 @@ class Graphs(Protocol):
         ...
 
     def pool_bytes(self) -> int:
-        """Device memory that the process holds and cannot give back, the pool included."""
+        """Bytes of device memory that the process holds and cannot release, pool included."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Device memory that is still to be had; None where nobody counts it."""
+        """Bytes of device memory that the process can still get; None if it is not known."""
         ...
 
 
 class TorchGraphs:
-    """`torch.cuda.CUDAGraph`, which is a HIP graph where torch is built for ROCm."""
+    """Capture by `torch.cuda.CUDAGraph`, which is a HIP graph if torch is built for ROCm."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -52,14 +52,18 @@ class TorchGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Run) -> None:
-        """Once on the side stream: lazily made handles and workspaces then belong to it."""
+        """Run once on the capture stream, which then owns lazily made handles and workspaces."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             run()
         self._stream.synchronize()
 
     def record(self, run: Run) -> Run:
-        """One graph. Work of other threads is theirs: only this thread's mistakes end capture."""
+        """Capture one run as a graph; work of other threads does not disturb the capture.
+
+        Raises:
+            CaptureError: the device refuses.
+        """
         graph = torch.cuda.CUDAGraph()
         options: dict[str, Any] = dict(pool=self._pool, stream=self._stream)
         first: Exception | None = None
@@ -68,7 +72,7 @@ class TorchGraphs:
                 try:
                     run()
                 except Exception as error:
-                    first = error  # Ending the broken capture raises another over it.
+                    first = error  # The end of the broken capture raises another error.
                     raise
         except Exception as error:
             cause = first or error
@@ -78,13 +82,15 @@ class TorchGraphs:
         return graph.replay
 
     def pool_bytes(self) -> int:
-        """What torch's allocator has reserved, without what it keeps from earlier runs: that is
-        given back when a capture begins."""
+        """Bytes that torch's allocator has reserved, without its unused cache.
+
+        torch releases that cache when a capture begins.
+        """
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
     def free_bytes(self) -> int | None:
-        """What the device has left, and what torch's allocator holds unused."""
+        """Free bytes of the device, and unused bytes that torch's allocator holds."""
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
             self._device
         )
@@ -96,9 +102,9 @@ class Captured:
     """A captured step.
 
     Attributes:
-        replay: repeats it.
-        pool_bytes: device memory that recording it took beyond what was held after its warm-up;
-            small buckets reuse what larger ones, captured before them, needed.
+        replay: runs it.
+        pool_bytes: bytes by which its capture increased the device memory in use. A small bucket
+            reuses the memory of larger ones, which are captured first.
         addresses: data pointers of its buffers and weights, by name.
     """
 
@@ -106,25 +112,12 @@ class Captured:
     pool_bytes: int
     addresses: dict[str, int]
 
-    def check_addresses(self, graph: StepGraph) -> None:
-        """Compare the tensors that a step is bound to with those it was captured on.
-
-        Raises:
-            CaptureError: one has moved.
-        """
-        for name, tensor in static_tensors(graph).items():
-            if tensor.data_ptr() != self.addresses[name]:
-                raise CaptureError(
-                    f"{name} moved from {self.addresses[name]:#x} to {tensor.data_ptr():#x} since "
-                    f"{graph.key} was captured; the graph would use the old memory"
-                )
-
 
 def capture_step(run: Run, graph: StepGraph, graphs: Graphs) -> Captured:
-    """Warm up and record one step; its buffers hold afterwards what they held before.
+    """Warm up and capture one step; its buffers keep their contents.
 
-    Meanwhile the batch is empty: every row is off, so nothing is written to any cache page, and
-    pools of any size need no copy.
+    During both the batch is empty: all rows are inactive. So the step writes to no cache page, and
+    the pools need no copy.
     """
     with empty_batch(graph):
         for _ in range(WARM_UPS):
@@ -136,18 +129,37 @@ def capture_step(run: Run, graph: StepGraph, graphs: Graphs) -> Captured:
 
 
 def static_tensors(graph: StepGraph) -> dict[str, Tensor]:
-    """Buffers and weights of a step, whose addresses a graph holds."""
+    """Buffers and weights of a step by name; a captured graph holds their addresses."""
     held = dict(graph.module.named_buffers(remove_duplicate=False))
     held.update(graph.module.named_parameters(remove_duplicate=False))
     return held
 
 
+def check_addresses(graph: StepGraph, captured: Mapping[str, int]) -> None:
+    """Check that the tensors of a step are still where they were at capture.
+
+    Args:
+        graph: the step.
+        captured: data pointers at capture, by name.
+
+    Raises:
+        CaptureError: a tensor has another address.
+    """
+    tensors = static_tensors(graph)
+    for name, address in captured.items():
+        if tensors[name].data_ptr() != address:
+            raise CaptureError(
+                f"{name} moved from {address:#x} to {tensors[name].data_ptr():#x} since "
+                f"{graph.key} was captured; a device graph would use the old memory"
+            )
+
+
 @contextmanager
 def empty_batch(graph: StepGraph) -> Iterator[None]:
-    """Padding in every buffer of the batch; afterwards all small buffers as they were.
+    """Fill all `batch.*` buffers with padding; restore them and `state.*` at the end.
 
-    But for what crosses from `verify` to `propose`, which stays as an empty batch left it: the
-    second half, captured next, must not run on whatever stood there.
+    Buffers `cross.*` are not restored. They keep the values of an empty batch, because `propose` is
+    captured after `verify` and must not run on undefined values.
     """
     small = {n: t for n, t in graph.buffers().items() if not n.startswith(("kv.", "cross."))}
     saved = {name: tensor.clone() for name, tensor in small.items()}
@@ -166,7 +178,10 @@ Lower = Callable[[StepGraph], Run]
 
 
 def kernels_of(run: Run) -> Counter[str]:
-    """What one run launches on the GPU, by name, copies and fills included: torch's profiler."""
+    """Kernels that one run launches on the GPU, by name, including copies and fills.
+
+    Source: torch's profiler.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -1,5 +1,8 @@
-"""How much device memory a step's intermediates take, read off its graph before it is captured:
-the most that is needed at once, and where each would be in a pool that all steps share."""
+"""Device memory of a step's temporaries, computed from its graph before capture.
+
+It gives the largest sum that is live at one time, and an offset for each temporary in a memory pool
+that all steps share.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 
 GRANULE = 512
-"""Bytes to which torch's allocator rounds up."""
+"""torch's allocator rounds sizes up to a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """Memory of a step that nobody else gave it.
+    """Memory that a step allocates: a temporary value, or scratch memory of an operator.
 
     Attributes:
-        name: of the node that makes it; scratch memory is its operator's.
-        nbytes: as torch's allocator rounds it.
-        first: place of the node that makes it.
-        last: place of the last node that takes it or a view of it.
+        name: name of the node that allocates it.
+        nbytes: size, as torch's allocator rounds it.
+        first: index of the node that allocates it.
+        last: index of the last node that reads it or a view of it.
     """
 
     name: str
@@ -38,28 +41,29 @@ class Live:
     last: int
 
     def meets(self, other: Live) -> bool:
-        """Whether both are needed at some node."""
+        """Whether both are live at the same node."""
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Live memory and where it is in a pool: from `offset` to before `end`."""
+    """Live memory and its place in a pool: bytes `offset` to `end`, the latter excluded."""
 
     live: Live
     offset: int
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte after it."""
         return self.offset + self.live.nbytes
 
 
 def live_memory(graph: StepGraph) -> list[Live]:
-    """Temporaries of a flat step, in the order of their making.
+    """Memory that a flat step allocates, in order of execution.
 
-    Values live from the node that makes them to the last that takes them or a view of them, and
-    our kernels' scratch memory for the node. A compiler that fuses has fewer of them.
+    A value is live from the node that computes it to the last node that reads it or a view of it.
+    Scratch memory of mtpc's kernels is live during its node. A compiler that fuses nodes allocates
+    less.
     """
     effects, nodes = analyse(graph.graph), [n for n in graph.graph.nodes if n.op != "output"]
     last: dict[Root, int] = {}
@@ -78,9 +82,12 @@ def live_memory(graph: StepGraph) -> list[Live]:
 
 
 def peak_bytes(live: Iterable[Live]) -> int:
-    """The most that is needed at any one node: an upper estimate of what a graph's pool needs, but
-    for what libraries allocate for themselves, and for copies of a mutated buffer that a compiler
-    may make where it cannot write in place."""
+    """The largest number of bytes that is live at one node.
+
+    It estimates from above what the pool of a captured graph needs. Two things are not in it: what
+    libraries allocate themselves, and copies that a compiler makes of a buffer that it cannot
+    mutate in place.
+    """
     changes = Counter[int]()
     for item in live:
         changes[item.first] += item.nbytes
@@ -89,9 +96,11 @@ def peak_bytes(live: Iterable[Live]) -> int:
 
 
 def place_live(live: Iterable[Live]) -> list[Placed]:
-    """An offset for each, so that what is needed at one time is apart: the largest first, each in
-    the lowest gap that holds it."""
-    placed: list[Placed] = []  # By offset.
+    """Give each an offset, so that memory which is live at the same time does not overlap.
+
+    The largest is placed first, each in the lowest gap that holds it.
+    """
+    placed: list[Placed] = []  # Sorted by offset.
     for item in sorted(live, key=lambda item: (-item.nbytes, item.first)):
         offset = 0
         for other in placed:
@@ -105,7 +114,7 @@ def place_live(live: Iterable[Live]) -> list[Placed]:
 
 
 def pool_bytes(placed: Iterable[Placed]) -> int:
-    """Where the last of them ends."""
+    """Bytes of a pool that holds all of them."""
     return max((item.end for item in placed), default=0)
 
 
@@ -116,13 +125,13 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind tensors, each counted once."""
+    """Rounded bytes of the storages of tensors, each storage counted once."""
     storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     return sum(math.ceil(size / GRANULE) * GRANULE for size in storages.values())
 
 
 def _scratch(node: fx.Node) -> int:
-    """What an operator of ours allocates for itself, between its launches."""
+    """Bytes that one of mtpc's GPU operators allocates for use between its launches."""
     if not str(node.target).startswith(("mtpc_triton.", "mtpc_loaded.")):
         return 0
     from mtpc.backends.triton_kernels.plans import node_launches
@@ -134,5 +143,5 @@ def _scratch(node: fx.Node) -> int:
         for value in launch.arguments.values()
         if isinstance(value, Tensor) and value.untyped_storage()._cdata not in given
     ]
-    # Its result is among them, and has been counted.
+    # `used` includes the result, which `live_memory` counts by itself.
     return max(0, _nbytes(used) - _nbytes(_tensors(node)))

@@ -1,10 +1,10 @@
-"""The null device: records what a CUDA or HIP graph would fix, and replays exactly that.
+"""The null device: it records what a CUDA or HIP graph would fix, and replays exactly that.
 
-Capture runs the step once and writes each operator down with the very tensors it used: static
-tensors (buffers, weights) by address, temporaries by the memory they got. A replay repeats the
-operators on the same memory with the same Python numbers. So whatever a device graph would
-freeze is frozen here too, and what it could not do is refused: reading a value back to the host,
-results whose shape depends on data, values made from Python objects.
+Capture runs the step once and records each operator with the tensors that it used: buffers and
+weights by address, temporaries by their memory. A replay repeats the operators on the same memory
+with the same Python numbers. So it freezes whatever a device graph freezes. It refuses what a
+device graph cannot do: reads of values by the host, results whose shape depends on data, and
+tensors made from Python values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.graphs import empty_batch
+from mtpc.backends.graphs import check_addresses, empty_batch, static_tensors
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
 from mtpc.passes.base import Pass
@@ -32,7 +32,7 @@ _DATA_SHAPED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One recorded operator: its arguments as they were, and the memory of its results."""
+    """One recorded operator: its arguments, and the tensors of its results."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -47,8 +47,8 @@ class Tape:
     Attributes:
         entries: operators in order.
         addresses: data pointer of each static tensor at capture, by name.
-        replays: how often it was replayed.
-        host_writes: writes to static buffers by anyone but the tape, seen between replays.
+        replays: number of replays.
+        host_writes: number of writes to static buffers between replays.
     """
 
     entries: list[TapeEntry] = field(default_factory=list)
@@ -57,18 +57,20 @@ class Tape:
     host_writes: int = 0
 
     def op_names(self) -> list[str]:
-        """The recorded operators, in order."""
+        """Names of the recorded operators, in order."""
         return [str(entry.op) for entry in self.entries]
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operator below the step's Python code."""
+    """Records every operator that runs on a tape."""
 
     def __init__(self, tape: Tape):
         super().__init__()
         self.tape = tape
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         _refuse(func, args)
         result = func(*args, **kwargs)
@@ -79,6 +81,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """Raise CaptureError for an operator that a device graph cannot repeat."""
     name = op.overloadpacket.__name__
     if name in _HOST_READS:
         raise CaptureError(
@@ -95,7 +98,7 @@ def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
 
 
 class NullDevice:
-    """Backend whose capture is a `Tape`; runs anywhere, so that capture is tested everywhere."""
+    """A backend that captures steps as tapes, so that capture can be tested without a device."""
 
     name = "null"
     enables: tuple[str, ...] = ()
@@ -112,33 +115,36 @@ class NullDevice:
         return None
 
     def legalise(self) -> tuple[Pass, ...]:
-        """Reference ops; each is one opaque kernel on the tape."""
+        """No passes: each reference op is one kernel on the tape."""
         return ()
 
     def lower(self, graph: StepGraph) -> Run:
-        """The eager callable."""
+        """The callable of the eager backend."""
         return self._eager.lower(graph)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Record one run; returns the replay.
+        """Record one run on a tape; returns the replay.
 
-        Capture happens on live buffers, as on a device; see `graphs.empty_batch`.
+        As on a device, capture works on the live buffers; see `graphs.empty_batch`.
         """
-        static = {**graph.buffers(), **dict(graph.module.named_parameters())}
+        static = static_tensors(graph)
         tape = Tape(addresses={name: tensor.data_ptr() for name, tensor in static.items()})
         with empty_batch(graph), torch.inference_mode(), _Recorder(tape):
             graph.module()
         self.tapes[graph.name] = tape
-        return _Replay(tape, graph, static)
+        return _Replay(tape, graph)
 
 
 class NullGraphs:
-    """`graphs.Graphs` on a recorder: a device backend's capture, without its device.
+    """`graphs.Graphs` over tapes: the capture of a device backend, without its device.
+
+    Args:
+        free: bytes of device memory to report as free; None: not known.
 
     Attributes:
-        tapes: what was recorded, in order.
-        warm_ups: runs outside any graph.
-        free: bytes that the device shall have left; None: nobody counts them.
+        tapes: recorded runs, in order.
+        warm_ups: number of runs outside of any graph.
+        free: bytes of device memory to report as free; None: not known.
     """
 
     def __init__(self, free: int | None = None) -> None:
@@ -147,12 +153,12 @@ class NullGraphs:
         self.free = free
 
     def warm_up(self, run: Run) -> None:
-        """Run."""
+        """Run once, and count it."""
         self.warm_ups += 1
         run()
 
     def record(self, run: Run) -> Run:
-        """Run once with every operator written down; the replay repeats them on that memory."""
+        """Run once and record the operators; the replay repeats them on the same memory."""
         tape = Tape()
         with torch.inference_mode(), _Recorder(tape):
             run()
@@ -167,7 +173,7 @@ class NullGraphs:
         return replay
 
     def pool_bytes(self) -> int:
-        """Memory of all temporaries: nothing is reused here, unlike in a device's pool."""
+        """Bytes of all temporaries; unlike the pool of a device, none is reused."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tape in self.tapes
@@ -177,20 +183,20 @@ class NullGraphs:
         return sum(storages.values())
 
     def free_bytes(self) -> int | None:
-        """As given."""
+        """The number of bytes that the constructor was given."""
         return self.free
 
 
 class _Replay:
-    """Repeats a tape, checking first that the world is as captured."""
+    """Repeats a tape, after a check that no static tensor has moved."""
 
-    def __init__(self, tape: Tape, graph: StepGraph, static: dict[str, Tensor]):
-        self.tape, self.graph, self.static = tape, graph, static
+    def __init__(self, tape: Tape, graph: StepGraph):
+        self.tape, self.graph = tape, graph
         self._batch = {n: t for n, t in graph.buffers().items() if not n.startswith("kv.")}
         self._versions: dict[str, int] = {}
 
     def __call__(self) -> None:
-        self._check_addresses()
+        check_addresses(self.graph, self.tape.addresses)
         self._count_host_writes()
         with torch.inference_mode():
             for entry in self.tape.entries:
@@ -198,18 +204,8 @@ class _Replay:
         self.tape.replays += 1
         self._versions = {name: tensor._version for name, tensor in self._batch.items()}
 
-    def _check_addresses(self) -> None:
-        names = dict(self.graph.module.named_buffers(remove_duplicate=False))
-        names.update(self.graph.module.named_parameters())
-        for name, address in self.tape.addresses.items():
-            if names[name].data_ptr() != address:
-                raise CaptureError(
-                    f"{name} moved from {address:#x} to {names[name].data_ptr():#x} since "
-                    f"{self.graph.key} was captured; a device graph would use the old memory"
-                )
-
     def _count_host_writes(self) -> None:
-        """A tensor's version counts in-place writes: more of them than our own are the host's."""
+        """Add the in-place writes since the last replay, which tensors count as their version."""
         if self._versions:
             self.tape.host_writes += sum(
                 tensor._version - self._versions[name] for name, tensor in self._batch.items()
@@ -217,7 +213,7 @@ class _Replay:
 
 
 def _repeat(entry: TapeEntry) -> None:
-    """Run one operator again and leave its results in the captured memory."""
+    """Run one operator again, and put its results into the captured memory."""
     result = entry.op(*entry.args, **entry.kwargs)
     fresh: list[Tensor] = []
     tree_map_only(Tensor, fresh.append, result)

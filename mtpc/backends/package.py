@@ -1,8 +1,8 @@
 """Running a compiled package: open its library, bind tensors to its constants, call it.
 
-This is all of the cpu backend that a warm start needs: no Inductor, no export, no compiler. The
-runner is AOTInductor's, in an object of our own (`cpu_kernels/runner.cpp`) that lets go of Python's
-lock while a package runs: other threads go on, an event loop that serves its results for one.
+A warm start needs no other part of the cpu backend: no Inductor, no export, no compiler. The class
+in `cpu_kernels/runner.cpp` wraps AOTInductor's runner and releases Python's lock while a package
+runs. So other threads go on, such as an event loop that serves the results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mtpc.errors import BackendError
 from mtpc.layout import dtype_name
 
 LIBRARY, CALLS = "step.so", "step.json"
-"""The generated library, and the list of operators that it calls through torch's dispatcher, if
-any. AOTInductor's runner looks for the list beside the library, under the same name."""
+"""Files of a package: the generated library, and the list of operators that it calls through
+torch's dispatcher. A package without such operators has no list. AOTInductor's runner expects the
+list beside the library, under the same name."""
 
 
 DEVICE = "cpu"
@@ -29,12 +30,12 @@ DEVICE = "cpu"
 
 @dataclass(frozen=True)
 class Package:
-    """How a package is called.
+    """How to call a package.
 
     Attributes:
-        inputs: tensors passed at each call, in order, by name.
-        tensors: what the code takes for granted of every input and constant, by name:
-            dtype, shape and strides.
+        inputs: names of the tensors that are passed at each call, in order.
+        tensors: name -> `signature` (dtype, shape, strides) of each input and constant; the code
+            relies on it.
     """
 
     inputs: tuple[str, ...]
@@ -42,23 +43,23 @@ class Package:
 
     @property
     def constants(self) -> frozenset[str]:
-        """Tensors bound once."""
+        """Names of the tensors that are bound once."""
         return frozenset(self.tensors) - set(self.inputs)
 
 
 def open_package(directory: Path, package: Package, tensor_of: Callable[[str], Tensor]) -> Run:
-    """Load a package and bind it to tensors, which it uses in place from then on.
+    """Load a package and bind it to tensors, which it uses in place.
 
-    The kernels must be loaded (`cpu_kernels.load_kernels`). What is returned runs without Python's
-    lock, and is for one thread at a time.
+    The kernels must be loaded before (`cpu_kernels.load_kernels`). The returned callable releases
+    Python's lock. It must not run in two threads at the same time.
 
     Args:
-        directory: holds LIBRARY and, if there are any, CALLS.
-        package: how it is called.
-        tensor_of: the tensor of each name.
+        directory: holds LIBRARY and, if the package needs it, CALLS.
+        package: how to call the package.
+        tensor_of: name -> tensor.
 
     Raises:
-        BackendError: the library cannot be loaded here, or a tensor is not what it was made for.
+        BackendError: the library cannot be loaded here, or a tensor does not fit the package.
     """
     try:
         runner = torch.classes.mtpc_runner.Runner(str(directory / LIBRARY))
@@ -70,8 +71,9 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
     if internal.keys() != package.constants:
         raise BackendError(
             f"{directory / LIBRARY} does not refer to {sorted(package.constants - internal.keys())}"
-            f" and refers to unknown {sorted(internal.keys() - package.constants)}: a tensor was "
-            "copied into the code and later writes to it would be lost"
+            f" and refers to unknown {sorted(internal.keys() - package.constants)}; expected the "
+            "constants of its record: Inductor copied a tensor into the code, where later writes "
+            "to it would be lost"
         )
     constants = {internal[name]: tensors[name] for name in package.constants}
     runner.bind(constants, [tensors[name] for name in package.inputs])
@@ -80,17 +82,17 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
 
 
 def _check_signatures(package: Package, tensors: Mapping[str, Tensor]) -> None:
-    """The code reads memory by the strides it was compiled for, and checks nothing."""
+    """Compare tensors with what the package was compiled for; its code checks nothing itself."""
     for name, wanted in package.tensors.items():
         found = signature(tensors[name])
         if found != wanted:
             raise BackendError(
-                f"{name} is {found}, the package was compiled for {wanted}: "
-                "the tensors are not those of the model that it was built for"
+                f"{name} is {found}; the package was compiled for {wanted}; pass the tensors of "
+                "the model that it was built for"
             )
 
 
 def signature(tensor: Tensor) -> str:
-    """What generated code takes for granted of a tensor: `bfloat16[64,32](32,1)`."""
+    """A tensor's dtype, shape and strides as text: `bfloat16[64,32](32,1)`."""
     shape, stride = ",".join(map(str, tensor.shape)), ",".join(map(str, tensor.stride()))
     return f"{dtype_name(tensor.dtype)}[{shape}]({stride})"

@@ -1,7 +1,6 @@
 """Devices that kernels can be compiled for, by name: `hip:gfx942`, `cuda:90`.
 
-CUDA and HIP differ for us in what stands in this table, and in nothing else: torch and Triton
-have one interface to both.
+torch and Triton have one interface to CUDA and HIP; mtpc distinguishes them only by this table.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ class Target:
     """A device's architecture.
 
     Attributes:
-        vendor: "hip" or "cuda", as Triton names its backends.
-        arch: "gfx942", "90".
-        device: what has it, for people.
+        vendor: Triton's name of its backend, "hip" or "cuda".
+        arch: name of the architecture: "gfx942", "90".
+        device: products that have it, for messages.
         warp_size: threads of a warp (wavefront).
-        shared_bytes: shared memory (LDS) that one program may have.
-        binary: ending of a code object.
+        shared_bytes: bytes of shared memory (LDS) that one program may use.
+        binary: file name extension of a code object.
     """
 
     vendor: str
@@ -34,7 +33,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """As `parse_target` takes it."""
+        """Name of the target, for `parse_target`."""
         return f"{self.vendor}:{self.arch}"
 
 
@@ -52,12 +51,12 @@ TARGETS = {
 
 
 def parse_target(name: str) -> Target:
-    """The row of a name.
+    """The target of a name.
 
     Raises:
-        OptionError: it is none of the table.
+        OptionError: the name is unknown.
     """
     found = TARGETS.get(re.sub(r"^cuda:sm_?", "cuda:", name.strip().lower()))
     if found is None:
-        raise OptionError(f"unknown target {name!r}; targets: {', '.join(TARGETS)}")
+        raise OptionError(f"unknown target {name!r}; expected one of {', '.join(TARGETS)}")
     return found

@@ -1,1 +1,1 @@
-"""Capture: tracing a step to an FX graph, and running captured steps."""
+"""Capture: tracing a step to an FX graph, what the graph holds, and running captured steps."""

@@ -1,7 +1,7 @@
 """What each node of a flat step graph reads, writes and aliases.
 
-A *root* is where memory comes from: a buffer or weight (its get_attr target, a string) or the
-node that allocated a temporary. Views share their argument's roots.
+A *root* names where memory comes from. It is the name of a buffer or weight (a get_attr target), or
+the node that allocated a temporary. A view has the roots of its argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ Root = str | fx.Node
 
 @dataclass(frozen=True)
 class Effects:
-    """Roots per node: `roots` it aliases, `writes` it mutates."""
+    """Effects of all nodes of a graph.
+
+    Attributes:
+        roots: node -> roots of the memory that its value is in.
+        writes: node -> roots of the memory that it mutates.
+    """
 
     roots: dict[fx.Node, frozenset[Root]]
     writes: dict[fx.Node, frozenset[Root]]
@@ -30,16 +35,16 @@ class Effects:
         return {r for r in self.writes[node] if isinstance(r, str) and is_buffer_name(r)}
 
     def reads(self, node: fx.Node) -> frozenset[Root]:
-        """Roots of everything a node takes in."""
+        """Roots of all arguments of a node."""
         return frozenset().union(*(self.roots[arg] for arg in node.all_input_nodes))
 
 
 def analyse(graph: fx.Graph) -> Effects:
-    """Effects of every node, in one pass over the graph.
+    """Compute the effects of every node in one pass over the graph.
 
-    What aliases what is read off the fake values: two nodes whose tensors share storage share
-    roots. Schemas would be wrong here: `chunk` and `split` do not say that their results are
-    views, and `dropout` outside training returns its very input.
+    Fake values tell what aliases what: nodes whose tensors share storage share roots. Schemas would
+    be wrong. `chunk` and `split` do not declare their results as views, and `dropout` outside
+    training returns its input itself.
     """
     owners: dict[int, Root] = {}
     roots: dict[fx.Node, frozenset[Root]] = {}
@@ -52,14 +57,14 @@ def analyse(graph: fx.Graph) -> Effects:
 
 
 def storages(value: Any) -> list[int]:
-    """Identities of the memory behind a node's value: a tensor, a tuple of them, or nothing."""
+    """Identities of the storages of a node's value, which is a tensor, a tuple of them, or None."""
     found: list[int] = []
     tree_map_only(Tensor, lambda t: found.append(t.untyped_storage()._cdata), value)
     return found
 
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:
-    """Argument nodes that the node's operator writes, by its schema."""
+    """Arguments that the node's operator writes, according to its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     written: list[fx.Node] = []
@@ -73,10 +78,10 @@ def _written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def eliminate_dead_nodes(graph: fx.Graph) -> int:
-    """Erase nodes whose result and effects nobody sees; returns how many.
+    """Erase nodes whose result and writes are never read; returns how many.
 
-    A write to a step buffer is always seen. A write to a temporary is seen only if a live node
-    later reads that temporary.
+    A write to a step buffer always counts as read. A write to a temporary counts only if a later
+    live node reads the temporary.
     """
     effects = analyse(graph)
     live: set[fx.Node] = set()

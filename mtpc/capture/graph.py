@@ -1,4 +1,4 @@
-"""StepGraph: one iteration of one bucket as an FX graph over named buffers, with its history."""
+"""StepGraph: one step of one bucket as an FX graph over named buffers, with its pass history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from mtpc.weights.recipes import Recipe, make, substitute
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its name, rewrites, seconds, and nodes before and after."""
+    """What one pass did.
+
+    Attributes:
+        name: of the pass.
+        rewrites: number of rewrites.
+        seconds: how long it took.
+        nodes_before: operations in the graph before it.
+        nodes_after: operations in the graph after it.
+    """
 
     name: str
     rewrites: int
@@ -27,9 +35,15 @@ class PassRecord:
 
 
 class WeightTable:
-    """Weights by name, shared by all graphs of a program, including those that passes derive.
+    """Weights by name, for all graphs of a program: the model's, and those that passes derive.
 
-    A derived weight (merged, packed) exists once, whatever number of buckets asks for it.
+    All buckets share a derived (merged, packed) weight.
+
+    Args:
+        tensors: the model's weights by name.
+
+    Attributes:
+        recipes: derived weights by name: how each is made from weights of the model.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -47,19 +61,19 @@ class WeightTable:
         yield from self._by_name.items()
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The name of exactly this tensor object, or None."""
+        """The name of this very tensor object; None if it is not in the table."""
         return self._name_of.get(id(tensor))
 
     def bind(self, name: str, tensor: Tensor) -> None:
-        """Add a weight of the model; for who loads models, not for passes."""
+        """Add a weight of the model. Loaders use it; passes use `derive`."""
         self._by_name[name] = tensor
         self._name_of[id(tensor)] = name
 
     def derive(self, name: str, recipe: Recipe) -> Tensor:
-        """A weight made from others of this table, by that name.
+        """The weight of that name; the first call makes it from others by the recipe.
 
-        Passes have no other way to add a weight: a graph never depends on weights' values, so
-        what was compiled for one checkpoint serves its fine-tunes.
+        This is the only way for passes to add a weight. So graphs do not depend on the values of
+        weights, and steps compiled for one checkpoint serve its fine-tunes.
         """
         if name not in self._by_name:
             self.bind(name, make(recipe, lambda part: self[part].detach()))
@@ -67,7 +81,7 @@ class WeightTable:
         return self[name]
 
     def add_constant(self, tensor: Tensor) -> str:
-        """A tensor that stands in the model's code; its name says what it holds."""
+        """Add a constant of the model's code; returns its name, a digest of its contents."""
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         content = f"{tensor.dtype}{list(tensor.shape)}".encode() + data.numpy().tobytes()
         name = f"constant.{hashlib.sha256(content).hexdigest()[:16]}"
@@ -78,17 +92,17 @@ class WeightTable:
 
 @dataclass
 class StepGraph:
-    """A thin coat over FX.
+    """One step as an FX graph.
 
     Attributes:
-        module: the graph; before `fuse-draft-chain` its pieces are `call_module` nodes, after
-            it one flat graph of ATen and `mtpc::` ops. Takes and returns nothing: all data is
-            in buffers (`state.*`, `batch.*`, `kv.*`) and weights, read through get_attr nodes.
-        key: what this step is.
+        module: holds the graph and its tensors. Before fuse-draft-chain, pieces are `call_module`
+            nodes; after it, the graph is flat: ATen and `mtpc::` ops. It has no inputs and outputs:
+            get_attr nodes read buffers (`state.*`, `batch.*`, `kv.*`) and weights.
+        key: phase, bucket and K of the step.
         layout: its buffers at this bucket.
         weights: the program's weight table.
-        history: passes run so far.
-        part: "step", or which half of a split step.
+        history: passes that have run.
+        part: "step", or "verify" or "propose" of a split step.
     """
 
     module: fx.GraphModule
@@ -100,7 +114,7 @@ class StepGraph:
 
     @property
     def name(self) -> str:
-        """What to call it in messages and file names."""
+        """Name of the step for messages and files."""
         return step_name(self.key, self.part)
 
     @property
@@ -114,30 +128,30 @@ class StepGraph:
 
     @property
     def num_nodes(self) -> int:
-        """Operations in the graph, those of not yet inlined pieces included (once per call)."""
+        """Operations in the graph, including those of each call of a piece."""
         return sum(_operations(self.module, node) for node in self.graph.nodes)
 
     def buffer(self, name: str) -> Tensor:
-        """The tensor bound to a buffer of the layout."""
+        """The tensor that is bound to a buffer of the layout."""
         return get_tensor(self.module, name)
 
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers that the module holds, by layout name."""
+        """The buffers of the layout that the module holds, by name."""
         held = dict(self.module.named_buffers(remove_duplicate=False))
         return {name: held[name] for name in self.layout if name in held}
 
     def resize(self, name: str, layout: Layout) -> None:
-        """Take `layout` and reallocate one buffer by it."""
+        """Adopt a layout in which one buffer has another size, and reallocate that buffer."""
         device = self.buffer(name).device
         self.layout = layout
         set_tensor(self.module, name, layout.allocate(name, device), buffer=True)
 
     def text(self) -> str:
-        """The graph, one line a node, in execution order."""
+        """The graph as text, one line per node, in order of execution."""
         return "\n".join(_line(node) for node in self.graph.nodes if node.op != "output")
 
     def clone(self) -> StepGraph:
-        """A copy with its own graph, sharing tensors."""
+        """A copy with a graph of its own that shares the tensors."""
         graph = fx.Graph()
         graph.graph_copy(self.graph, {})
         graph.output(())
@@ -146,7 +160,7 @@ class StepGraph:
 
 
 def copy_meta(old: fx.Graph, new: fx.Graph) -> fx.Graph:
-    """Carry node metadata over to a copy of a graph with the same nodes."""
+    """Copy node metadata from `old` to `new`, a graph with the same nodes; returns `new`."""
     for source, target in zip(old.nodes, new.nodes, strict=True):
         target.meta = copy.copy(source.meta)
     return new
@@ -161,7 +175,7 @@ def _operations(module: fx.GraphModule, node: fx.Node) -> int:
 
 
 def _line(node: fx.Node) -> str:
-    """`name: dtype[shape] = target(args)`."""
+    """A node as `%name: dtype[shape] = kind target(args)`."""
     value = node.meta.get("val")
     kind = ""
     if isinstance(value, Tensor):
@@ -172,13 +186,20 @@ def _line(node: fx.Node) -> str:
 
 
 def get_tensor(module: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer by dotted name."""
+    """The parameter or buffer of a module at a dotted name."""
     owner, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(owner), leaf)
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor, buffer: bool) -> None:
-    """Bind a tensor under a dotted name, creating the submodules in between."""
+    """Bind a tensor to a dotted name of a module, and create missing submodules.
+
+    Args:
+        module: where to bind it.
+        name: dotted name.
+        tensor: a `Parameter` stays one.
+        buffer: whether another tensor becomes a buffer; otherwise it becomes a parameter.
+    """
     *owners, leaf = name.split(".")
     for part in owners:
         if not hasattr(module, part):
@@ -193,7 +214,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor, buffer: bool) -> No
 
 
 def is_buffer_name(name: str) -> bool:
-    """Whether a get_attr target is a buffer of the layout rather than a weight."""
+    """Whether a get_attr target is a buffer of the layout, as opposed to a weight."""
     return name.split(".", 1)[0] in ("state", "batch", "kv", "cross")
 
 
@@ -216,7 +237,7 @@ def first_argument(node: fx.Node) -> Any:
 
 
 def operators(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch._ops.OpOverload]]:
-    """Nodes that call an operator overload, with the overload."""
+    """Each node that calls an operator overload, and that overload."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             yield node, node.target

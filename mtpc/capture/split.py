@@ -1,9 +1,10 @@
 """Cutting one step into two graphs, `verify` and `propose`, for hosts with their own scheduler.
 
-The cut is found, not declared: a minimum cut weighted by bytes between what the results need
-(everything up to the buffers the host reads) and what uses the MTP layers' weights or drafts'
-masks, or moves a request's rows on (`state.*`), over the graph's data dependencies and its order of
-effects. Values that cross become static buffers `cross.*`.
+A minimum cut, weighted by bytes, finds where to cut. The verify side holds the target's forward and
+the nodes that write the results, which the host reads. The propose side holds the nodes that use
+weights of MTP layers or masks of drafts, and those that update the requests' rows (`state.*`). The
+cut respects data dependencies and the order of effects. Values that cross it become static buffers
+`cross.*`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mtpc.layout import VERIFY, BufferSpec
 aten = torch.ops.aten
 
 PROPOSE_INPUTS = ("mtp.", "batch.draft_mask")
-"""Beginnings of the names of what only `propose` reads: a host may write these masks late."""
+"""Name prefixes of what only `propose` reads; a host may write these masks after `verify`."""
 
 
 CROSS_MEANING = "what `verify` hands to `propose`; opaque. `step_buffers` has names and shapes"
@@ -34,12 +35,12 @@ CROSS_MEANING = "what `verify` hands to `propose`; opaque. `step_buffers` has na
 
 @dataclass(frozen=True)
 class SplitStep:
-    """Two graphs over the buffers of one; running `verify` then `propose` equals the whole step.
+    """Two graphs over the buffers of one step; `verify` and then `propose` do the whole step.
 
     Attributes:
-        verify: target forward, acceptance, results; it writes no request's rows.
-        propose: draft layer and chain, next state.
-        crossing: buffers that carry values from one to the other.
+        verify: target forward, acceptance and results; it does not write `state.*`.
+        propose: draft layer, chained drafts and the next state.
+        crossing: buffers that carry values from `verify` to `propose`.
     """
 
     verify: StepGraph
@@ -48,7 +49,7 @@ class SplitStep:
 
     @property
     def crossing_bytes(self) -> int:
-        """Bytes handed over per step."""
+        """Bytes that `verify` passes to `propose` in one step."""
         return sum(self.verify.layout.nbytes(spec.name) for spec in self.crossing)
 
 
@@ -56,15 +57,19 @@ def split_step(graph: StepGraph) -> SplitStep:
     """Cut a flat step graph in two.
 
     Args:
-        graph: a decode or prefill step with K >= 1, after the passes; it is left as it is.
+        graph: a decode or prefill step with K >= 1, after the passes; it does not change.
 
     Raises:
-        GraphError: the graph is not flat, or proposes nothing.
+        GraphError: the graph is not flat, or makes no drafts.
     """
     if not graph.is_flat:
-        raise GraphError(f"{graph.key} is not one flat graph yet; run the passes first")
+        raise GraphError(
+            f"{graph.key} still has pieces; expected a flat graph: run the passes first"
+        )
     if graph.key.spec_tokens == 0:
-        raise GraphError(f"{graph.key} proposes nothing: with spec_tokens=0 there is only verify")
+        raise GraphError(
+            f"{graph.key} has spec_tokens=0, so it makes no drafts; expected spec_tokens >= 1"
+        )
     effects = analyse(graph.graph)
     free = _replicable(graph.graph, effects)
     propose_side = _minimum_cut(graph, effects, free)
@@ -86,7 +91,7 @@ def split_step(graph: StepGraph) -> SplitStep:
     device = next(iter(graph.buffers().values())).device
     layout = graph.layout.extended(specs)
     tensors = {spec.name: layout.allocate(spec.name, device) for spec in specs}
-    whole = graph.clone()  # For its attributes: the caller's module gets no cross buffers.
+    whole = graph.clone()  # The caller's module must not get the cross buffers.
     for name, tensor in tensors.items():
         set_tensor(whole.module, name, tensor, buffer=True)
     sides = _Sides(graph, propose_side, free, names)
@@ -99,7 +104,7 @@ def split_step(graph: StepGraph) -> SplitStep:
 
 
 def _replicable(graph: fx.Graph, effects: Effects) -> set[fx.Node]:
-    """Attributes, and pure views of them: they cost nothing on either side."""
+    """Attributes and views of them: both sides can have them at no cost."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -112,7 +117,8 @@ def _replicable(graph: fx.Graph, effects: Effects) -> set[fx.Node]:
 def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[fx.Node]:
     """Nodes of the propose side.
 
-    Among cuts of equal bytes, the one with the fewest nodes in verify: results come earliest.
+    Of cuts with equal bytes, take the one with the fewest nodes in verify, so that results are
+    ready as early as possible.
     """
     graph, results = step.graph, step.layout.results
     network = nx.DiGraph()
@@ -124,7 +130,7 @@ def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[f
         network.add_edge(node, "propose", capacity=1)
         written = effects.buffer_writes(node)
         if not written.isdisjoint(results) or node.meta.get("piece") == "target":
-            network.add_edge("verify", node)  # No capacity: never cut.
+            network.add_edge("verify", node)  # Without a capacity, an edge is never cut.
         if _drafts(node) or any(name.startswith("state.") for name in written):
             network.add_edge(node, "propose", capacity=float("inf"))
     for earlier, later in _effect_order(graph, effects):
@@ -134,12 +140,12 @@ def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[f
 
 
 def _drafts(node: fx.Node) -> bool:
-    """Whether a node takes a weight of an MTP layer, or what a host writes between the halves."""
+    """Whether a node reads a weight of an MTP layer, or a mask that a host writes after verify."""
     return any(str(arg.target).startswith(PROPOSE_INPUTS) for arg in node.all_input_nodes)
 
 
 def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scale: int) -> None:
-    """A value that crosses costs its bytes once, however many consumers; it never flows back."""
+    """A value that crosses costs its bytes once, for any number of users, and never flows back."""
     carrier = ("value", node)
     users = [user for user in node.users if user not in free]
     network.add_edge(node, carrier, capacity=scale * _nbytes(node.meta.get("val")))
@@ -149,12 +155,12 @@ def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scal
 
 
 def _nbytes(value: Any) -> float:
-    """Bytes of a tensor; a tuple cannot be put in a buffer and must not be cut."""
+    """Bytes of a tensor; infinite for a tuple, which does not fit in a buffer."""
     return value.numel() * value.element_size() if isinstance(value, Tensor) else float("inf")
 
 
 def _effect_order(graph: fx.Graph, effects: Effects) -> list[tuple[fx.Node, fx.Node]]:
-    """(earlier, later) pairs of nodes that touch the same memory, one of them writing it."""
+    """Pairs (earlier, later) of nodes that access the same memory, of which one or both write."""
     accesses: dict[Any, list[tuple[fx.Node, bool]]] = {}
     for node in graph.nodes:
         for root in effects.reads(node) if node.op == "call_function" else ():
@@ -173,8 +179,8 @@ class _Sides:
     Attributes:
         source: the whole step.
         on_propose: its nodes of the propose side.
-        free: nodes that either side may repeat.
-        names: crossing nodes, and the buffers that carry them.
+        free: nodes that both sides may have.
+        names: crossing node -> name of the buffer that carries its value.
     """
 
     source: StepGraph
@@ -183,17 +189,18 @@ class _Sides:
     names: dict[fx.Node, str]
 
     def verify(self) -> fx.Graph:
-        """The verify side; it ends in writes of the crossing values."""
+        """The verify side, with writes of the crossing values at its end."""
         new, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self._nodes(lambda n: n not in self.on_propose):
             env[node] = new.node_copy(node, env.__getitem__)
         for node in self.names:
-            write = new.call_function(aten.copy_.default, (self._buffer(new, node), env[node]))
-            write.meta = {"val": write.args[0].meta["val"], "piece": "cut"}  # type: ignore[union-attr]
+            buffer = self._buffer(new, node)
+            write = new.call_function(aten.copy_.default, (buffer, env[node]))
+            write.meta = {"val": buffer.meta["val"], "piece": "cut"}
         return _finish(new)
 
     def propose(self) -> fx.Graph:
-        """The propose side; it reads the crossing values where they were made."""
+        """The propose side; it reads each crossing value where the step computes it."""
         new, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self._nodes(lambda n: n in self.on_propose or n in self.names):
             crosses = node in self.names
@@ -205,7 +212,7 @@ class _Sides:
         return [n for n in nodes if n in self.free or wanted(n)]
 
     def _buffer(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
-        """get_attr of a crossing buffer, with memory of its own."""
+        """Append the get_attr node of a crossing buffer, with a fake value of its own."""
         buffer = graph.get_attr(self.names[node])
         with fake_mode_of(self.source.graph):
             buffer.meta = {"val": torch.empty_like(node.meta["val"])}

@@ -167,7 +167,7 @@ class Engine:
             sampling: how tokens are chosen; None is greedy. Other parameters need a program
                 compiled with `sampling`.
             on_output: called with each `StepOutput` of the request, in the thread that calls
-                `step` or `abort`. If it raises during a step, only its own request ends, with
+                `step` or `abort`. If it raises, only its own request ends, with
                 finish_reason `error`.
             grammar: decides which tokens may come next. Each request needs its own object, which
                 has taken no token yet. It needs a program compiled with `token_mask`. If it
@@ -209,8 +209,8 @@ class Engine:
 
         Args:
             request_id: id of the request.
-            reason: the finish reason. A callback gets it in an output without tokens. If the callback
-                raises, `Stats.callback_errors` counts it, and the request ends all the same.
+            reason: the finish reason. A callback gets it in an output without tokens. An error that
+                the callback raises is counted in `Stats.callback_errors`.
         """
         with self._lock:
             for request in [*self.waiting, *self.running]:
@@ -375,7 +375,7 @@ class Engine:
         return outputs
 
     def _hand_out(self, outputs: list[Emission]) -> list[StepOutput]:
-        """Call the requests' callbacks. If a callback raises, only its own request ends."""
+        """Call the requests' callbacks, in order."""
         handed = []
         for request, output in outputs:
             # Another request's callback may have aborted this one.
@@ -384,7 +384,7 @@ class Engine:
         return handed
 
     def _call_back(self, request: Request, output: StepOutput) -> StepOutput:
-        """Call a request's callback, if it has one. If it raises, its request ends with the error."""
+        """Call a request's callback, if it has one. If it raises, only its own request ends."""
         if request.on_output is None:
             return output
         try:

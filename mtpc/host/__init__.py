@@ -1,1 +1,1 @@
-"""The lower level: verify and propose as programs over a host's own buffers; docs/embedding.md."""
+"""The interface for hosts: verify and propose over the host's own buffers (docs/embedding.md)."""

@@ -1,4 +1,4 @@
-"""Are these the tensors that were asked for? All that is wrong is said at once."""
+"""Checks of the tensors that a host provides; one error lists all faults."""
 
 from __future__ import annotations
 
@@ -20,37 +20,41 @@ _SHOWN = 20
 def check_tensors(
     shared: tuple[Wanted, Any], steps: tuple[Mapping[StepKey, Wanted], Any], device: str
 ) -> None:
-    """Compare what a host hands over with what was asked for.
+    """Compare a host's tensors with the buffers of its program.
 
     Args:
-        shared: buffers of the program, and the tensors given for them by name.
-        steps: buffers by step, and the tensors given for them by step and name.
-        device: where they must be, as torch names it.
+        shared: buffers that all steps share, and the host's tensors for them, by name.
+        steps: buffers of each step, and the host's tensors for them, by step and name.
+        device: torch's name of the device where all tensors must be.
 
     Raises:
-        HostError: tensors are missing, unknown, of another shape, dtype, stride or device, part of
-            an autograd graph, or share memory; the message lists all of them.
+        HostError: tensors are missing or unknown; have another shape, dtype, strides or device;
+            require gradients; or share memory. The message lists all faults.
     """
     problems = _check_names("", shared[0], shared[1], device)
     given = steps[1] if isinstance(steps[1], Mapping) else {}
     if not isinstance(steps[1], Mapping):
-        problems.append(f"steps is {_kind(steps[1])}; expected a mapping of step keys")
+        problems.append(f"steps is {_kind(steps[1])}; expected a mapping from step keys")
     for key, wanted in steps[0].items():
         problems += _check_names(f"{key} ", wanted, given.get(key, {}), device)
     known = ", ".join(map(str, steps[0]))
-    problems += [f"{key!s}: no such step; steps: {known}" for key in given if key not in steps[0]]
+    problems += [
+        f"{key!s} is no step of this program; expected {known}"
+        for key in given
+        if key not in steps[0]
+    ]
     if not problems:
         problems = _check_memory(shared[1], given)
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         listed = "".join(f"\n  {line}" for line in problems[:_SHOWN])
-        raise HostError(f"{len(problems)} problem(s) with the host's tensors:{listed}{more}")
+        raise HostError(f"the host's tensors have {len(problems)} problem(s):{listed}{more}")
 
 
 def _check_names(prefix: str, wanted: Wanted, given: Any, device: str) -> list[str]:
-    """One group of tensors."""
+    """Faults of one group of tensors, each message with a prefix."""
     if not isinstance(given, Mapping):
-        return [f"{prefix or 'shared '}is {_kind(given)}; expected a mapping of names to tensors"]
+        return [f"{prefix or 'shared '}is {_kind(given)}; expected a mapping from names to tensors"]
     problems = []
     for name, buffer in wanted.items():
         if name not in given:
@@ -62,7 +66,7 @@ def _check_names(prefix: str, wanted: Wanted, given: Any, device: str) -> list[s
     for name in given:
         if name not in wanted:
             near = difflib.get_close_matches(str(name), wanted, n=1)
-            hint = f"did you mean {near[0]}?" if near else "drop it"
+            hint = f"did you mean {near[0]}?" if near else "leave it out"
             problems.append(f"{prefix}{name} is no buffer of this program; {hint}")
     return problems
 
@@ -77,14 +81,14 @@ def _check_tensor(buffer: HostBuffer, tensor: Any, device: str) -> list[str]:
         problems.append(f"has shape {list(tensor.shape)}; expected {list(buffer.shape)}")
     elif not tensor.is_contiguous():
         problems.append(
-            f"has strides {tensor.stride()}; expected {buffer.strides}: a slice of whole pages of "
-            "your pool, or a copy made by .contiguous()"
+            f"has strides {tensor.stride()}; expected {buffer.strides}; pass whole pages of your "
+            "pool, or a copy made by .contiguous()"
         )
-    here = torch.empty(0, device=device).device  # With the number of the current GPU.
+    here = torch.empty(0, device=device).device  # "cuda" becomes the current GPU, "cuda:0".
     if tensor.device != here:
         problems.append(f"is on {tensor.device}; expected {here}")
     if tensor.requires_grad:
-        problems.append("requires a gradient; expected a plain tensor: .detach() it")
+        problems.append("requires a gradient; expected a plain tensor; pass its .detach()")
     return problems
 
 
@@ -99,7 +103,7 @@ def _kind(value: Any) -> str:
 def _check_memory(
     shared: Mapping[str, Tensor], steps: Mapping[StepKey, Mapping[str, Tensor]]
 ) -> list[str]:
-    """Two buffers of one step may not share memory; those of different steps may."""
+    """Faults of buffers that share memory: those of one step must not, those of two steps may."""
     problems: dict[str, None] = {}
     for key, own in steps.items():
         named = [*shared.items(), *((f"{key} {name}", tensor) for name, tensor in own.items())]

@@ -1,4 +1,4 @@
-"""What a host must know of each buffer, from the buffers' own declarations."""
+"""The contract with hosts: what each buffer holds and who writes it (docs/embedding.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WELL_KNOWN = {"Q*R": "T", "R*(K+1)": "R(K+1)", "floor(V/32+31/32)": "V/32"}
 
 @dataclass(frozen=True)
 class HostBuffer:
-    """A tensor that the host is to provide: contiguous, of exactly this shape and dtype.
+    """A tensor that the host provides: contiguous, of exactly this shape and dtype.
 
     Attributes:
         name: as in the contract, docs/embedding.md.
@@ -42,14 +42,14 @@ class HostBuffer:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of a contiguous tensor, in elements."""
+        """Strides of a contiguous tensor of this shape, in elements."""
         sizes = [1]
         for size in reversed(self.shape[1:]):
             sizes.append(sizes[-1] * max(size, 1))
         return tuple(reversed(sizes)) if self.shape else ()
 
     def allocate(self, device: torch.device | str = "cpu") -> Tensor:
-        """A new tensor that fits, filled with `pad`; for hosts that have none of their own."""
+        """A new tensor for this buffer, filled with `pad`."""
         return torch.full(self.shape, self.pad, dtype=self.dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""A model compiled for a host: what it asks for, and binding it to what it gets."""
+"""A model compiled for a host: the buffers that it needs, and binding it to the host's tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mtpc.weights.served_model import ServedModel
 
 @dataclass(frozen=True)
 class HostedModel:
-    """Steps compiled against stated shapes and dtypes, over memory that is the host's.
+    """Steps compiled for tensors that the host provides, of given shapes and dtypes.
 
     Attributes:
         served: vocabulary, end-of-sequence ids, tokenizer.
-        options: what it was compiled with, `max_len` settled.
-        form: which graphs there are.
-        device: where the host's tensors must be, as torch names it.
-        fallbacks: what runs otherwise than asked for, counted, with reasons.
+        options: the options that it was compiled with; `max_len` is a number.
+        form: which graphs a step has.
+        device: torch's name of the device where the host's tensors must be.
+        fallbacks: what runs in another way than the options ask for -> count; a key says why.
     """
 
     served: ServedModel
@@ -42,23 +42,24 @@ class HostedModel:
 
     @property
     def keys(self) -> tuple[StepKey, ...]:
-        """Its steps: a decode step per bucket (and K), and one for prefill."""
+        """Keys of all steps: one decode step for each bucket and K, and one prefill step."""
         return step_keys(self.options)
 
     @cached_property
     def buffers(self) -> dict[str, HostBuffer]:
-        """Tensors that all steps share, by name: `state.*` and `kv.*`."""
+        """Buffers that all steps share, by name: `state.*` and `kv.*`."""
         layout = self._layout(self.keys[0])
         return host_buffers(layout, [name for name in layout if name.startswith(("state.", "kv."))])
 
     def step_buffers(self, key: StepKey) -> dict[str, HostBuffer]:
-        """Tensors of one step, by name: `batch.*` and `cross.*`.
+        """Buffers of one step, by name: `batch.*` and `cross.*`.
 
         Raises:
-            HostError: there is no such step.
+            HostError: the program has no such step.
         """
         if key not in self._step_buffers:
-            raise HostError(f"no step {key!s}; steps: {', '.join(map(str, self.keys))}")
+            known = ", ".join(map(str, self.keys))
+            raise HostError(f"{key!s} is no step of this program; expected {known}")
         return self._step_buffers[key]
 
     @cached_property
@@ -74,42 +75,43 @@ class HostedModel:
 
     @property
     def prefill_key(self) -> StepKey:
-        """The prefill step: `bucket.num_tokens` tokens of `bucket.num_reqs` requests.
+        """Key of the prefill step.
 
-        At most; a request alone may take all the tokens. `prefill_rows=1` is one request a step.
+        The step holds at most `bucket.num_tokens` tokens of at most `bucket.num_reqs` requests, and
+        all tokens may belong to one request. With `prefill_rows=1` it holds one request.
         """
         return next(key for key in self.keys if key.phase == "prefill")
 
     def decode_key(self, num_reqs: int, spec_tokens: int | None = None) -> StepKey:
-        """The smallest decode step that holds `num_reqs` rows.
+        """Key of the smallest decode step that holds `num_reqs` rows.
 
         Args:
             num_reqs: at most the largest of `options.batch_buckets`.
-            spec_tokens: K, where steps of several were compiled; None is the largest.
+            spec_tokens: K, one of `options.tiers`; None is the largest.
 
         Raises:
-            HostError: there is none.
+            HostError: there is no such step.
         """
         wanted = self.options.spec_tokens if spec_tokens is None else spec_tokens
         buckets = [size for size in self.options.batch_buckets if size >= num_reqs]
         if not buckets or wanted not in self.options.tiers:
             raise HostError(
-                f"no decode step of {num_reqs} rows with K = {wanted}; batch_buckets are "
-                f"{self.options.batch_buckets}, K is one of {self.options.tiers}"
+                f"no decode step has {num_reqs} rows and K = {wanted}; expected at most "
+                f"{max(self.options.batch_buckets)} rows and K among {self.options.tiers}"
             )
         return StepKey.decode(min(buckets), wanted)
 
     @property
     def num_slots(self) -> int:
-        """Slots that requests may have: 1 to this. Slot 0 is scratch."""
+        """The highest slot that a request may have; the lowest is 1, because slot 0 is scratch."""
         return max(self.options.batch_buckets)
 
     def pages_for(self, num_committed: int, num_input: int = 1) -> int:
-        """Pages a request must own before a step.
+        """Number of pages that a request must own before a step.
 
         Args:
-            num_committed: committed tokens that the step begins with.
-            num_input: tokens that are certain in it: 1 to decode, a prefill chunk's length.
+            num_committed: committed tokens before the step.
+            num_input: certain tokens of the step: 1 to decode, else the length of its chunk.
         """
         return self.options.blocks_per_request(num_committed + num_input)
 
@@ -118,17 +120,17 @@ class HostedModel:
         shared: Mapping[str, Tensor],
         steps: Mapping[StepKey, Mapping[str, Tensor]],
     ) -> HostProgram:
-        """Replays over the host's tensors, which are used in place from now on.
+        """Bind all steps to the host's tensors, which they use in place.
 
-        May be called again, for another set of tensors; weights exist once.
+        Further calls bind other sets of tensors; all of them share the weights.
 
         Args:
             shared: a tensor for each of `buffers`.
-            steps: for each key a tensor for each of `step_buffers(key)`.
+            steps: for each key, a tensor for each of `step_buffers(key)`.
 
         Raises:
-            HostError: a tensor is missing or not what was asked for; all are listed.
-            CheckpointError: weights, read now, hold NaN or infinity.
+            HostError: tensors are missing or do not fit; the message lists all of them.
+            CheckpointError: weights hold NaN or infinity; they are read here.
         """
         check_tensors((self.buffers, shared), (self._step_buffers, steps), self.device)
         common = _as_stated(self.buffers, shared)
@@ -143,8 +145,9 @@ class HostedModel:
 def _as_stated(
     buffers: Mapping[str, HostBuffer], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Plain tensors with the strides that were compiled for, over the same memory.
+    """Views of tensors with exactly the strides that the steps were compiled for.
 
-    Along a dimension of size 1 a contiguous tensor may have any stride; packages compare them.
+    A contiguous tensor may have any stride along a dimension of size 1, and packages compare
+    strides.
     """
     return {n: tensors[n].detach().as_strided(b.shape, b.strides) for n, b in buffers.items()}

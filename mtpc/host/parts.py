@@ -1,4 +1,4 @@
-"""Compiled halves and steps that are not bound to tensors yet."""
+"""Compiled steps, and halves of steps, that are not yet bound to tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from mtpc.program.step_cache import CachedStep
 
 
 class Lowered(Protocol):
-    """What can be bound to a host's tensors, any number of times.
-
-    Attributes:
-        layout: its buffers.
-    """
+    """A compiled graph that can be bound to any number of sets of tensors."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Its buffers."""
+        ...
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """A replay over exactly these tensors, by buffer name."""
+        """A replay over these tensors, by buffer name."""
         ...
 
 
@@ -39,7 +37,7 @@ Parts = dict[tuple[StepKey, Part], Lowered]
 
 @dataclass(frozen=True)
 class GraphPart:
-    """A rewritten graph, lowered when its tensors are known: its backend captures addresses."""
+    """A graph after the passes; `bind` lowers it, because its backend captures addresses."""
 
     graph: StepGraph
     backend: Backend
@@ -49,7 +47,7 @@ class GraphPart:
         return self.graph.layout
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """Put the tensors where the graph's own stood, lower and capture."""
+        """Replace the graph's own buffers by the tensors, lower it, and capture it."""
         own = self.graph.clone()
         for name in own.buffers():
             set_tensor(own.module, name, tensors[name], buffer=True)
@@ -58,7 +56,7 @@ class GraphPart:
 
 @dataclass(frozen=True)
 class PackagePart:
-    """A package of this process, where there is no cache."""
+    """A compiled package that only this process has, because there is no cache."""
 
     layout: Layout
     directory: TemporaryDirectory[str]
@@ -66,7 +64,7 @@ class PackagePart:
     weights: WeightTable
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """Open it over tensors and weights."""
+        """Open the package over the tensors and the weights."""
 
         def tensor_of(name: str) -> Tensor:
             return tensors[name] if name in tensors else self.weights[name]
@@ -76,7 +74,7 @@ class PackagePart:
 
 @dataclass(frozen=True)
 class CachedPart:
-    """A package of the graph cache; weights are shared by all that have the same table."""
+    """A compiled package of the graph cache; parts with the same table share weights."""
 
     step: CachedStep
     weights: WeightTable
@@ -87,5 +85,5 @@ class CachedPart:
         return self.step.record.layout()
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """Open it, reading weights that are not at hand yet."""
+        """Open the package, and read the weights that the table lacks."""
         return StepBinder(tensors, self.weights, self.source).bind(self.step).replay

@@ -1,4 +1,4 @@
-"""Replays over the host's tensors, in the order that the contract asks for."""
+"""Replays over the host's tensors: verify, propose, or the whole step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from mtpc.layout import STOP_REASONS, Part, StepKey, StopReason, step_name
 
 @dataclass(frozen=True)
 class RowResult:
-    """What a step came to in one row of its batch.
+    """The result of a step for one row of its batch.
 
     Attributes:
-        token_ids: emitted tokens; none for a row that is off and a chunk not a prompt's last.
-        num_accepted: drafts that were right.
-        stop_reason: why the request has ended, or None.
+        token_ids: emitted tokens; empty for an inactive row, and for a chunk that is not the last
+            of its prompt.
+        num_accepted: number of accepted drafts.
+        stop_reason: why the request has ended; None if it goes on.
     """
 
     token_ids: list[int]
@@ -29,14 +30,15 @@ class RowResult:
 
 
 class HostProgram:
-    """Captured steps over tensors that the host owns; `HostedModel.bind` makes it.
+    """Captured steps over tensors that the host owns; made by `HostedModel.bind`.
 
-    It holds the tensors and allocates none; it is for one thread at a time.
+    It keeps references to the tensors and allocates none. It is not safe to use from two threads at
+    the same time.
 
     Attributes:
         shared: the host's tensors that all steps use, by name.
         steps: the host's tensors of each step, by key and name.
-        replays: how often each graph ran, by step and part.
+        replays: number of replays of each graph, by step and part.
     """
 
     def __init__(
@@ -51,35 +53,38 @@ class HostProgram:
         self._verified: StepKey | None = None
 
     def verify(self, key: StepKey) -> None:
-        """The target's forward and acceptance: afterwards the results can be read.
+        """Run the target's forward and acceptance; the results can be read afterwards.
 
-        With K = 0 this is the whole step, and `propose` has nothing to do.
+        With K = 0 this is the whole step, and `propose` does nothing.
 
         Raises:
-            HostError: there is no such step, or it was compiled in fused form only.
+            HostError: the program has no such step, or has it in fused form only.
         """
         part: Part = "verify" if key.spec_tokens else "step"
         self._run(key, part)
         self._verified = key
 
     def propose(self, key: StepKey) -> None:
-        """Drafts for the next step, and the requests' rows moved on.
+        """Make the drafts for the next step, and update the requests' rows.
 
         Raises:
             HostError: the last call was not `verify` of the same step.
         """
         if self._verified != key:
             last = f"verify({self._verified})" if self._verified else "not a verify"
-            raise HostError(f"propose({key}) must follow verify({key}); the last call was {last}")
+            raise HostError(
+                f"propose({key}) was called and the last call was {last}; expected verify({key}) "
+                "right before it"
+            )
         if key.spec_tokens:
             self._run(key, "propose")
         self._verified = None
 
     def step(self, key: StepKey) -> None:
-        """The whole iteration: one fused graph where it was compiled, else verify and propose.
+        """Run the whole step: its fused graph if it has one, else verify and propose.
 
         Raises:
-            HostError: there is no such step.
+            HostError: the program has no such step.
         """
         if (key, "step") in self._runs:
             self._run(key, "step")
@@ -88,9 +93,12 @@ class HostProgram:
             self.propose(key)
 
     def results(self, key: StepKey) -> list[RowResult]:
-        """What the last `verify` or `step` of this key came to, a value for each row.
+        """Results of the last `verify` or `step` of this key, one for each row.
 
-        On a device this waits for it.
+        Waits for the device.
+
+        Raises:
+            HostError: the program has no such step.
         """
         own = self._tensors(key)
         rows = zip(
@@ -109,8 +117,8 @@ class HostProgram:
         self._tensors(key)
         if (key, part) not in self._runs:
             raise HostError(
-                f"{step_name(key, part)} was not compiled: compile_host(form='both') makes the "
-                "fused step and its halves"
+                f"{step_name(key, part)} was not compiled; use compile_host(form='both'), which "
+                "compiles the fused step and its halves"
             )
         self._verified = None
         self._runs[key, part]()
@@ -118,5 +126,6 @@ class HostProgram:
 
     def _tensors(self, key: StepKey) -> Mapping[str, Tensor]:
         if key not in self.steps:
-            raise HostError(f"no step {key!s}; steps: {', '.join(map(str, self.steps))}")
+            known = ", ".join(map(str, self.steps))
+            raise HostError(f"{key!s} is no step of this program; expected {known}")
         return self.steps[key]

@@ -1,4 +1,4 @@
-"""Model families, and how a checkpoint or an HF model becomes something to step."""
+"""Model families, and loading: from a checkpoint or a transformers model to a `LoadedModel`."""
 
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.deepseek_v4 import DEEPSEEK_V4
@@ -24,6 +24,6 @@ FAMILIES: tuple[ModelFamily, ...] = (
     STEP3P7,
     MIMO_V2,
 )
-"""The family table: a new model is one file and one row here."""
+"""The family table. A new model is one file in this package and one row here."""
 
 __all__ = ["FAMILIES", "ModelFamily"]

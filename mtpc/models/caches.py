@@ -1,9 +1,9 @@
-"""Per-layer state of attention: what it is called, how large it is, how it is written and read."""
+"""State that a layer keeps between steps: its buffers, and how modules write and read them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ _BY_LAYER = ". `verify` writes the target's layers, `propose` the MTP layers'"
 
 
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """Page pools of a grouped-query attention layer: K and V, each [N, P, H_kv, D]."""
+    """Page pools of a layer with grouped-query attention: K and V, each [N, P, H_kv, D]."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return paged_pool_specs(layer, dtype, config.num_key_value_heads, (head_dim, head_dim))
 
@@ -28,7 +28,7 @@ def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferS
 def paged_pool_specs(
     layer: int, dtype: torch.dtype, heads: int, dims: tuple[int, int]
 ) -> tuple[BufferSpec, ...]:
-    """Page pools of K and V whose heads may differ in width, `dims`."""
+    """Page pools of K and V, [N, P, heads, width]; `dims` are the widths of K and V heads."""
     return tuple(
         paged_spec(f"kv.{layer}.{role}", (P, heads, width), dtype, f"{what} by page{_BY_LAYER}")
         for role, what, width in zip(("k", "v"), ("keys", "values"), dims, strict=True)
@@ -48,7 +48,7 @@ def paged_spec(name: str, page: tuple[Any, ...], dtype: torch.dtype, meaning: st
 
 
 def paged_latent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """Page pool of a multi-head latent attention layer: [N, P, kv_lora_rank + rope]."""
+    """Page pool of a layer with multi-head latent attention: [N, P, kv_lora_rank + rope]."""
     width = config.kv_lora_rank + config.qk_rope_head_dim
     return (paged_spec(f"kv.{layer}.latent", (P, width), dtype, f"latents by page{_BY_LAYER}"),)
 
@@ -67,12 +67,12 @@ def slot_spec(
 def ring_kv_specs(
     layer: int, dtype: torch.dtype, window: int, heads: int, dims: tuple[int, int]
 ) -> tuple[BufferSpec, ...]:
-    """Rings of a sliding-window layer: K and V, as many pages a request slot as the window takes.
+    """Rings of K and V of a sliding-window layer, `ring_pages(window)` pages per request slot.
 
     Args:
         layer: layer index.
         dtype: of the cache.
-        window: positions attended to, own included.
+        window: number of positions that a row attends to, its own included.
         heads: key/value heads.
         dims: width of a key head and of a value head.
     """
@@ -89,13 +89,17 @@ def ring_kv_specs(
 
 
 class LayerCache(Protocol):
-    """One layer's state: `write` takes what the model hands its cache, `attend` queries."""
+    """The cache of one attention layer."""
 
-    def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None: ...
+    def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
+        """Store the two tensors that the layer passes to `past_key_values.update`."""
+        ...
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Attention of query [1, N, T, D] to the cache; returns [1, T, N, D_v]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,14 @@ class PagedKV:
     v: Tensor
 
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
-        """first, second: K and V, [1, H_kv, T, D]."""
+        """Write K (`first`) and V (`second`), each [1, H_kv, T, D]."""
         for cache, rows in ((self.k, first), (self.v, second)):
             ops.write_cache(cache, rows[0].transpose(0, 1), metadata.slot_mapping)
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
-        """query: [1, N, T, D]; returns [1, T, N, D_v]."""
+        """Attention of query [1, N, T, D]; returns [1, T, N, D_v]."""
         out = ops.paged_attention(
             query[0].transpose(0, 1),
             self.k,
@@ -131,12 +135,12 @@ class PagedKV:
 
 @dataclass
 class RingMetadata:
-    """A forward's metadata as rings see it: pages by arithmetic instead of by the block table.
+    """Metadata of a forward whose cache is a ring: the block table is computed, not stored.
 
-    Block j of request slot s is page 1 + (s - 1) * n + j % n of a pool with rings of n pages. So
-    the pages a window needs are found, and written, by what works on paged caches; older blocks
-    name pages that hold newer tokens, and the window masks them. A rejected row costs nothing to
-    take back: its place is written again before anything attends to it.
+    Block j of request slot s is page 1 + (s - 1) * n + j % n of a pool with rings of n pages. With
+    such a table, operators for paged caches read and write rings. Entries of older blocks name
+    pages that hold newer tokens, which the window masks. A rejected row needs no rollback: its
+    place is written again before any row attends to it.
     """
 
     positions: Tensor
@@ -149,9 +153,9 @@ class RingMetadata:
 
 
 def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadata:
-    """Metadata for rings of `pages` pages, from that for paged caches.
+    """Metadata for rings of `pages` pages, from metadata for paged caches.
 
-    Rows without a slot, requests that are off and blocks without a page have none here either.
+    A row without a cache slot, an inactive request and a block without a page stay without one.
     """
     slots = metadata.state_slots
     first = torch.where(slots == SCRATCH_SLOT, 0, (slots - 1) * pages + 1)
@@ -189,11 +193,15 @@ class RingKV:
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
-        """As `PagedKV.attend`, for a layer that has a window."""
+        """As `PagedKV.attend`.
+
+        Raises:
+            UnsupportedModelError: the layer has no window.
+        """
         if not options.get("sliding_window"):
             raise UnsupportedModelError(
-                f"layer {module.layer_idx} has a ring for a sliding window, but attends to all "
-                "positions; its family declares the wrong cache"
+                f"layer {module.layer_idx} attends to all positions and has a ring as cache; "
+                "expected page pools; correct `cache_specs` of its family"
             )
         rings = self._metadata(metadata)
         return PagedKV(self.k, self.v).attend(module, query, scale, rings, **options)
@@ -204,25 +212,30 @@ class RingKV:
 
 @dataclass(frozen=True)
 class PagedLatent:
-    """The latent pool, [N, P, rank + rope]."""
+    """Page pool of latents, [N, P, rank + rope]."""
 
     latent: Tensor
 
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
-        """first: normalised latent [1, 1, T, rank]; second: rotated key [1, 1, T, rope]."""
+        """Write the normalised latent (`first`, [1, 1, T, rank]) and the rotated key (`second`,
+        [1, 1, T, rope]).
+
+        Raises:
+            UnsupportedModelError: their width is not that of the pool.
+        """
         rows = torch.cat([first[0, 0], second[0, 0]], -1)
         if rows.shape[-1] != self.latent.shape[-1]:
             raise UnsupportedModelError(
-                f"the model hands its cache {rows.shape[-1]} values a token, expected the latent's "
-                f"{self.latent.shape[-1]} (kv_lora_rank + qk_rope_head_dim); this transformers "
-                "version expands K/V before caching: use transformers >=5.17,<6"
+                f"the model passes {rows.shape[-1]} values per token to its cache; expected "
+                f"{self.latent.shape[-1]} (kv_lora_rank + qk_rope_head_dim); this version of "
+                "transformers expands K/V before caching: use transformers >=5.17,<6"
             )
         ops.write_cache(self.latent, rows, metadata.slot_mapping)
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
-        """query: [1, N, T, nope + rope]; returns [1, T, N, D_v]."""
+        """Attention of query [1, N, T, nope + rope]; returns [1, T, N, D_v]."""
         out = ops.expanded_latent_attention(
             query[0].transpose(0, 1),
             self.latent,
@@ -236,72 +249,18 @@ class PagedLatent:
         return out[None]
 
 
-@dataclass(frozen=True)
-class IndexedLatent:
-    """Pools of latents, [N, P, rank + rope], and of indexer keys, [N, P, D].
-
-    `mtpc.models.families.deepseek_v32` uses it.
-    """
-
-    latent: Tensor
-    index: Tensor
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """State of a Gated DeltaNet layer by request slot; see `mtpc.ops.gated_delta`."""
-
-    recurrent: Tensor
-    history: Tensor
-    standing: Tensor
-
-    def run(self, module: Any, rows: Tensor, metadata: Metadata) -> Tensor:
-        """rows: [T, C + 2 HV], inputs; returns [T, HV, Dv] and moves the state on."""
-        return ops.gated_delta_rule(
-            rows,
-            module.conv1d.weight.squeeze(1),
-            module.A_log,
-            module.dt_bias,
-            self.recurrent,
-            self.history,
-            self.standing,
-            metadata.state_slots,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.certain_lens,
-        )
-
-
-@dataclass(frozen=True)
-class CompressedState:
-    """State of an attention layer by request slot; `mtpc.models.deepseek_v4_attention` uses it.
-
-    Attributes:
-        window: ring of the last keys, which are values too, [S, places, D].
-        raw: ring of the compressor's inputs, [S, places, 2C].
-        entries: compressed entries, [S, E, D].
-        index_raw: as `raw`, of the indexer.
-        index_entries: as `entries`, of the indexer.
-    """
-
-    window: Tensor
-    raw: Tensor | None = None
-    entries: Tensor | None = None
-    index_raw: Tensor | None = None
-    index_entries: Tensor | None = None
-
-
 class CachePool(nn.Module):
-    """The state tensors of all layers, as buffers, so that tracing sees them by name.
+    """The state tensors of all layers as module buffers, so that traces have them by name.
 
     Args:
         tensors: page pools, rings and other state by buffer name, `kv.<layer>.<role>`.
-        num_slots: request slots that rings belong to, the scratch slot included.
+        num_slots: request slots, the scratch slot included.
+        kinds: see `ModelFamily.cache_kinds`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], num_slots: int):
+    def __init__(self, tensors: Mapping[str, Tensor], num_slots: int, kinds: tuple[type, ...] = ()):
         super().__init__()
-        self.num_slots = num_slots
+        self.num_slots, self.kinds = num_slots, (PagedKV, PagedLatent, *kinds)
         self.roles: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             _, layer, role = name.split(".")
@@ -309,24 +268,25 @@ class CachePool(nn.Module):
             self.roles.setdefault(int(layer), []).append(role)
 
     def layers(self) -> dict[int, Any]:
-        """A `LayerCache`, or state of its own kind, for each layer, over what the buffers hold."""
+        """Layer index -> its `LayerCache`, or state of another kind, over the buffers."""
         return {layer: self._bind(layer, roles) for layer, roles in self.roles.items()}
 
-    def _bind(
-        self, layer: int, roles: list[str]
-    ) -> LayerCache | IndexedLatent | RecurrentState | CompressedState:
+    def _bind(self, layer: int, roles: list[str]) -> Any:
         tensors = {role: getattr(self, f"{layer}_{role}") for role in roles}
-        if tensors.keys() == {"k", "v"}:
-            return PagedKV(**tensors)
-        if tensors.keys() == {"latent"}:
-            return PagedLatent(**tensors)
-        if tensors.keys() == {"latent", "index"}:
-            return IndexedLatent(**tensors)
         if tensors.keys() == {"ring_k", "ring_v"}:
             pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
-        if tensors.keys() == {"recurrent", "history", "standing"}:
-            return RecurrentState(**tensors)
-        if "window" in tensors:
-            return CompressedState(**tensors)
-        raise UnsupportedModelError(f"layer {layer}: no cache kind has the buffers {sorted(roles)}")
+        for kind in self.kinds:
+            if _fits(kind, set(roles)):
+                return kind(**tensors)
+        raise UnsupportedModelError(
+            f"layer {layer} has the buffers {sorted(roles)}; expected those of a known cache; "
+            "correct `cache_specs` or `cache_kinds` of its family"
+        )
+
+
+def _fits(kind: Any, roles: set[str]) -> bool:
+    """Whether a dataclass has a field for each role and a role for each required field."""
+    declared = fields(kind)
+    required = {field.name for field in declared if field.default is MISSING}
+    return required <= roles <= {field.name for field in declared}

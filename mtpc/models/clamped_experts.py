@@ -1,4 +1,4 @@
-"""Step-3.7's experts, which transformers' experts interface does not reach, as `mtpc::experts`."""
+"""Step-3.7's experts as `mtpc::experts`; transformers' experts interface does not reach them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mtpc import ops
 
 
 class ClampedExperts(nn.Module):
-    """SwiGLU experts whose gate and up projections are bounded.
+    """SwiGLU experts with clamped gate and up projections.
 
     Args:
-        module: transformers' `Step3p7Experts`; its parameters are shared, under their names.
+        module: transformers' `Step3p7Experts`; parameters are shared and keep their names.
     """
 
     def __init__(self, module: Any):

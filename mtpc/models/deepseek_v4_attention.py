@@ -1,15 +1,17 @@
 """DeepSeek-V4's attention on explicit buffers: a sliding window, and compressed entries beyond it.
 
-A canonical module, made of transformers' own (`DeepseekV4Attention`, 5.17 to 5.23) and holding its
-parameters under its names. What differs is where keys come from: rings and entries by state slot
-instead of tensors that grow. A compressed entry w depends on the tokens of window w (and of w - 1,
-where windows overlap) alone, and position p sees it only if w < (p + 1) // ratio; so a forward that
-closes a window writes its entry, over whatever rejected drafts had left there, and nothing is ever
-rolled back.
+A canonical module: it is made from transformers' `DeepseekV4Attention` (5.17 to 5.23) and shares
+its parameters under their names. It reads keys from rings and entries by request slot, where
+transformers keeps tensors that grow.
+
+Rejected drafts need no rollback. A compressed entry w depends only on the tokens of window w (and
+of window w - 1 if windows overlap). Position p sees entry w only if w < (p + 1) // ratio. So a
+forward that closes a window writes the entry, over anything that a rejected draft left there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +24,9 @@ from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the last 2 * n features of x by angles [.., n], neighbours in pairs, in float32.
+    """Rotary embedding of the last 2n features of x by cos and sin [..., n], in float32.
 
-    transformers' `apply_rotary_pos_emb` of this model, without its head dimension.
+    Neighbouring features are a pair. Source: this model's `apply_rotary_pos_emb` in transformers.
     """
     cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
     plain, turned = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
@@ -34,16 +36,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compress(part: Any, hidden: Tensor, rows: Rows, ring: SlotRing, entries: Tensor) -> None:
-    """Write the entries of the windows that a forward closes, and keep its inputs.
+    """Write the entries of the windows that a forward closes, and keep the forward's inputs.
 
-    Serves HCA's compressor, and, with windows that overlap by one (a token has one half of its
-    features for the next window and one for its own), CSA's and its indexer's.
+    For the compressor of HCA, and for those of CSA and its indexer, where an entry reads the window
+    before its own, too. There the first half of a token's features is for the next window and the
+    second half for its own.
 
     Args:
-        part: transformers' compressor or indexer, for its parameters.
+        part: transformers' compressor or indexer; gives the parameters.
         hidden: [T, H].
         rows: of the forward.
-        ring: of inputs, [S, places, 2C]; C is the head's size, twice that where windows overlap.
+        ring: inputs, [S, places, 2C]. C is the head size, or twice that if windows overlap.
         entries: [S, E, D].
     """
     ratio, overlaps = part.compress_rate, part.kv_proj.out_features == 2 * part.head_dim
@@ -59,7 +62,8 @@ def compress(part: Any, hidden: Tensor, rows: Rows, ring: SlotRing, entries: Ten
     if overlaps:
         kv, gate = _halves(kv, ratio, 1), _halves(gate, ratio, 1)
         bias = torch.cat(bias.chunk(2, -1), 0)
-    # Before the first window there is nothing; entries that are not valid only must not be NaN.
+    # Tokens before the first window have no weight. Entries that are not valid keep finite gates,
+    # because a softmax over -inf alone is NaN.
     gate = torch.where(alive | ~windows.valid[:, None, None], gate + bias, float("-inf"))
     weights = gate.softmax(1, dtype=torch.float32).to(kv.dtype)
     made = part.kv_norm((kv * weights).sum(1))
@@ -72,29 +76,31 @@ def compress(part: Any, hidden: Tensor, rows: Rows, ring: SlotRing, entries: Ten
 
 
 def _halves(x: Tensor, ratio: int, dim: int) -> Tensor:
-    """[J, 2 * ratio, 2D]: the first half of the window before, the second of the window itself."""
+    """Select [J, 2 * ratio, D] from [J, 2 * ratio, 2D]: the first half of the features for the
+    window before, the second half for the window itself."""
     before, own = x.split([ratio, ratio], dim)
     return torch.cat([before.chunk(2, -1)[0], own.chunk(2, -1)[1]], dim)
 
 
 def angles(part: Any, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [n, rotary / 2] at positions [n], of a compressor or indexer."""
+    """Rotary cos and sin, each [n, rotary / 2], of a compressor or indexer at positions [n]."""
     cos, sin = part.rotary_emb(like, position_ids=positions[None], layer_type="compress")
     return cos[0], sin[0]
 
 
 def choose_entries(indexer: Any, hidden: Tensor, query: Tensor, rows: Rows, keys: Tensor) -> Tensor:
-    """CSA's choice for each row: the entries of highest score among those it sees.
+    """Choose for each row, in a CSA layer, the visible entries with the highest scores.
 
     Args:
-        indexer: transformers' `DeepseekV4Indexer`, for its parameters.
+        indexer: transformers' `DeepseekV4Indexer`; gives the parameters.
         hidden: [T, H].
         query: the attention's low-rank query, [T, q_lora_rank].
         rows: of the forward.
-        keys: [S, E, D] entries of the indexer, this forward's written.
+        keys: entries of the indexer, [S, E, D], those of this forward included.
 
     Returns:
-        int64 [T, min(index_topk, E)], distinct; a row that sees fewer gets some it does not see.
+        int64 [T, min(index_topk, E)], distinct. If a row sees fewer entries, the rest are entries
+        that it does not see.
     """
     visible = visible_entries(rows, indexer.compress_rate, keys.shape[1])
     own = torch.where(visible[..., None], keys[rows.slot], 0)
@@ -110,17 +116,36 @@ def choose_entries(indexer: Any, hidden: Tensor, query: Tensor, rows: Rows, keys
 
 
 def visible_entries(rows: Rows, ratio: int, count: int) -> Tensor:
-    """bool [T, count]: which compressed entries each row sees."""
+    """Which compressed entries each row sees, bool [T, count]."""
     entry = torch.arange(count, device=rows.position.device)
     closed = (rows.position + 1) // ratio
     return (entry[None] < closed[:, None]) & rows.live[:, None]
 
 
-class WindowedAttention(nn.Module):
-    """One softmax over the window's keys and, where the layer has them, compressed entries.
+@dataclass(frozen=True)
+class CompressedState:
+    """State of one attention layer by request slot.
 
-    Keys are values: one head of each, shared by all query heads. A sink is a logit that takes part
-    in the normalisation only.
+    Attributes:
+        window: ring of the last keys, which are also the values, [S, places, D].
+        raw: ring of the compressor's inputs, [S, places, 2C].
+        entries: compressed entries, [S, E, D].
+        index_raw: as `raw`, for the indexer.
+        index_entries: as `entries`, for the indexer.
+    """
+
+    window: Tensor
+    raw: Tensor | None = None
+    entries: Tensor | None = None
+    index_raw: Tensor | None = None
+    index_entries: Tensor | None = None
+
+
+class WindowedAttention(nn.Module):
+    """One softmax over the window's keys and the layer's compressed entries, if it has any.
+
+    Keys are the values, too: one head that all query heads share. A sink is a logit that only takes
+    part in the normalisation.
 
     Args:
         source: transformers' `DeepseekV4Attention`; its parameters are shared.
@@ -144,7 +169,7 @@ class WindowedAttention(nn.Module):
         mtpc_context: Any,
         masks: WindowMasks,
     ) -> tuple[Tensor, None]:
-        """hidden_states [1, T, H] -> [1, T, H], as transformers' module; its cache is ours."""
+        """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it."""
         hidden = hidden_states[0]
         cos, sin = (angle[0] for angle in position_embeddings[self.rope_layer_type])
         low = self.q_a_norm(self.q_a_proj(hidden))
@@ -162,7 +187,8 @@ class WindowedAttention(nn.Module):
     def _old_keys(
         self, hidden: Tensor, low: Tensor, masks: WindowMasks, state: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys [T, n, D] of the ring, as it was before this forward, and entries; who is seen."""
+        """Keys of the ring before this forward and of the entries, [T, n, D]; and which of them
+        each row sees, bool [T, n]."""
         rows = masks.rows
         keys, seen = [state.window[rows.slot]], [masks.ring]
         if self.compressor is not None:
@@ -183,7 +209,10 @@ class WindowedAttention(nn.Module):
     def _attend(
         self, query: Tensor, keys: Tensor, seen: Tensor, fresh: Tensor, masks: WindowMasks
     ) -> Tensor:
-        """[T, N, D] from old keys [T, n, D] and this forward's [T, D], in float32 at least."""
+        """Attention over old keys [T, n, D] and this forward's keys [T, D], at least in float32.
+
+        Returns [T, N, D].
+        """
         wide = torch.promote_types(query.dtype, torch.float32)
         old = torch.where(seen[..., None], keys, 0).to(wide)
         new = torch.where(masks.rows.live[:, None], fresh, 0).to(wide)

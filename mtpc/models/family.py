@@ -1,9 +1,8 @@
-"""What a model family declares: everything mtpc needs to know that the HF model does not say.
+"""What a model family declares: what mtpc must know and the transformers model does not say.
 
-A family is a value, not a class hierarchy: one file in this package, one row in `FAMILIES`.
-The fields name what differs between known MTP designs, including those of families that other
-files will add: chain rule (recycled single layer, or true chaining of n layers), which features
-feed the draft, and per-layer state that is not a paged K/V pool.
+A family is a value, not a class hierarchy: one file in this package and one row in `FAMILIES`. Its
+fields name the differences between MTP designs: how an MTP layer is wired, which features it is
+fed, how its tensors are named in checkpoints, and which state each layer keeps.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ if TYPE_CHECKING:
     from mtpc.models.hf import StepParts
 
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""Config entries that announce MTP layers, in the order in which they are believed."""
+"""Config entries that give the number of MTP layers; the first one present counts."""
 Canonical: TypeAlias = "Callable[[nn.Module], nn.Module]"
-"""Makes a module of ours from transformers', with its parameters under their names."""
+"""Makes mtpc's module from transformers' one; it shares the parameters and keeps their names."""
 
 
 @dataclass(frozen=True)
 class MTPWiring:
-    """How an MTP layer joins the token embedding with the features fed to it.
+    """How an MTP layer joins the token embedding with the features that it is fed.
 
     Attributes:
         embedding_norm: checkpoint name of the norm on the embedding (enorm).
         hidden_norm: checkpoint name of the norm on the incoming features (hnorm).
-        projection: checkpoint name of the 2H -> H projection; "" where the two are projected apart.
-        final_norm: checkpoint name of the norm after the block; its output is what the head
-            sees and what the next draft step is fed.
-        embedding_projection: without concatenation: the projection of the embedding, H -> H.
-        hidden_projection: the same of the incoming features; the two are added.
-        stream_head: how the checkpoint's names of what joins residual streams for the head begin
-            (transformers' begin with "hc_" there), or "".
-        hidden_first: concat order; False is [embedding, hidden].
-        zero_first_embedding: the embedding at sequence position 0 is zeroed.
-        target_features: which hidden state of the target feeds the draft.
-        chain: drafts beyond the number of MTP layers. "recycle" applies the last layer again and
-            again on its own output; with one layer these are all drafts but the first. Up to that
-            number, draft i is MTP layer i's, run over all rows (see `mtpc.pieces.chain`).
+        projection: checkpoint name of the projection 2H -> H of the concatenation; "" if the
+            embedding and the features have a projection each.
+        final_norm: checkpoint name of the norm after the block. Its output goes to the head and
+            to the next draft step.
+        embedding_projection: checkpoint name of the embedding's own projection, H -> H, or "".
+        hidden_projection: checkpoint name of the features' own projection, H -> H, or ""; the
+            layer adds both outputs.
+        stream_head: prefix of the stream head's tensor names, in checkpoints and in transformers'
+            module; None for layers without residual streams.
+        hidden_first: order of the concatenation; False is [embedding, hidden].
+        zero_first_embedding: whether the embedding at sequence position 0 is set to zero.
     """
 
     embedding_norm: str
@@ -55,14 +52,12 @@ class MTPWiring:
     final_norm: str
     embedding_projection: str = ""
     hidden_projection: str = ""
-    stream_head: str = ""
+    stream_head: tuple[str, str] | None = None
     hidden_first: bool = False
     zero_first_embedding: bool = False
-    target_features: Literal["after_final_norm", "before_stream_head"] = "after_final_norm"
-    chain: Literal["recycle"] = "recycle"
 
     def joints(self) -> dict[str, str]:
-        """Checkpoint name of each joint that an `MTPLayer` has, by its name there."""
+        """Submodule name in `MTPLayer` -> checkpoint name, for norms and projections."""
         names = {
             "embedding_norm": self.embedding_norm,
             "hidden_norm": self.hidden_norm,
@@ -70,7 +65,6 @@ class MTPWiring:
             "embedding_projection": self.embedding_projection,
             "hidden_projection": self.hidden_projection,
             "final_norm": self.final_norm,
-            "stream_head": self.stream_head,
         }
         return {joint: name for joint, name in names.items() if name}
 
@@ -80,35 +74,40 @@ class ModelFamily:
     """One row of the family table.
 
     Attributes:
-        name: short name, as in messages and docs.
+        name: short name for messages and docs.
         architectures: `architectures` entries of config.json that this family serves.
-        hf_class: transformers class name to build the target with.
-        own_class: makes that class where transformers has its layers, but not the class.
-        hf_config_class: transformers config class name.
-        wiring: the MTP layer's joints.
-        num_mtp_layers: config -> number of MTP layers it announces; None where it does not say:
-            then they are counted in the checkpoint.
+        hf_class: name of the target's class in transformers.
+        own_class: returns the target's class if transformers has the layers but no such class.
+        hf_config_class: name of the config's class in transformers.
+        wiring: how an MTP layer joins embedding and features.
+        num_mtp_layers: config -> number of MTP layers; None if the config does not say: loading
+            then counts them in the checkpoint.
         layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
-        block_prefix: what stands between that prefix and the names of the decoder block.
-        block_config: config -> config to build the MTP block with; the block's layer index is
-            num_hidden_layers + i.
-        cache_specs: (config, layer index, dtype) -> per-layer state buffers, named `kv.<layer>.*`.
-        shared_tensors: names in an MTP layer that checkpoints may carry and that repeat a tensor
+        block_prefix: prefix of the decoder block's names below `layer_prefix`.
+        block_config: config -> config that builds the decoder block of an MTP layer; the block's
+            layer index is num_hidden_layers + i.
+        cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
+        cache_kinds: dataclasses that hold the state of a layer, besides those of `caches`. A class
+            is used for the layers whose buffer roles are the names of its fields.
+        shared_tensors: names in an MTP layer that checkpoints may store and that repeat a tensor
             of the target: its "embedding" or its "head".
-        canonical: transformers classes that no seam can express, by name, and what stands in.
-        parts: how target, heads and drafts are stepped; None is as transformers runs them.
-        position_grids: numbers that a position has for rotary embedding; more than one (time,
-            height, width) where the model knows images; text has the same in all.
-        rotary_type: (config, i) -> which of the model's rotary embeddings MTP layer i has, where
-            there are several (transformers' `layer_type`); None for others.
-        stored_names: pairs (in checkpoints, in transformers' modules) of parts of names, for
-            decoder layers and MTP blocks, each replaced in turn. Of several pairs for one module
-            part the first is written, and all are read.
-        stored_prefixes: name prefix of the target -> prefix that checkpoints may store in its
-            place (a text model inside a multimodal one, or the reverse).
-        expert_names: gate, up and down projection of an expert stored by itself.
-        released_entries: of config.json: what transformers takes for granted and other readers
-            (vLLM) look up; written where the config does not say otherwise.
+        canonical: name of a transformers class -> what makes the module that replaces it. For
+            classes that transformers' interfaces cannot redirect to mtpc.
+        parts: how target, heads and drafts are stepped; None: as transformers runs them.
+        position_grids: coordinates of a position in the rotary embedding. Multimodal models have
+            three (time, height, width); a text token has the same number in all of them.
+        rotary_type: (config, i) -> rotary embedding of MTP layer i (transformers' `layer_type`);
+            None if the model has only one.
+        stored_names: pairs (part of a name in checkpoints, in transformers' modules) for decoder
+            layers and MTP blocks, replaced in order. If several pairs name one module part,
+            saving writes the first, and loading reads all.
+        stored_prefixes: name prefix in the target -> prefix that checkpoints may have instead (a
+            text model inside a multimodal one, or the reverse).
+        expert_names: gate, up and down projection of an expert that is stored by itself.
+        stacked_gate_up: names, within a decoder layer, of two tensors [E, I, H]: the gate and the
+            up projections of all experts. None if checkpoints do not store experts that way.
+        released_entries: config.json entries that other readers (vLLM) need and transformers does
+            not write; saving adds those that the config lacks.
     """
 
     name: str
@@ -120,6 +119,7 @@ class ModelFamily:
     layer_prefix: Callable[[int, int], str]
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
     block_config: Callable[[Any], Any]
+    cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
     parts: StepParts | None = None
@@ -129,14 +129,16 @@ class ModelFamily:
     stored_names: tuple[tuple[str, str], ...] = ()
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked_gate_up: tuple[str, str] | None = None
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, str] = field(default_factory=dict)
 
 
 def full_attention_after(config: Any, count: int) -> Any:
-    """A copy of a config in which `count` layers after the last are full attention.
+    """A copy of the config with `count` full-attention layers after the last.
 
-    For blocks that look their layer type up by index.
+    For blocks that look their layer type up by index. A config without `layer_types` is only
+    copied.
     """
     extended = copy.deepcopy(config)
     if getattr(extended, "layer_types", None) is not None:
@@ -145,5 +147,5 @@ def full_attention_after(config: Any, count: int) -> Any:
 
 
 def find_norm_class(layer: Any) -> type[nn.Module]:
-    """The RMSNorm class a decoder layer uses (its input norm's)."""
+    """The RMSNorm class of a decoder layer, taken from its input norm."""
     return type(layer.input_layernorm)

@@ -1,30 +1,35 @@
 """Gated DeltaNet (Qwen3-Next, Qwen3.5) on explicit state: the canonical module, and its buffers.
 
-transformers has no seam here: its layer finds its own state in its cache. So a module with the
-HF module's parameters, under their names, takes its place in mtpc's copy of the tree.
+transformers' layer takes its state from its own cache class, and no interface redirects that. So
+this module replaces the layer in mtpc's copy of the model; it shares the parameters under their
+names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, S
 from mtpc.models.caches import slot_spec
+from mtpc.step import Metadata
 
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""mixed queries, keys and values [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""
+"""Queries, keys and values side by side, [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""
 
 
 def recurrent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """State of one layer, by request slot: see `mtpc.ops.gated_delta`.
+    """State buffers of one layer by request slot; see `mtpc.ops.gated_delta`.
 
-    One state, and the inputs of K_max + W - 1 positions, a request.
+    A request has one recurrent state, and the inputs of its last K_max + W - 1 positions, where W
+    is the width of the convolution.
     """
     heads, key_dim = config.linear_num_value_heads, config.linear_key_head_dim
     value_dim, back = config.linear_value_head_dim, config.linear_conv_kernel_dim - 1
@@ -40,12 +45,40 @@ def recurrent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buffer
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class RecurrentState:
+    """State of a Gated DeltaNet layer by request slot; `mtpc.ops.gated_delta` gives the shapes."""
+
+    recurrent: Tensor
+    history: Tensor
+    standing: Tensor
+
+    def run(self, module: Any, rows: Tensor, metadata: Metadata) -> Tensor:
+        """Run the recurrence over inputs [T, C + 2 HV], update the state; returns [T, HV, Dv]."""
+        return ops.gated_delta_rule(
+            rows,
+            module.conv1d.weight.squeeze(1),
+            module.A_log,
+            module.dt_bias,
+            self.recurrent,
+            self.history,
+            self.standing,
+            metadata.state_slots,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.certain_lens,
+        )
+
+
 class GatedDelta(nn.Module):
     """A Gated DeltaNet layer over flat rows.
 
     Args:
         module: transformers' module; its submodules and parameters are shared.
-        project: its input projections.
+        project: computes the input projections: (this module, hidden [T, H]) -> `Projected`.
+
+    Raises:
+        UnsupportedModelError: the activation is not SiLU, or the convolution has a bias.
     """
 
     norm: nn.Module
@@ -59,12 +92,12 @@ class GatedDelta(nn.Module):
             self.register_parameter(name, parameter)
         if module.activation not in ("silu", "swish"):
             raise UnsupportedModelError(
-                f"{type(module).__name__} with activation {module.activation!r}; "
-                "mtpc::gated_delta_rule computes SiLU"
+                f"{type(module).__name__} has the activation {module.activation!r}; expected "
+                "'silu', which mtpc::gated_delta_rule computes"
             )
         if module.conv1d.bias is not None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} has a convolution bias; expected none"
+                f"{type(module).__name__} has a convolution with a bias; expected one without"
             )
         self.layer_idx: int = module.layer_idx
         self.num_k_heads, self.head_k_dim = module.num_k_heads, module.head_k_dim
@@ -80,7 +113,7 @@ class GatedDelta(nn.Module):
 
 
 def grouped_projections(module: Any, x: Tensor) -> Projected:
-    """Qwen3-Next: two projections whose outputs are interleaved by key head."""
+    """Input projections of Qwen3-Next: two, with outputs interleaved by key head."""
     groups = module.num_v_heads // module.num_k_heads
     values, key_dim = groups * module.head_v_dim, module.head_k_dim
     qkvz = module.in_proj_qkvz(x).unflatten(-1, (module.num_k_heads, -1))
@@ -92,6 +125,6 @@ def grouped_projections(module: Any, x: Tensor) -> Projected:
 
 
 def separate_projections(module: Any, x: Tensor) -> Projected:
-    """Qwen3.5: four projections."""
+    """Input projections of Qwen3.5: four separate ones."""
     z = module.in_proj_z(x).unflatten(-1, (module.num_v_heads, module.head_v_dim))
     return module.in_proj_qkv(x), z, module.in_proj_b(x), module.in_proj_a(x)

@@ -1,8 +1,9 @@
-"""The traced route: transformers' own modules, stepped through transformers' own seams.
+"""Running transformers' own modules in a step.
 
-Attention goes through `AttentionInterface`, experts through `ExpertsInterface`, the KV cache
-through the `past_key_values.update(a, b, layer_idx)` protocol, all under the name "mtpc". The
-user's model is never touched: its module tree is copied, its tensors are shared.
+Three interfaces of transformers redirect its modules to mtpc; here they are called seams. Attention
+goes through `AttentionInterface` and experts through `ExpertsInterface`, both under the name
+"mtpc". The KV cache goes through the protocol `past_key_values.update(a, b, layer_idx)`. The user's
+model does not change: mtpc copies its module tree and shares its tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ SEAM_NAME = "mtpc"
 
 @dataclass
 class StepContext:
-    """Metadata of one forward and the caches of its layers; stands in for `past_key_values`."""
+    """Metadata of one forward and the caches of its layers, in the place of `past_key_values`.
+
+    `layers` holds a `LayerCache`, or state of another kind, by layer index. The other fields are
+    those of `mtpc.step.Metadata`.
+    """
 
     layers: dict[int, Any]
     positions: Tensor
@@ -40,7 +45,7 @@ class StepContext:
     certain_lens: Tensor
 
     def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Cache protocol of transformers: store what a layer produced for these tokens."""
+        """Write a layer's keys and values to its cache: the cache protocol of transformers."""
         self.layers[layer_idx].write(first, second, self)
         return first, second
 
@@ -56,11 +61,11 @@ def _attention(
     mtpc_context: StepContext | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function registered with transformers; keys and values come from the caches."""
+    """The attention function that transformers calls; it reads keys and values from the caches."""
     if mtpc_context is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention "
-            "function; it needs a canonical module in its family"
+            f"{type(module).__name__} does not pass keyword arguments to its attention function; "
+            "expected `mtpc_context` among them; add a canonical module to its family"
         )
     scale = module.head_dim**-0.5 if scaling is None else scaling
     cache: LayerCache = mtpc_context.layers[module.layer_idx]
@@ -68,37 +73,39 @@ def _attention(
 
 
 def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """Experts function registered with transformers."""
+    """The experts function that transformers calls."""
     if module.config.hidden_act not in ("silu", "swish"):
         raise UnsupportedModelError(
-            f"experts with activation {module.config.hidden_act!r}; mtpc::experts computes SwiGLU"
+            f"the experts have the activation {module.config.hidden_act!r}; expected 'silu', as "
+            "mtpc::experts computes SwiGLU"
         )
     weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
     limit = getattr(module, "limit", None)
     if limit is None:
         return ops.experts(x, *weights)
-    return ops.experts(x, *weights, float(limit), True)  # As `_apply_gate` of such modules.
+    # Modules with a limit clamp the gate in `_apply_gate`; the last argument asks for the same.
+    return ops.experts(x, *weights, float(limit), True)
 
 
 def model_class(family: ModelFamily) -> Any:
-    """The class of a family's target."""
+    """The class of a family's target: transformers', or the family's own."""
     if family.own_class is not None:
         return family.own_class()
     return getattr(transformers, family.hf_class)
 
 
 def register_seams() -> None:
-    """Make the name "mtpc" known to transformers' interfaces (adds an entry, changes none)."""
+    """Register "mtpc" in transformers' interfaces; existing entries do not change."""
     AttentionInterface.register(SEAM_NAME, _attention)
     ExpertsInterface.register(SEAM_NAME, _experts)
 
 
 def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Module:
-    """A copy of the module tree that shares every tensor, set to the "mtpc" seams, in eval mode.
+    """Copy the module tree, share every tensor, select the "mtpc" seams, and set eval mode.
 
     Args:
-        model: transformers' model, which stays as it is.
-        canonical: by class name, what makes the module that stands in for one of that class.
+        model: transformers' model; it does not change.
+        canonical: class name -> what makes the module that replaces one of that class.
     """
     register_seams()
     tensors = [*model.parameters(), *model.buffers()]
@@ -109,7 +116,7 @@ def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Modu
 
 
 def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
-    """Replace modules below `root` by canonical ones, in place."""
+    """Replace modules below `root` by their canonical modules, in place."""
     for name, module in list(root.named_modules()):
         make = canonical.get(type(module).__name__)
         if make is not None:
@@ -118,7 +125,7 @@ def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
 
 
 def use_seams(config: Any) -> None:
-    """Select mtpc's attention and experts in a config (a private copy's, never the user's)."""
+    """Select mtpc's attention and experts in a config, which must be a private copy."""
     for part in (config, config.get_text_config(decoder=True)):
         part._attn_implementation = SEAM_NAME
         part._experts_implementation = SEAM_NAME
@@ -147,9 +154,16 @@ class HFTarget(nn.Module):
 
 
 class MTPLayer(nn.Module):
-    """One MTP layer: norms, projection, a decoder block of the model's own class, final norm.
+    """One MTP layer: norms, projection, a decoder block of the target's own class, final norm.
 
-    Submodules bear the family's checkpoint names' roles; `checkpoint.py` maps the names.
+    Submodules have the names of `MTPWiring`'s attributes, which give their checkpoint names.
+
+    Args:
+        wiring: how the layer joins embedding and features.
+        config: the language model's.
+        block: the decoder block.
+        norm_class: RMSNorm class of the target.
+        stream_head: joins residual streams for the head; None for layers without them.
     """
 
     def __init__(
@@ -176,9 +190,12 @@ class MTPLayer(nn.Module):
             self.stream_head = stream_head
 
     def join(self, embedding: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Block input from embeddings [..., T, H] and incoming features.
+        """The block's input, of the shape of `features`.
 
-        Features are [..., T, H], or [..., T, streams, H] where the two are projected apart.
+        Args:
+            embedding: of the rows' token ids, [..., T, H].
+            features: [..., T, H], or [..., T, streams, H] if they have a projection of their own.
+            positions: int64 [T].
         """
         if self.wiring.zero_first_embedding:
             embedding = torch.where(positions[..., None] == 0, 0, embedding)
@@ -192,12 +209,14 @@ class MTPLayer(nn.Module):
 
 
 class TextRotary(nn.Module):
-    """A decoder's rotary embedding for one layer: (like, positions [T]) -> cos, sin [1, T, D].
+    """A decoder's rotary embedding for one layer and text positions.
+
+    (tensor of the wanted dtype and device, positions [T]) -> cos and sin, each [1, T, D].
 
     Args:
         rotary: transformers' module.
         grids: see `ModelFamily.position_grids`.
-        kind: the layer's attention type where the rotary embedding differs by type.
+        kind: transformers' `layer_type` of the layer; None if the model has one rotary embedding.
     """
 
     def __init__(self, rotary: nn.Module, grids: int, kind: str | None):
@@ -215,17 +234,17 @@ class TextRotary(nn.Module):
 def run_mtp_layer(
     layer: MTPLayer, rotary: TextRotary, embedding: Tensor, features: Tensor, context: Any
 ) -> Tensor:
-    """An MTP layer over flat rows, up to and without its final norm.
+    """Run an MTP layer over flat rows, without its final norm.
 
     Args:
         layer: the MTP layer.
-        rotary: the decoder's rotary embedding, as the layer has it.
+        rotary: the layer's rotary embedding.
         embedding: of the rows' token ids, [T, H].
-        features: fed to them, [T, H].
-        context: stands in for `past_key_values`: `positions` [T], `layers`, `update`.
+        features: of the rows, [T, H].
+        context: in the place of `past_key_values`; has `positions` [T], `layers` and `update`.
 
     Returns:
-        [T, H].
+        Hidden states before the final norm, [T, H].
     """
     positions = context.positions
     hidden = layer.join(embedding, features, positions)[None]
@@ -245,10 +264,10 @@ class HFDraft(nn.Module):
     """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H].
 
     Args:
-        decoder: the target's, for its embedding.
-        rotary: its rotary embedding, as the layer has it.
+        decoder: the target's decoder; gives the embedding.
+        rotary: the layer's rotary embedding.
         layer: the MTP layer.
-        pool: caches of all layers.
+        pool: state of all layers.
     """
 
     def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
@@ -265,16 +284,20 @@ class HFDraft(nn.Module):
 
 @dataclass(frozen=True)
 class StepParts:
-    """How a family's target, head and drafts are stepped.
+    """What makes the modules that a step runs: one for the target, the drafts and their heads.
 
     Attributes:
-        target: (decoder, pool) -> module (ids [T], *metadata) -> features [T, ...].
-        target_head: model -> module features -> logits.
-        draft: (decoder, rotary, layer, pool) -> module (ids, features, *metadata) -> features.
-        draft_head: (model, layer, target head) -> module features -> logits.
+        target: (decoder, pool) -> module: (ids [T], *metadata) -> features [T, ...].
+        target_head: model -> module: features [T, ...] -> logits [T, V].
+        draft: (decoder, rotary, layer, pool) -> module: (ids [T], features [T, ...], *metadata) ->
+            features [T, ...].
+        draft_head: (model, layer, target head) -> module: features [T, ...] -> logits [T, V].
+        stream_head: (decoder, config) -> the stream head of a new MTP layer, its weights not set;
+            None for families without residual streams.
     """
 
     target: Callable[[Any, CachePool], nn.Module] = HFTarget
     target_head: Callable[[Any], nn.Module] = lambda model: model.get_output_embeddings()
     draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] = HFDraft
     draft_head: Callable[[Any, MTPLayer, nn.Module], nn.Module] = lambda model, layer, head: head
+    stream_head: Callable[[Any, Any], nn.Module] | None = None

@@ -1,7 +1,7 @@
-"""DeepSeek-V4's hyper-connections, with the rounds of normalisation as one op.
+"""DeepSeek-V4's hyper-connections, with all rounds of normalisation as one op.
 
-A canonical module for transformers' `DeepseekV4HyperConnection` (5.17 to 5.23): traced as it is, it
-has some ten nodes for each of `hc_sinkhorn_iters` rounds, twice a layer.
+A canonical module for transformers' `DeepseekV4HyperConnection` (5.17 to 5.23). A trace of
+transformers' module has about ten nodes for each of `hc_sinkhorn_iters` rounds, twice per layer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mtpc import ops
 
 
 class HyperConnection(nn.Module):
-    """Weights that join the residual streams before a sublayer, and mix them after it.
+    """Computes the weights that join residual streams before a sublayer and mix them after it.
 
     Args:
-        module: transformers' `DeepseekV4HyperConnection`; its parameters are shared, under their
+        module: transformers' `DeepseekV4HyperConnection`; parameters are shared and keep their
             names.
     """
 
@@ -31,7 +31,17 @@ class HyperConnection(nn.Module):
         self.epsilon = module.hc_eps
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [B, T, n, H]; returns post [B, T, n], mix [B, T, n, n], joined [B, T, H]."""
+        """Weights of the streams, and the streams joined for the sublayer.
+
+        Args:
+            streams: [B, T, n, H].
+
+        Returns:
+            post [B, T, n]: weight of the sublayer's output in each new stream;
+            mix [B, T, n, n]: weights of the old streams in each new stream;
+            joined [B, T, H]: the sublayer's input, in the dtype of `streams`.
+            The weights are float32 or wider.
+        """
         n = self.streams
         flat = self.input_norm(streams.flatten(2).float())
         sizes = [n, n, n * n]

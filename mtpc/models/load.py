@@ -1,4 +1,4 @@
-"""From what the user passes (a model object or a directory) to a `LoadedModel` ready to step."""
+"""Loading: from a checkpoint directory or a transformers model to a `LoadedModel`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.caches import CachePool
+from mtpc.models.family import MTP_COUNT_NAMES
 from mtpc.models.hf import (
     MTPLayer,
     StepParts,
@@ -41,9 +42,16 @@ from mtpc.weights.served_model import ServedModel
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A target that shares the user's tensors, its MTP layers, and what goes with them.
+    """A target and its MTP layers.
 
-    `owned`: it was read from a directory, so that nobody else holds its tensors.
+    Attributes:
+        family: row of the family table.
+        target: copy of transformers' model that shares its tensors.
+        mtp_layers: in order; () if they were not asked for.
+        stop_ids: end-of-sequence token ids.
+        source: directory or model name, for messages.
+        checkpoint: where the tensors were read; None for a model object without a directory.
+        owned: whether mtpc read the target from a directory, so that no one else has its tensors.
     """
 
     family: ModelFamily
@@ -56,7 +64,7 @@ class LoadedModel:
 
     @property
     def config(self) -> Any:
-        """The language model's, also where transformers nests it in a multimodal one's."""
+        """Config of the language model, even inside the config of a multimodal model."""
         return self.target.config.get_text_config(decoder=True)
 
     @property
@@ -65,25 +73,25 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Rows of the embedding; every token id is smaller."""
         return self.target.get_input_embeddings().weight.shape[0]
 
     def served(self) -> ServedModel:
-        """What serving it takes, without the model."""
+        """What serving needs besides the model itself."""
         directory = self.checkpoint.directory if self.checkpoint else None
         return ServedModel(self.source, self.vocab_size, self.stop_ids, directory)
 
     def with_layers(self, count: int) -> LoadedModel:
-        """This model with its first `count` MTP layers: more are not used, and need no state."""
+        """This model with only its first `count` MTP layers; unused layers need no state."""
         return replace(self, mtp_layers=self.mtp_layers[:count])
 
     @property
     def chain_window(self) -> int:
-        """Rows before a step's own that the MTP layers compute again; see `pieces.chain`."""
+        """Earlier rows of a request that the MTP layers compute again; see `pieces.chain`."""
         return max(len(self.mtp_layers) - 1, 0)
 
     def state_specs(self) -> tuple[BufferSpec, ...]:
-        """Buffers of the target's layers, of the MTP layers', and of their chain."""
+        """State buffers: of the target's layers, of the MTP layers, and of true chaining."""
         count = self.config.num_hidden_layers + len(self.mtp_layers)
         caches = (
             spec
@@ -94,7 +102,7 @@ class LoadedModel:
         return (*caches, *chain)
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters and constant buffers by name; tensors tied together appear once."""
+        """All parameters and constant buffers by name; a tied tensor appears once."""
         roots = [("", self.target), *((f"mtp.{i}.", m) for i, m in enumerate(self.mtp_layers))]
         named: dict[int, tuple[str, Tensor]] = {}
         for prefix, module in roots:
@@ -104,20 +112,27 @@ class LoadedModel:
 
 
 class SteppedModel:
-    """A `LoadedModel` on given page pools, in the form that `mtpc.step` wants (a `StepModel`)."""
+    """A `LoadedModel` over given state tensors, as a `mtpc.step.StepModel`.
+
+    Args:
+        loaded: the model.
+        pools: state tensors by buffer name, `kv.<layer>.<role>`.
+        num_slots: request slots, the scratch slot included.
+    """
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
-        pool = CachePool(pools, num_slots)
-        family, target = loaded.family, loaded.target
+        family, target, config = loaded.family, loaded.target, loaded.config
+        pool = CachePool(pools, num_slots, family.cache_kinds)
         parts, decoder = family.parts or StepParts(), target.get_decoder()
         self.target: nn.Module = parts.target(decoder, pool)
         self.target_head: nn.Module = parts.target_head(target)
-        kinds = [family.rotary_type(loaded.config, i) for i in range(len(loaded.mtp_layers))]
+        rotaries = [
+            TextRotary(decoder.rotary_emb, family.position_grids, family.rotary_type(config, i))
+            for i in range(len(loaded.mtp_layers))
+        ]
         self.drafts = nn.ModuleList(
-            parts.draft(
-                decoder, TextRotary(decoder.rotary_emb, family.position_grids, kind), layer, pool
-            )
-            for kind, layer in zip(kinds, loaded.mtp_layers, strict=True)
+            parts.draft(decoder, rotary, layer, pool)
+            for rotary, layer in zip(rotaries, loaded.mtp_layers, strict=True)
         )
         self.draft_heads = nn.ModuleList(
             parts.draft_head(target, layer, self.target_head) for layer in loaded.mtp_layers
@@ -125,7 +140,7 @@ class SteppedModel:
         self.vocab_size = loaded.vocab_size
 
     def draft_index(self, step: int) -> int:
-        """MTP layer that draft step `step` uses; beyond their number, the last is recycled."""
+        """MTP layer of draft step `step`, from 0; steps beyond the layers use the last one."""
         return min(step, len(self.drafts) - 1)
 
 
@@ -133,14 +148,17 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
     """Load a checkpoint directory, or adopt a transformers model object.
 
     Args:
-        source: a directory's path, its `Checkpoint`, or a `PreTrainedModel` (shared, not copied,
-            not changed).
-        dtype: dtype name for directories; None keeps the checkpoint's.
+        source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, whose tensors are
+            shared and which is not changed.
+        dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
 
     Raises:
-        CheckpointError: see `Checkpoint`, `load_mtp_layer`, `check_finite`.
-        UnsupportedModelError: architecture not in `FAMILIES`.
+        CheckpointError: tensors are missing, unexpected, misshapen or not finite; see
+            `Checkpoint`, `load_mtp_layer`, `check_finite`.
+        OptionError: the source is of another type, or a dtype is given for a model object.
+        UnsupportedModelError: the architecture is not in `FAMILIES`, or the model's class or
+            number of MTP layers is not supported.
     """
     if isinstance(source, (str, Path)):
         source = Checkpoint(Path(source))
@@ -148,7 +166,10 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
         return _load_directory(source, dtype, needs_mtp)
     if isinstance(source, transformers.PreTrainedModel):
         if dtype is not None:
-            raise OptionError("dtype applies to directories; a model object keeps its own")
+            raise OptionError(
+                f"dtype={dtype!r} with a model object, which keeps its own; leave it out, or pass "
+                "the checkpoint's directory"
+            )
         return _adopt(source, needs_mtp)
     raise OptionError(
         f"cannot compile a {type(source).__name__}; expected a checkpoint directory or a "
@@ -157,17 +178,17 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
 
 
 def place(loaded: LoadedModel, device: str) -> LoadedModel:
-    """The model on a device.
+    """Move a model that mtpc owns to a device.
 
     Raises:
-        OptionError: it is a model object of the user's, on another device; it is not moved.
+        OptionError: the user's model object is on another device; mtpc does not move it.
     """
     here, there = loaded.target.get_input_embeddings().weight.device, torch.device(device)
     if here.type == there.type and there.index in (None, here.index):
         return loaded
     if not loaded.owned:
         raise OptionError(
-            f"the model object is on {here}; this backend runs on {device}: move it there first, "
+            f"the model object is on {here}; this backend runs on {device}; move the model by "
             f"model.to({device!r}), or pass the checkpoint's directory"
         )
     for module in (loaded.target, *loaded.mtp_layers):
@@ -176,7 +197,11 @@ def place(loaded: LoadedModel, device: str) -> LoadedModel:
 
 
 def find_family(architectures: list[str]) -> ModelFamily:
-    """The family that serves one of `architectures`."""
+    """The family that serves one of `architectures`.
+
+    Raises:
+        UnsupportedModelError: no family does.
+    """
     for family in FAMILIES:
         if set(architectures) & set(family.architectures):
             return family
@@ -184,17 +209,18 @@ def find_family(architectures: list[str]) -> ModelFamily:
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
     raise UnsupportedModelError(
-        f"architecture {architectures} is not among those known{hint}: {', '.join(known)}"
+        f"architecture {architectures} is not supported{hint}; expected one of {', '.join(known)}"
     )
 
 
 def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+    """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
     family = find_family(checkpoint.config.get("architectures") or [])
     config_class = getattr(transformers, family.hf_config_class)
     own = ("model_type", "quantization_config")
     is_nested = "text_config" in getattr(config_class, "sub_configs", {})
-    # A copy: transformers takes entries out of nested configs that it is given.
+    # A copy, because transformers removes entries from a nested config.
     fields = copy.deepcopy(checkpoint.config if is_nested else checkpoint.text_config)
     config = config_class(**{k: v for k, v in fields.items() if k not in own})
     try:
@@ -211,7 +237,8 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(
-            f"{directory} lacks {len(names)} tensor(s) of the target: {names[:6]}"
+            f"{directory} lacks {len(names)} tensor(s) of the target: {listing(names)}; download "
+            "the checkpoint again, or correct its config.json"
         )
     target = _share(model, family, str(directory))
     layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
@@ -221,7 +248,7 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
 
 
 def _weights_for_transformers(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `from_pretrained` is to read: the files, or, where they hold FP8, what we read there."""
+    """Arguments of `from_pretrained`: the directory, or tensors that mtpc reads if it holds FP8."""
     if not checkpoint.is_block_scaled:
         return {"pretrained_model_name_or_path": checkpoint.directory}
     state = {name: _Unread(checkpoint, name) for name in checkpoint.tensors}
@@ -230,14 +257,14 @@ def _weights_for_transformers(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Unread:
-    """A tensor that transformers reads, as it does a file's slice, when its turn comes."""
+    """A tensor of a checkpoint in the form of a safetensors slice: indexing reads it."""
 
     checkpoint: Checkpoint
     name: str
 
     @property
     def dtype(self) -> torch.dtype:
-        """Asked for the first tensor only, where config.json names no dtype."""
+        """The dtype that transformers takes for the model if config.json names none."""
         return torch.bfloat16
 
     def is_floating_point(self) -> bool:
@@ -249,7 +276,7 @@ class _Unread:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No report of "unexpected" MTP tensors (we read them ourselves), no second progress bar."""
+    """Turn off transformers' progress bar and its warnings about MTP tensors, which mtpc reads."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -263,26 +290,26 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
+    """Share a user's model object, and load its MTP layers from its checkpoint."""
     checkpoint = checkpoint_of(model)
     names = checkpoint.config.get("architectures") if checkpoint else None
     family = find_family(names or [type(model).__name__])
     is_nested = getattr(model.config, "text_config", None) is not None
     if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is a multimodal model; expected its text model: load it with "
-            f"transformers.{family.hf_class}, or pass the checkpoint's directory"
+            f"the model is a multimodal {type(model).__name__}; expected its text model: load it "
+            f"with transformers.{family.hf_class}, or pass the checkpoint's directory"
         )
     if not isinstance(model, model_class(family)):
         raise UnsupportedModelError(
             f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
-            f"transformers' {family.hf_class}, whose modules mtpc steps: pass the checkpoint's "
-            "directory"
+            f"transformers' {family.hf_class}; pass the checkpoint's directory instead"
         )
     if checkpoint is None and needs_mtp:
         raise CheckpointError(
-            f"the model's name_or_path is {model.name_or_path!r}, which is no local directory: "
-            "transformers drops MTP tensors on load, so mtpc reads them from the checkpoint; load "
-            "the model from a directory, or use spec_tokens=0"
+            f"the model's name_or_path is {model.name_or_path!r}; expected a local directory to "
+            "read the MTP tensors from, because transformers drops them; load the model from a "
+            "directory, or use spec_tokens=0"
         )
     source = model.name_or_path or "model object"
     target = _share(model, family, source)
@@ -291,12 +318,13 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
 
 
 def _share(model: Any, family: ModelFamily, source: str) -> Any:
-    """The user's model on mtpc's seams, once its weights are known to be sound."""
+    """Check the weights, then copy the module tree onto mtpc's seams; see `share_model`."""
     quantised = [n for n, p in model.named_parameters() if p.dtype.itemsize == 1]
     if quantised:
         raise UnsupportedModelError(
-            f"{source} holds {len(quantised)} parameter(s) of 8 bits: {listing(quantised)}; "
-            "compile the checkpoint's directory instead, which is read as bfloat16"
+            f"{source} holds {len(quantised)} parameter(s) of 8 bits ({listing(quantised)}); "
+            "expected floating-point weights; pass the checkpoint's directory, which mtpc reads "
+            "as bfloat16"
         )
     check_finite(model.named_parameters(), source)
     return share_model(model, family.canonical)
@@ -309,29 +337,30 @@ def _load_mtp_layers(
     count = _count_mtp_layers(checkpoint, family, config)
     if count == 0:
         raise CheckpointError(
-            f"{checkpoint.directory} announces no MTP layers (num_nextn_predict_layers is 0 or "
-            "absent); spec_tokens=0 decodes without them"
+            f"the config of {checkpoint.directory} announces no MTP layers ({MTP_COUNT_NAMES[-1]} "
+            "is 0 or absent); expected at least one; use spec_tokens=0 to decode without drafts"
         )
     prefixes = [family.layer_prefix(config.num_hidden_layers, i) for i in (0, count)]
     if not checkpoint.names(prefixes[0]):
         raise CheckpointError(
             f"{checkpoint.directory} holds no MTP layer: no tensor is named {prefixes[0]}*; "
-            f"expected {count}; spec_tokens=0 decodes without them"
+            f"expected {count}; use spec_tokens=0 to decode without drafts"
         )
     if prefixes[0] == prefixes[1] and count > 1:
         raise UnsupportedModelError(
-            f"{checkpoint.directory} has {count} MTP layers; {family.name} is known with one only"
+            f"{checkpoint.directory} has {count} MTP layers; expected one, as {family.name} names "
+            "the tensors of one layer only"
         )
     if count > 1 and family.wiring.stream_head:
         raise UnsupportedModelError(
             f"{checkpoint.directory} has {count} MTP layers that are fed residual streams; "
-            "expected one: chains of several are known for features [T, H] only"
+            "expected one: true chaining works on features [T, H] only"
         )
     more = checkpoint.names(prefixes[1])
     if more and prefixes[0] != prefixes[1]:
         raise CheckpointError(
-            f"{checkpoint.directory} announces {count} MTP layer(s), but stores more: "
-            f"{listing(more)}; mend num_nextn_predict_layers in its config.json"
+            f"{checkpoint.directory} stores more MTP layers ({listing(more)}) than the {count} "
+            f"that its config announces; correct {MTP_COUNT_NAMES[-1]} in its config.json"
         )
     for name, weight in repeated_tensors(checkpoint, family, target, count).items():
         check_repeated(checkpoint, name, weight)
@@ -344,20 +373,21 @@ def _load_mtp_layers(
 
 
 def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) -> int:
-    """MTP layers that the config announces or, where it is silent, that are stored."""
+    """Number of MTP layers in the config, or in the checkpoint if the config does not say."""
     count = family.num_mtp_layers(config)
     if count is None:
         count = 0
         while checkpoint.names(family.layer_prefix(config.num_hidden_layers, count)):
             count += 1
-        config.num_nextn_predict_layers = count  # A private copy's: blocks are built by it.
+        # `config` is a private copy, and `block_config` reads the count from it.
+        setattr(config, MTP_COUNT_NAMES[-1], count)
     return count
 
 
 def repeated_tensors(
     checkpoint: Checkpoint, family: ModelFamily, target: Any, count: int
 ) -> dict[str, Tensor]:
-    """Stored tensors of `count` MTP layers that repeat the target's embedding or head."""
+    """Stored name -> tensor of the target that it repeats, for the first `count` MTP layers."""
     modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     prefixes = [family.layer_prefix(layers, i) for i in range(count)]
@@ -370,6 +400,6 @@ def repeated_tensors(
 
 
 def _stop_ids(model: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of a model object: its generation config's, else its config's."""
+    """End-of-sequence ids in a model's generation config or, if it has none, in its config."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     return as_ids(getattr(model.config, "eos_token_id", None) if ids is None else ids)

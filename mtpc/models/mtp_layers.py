@@ -1,4 +1,4 @@
-"""Building MTP layers, which transformers does not load, from a checkpoint's tensors."""
+"""MTP layers: building them from a checkpoint's tensors, because transformers drops these."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mtpc.models.family import ModelFamily, find_norm_class
 from mtpc.models.hf import MTPLayer
 from mtpc.weights.checkpoint import Checkpoint, listing
 
-STACKED_GATE = re.compile(r".*\bmoe\.gate_proj\.weight")
-"""Gate projections of all experts as one tensor, as Step-3.5 and 3.7 are stored."""
+EXPERTS = "mlp.experts"
+"""transformers' name for the experts of a decoder layer."""
 
 
 def load_mtp_layer(
@@ -24,13 +24,13 @@ def load_mtp_layer(
     """Build MTP layer `index` and fill it from the checkpoint.
 
     Args:
-        checkpoint: where its tensors are.
-        family: names and wiring.
-        target: the transformers model it belongs to, whose classes and dtype it takes.
+        checkpoint: holds the tensors.
+        family: gives names and wiring.
+        target: the transformers model; the layer takes its classes and its dtype.
         index: MTP layer, from 0.
 
     Raises:
-        CheckpointError: tensors missing, unconsumed or of another shape; the message lists them.
+        CheckpointError: tensors are missing, unexpected or misshapen; the message lists them.
     """
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     prefix = family.layer_prefix(layers, index)
@@ -50,16 +50,19 @@ def load_mtp_layer(
 
 
 def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLayer:
-    """An MTP layer that fits a transformers model of the family, its weights not yet set."""
+    """An MTP layer for a transformers model of the family; its weights are not set."""
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     sample = decoder.layers[-1]
     block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
-    stream_head = type(decoder.hc_head)(config) if family.wiring.stream_head else None
+    parts = family.parts
+    stream_head = parts.stream_head(decoder, config) if parts and parts.stream_head else None
     return MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
 
 
 def layer_tensors(stored: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
-    """Tensors by checkpoint name within an MTP layer -> by name within `MTPLayer`.
+    """Rename tensors from names within a checkpoint's MTP layer to names within `MTPLayer`.
+
+    Experts are stacked on the way.
 
     Raises:
         CheckpointError: an expert lacks a projection.
@@ -73,11 +76,12 @@ def _module_name(name: str, family: ModelFamily) -> str:
     stem, _, leaf = name.rpartition(".")
     if stem in joints:
         return f"{joints[stem]}.{leaf}"
-    head = family.wiring.stream_head
-    if head and name.startswith(head):
-        return f"stream_head.hc_{name.removeprefix(head)}"
+    if family.wiring.stream_head:
+        head, inner = family.wiring.stream_head
+        if name.startswith(head):
+            return f"stream_head.{inner}{name.removeprefix(head)}"
     if not name.startswith(family.block_prefix):
-        return name  # Neither a joint's nor the block's: reported as unexpected.
+        return name  # `check_tensors` reports it as unexpected.
     name = name.removeprefix(family.block_prefix)
     for part, module in family.stored_names:
         name = name.replace(part, module)
@@ -85,17 +89,19 @@ def _module_name(name: str, family: ModelFamily) -> str:
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
-    """Name within `MTPLayer` -> checkpoint name within an MTP layer: `_module_name` reversed."""
+    """Name within `MTPLayer` -> checkpoint name within an MTP layer; inverts `_module_name`."""
     joint, _, leaf = name.partition(".")
     if joint == "block":
         return family.block_prefix + layer_names(leaf, family)[0]
-    if joint == "stream_head":
-        return f"{family.wiring.stream_head}{leaf.removeprefix('hc_')}"
+    if joint == "stream_head" and family.wiring.stream_head:
+        head, inner = family.wiring.stream_head
+        return head + leaf.removeprefix(inner)
     return f"{family.wiring.joints()[joint]}.{leaf}"
 
 
 def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:
-    """transformers' name within a decoder layer -> names in checkpoints; the first is written."""
+    """transformers' name within a decoder layer -> its names in checkpoints; saving writes the
+    first."""
     written = name
     others: list[str] = []
     for stored, module in family.stored_names:
@@ -105,31 +111,30 @@ def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:
 
 
 def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
-    """A layer's tensors by checkpoint name within it, experts as the family stores them: what
-    loading reads."""
+    """The tensors of an MTP layer by checkpoint name within it, with experts as the family stores
+    them: what `load_mtp_layer` reads."""
     gate, up, down = family.expert_names
     for name, tensor in layer.state_dict().items():
-        public = stored_name(name, family)
-        part = public.rpartition(".")[2]
+        stored = stored_name(name, family)
+        stem, _, part = stored.rpartition(".")
         if part == "gate_up_proj":
-            beside = stored_name(name.replace(part, "down_proj"), family)
-            parts = zip((gate, up), tensor.chunk(2, 1), strict=True)
-            for part_name, stacked in parts:
-                yield from _stored_experts(beside, part_name, stacked)
+            halves = tensor.chunk(2, 1)
+            if family.stacked_gate_up:
+                prefix = stem.removesuffix(EXPERTS)
+                yield from zip((prefix + n for n in family.stacked_gate_up), halves, strict=True)
+            else:
+                yield from _one_by_one(stem, gate, halves[0])
+                yield from _one_by_one(stem, up, halves[1])
         elif part == "down_proj":
-            yield from _stored_experts(public, down, tensor)
+            yield from _one_by_one(stem, down, tensor)
         else:
-            yield public, tensor
+            yield stored, tensor
 
 
-def _stored_experts(down: str, part: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A projection of all experts, stacked where `down`, which stands beside it, is."""
-    stem = down.removesuffix(".down_proj")
-    if stem == down:
-        yield down.replace("down_proj", part), stacked
-    else:
-        for index, rows in enumerate(stacked):
-            yield f"{stem}.{index}.{part}.weight", rows
+def _one_by_one(stem: str, projection: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """One projection of all experts, [E, ...], as a tensor for each expert."""
+    for index, rows in enumerate(stacked):
+        yield f"{stem}.{index}.{projection}.weight", rows
 
 
 def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
@@ -139,7 +144,7 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
         rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{gate}|{up}|{down})\.weight"
     )
     out: dict[str, Tensor] = {}
-    tensors = _join_stacked(tensors)
+    tensors = _join_gate_up(tensors, family)
     parts: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
@@ -154,28 +159,30 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
             f"{i}.{p}" for i in range(count) for p in (gate, up, down) if (p, i) not in by_part
         ]
         if absent:
-            raise CheckpointError(f"{stem}: experts lack {', '.join(absent[:8])}")
+            raise CheckpointError(
+                f"{stem} lacks {', '.join(absent[:8])}; expected {gate}, {up} and {down} for each "
+                f"of {count} experts"
+            )
         rows = [torch.cat([by_part[gate, i], by_part[up, i]]) for i in range(count)]
         out[f"{stem}.gate_up_proj"] = torch.stack(rows)
         out[f"{stem}.down_proj"] = torch.stack([by_part[down, i] for i in range(count)])
     return out
 
 
-def _join_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts stored stacked, gate [E, I, H] and up apart -> transformers' `gate_up_proj`."""
+def _join_gate_up(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
+    """Gate and up projections that the family stores as one tensor [E, I, H] each ->
+    transformers' `gate_up_proj` [E, 2I, H]."""
     out = dict(tensors)
-    for name in tensors:
-        up = name.replace("gate_proj", "up_proj")
-        if STACKED_GATE.fullmatch(name) and up in out:
-            gate_up = torch.cat([out.pop(name), out.pop(up)], 1)
-            out[name.replace("moe.gate_proj.weight", "mlp.experts.gate_up_proj")] = gate_up
+    gate, up = (f"block.{name}" for name in family.stacked_gate_up or ("", ""))
+    if family.stacked_gate_up and gate in out and up in out:
+        out[f"block.{EXPERTS}.gate_up_proj"] = torch.cat([out.pop(gate), out.pop(up)], 1)
     return out
 
 
 def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
-    """The dtype of each parameter or buffer, as transformers chooses it for the target's own."""
+    """(name, is a parameter) -> the dtype that transformers would choose for such a tensor."""
     dtype = target.get_input_embeddings().weight.dtype
-    # Buffers (the router's selection bias) and what the class says stay in float32 at least.
+    # Buffers (a router's selection bias) and modules that the class names keep at least float32.
     wide = torch.promote_types(dtype, torch.float32)
     kept = set(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
 
@@ -186,10 +193,15 @@ def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
 
 
 def check_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Every name and shape must match the module's.
+    """Check that names and shapes match a module's.
+
+    Args:
+        layer: the module.
+        tensors: by name within the module.
+        what: what the tensors belong to, for messages.
 
     Raises:
-        CheckpointError: tensors missing, unexpected or of another shape; the message lists them.
+        CheckpointError: tensors are missing, unexpected or misshapen; the message lists them.
     """
     expected = layer.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
@@ -208,7 +220,7 @@ def check_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], what: str) ->
 def _assign(
     layer: nn.Module, tensors: Mapping[str, Tensor], dtype_of: Callable[[str, bool], torch.dtype]
 ) -> None:
-    """Give checked tensors to a module built on the meta device."""
+    """Assign checked tensors, cast to their dtypes, to a module built on the meta device."""
     parameters = {name for name, _ in layer.named_parameters()}
     cast = {
         n: t.to(dtype_of(n, n in parameters)) if t.is_floating_point() else t
@@ -221,7 +233,7 @@ def _assign(
 def allocate(
     layer: nn.Module, dtype_of: Callable[[str, bool], torch.dtype], device: torch.device
 ) -> None:
-    """Give a module built on the meta device memory of its own, not yet written."""
+    """Allocate uninitialised memory for a module built on the meta device."""
     empty = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for name, tensor in layer.state_dict().items()

@@ -1,4 +1,4 @@
-"""Writing a checkpoint with MTP tensors under the names that its family released them with."""
+"""Saving a model with its MTP layers, under the tensor names of released checkpoints."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _INDEX = "model.safetensors.index.json"
 def save_checkpoint(
     model: Any, mtp_layers: Sequence[MTPLayer], directory: Path, family: ModelFamily
 ) -> Path:
-    """Write a model and its MTP layers as other programs (transformers, vLLM, mtpc) read them.
+    """Write a model and its MTP layers in the format that transformers, vLLM and mtpc read.
 
     Args:
         model: a transformers model of the family's class.
-        mtp_layers: its MTP layers, in order; none is fine.
-        directory: created if it is not there.
-        family: whose names and architecture the checkpoint bears.
+        mtp_layers: its MTP layers, in order; may be empty.
+        directory: where to write; created if it does not exist.
+        family: gives the tensor names and the architecture.
 
     Returns:
-        `directory`. The MTP tensors are in `model.safetensors`, or, where transformers wrote
-        shards, in one of their own that the index names.
+        `directory`. The MTP tensors are in `model.safetensors` or, if transformers wrote shards,
+        in a shard of their own that the index lists.
     """
     model.save_pretrained(directory)
     named = dict(_named(model, mtp_layers, family))
@@ -53,16 +53,17 @@ def save_checkpoint(
 def _named(
     model: Any, layers: Sequence[MTPLayer], family: ModelFamily
 ) -> Iterator[tuple[str, Tensor]]:
-    layers_before = model.config.get_text_config(decoder=True).num_hidden_layers
+    """The tensors of MTP layers under their names in a checkpoint."""
+    decoder_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for index, layer in enumerate(layers):
-        prefix = family.layer_prefix(layers_before, index)
+        prefix = family.layer_prefix(decoder_layers, index)
         for name, tensor in stored_tensors(layer, family):
-            # A file holds each tensor in full: views of stacked experts are copied out.
+            # safetensors refuses tensors that share memory, as parts of stacked experts do.
             yield prefix + name, tensor.detach().clone().contiguous()
 
 
 def _add_shard(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """A further file beside the shards that transformers wrote, and its names in the index."""
+    """Write one more shard beside those of transformers, and list its tensors in the index."""
     name = "model-mtp.safetensors"
     save_file(tensors, directory / name, metadata={"format": "pt"})
     index = json.loads((directory / _INDEX).read_text())

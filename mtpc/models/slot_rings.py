@@ -1,12 +1,13 @@
-"""State of a fixed size per request: rings of its last rows, and what windows of them come to.
+"""Rings: state of a fixed size per request that holds the last rows of a layer.
 
-A ring holds what a layer keeps of a request's last positions, at the position's remainder by the
-ring's length. A forward reads the ring *before* it writes: rows of its own, of which a prefill
-chunk may have more than the ring has places, are taken from the forward itself. So a layer that
-looks back over B positions needs B + K places and no more: after a step at committed length L with
-K drafts the ring ends at L + K, and the next step, at L + 1 or later, looks back to L + 1 - B. A
-rejected row costs nothing to take back. It lies where the mask expects a position that is too old,
-and is overwritten before that changes.
+Position p of a request is at place p mod n of a ring with n places. A forward reads the ring
+*before* it writes, and takes its own rows from itself. So the length of a ring does not depend on
+the prefill chunk: a layer that looks back over B positions needs B + K places. After a step at
+committed length L with K drafts, the newest position in the ring is L + K. The next step begins at
+L + 1 or later and looks back to L + 1 - B.
+
+A rejected row needs no rollback. By the mask, its place holds an older position, which no row sees,
+until the place is overwritten.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from mtpc.step import Metadata
 
 @dataclass(frozen=True)
 class Rows:
-    """What each flat row, and each request, of a forward is; all int64 unless stated.
+    """The flat rows and the requests of a forward; int64 unless another dtype is given.
 
     Attributes:
-        live: bool [T], whether a row is a token at all.
-        position: [T].
+        live: bool [T], whether a row holds a token; the others are padding.
+        position: [T], sequence position of a row.
         request: [T], index of a row's request.
-        slot: [T], its state slot.
-        context: [T], tokens of its request before this forward.
-        request_context: [R], the same by request.
-        request_end: [R], tokens of a request with this forward's; 0 where off.
-        request_start: [R], a request's first flat row.
-        request_slot: [R].
+        slot: [T], request slot of a row.
+        context: [T], tokens that a row's request had before this forward.
+        request_context: [R], tokens that a request had before this forward.
+        request_end: [R], tokens of a request, this forward's included; 0 for inactive requests.
+        request_start: [R], first flat row of a request.
+        request_slot: [R], request slot.
     """
 
     live: Tensor
@@ -50,7 +51,7 @@ class Rows:
 
     @classmethod
     def of(cls, metadata: Metadata) -> Rows:
-        """From what every layer is given."""
+        """Derive the rows from a forward's metadata."""
         starts, ends = metadata.query_start_loc.long(), metadata.seq_lens.long()
         token = torch.arange(metadata.positions.shape[0], device=starts.device)
         request = request_of(token, starts).clamp(max=metadata.state_slots.shape[0] - 1)
@@ -70,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class SlotRing:
-    """Rings by state slot, [S, places, ...]."""
+    """The rings of a layer by request slot, [S, places, ...]."""
 
     tensor: Tensor
 
@@ -79,24 +80,28 @@ class SlotRing:
         return self.tensor.shape[1]
 
     def positions(self, rows: Rows) -> Tensor:
-        """[T, places]: the position each place holds of a row's request, before this forward.
+        """Position that each place of a row's ring held before this forward, [T, places].
 
-        Negative: none yet.
+        Negative where the place held none.
         """
         last = rows.context[:, None] - 1
         place = torch.arange(self.places, device=last.device)[None]
         return last - torch.remainder(last - place, self.places)
 
     def write(self, values: Tensor, rows: Rows) -> None:
-        """Keep the last rows [T, ...] of each request; two rows never share a place."""
+        """Write the last rows of each request, values [T, ...], each to a place of its own."""
         kept = rows.live & (rows.position >= rows.request_end[rows.request] - self.places)
         place = rows.slot * self.places + torch.remainder(rows.position, self.places)
         ops.write_cache(self.tensor, values, torch.where(kept, place, NO_SLOT))
 
     def at(self, request: Tensor, position: Tensor, fresh: Tensor, rows: Rows) -> Tensor:
-        """Rows at positions [J, W] of requests [J], from this forward or from before: [J, W, ...].
+        """Rows at given positions of given requests, [J, W, ...].
 
-        Positions that are not alive give any row at all.
+        Args:
+            request: index of a request, [J].
+            position: [J, W]. A position without a row gives an arbitrary row.
+            fresh: this forward's rows, [T, ...]; earlier ones come from the ring.
+            rows: of the forward.
         """
         context = rows.request_context[request][:, None]
         index = rows.request_start[request][:, None] + position - context
@@ -109,12 +114,12 @@ class SlotRing:
 
 @dataclass(frozen=True)
 class WindowMasks:
-    """Which keys each row of a forward sees of those within a window, own position included.
+    """Which keys within a window each row of a forward sees; its own position is included.
 
     Attributes:
         rows: of the forward.
-        ring: bool [T, places], of the ring as it was before the forward.
-        fresh: bool [T, T], of the forward's own rows.
+        ring: bool [T, places], for the ring's contents before the forward.
+        fresh: bool [T, T], for the forward's own rows.
     """
 
     rows: Rows
@@ -123,12 +128,12 @@ class WindowMasks:
 
     @classmethod
     def of(cls, metadata: Metadata, ring: SlotRing, window: int) -> WindowMasks:
-        """The same for all layers that have such a ring.
+        """Compute the masks; all layers with rings of the same length share them.
 
         Args:
             metadata: of the forward.
-            ring: any of those layers'.
-            window: positions a row sees.
+            ring: of any such layer.
+            window: number of positions that a row sees, its own included.
         """
         rows = Rows.of(metadata)
         own, held = rows.position[:, None], ring.positions(rows)
@@ -140,12 +145,12 @@ class WindowMasks:
 
 @dataclass(frozen=True)
 class ClosedWindows:
-    """Windows of `ratio` tokens whose last token is in this forward; J = T // ratio + R, at most.
+    """Windows of `ratio` tokens whose last token is in this forward: at most J = T // ratio + R.
 
     Attributes:
-        valid: bool [J]; a request closes only so many.
-        request: int64 [J].
-        index: int64 [J], of the window in its request.
+        valid: bool [J], whether an entry is a window; the others are padding.
+        request: int64 [J], index of the window's request.
+        index: int64 [J], index of the window in its request.
     """
 
     valid: Tensor
@@ -154,7 +159,7 @@ class ClosedWindows:
 
     @classmethod
     def of(cls, rows: Rows, ratio: int) -> ClosedWindows:
-        """All windows that a forward closes, request by request."""
+        """Find all windows that a forward closes, ordered by request."""
         first = rows.request_context // ratio
         count = torch.where(rows.request_end > 0, rows.request_end // ratio - first, 0)
         ends = count.cumsum(0)

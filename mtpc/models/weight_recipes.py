@@ -1,4 +1,4 @@
-"""Where each weight of a loaded model is in its checkpoint, checked against what was loaded."""
+"""Recipes that make a loaded model's weights from the tensors of its checkpoint."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, repeated_tensors
-from mtpc.models.mtp_layers import layer_names, stored_name
+from mtpc.models.mtp_layers import EXPERTS, layer_names, stored_name
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import Join, Recipe, make, names
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
-    """A recipe for each weight of the table, over the checkpoint's tensors.
+    """Weight name -> recipe over the checkpoint's tensors.
 
-    Every recipe was carried out and gave, bit for bit, what transformers loaded. None is for
-    constants that are no part of checkpoints (non-persistent buffers such as rotary frequencies).
-    A weight that should be in the checkpoint but cannot be explained is left out: programs with
-    such a weight are loaded by transformers.
+    Each recipe is carried out, and its result equals what transformers loaded bit for bit. The
+    value None marks a constant that checkpoints do not store: a non-persistent buffer, such as
+    rotary frequencies. A weight without a recipe that works is left out, and programs with such a
+    weight are loaded by transformers.
     """
     checkpoint = loaded.checkpoint
     if checkpoint is None:
@@ -40,7 +40,7 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
 
 
 def repeats(loaded: LoadedModel) -> dict[str, str]:
-    """Stored tensors of MTP layers that repeat a weight, with that weight's name."""
+    """Stored name -> weight name, for tensors of MTP layers that repeat a weight of the target."""
     if loaded.checkpoint is None:
         return {}
     name_of = {id(tensor): name for name, tensor in loaded.weights().items()}
@@ -51,22 +51,25 @@ def repeats(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:
-    """Recipes whose tensors all exist: a stored name itself, else experts stored one by one, or
-    gate and up apart."""
+    """Recipes whose tensors are all in the checkpoint.
+
+    A weight is stored under one of its names, or its experts are stored one by one, or the gate and
+    the up projections of all experts are one tensor each.
+    """
     for stored in _stored_names(name, loaded):
         if stored in checkpoint.tensors:
             yield stored
         stem, _, part = stored.rpartition(".")
         if not stem.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
             continue
-        joined = (_joined(stem),) if part == "gate_up_proj" else ()
-        for recipe in (_stacked(stem, part, loaded.family, checkpoint), *joined):
+        joined = _join_gate_up(stem, loaded.family) if part == "gate_up_proj" else ()
+        for recipe in (_stack_experts(stem, part, loaded.family, checkpoint), *joined):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
 
 def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
-    """Names that a weight may have in a checkpoint."""
+    """Names that a weight may have in the checkpoint."""
     family = loaded.family
     if name.startswith("mtp."):
         _, index, inner = name.split(".", 2)
@@ -82,23 +85,26 @@ def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
         yield from layer_names(place, family)
 
 
-def _stacked(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) -> Join:
-    """transformers' stacked experts, gate and up rows of each joined."""
+def _stack_experts(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) -> Join:
+    """Experts stored one by one -> transformers' stack; gate and up rows are joined."""
     gate, up, down = family.expert_names
     count = sum(name.endswith(f".{down}.weight") for name in checkpoint.names(f"{stem}."))
-    of = [f"{stem}.{index}." for index in range(count)]
+    experts = [f"{stem}.{index}." for index in range(count)]
     if part == "down_proj":
-        return Join("stack", tuple(f"{expert}{down}.weight" for expert in of))
-    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in of]
+        return Join("stack", tuple(f"{expert}{down}.weight" for expert in experts))
+    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in experts]
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 
-def _joined(stem: str) -> Join:
-    """The same of experts stored stacked, gate and up apart (Step-3.5, Step-3.7)."""
-    moe = stem.removesuffix("mlp.experts") + "moe."
-    return Join("cat_rows", (f"{moe}gate_proj.weight", f"{moe}up_proj.weight"))
+def _join_gate_up(stem: str, family: ModelFamily) -> tuple[Join, ...]:
+    """Gate and up projections that the family stores as one tensor each -> transformers' stack."""
+    if family.stacked_gate_up is None:
+        return ()
+    layer = stem.removesuffix(EXPERTS)
+    return (Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up)),)
 
 
 def _gives(recipe: Recipe, checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Whether a recipe makes the tensor, bit for bit."""
     made = make(recipe, checkpoint.tensor)
     return made.shape == tensor.shape and torch.equal(made.to(tensor.dtype), tensor)

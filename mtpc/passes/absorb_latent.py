@@ -1,9 +1,9 @@
-"""absorb-latent: multi-head latent attention on the latent itself, instead of expanded K and V."""
+"""absorb-latent: multi-head latent attention on the latent itself, without expanded K and V."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -19,10 +19,10 @@ mtpc = torch.ops.mtpc
 class AbsorbLatent:
     """Rewrite `expanded_latent_attention` to `latent_attention` (DeepSeek-V2, section 2.1.2).
 
-    q . (W_k c) = (W_k^T q) . c, and sum_j a_j (W_v c_j) = W_v (sum_j a_j c_j): multiply the query
-    by the key up-projection and the result by the value up-projection, and no key or value is
-    ever expanded; per cached token only rank + rope values are read. Exact in real arithmetic,
-    equal up to rounding in floating point.
+    q . (W_k c) = (W_k^T q) . c, and sum_j a_j (W_v c_j) = W_v (sum_j a_j c_j). So the pass
+    multiplies the query by the key up-projection and the result by the value up-projection. No key
+    or value is expanded, and attention reads rank + rope values per cached token. The result is
+    equal up to rounding.
     """
 
     name: ClassVar[str] = "absorb-latent"
@@ -44,7 +44,7 @@ def _absorb(node: fx.Node) -> None:
     rank = kv_up.meta["val"].shape[1]
     with graph.inserting_before(node):
 
-        def call(target, *args):  # type: ignore[no-untyped-def]
+        def call(target: Any, *args: Any) -> fx.Node:
             return emit(graph, target, args, node)
 
         up = call(aten.view.default, kv_up, [heads, -1, rank])

@@ -1,4 +1,4 @@
-"""canonicalise: drop nodes that do nothing at these sizes and dtypes, and dead code."""
+"""canonicalise: remove operators that change nothing at these sizes and dtypes, and dead code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Canonicalise:
-    """Replace identity nodes by their input; erase dead nodes. Rewrites are nodes removed."""
+    """Replace identity nodes by their input and erase dead nodes; counts the nodes removed."""
 
     name: ClassVar[str] = "canonicalise"
     policy: ClassVar[Policy] = "on"
@@ -28,7 +28,10 @@ class Canonicalise:
 
 
 def drop_identities(graph: fx.Graph) -> int:
-    """The rewrite itself, for any flat graph whose nodes have values; returns nodes removed."""
+    """Replace identity nodes and erase dead ones in any flat graph whose nodes have fake values.
+
+    Returns the number of nodes removed.
+    """
     removed = 0
     for node in list(graph.nodes):
         rule = _IDENTITIES.get(node.target) if node.op == "call_function" else None
@@ -36,7 +39,7 @@ def drop_identities(graph: fx.Graph) -> int:
             continue
         source = first_argument(node)
         before, after = source.meta["val"], node.meta["val"]
-        # A true copy has memory of its own, even where it looks the same.
+        # A copy has memory of its own even if its layout is the same, so it must stay.
         if set(storages(after)) <= set(storages(before)) and rule(before, after):
             node.replace_all_uses_with(source)
             graph.erase_node(node)

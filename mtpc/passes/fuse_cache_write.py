@@ -1,4 +1,4 @@
-"""fuse-cache-write: rotary embedding and the writes of keys and values become one operator."""
+"""fuse-cache-write: rotary embedding and the writes of keys and values as one operator."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _ATTEND = torch.ops.mtpc.paged_attention.default
 
 @dataclass(frozen=True)
 class FuseCacheWrite:
-    """Exchange all between an attention's projections and itself for `mtpc::rotate_and_write`.
+    """Replace what stands between projections and attention by `mtpc::rotate_and_write`.
 
-    Queries and keys are turned by one table of angles, keys and values written at one table of
-    slots: four operators that read and write little, and cost a launch each. On by default where
-    the backend has such a kernel (cpu, cuda). bfloat16 only; rounding stays where the chain has it.
+    These are four operators: the rotary embeddings of queries and keys, and the cache writes of
+    keys and values. Each reads and writes little and costs a launch. The pass needs the same angles
+    for queries and keys, and the same slots for keys and values. bfloat16 only; the operator rounds
+    at the same places. On by default on backends with such a kernel (cpu, cuda).
     """
 
     name: ClassVar[str] = "fuse-cache-write"
@@ -45,11 +46,11 @@ class FuseCacheWrite:
 
 @dataclass
 class _Seen:
-    """What a walk has come by.
+    """What the walk over the graph has seen so far.
 
     Attributes:
-        rotaries: by the node of their result.
-        writes: the last to each cache.
+        rotaries: rotary embeddings by the node of their result.
+        writes: cache node -> the last write to it.
     """
 
     rotaries: dict[Any, Rotary] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class _Seen:
 
 
 def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
-    """Whether an attention's queries, keys and values have been given to one operator."""
+    """Fuse what stands before one attention node, if possible; returns whether it did."""
     q_rows, k_cache, v_cache = list(arguments(attention).values())[:3]
     q = seen.rotaries.get(rows_of(q_rows))
     k_write, v_write = (seen.writes.get(cache) for cache in (k_cache, v_cache))
@@ -85,8 +86,11 @@ def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
 
 
 def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -> bool:
-    """One table of angles and one of slots; keys of which nobody else wants the rotated ones; and
-    nothing between the writes that would see whether the first has been done."""
+    """Whether one operator may do both rotations and both writes.
+
+    It may if queries and keys have the same angles, if keys and values have the same slots, if only
+    the write reads the rotated keys, and if no node between the two writes reads a cache.
+    """
     k_cache, k_rows, k_slots = operands(k_write, _WRITE, 3)
     v_cache, v_rows, v_slots = operands(v_write, _WRITE, 3)
     first, last = sorted((k_write, v_write))

@@ -1,4 +1,4 @@
-"""fuse-draft-chain: one flat graph out of verify, the draft layer and its K-1 chained steps."""
+"""fuse-draft-chain: one flat graph of verification, the draft layer and its K-1 chained steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mtpc.passes.base import Policy, sweep
 
 @dataclass(frozen=True)
 class FuseDraftChain:
-    """Inline every piece at the bucket's sizes.
+    """Inline every piece at the bucket's sizes; counts the pieces inlined.
 
-    The draft layer was traced once with symbolic sizes; it is instantiated here for the R*Q
-    verified rows and again for each single-row step, metadata updates in between included, so
-    that no host work is left between drafts. Rewrites are the pieces inlined. Of MTP layers that
-    only keep their KV, where K changes between steps, attention and all behind it go at once.
+    The draft layer was traced once with symbolic sizes. The pass inlines that trace for the R*Q
+    verified rows and again for each single-row step, with the metadata updates in between. So the
+    host has no work between drafts. If the step makes fewer drafts than there are MTP layers, the
+    others only write their KV; the pass removes their attention and all that depends on it.
 
     Attributes:
-        buffer_names: layout name by tensor id, for state that pieces hold (`kv.*`).
+        buffer_names: tensor id -> layout name, for state that pieces hold (`kv.*`).
     """
 
     name: ClassVar[str] = "fuse-draft-chain"

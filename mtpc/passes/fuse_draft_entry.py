@@ -1,4 +1,4 @@
-"""fuse-draft-entry: both norms of an MTP layer's entry and their concatenation are one operator."""
+"""fuse-draft-entry: the two norms at the entry of an MTP layer, concatenated by one operator."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NORM = torch.ops.mtpc.rms_norm.default
 
 @dataclass(frozen=True)
 class FuseDraftEntry:
-    """Exchange cat(norm of the embedding, norm of the hidden state), in whichever order, for
-    `mtpc::draft_entry`, which writes both where the projection reads them.
+    """Replace cat(norm of the embedding, norm of the hidden state) by `mtpc::draft_entry`.
 
-    Norms are those that fuse-elementwise has found: without it there is nothing to exchange. For
-    backends with such a kernel (cuda). Rounding stays where it was.
+    The operator writes both norms where the projection reads them, in either order, and rounds at
+    the same places. The pass looks for the norms that fuse-elementwise emits, and does nothing
+    without it. For backends with such a kernel (cuda).
     """
 
     name: ClassVar[str] = "fuse-draft-entry"
@@ -35,7 +35,7 @@ class FuseDraftEntry:
         rewrites = 0
         for node in list(graph.graph.nodes):
             norms = _match(node)
-            # Norms move to the concatenation: nothing may write what they read on the way.
+            # The norms move to the concatenation, so nothing may write what they read.
             if norms is None or any(effects.reads(norm) & mutated for norm in norms):
                 continue
             left, right = (operands(norm, _NORM, 4) for norm in norms)
@@ -50,7 +50,7 @@ class FuseDraftEntry:
 
 
 def _match(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Two norms that a node puts side by side, if they are alike and nobody else wants them."""
+    """The two norms that a node concatenates, if they match and nothing else reads them."""
     parts, dim = operands(node, torch.ops.aten.cat.default, 2)
     if parts is None or len(parts) != 2 or not all(is_call(part, _NORM) for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""fuse-elementwise: norms, gated activations and rotary embeddings become one operator each."""
+"""fuse-elementwise: norms, gated activations and rotary embeddings as one operator each."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FuseElementwise:
-    """Exchange chains of elementwise operators on bfloat16 rows for the ops of `mtpc.ops.fused`.
+    """Replace chains of elementwise operators on bfloat16 rows by the ops of `mtpc.ops.fused`.
 
-    Three chains make up nearly all that a layer does between linears and attention: a residual sum
-    and its norm, silu(gate) * up, rotary angles applied to queries and keys. A compiler that fuses
-    loops emits several for each, and rounds to bfloat16 in between one element at a time; a kernel
-    passes once over each row, on one thread as long as that is worth no more. On by default on the
-    cpu; there are such kernels for GPUs, too, but no fewer launches than Inductor leaves there.
-    Rounding stays where the chains have it.
+    Nearly all of a layer's work between linears and attention is three such chains: a residual sum
+    with its norm, silu(gate) * up, and the rotary embedding of queries and keys. Inductor emits
+    several loops for each, and rounds to bfloat16 between them one element at a time. A kernel
+    passes over each row once, and uses more threads only if that pays. The kernels round at the
+    same places as the chains. On by default on the cpu. GPUs have such kernels, too, but Inductor
+    needs no more launches there.
     """
 
     name: ClassVar[str] = "fuse-elementwise"
@@ -48,7 +48,7 @@ class FuseElementwise:
 
 
 def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    """A norm, together with the sum that it is taken of where that comes right before it."""
+    """Fuse a norm, with the residual sum that it reads if there is one; returns whether it did."""
     norm = _match_norm(node)
     if norm is None:
         return False
@@ -58,7 +58,7 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
         with graph.inserting_before(node):
             normed = emit(graph, torch.ops.mtpc.rms_norm.default, norm, node)
     else:
-        # In the sum's place, so that all who read the sum read the operator's.
+        # At the place of the sum, whose readers then read the operator's sum.
         if x < weight:
             x.prepend(weight)
         args = (*added, weight, epsilon, plus_one)
@@ -71,7 +71,7 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _match_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
-    """(x, weight, epsilon, plus_one) of a bfloat16 norm whose last operation this is."""
+    """(x, weight, epsilon, plus_one) of the bfloat16 norm that ends at this node."""
     if not is_narrow(node):
         return None
     for weight, narrowed in either_way(node, aten.mul.Tensor):
@@ -87,7 +87,7 @@ def _match_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
 
 
 def _match_scaling(node: Any) -> tuple[fx.Node, float] | None:
-    """(x, epsilon) of wide(x) * rsqrt(mean(wide(x)^2) + epsilon), in float32."""
+    """(x, epsilon) of x32 * rsqrt(mean(x32^2) + epsilon), where x32 is x in float32."""
     for wide, inverse in either_way(node, aten.mul.Tensor):
         (shifted,) = operands(inverse, aten.rsqrt.default, 1)
         mean, epsilon = operands(shifted, aten.add.Tensor, 2)
@@ -100,7 +100,7 @@ def _match_scaling(node: Any) -> tuple[fx.Node, float] | None:
 
 
 def _summands(x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What x is the sum of, if both are rows like it, and the sum is not scaled."""
+    """The two terms of the sum x, if both have its shape and neither is scaled."""
     left, right = operands(x, aten.add.Tensor, 2)
     shape = x.meta["val"].shape
     alike = all(is_narrow(term) and term.meta["val"].shape == shape for term in (left, right))
@@ -108,7 +108,7 @@ def _summands(x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
-    """silu(gate) * up where both are halves of one tensor."""
+    """Fuse silu(gate) * up if both are halves of one tensor; returns whether it did."""
     for active, up in either_way(node, aten.mul.Tensor):
         (gate,) = operands(active, aten.silu.default, 1)
         both, *first = operands(gate, aten.slice.Tensor, 4)
@@ -128,7 +128,7 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
 def _emit_activation(
     graph: fx.Graph, both: fx.Node, halves: set[fx.Node], like: fx.Node
 ) -> fx.Node:
-    """Append silu(gate) * up, with the linear that made them where it made nothing else."""
+    """Append silu(gate) * up, together with the linear before it if nothing else reads that."""
     linear, features = torch.ops.mtpc.packed_linear.default, both.meta["val"].shape[-1]
     if is_call(both, linear) and set(both.users) == halves and features % (2 * TILE) == 0:
         x, weight, _ = operands(both, linear, 3)
@@ -139,7 +139,7 @@ def _emit_activation(
 
 
 def _fuse_rotary(graph: fx.Graph, node: fx.Node) -> bool:
-    """Rotary angles of heads [1, heads, T, D]."""
+    """Fuse the rotary embedding of heads [1, heads, T, D]; returns whether it did."""
     rotary = match_rotary(node)
     if rotary is None:
         return False
@@ -154,6 +154,6 @@ def _fuse_rotary(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _is_scale(node: Any, like: fx.Node) -> bool:
-    """Whether a node is a weight with one number for each feature of another."""
+    """Whether a node is a bfloat16 weight with one value per feature of another node."""
     is_weight = is_narrow(node) and node.op == "get_attr"
     return is_weight and node.meta["val"].shape == like.meta["val"].shape[-1:]

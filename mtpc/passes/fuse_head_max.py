@@ -1,4 +1,4 @@
-"""fuse-head-max: the most likely token without the logits of all the others."""
+"""fuse-head-max: the most likely token, without logits in memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _MAXIMA: dict[Any, Any] = {
     torch.ops.mtpc.packed_linear.default: torch.ops.mtpc.packed_linear_max.default,
     torch.ops.mtpc.quantised_linear.default: torch.ops.mtpc.quantised_linear_max.default,
 }
-"""What gives the largest feature of what a linear layer gives."""
+"""Linear op -> the op that returns only the largest feature of its result."""
 
 
 @dataclass(frozen=True)
 class FuseHeadMax:
-    """Exchange a packed head, of whose logits only the largest is asked for, for
-    `mtpc::packed_linear_max`, or `quantised_linear_max`.
+    """Replace a packed head whose logits are only reduced to their maximum.
 
-    A greedy choice reads the vocabulary's logits once, right after the head wrote them: as code
-    that a compiler makes of it, on few threads, for each row in turn. Where each tile of the head
-    is reduced as soon as it is there, that costs next to nothing, and no logits are kept. Sampled
-    choices, and log-probabilities, read logits otherwise and are left alone. On by default where
-    the backend has such kernels (cpu).
+    The new op is `mtpc::packed_linear_max` or `mtpc::quantised_linear_max`. A greedy choice reads
+    all logits once, right after the head writes them, and Inductor's code for it uses few threads.
+    The new op reduces each tile of logits as soon as the tile is computed. That costs almost
+    nothing and needs no memory for logits. Sampling and log-probabilities read logits in other
+    ways, so the pass leaves those heads alone. On by default on backends with such kernels (cpu).
     """
 
     name: ClassVar[str] = "fuse-head-max"
@@ -50,7 +49,7 @@ class FuseHeadMax:
 
 
 def _head_of(node: fx.Node) -> fx.Node | None:
-    """The packed linear layer of whose features a node finds the largest, and nobody else reads."""
+    """The packed linear whose largest feature a node computes, if nothing else reads it."""
     if not is_call(node, aten.max.dim, aten.argmax.default):
         return None
     head, dim = operands(node, node.target, 2)

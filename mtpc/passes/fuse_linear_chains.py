@@ -1,4 +1,4 @@
-"""fuse-linear-chains: what is between two attentions becomes one operator."""
+"""fuse-linear-chains: the linears and norms between two attentions as one operator."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _NORM = torch.ops.mtpc.add_rms_norm.default
 
 @dataclass(frozen=True)
 class FuseLinearChains:
-    """Exchange packed linear layers, and norms with a residual sum, in a row for
-    `mtpc::linear_chain`.
+    """Replace a sequence of packed linears and norms with a residual sum by `mtpc::linear_chain`.
 
-    From one attention to the next a dense layer is a path of them: the output projection, a norm,
-    SwiGLU, the down projection, the next layer's norm and its joint projection. With few rows a
-    good part of its time goes by between operators, whose host code has left the caches by then;
-    a chain is one call, threads stay in it, and who waits at the end of a stage fetches the next
-    one's weights. A chain has one norm at least, two stages, and one epsilon; what it gives on the
-    way nobody else reads. On by default where the backend has such a kernel (cpu).
+    Between two attentions, a dense layer is such a sequence: the output projection, a norm, SwiGLU,
+    the down projection, the next layer's norm and its joint projection. With few rows, much of the
+    time passes between operators, because their host code is no longer in the processor's caches.
+    A chain is one call. Its threads stay in it, and a thread that waits at the end of a stage
+    prefetches weights of the next one.
+
+    A chain has at least two stages, at least one of them a norm, and one epsilon. Nothing else may
+    read a result between two stages. On by default on backends with such a kernel (cpu).
     """
 
     name: ClassVar[str] = "fuse-linear-chains"
@@ -57,16 +58,17 @@ class FuseLinearChains:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A node that may be one, taken apart.
+    """A call that may be a stage of a chain, and its parts.
 
     Attributes:
         node: the call.
-        kind: its letter.
-        inputs: what it reads of the stage before it: either of them, of a norm.
-        operands: its weight, and its bias.
-        epsilon: a norm's.
-        out: what the next stage reads.
-        total: a norm's residual sum, if anybody reads it.
+        kind: its letter in `mtpc.ops.chain`.
+        inputs: the input of a linear, or the two terms of a norm's sum. One of them is the result
+            of the stage before.
+        operands: its weight, and its bias if it has one.
+        epsilon: of a norm; None for a linear.
+        out: the result that the next stage reads.
+        total: a norm's residual sum; None if nothing reads it.
     """
 
     node: fx.Node
@@ -80,14 +82,14 @@ class _Stage:
 
 @dataclass
 class _Chain:
-    """Stages that follow each other.
+    """A sequence of stages.
 
     Attributes:
         stages: at least one.
-        x: what the first reads.
-        residual: what the first norm adds to; None if there is none.
-        epsilon: of the norms.
-        total: the last norm's residual sum, if anybody reads it.
+        x: input of the first stage.
+        residual: what the first norm adds to its input; None without a norm.
+        epsilon: of all norms; None without a norm.
+        total: residual sum of the last norm; None if nothing reads it.
     """
 
     stages: list[_Stage]
@@ -103,7 +105,7 @@ class _Chain:
 
 
 def _stage_of(node: fx.Node) -> _Stage | None:
-    """What a call is as a stage; none where it has arguments that stages have not."""
+    """The call as a stage, or None if it is of another kind or has arguments that stages lack."""
     if is_call(node, _NORM):
         return _norm_stage(node)
     count = 4 if is_call(node, _LINEAR) else 3
@@ -138,13 +140,13 @@ def _grow(first: _Stage) -> _Chain:
 
 
 def _following(chain: _Chain) -> _Stage | None:
-    """The stage that alone reads what the last one gives, if the chain can have it."""
+    """The only stage that reads the chain's result, if the chain may have it as its next stage."""
     last = chain.stages[-1]
     if len(last.out.users) != 1:
         return None
     (user,) = last.out.users
     stage = _stage_of(user)
-    if stage is None or stage.inputs.count(last.out) != 1 or not _alike(last.node, stage.node):
+    if stage is None or stage.inputs.count(last.out) != 1 or not _same_piece(last.node, stage.node):
         return None
     if _writes_between(last.node, stage.node):
         return None
@@ -158,19 +160,22 @@ def _following(chain: _Chain) -> _Stage | None:
 
 
 def _other_input(chain: _Chain, norm: _Stage) -> fx.Node:
-    """What a norm adds to what the chain gives."""
+    """The term of a norm's sum that is not the chain's result."""
     left, right = norm.inputs
     return right if left is chain.stages[-1].out else left
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two calls are of pieces of one name."""
+def _same_piece(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two calls come from pieces of the same name."""
     return bool(one.meta.get("piece") == other.meta.get("piece"))
 
 
 def _writes_between(first: fx.Node, last: fx.Node) -> bool:
-    """Whether anything is written between two calls: a chain reads everything where its last stage
-    is, and a write of metadata is where another forward begins."""
+    """Whether any node between two calls writes memory.
+
+    A chain stands at its last stage and reads all its inputs there, so none of them may change
+    before. A write of metadata also marks the beginning of another forward.
+    """
     node = first.next
     while node is not last:
         schema = getattr(node.target, "_schema", None)
@@ -181,12 +186,12 @@ def _writes_between(first: fx.Node, last: fx.Node) -> bool:
 
 
 def _is_read_later(total: fx.Node | None, node: fx.Node) -> bool:
-    """Whether all that reads a sum comes behind a node, where the chain will give it."""
+    """Whether everything that reads a sum comes after a node, where the chain would stand."""
     return total is None or all(node < user for user in total.users)
 
 
 def _replace(graph: fx.Graph, chain: _Chain) -> None:
-    """Put the operator where the last stage is."""
+    """Insert the operator at the last stage, and give its results to the chain's readers."""
     last = chain.stages[-1]
     kinds = "".join(stage.kind for stage in chain.stages)
     operands = [operand for stage in chain.stages for operand in stage.operands]

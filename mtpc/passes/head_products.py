@@ -1,4 +1,4 @@
-"""Products of a head's rows with that head's block of a weight, on packed blocks."""
+"""Per-head products: each head's rows with that head's block of a weight, on packed blocks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.passes.linears import weight_of
 from mtpc.passes.patterns import operands
+from mtpc.weights.packing import can_pack
 from mtpc.weights.recipes import Blocks, Convert
 
 aten = torch.ops.aten
 
 
 def pack_head_products(graph: StepGraph) -> int:
-    """Exchange `x^T @ part of W, head by head` for `mtpc::packed_head_linear`.
+    """Replace batched products over heads by `mtpc::packed_head_linear`.
 
-    Such are the two products that absorb-latent leaves beside the attention. As batched matrix
-    products they would read the weight across its rows, and add in an order that depends on how
-    many rows x has.
+    absorb-latent leaves two of them beside each attention: the rows of each head times a block of
+    rows of W. A batched matrix product reads W across its rows, and its order of addition depends
+    on the number of rows of x. The packed op does neither.
 
     Returns:
-        How many products were exchanged.
+        The number of products replaced.
     """
     found = [(n, _blocks(graph, n)) for n in graph.graph.nodes if is_call(n, aten.matmul.default)]
     products = [(node, *blocks) for node, blocks in found if blocks is not None]
@@ -37,7 +38,8 @@ def pack_head_products(graph: StepGraph) -> int:
 
 
 def _blocks(graph: StepGraph, node: fx.Node) -> tuple[fx.Node, Blocks] | None:
-    """The weight of such a product, and what of it each head takes, as rows [N, K]."""
+    """The weight of a product over heads, and the block of it, [N, K], that each head reads; None
+    for any other product."""
     x, factor = operands(node, aten.matmul.default, 2)
     whole = _transposed(factor, 1, 2)
     view, dim, start, stop = operands(factor if whole is None else whole, aten.slice.Tensor, 4)
@@ -68,6 +70,6 @@ def _exchange(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) 
 
 
 def _transposed(node: Any, first: int, second: int) -> Any:
-    """What a node transposes these two dimensions of, or None."""
+    """The input of a node that transposes these two dimensions, or None."""
     x, *dims = operands(node, aten.transpose.int, 3)
     return x if dims == [first, second] else None

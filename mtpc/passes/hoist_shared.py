@@ -1,4 +1,4 @@
-"""hoist-shared: compute once what the K draft steps and verify compute alike."""
+"""hoist-shared: compute once what verification and the K draft steps have in common."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _IMPURE_TAGS = (torch.Tag.nondeterministic_seeded,)
 
 @dataclass(frozen=True)
 class HoistShared:
-    """Common-subexpression elimination that knows about mutation.
+    """Common-subexpression elimination that respects mutation.
 
-    Each draft step re-derives the same constants, weight casts and metadata; after fusion they
-    sit in one graph. Two calls are the same if operator and arguments are, and no memory that
-    they read was written in between. Results that someone mutates are never shared.
+    Each draft step computes the same constants, weight casts and metadata again. After
+    fuse-draft-chain they are all in one graph. Two calls are equal if they have the same operator
+    and arguments, and if nothing in between writes memory that they read. The pass never shares a
+    result that is mutated.
     """
 
     name: ClassVar[str] = "hoist-shared"
@@ -52,7 +53,7 @@ class HoistShared:
 def _key(
     node: fx.Node, effects: Effects, mutated: frozenset[Any], versions: Counter[Root]
 ) -> Any | None:
-    """Hashable identity of a pure call, or None where it must not be shared."""
+    """A hashable key of a pure call, or None if the call must not be shared."""
     if node.op != "call_function" or effects.writes[node] or node in mutated:
         return None
     target = node.target
@@ -70,5 +71,5 @@ def _freeze(value: Any) -> Any:
         return tuple(_freeze(v) for v in value)
     if isinstance(value, dict):
         return tuple(sorted((k, _freeze(v)) for k, v in value.items()))
-    # 1, 1.0 and True are equal and hash alike, as are 0.0 and -0.0, but are different arguments.
+    # 1, 1.0 and True are equal and have the same hash, as do 0.0 and -0.0, but they differ.
     return (type(value), repr(value) if isinstance(value, float) else value)

@@ -1,4 +1,4 @@
-"""Linears that share an input, and one call in place of them; mixtures of experts."""
+"""What several passes need to find and replace linears and experts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _STEMS: dict[Conversion | None, str] = {
 EXPERT_WEIGHTS = ("gate_up", "down")
 """Arguments of `mtpc::experts` that are stacks of weights."""
 Wanted = Callable[[fx.Node, Tensor], bool]
-"""Whether to take a linear, by its node and its weight."""
+"""(node, weight) -> whether a pass wants to replace the linear."""
 
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linears of one input whose operands are weights: all with a bias, or none.
+    """Linears that share an input and whose operands are weights; all have a bias, or none has.
 
     Attributes:
-        graph: where they are.
-        nodes: in order of execution.
+        graph: the graph of the linears.
+        nodes: the linears in order of execution.
     """
 
     graph: StepGraph
@@ -46,15 +46,15 @@ class LinearGroup:
 
     @property
     def features(self) -> int:
-        """Output features of all together."""
+        """Sum of their output features."""
         return sum(_features(node) for node in self.nodes)
 
     def weight(self, form: Conversion | None = None) -> fx.Node:
-        """get_attr of their weights as one, in a form of `mtpc.weights.packing`; made once per program."""
+        """Append the get_attr node of their joined weight; see `joined_weight`."""
         return joined_weight(self.graph, self._operands("weight"), form)
 
     def bias(self) -> fx.Node | None:
-        """get_attr of their biases as one."""
+        """Append the get_attr node of their joined bias; None if they have none."""
         biases = self._operands("bias")
         return None if biases[0] is None else joined_weight(self.graph, biases, None)
 
@@ -63,7 +63,13 @@ class LinearGroup:
 
 
 def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | None) -> fx.Node:
-    """get_attr of weights as one, in a form of `mtpc.weights.packing`; made once per program."""
+    """Append the get_attr node of the concatenation of weights; a program makes it once.
+
+    Args:
+        graph: where to append it.
+        weights: get_attr nodes.
+        form: conversion of `mtpc.weights.packing`; None keeps plain rows.
+    """
     names = tuple(str(weight.target) for weight in weights)
     if len(names) == 1 and form is None:
         return weights[0]
@@ -74,8 +80,11 @@ def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | N
 
 
 def draft_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The MTP layers' nodes, and what is computed of theirs: the head, which has no name of its
-    own there because the target's is used."""
+    """The nodes of the MTP layers, and all that depend on them.
+
+    Among the latter are the draft heads: an MTP layer uses the target's head, so names of pieces do
+    not tell them apart.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_layer = node.meta.get("piece", "").startswith("drafts.")
@@ -85,7 +94,7 @@ def draft_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def linear_groups(graph: StepGraph, wanted: Wanted) -> list[LinearGroup]:
-    """Wanted linears by input; one that shares its input with none is a group of its own."""
+    """Wanted linears in groups that share an input; a group may hold a single linear."""
     found: dict[tuple[fx.Node, bool], list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         weight = _weight(graph, node)
@@ -96,11 +105,11 @@ def linear_groups(graph: StepGraph, wanted: Wanted) -> list[LinearGroup]:
 
 
 def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.Node]) -> None:
-    """Put one call in place of each group; its results are slices of the call's.
+    """Replace each group by one call, and each linear by a slice of its result.
 
     Args:
         groups: of one graph.
-        joint: emits the call, which gives [..., features].
+        joint: emits the call for a group; its result is [..., features].
     """
     for group in groups:
         first = group.nodes[0]
@@ -127,16 +136,16 @@ def exchange_experts(
     has_form: Callable[[Tensor], bool],
     call: Callable[[StepGraph, fx.Node], fx.Node],
 ) -> int:
-    """Put other calls in place of wanted `mtpc::experts` whose weights fill their tiles.
+    """Replace wanted calls of `mtpc::experts` whose gate and up weights are whole tiles.
 
     Args:
         graph: of the calls.
-        wanted: whether to take a call.
-        has_form: whether a stack of weights has the form that the new call takes.
-        call: emits it.
+        wanted: whether to replace a call.
+        has_form: whether a stack of weights can be converted for the new call.
+        call: emits the new call.
 
     Returns:
-        How many were exchanged.
+        The number of calls replaced.
     """
     found = [
         node
@@ -155,7 +164,7 @@ def exchange_experts(
 
 
 def _fill_tiles(weights: list[Tensor | None], has_form: Callable[[Tensor], bool]) -> bool:
-    """Whether gate and up, which are one weight, are each made of whole tiles."""
+    """Whether (gate_up, down) have the wanted form, and gate and up are whole tiles each."""
     down = weights[1]
     known = all(weight is not None and has_form(weight) for weight in weights)
     return known and down is not None and down.shape[2] % TILE == 0
@@ -166,7 +175,7 @@ def _features(node: fx.Node) -> int:
 
 
 def _weight(graph: StepGraph, node: fx.Node) -> Tensor | None:
-    """The weight of a linear whose operands are weights; None for anything else."""
+    """The weight of a linear whose operands are all weights; None for any other node."""
     if not is_call(node, aten.linear.default):
         return None
     _, weight, bias = arguments(node).values()
@@ -175,7 +184,7 @@ def _weight(graph: StepGraph, node: fx.Node) -> Tensor | None:
 
 
 def weight_of(graph: StepGraph, operand: object) -> Tensor | None:
-    """The tensor of an operand that is a weight, or None."""
+    """The tensor of an operand if it is a weight, else None."""
     if not isinstance(operand, fx.Node) or operand.op != "get_attr":
         return None
     name = str(operand.target)

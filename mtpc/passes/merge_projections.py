@@ -1,4 +1,4 @@
-"""merge-projections: one matrix product for projections of the same input."""
+"""merge-projections: one matrix product for linears that share an input."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mtpc.passes.linears import LinearGroup, linear_groups, replace_groups
 class MergeProjections:
     """Concatenate the weights of linears that share an input (q/k/v, gate/up).
 
-    Off by default: it copies weights, for the user's model keeps the originals. Where weights
-    are packed, `pack-weights` merges what it packs. A merged weight exists once for all buckets.
+    Off by default: it copies weights, because the user's model keeps the originals. pack-weights
+    does the same for the weights that it packs. All buckets share a merged weight.
 
     Attributes:
-        min_group: merge only groups of at least this many linears.
+        min_group: the smallest number of linears to merge.
     """
 
     name: ClassVar[str] = "merge-projections"

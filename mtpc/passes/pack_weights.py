@@ -1,4 +1,4 @@
-"""pack-weights: weights in the order in which the backend's kernels read, sums in theirs."""
+"""pack-weights: weights in the order in which the backend's kernels read them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class PackWeights:
-    """Exchange linears and experts on bfloat16 weights for the ops that take packed ones.
+    """Replace linears and experts on bfloat16 weights by ops that read packed weights.
 
-    On by default where the backend has kernels for them (cpu). Linears that share an input
-    (q/k/v, gate/up) become one: fewer, longer reads come nearer to the memory's speed, and a copy
-    is made anyhow. A packed weight exists once for all buckets; a row's result no longer depends
-    on how many rows there are, which F.linear does not promise. For that promise's sake float32
-    linears of such a model (routers) are exchanged, too, though their weights stay as they are.
+    On by default on backends with kernels for them (cpu). Linears that share an input (q/k/v,
+    gate/up) become one: fewer, longer reads come nearer to the memory's bandwidth, and packing
+    copies the weights anyway. All buckets share a packed weight.
+
+    With these ops, a row's result does not depend on the number of rows; F.linear does not promise
+    that. To keep the promise for the whole model, the pass also replaces float32 linears (routers),
+    whose weights stay as they are.
     """
 
     name: ClassVar[str] = "pack-weights"
@@ -59,7 +61,7 @@ def _packed_linear(group: LinearGroup) -> fx.Node:
 
 
 def _widen_linears(graph: StepGraph) -> int:
-    """Exchange every linear with float32 results, and the casts before it; returns how many."""
+    """Replace every linear with float32 results, and the casts before it; returns how many."""
     found = [
         node
         for node in graph.graph.nodes
@@ -78,7 +80,7 @@ def _widen_linears(graph: StepGraph) -> int:
 
 
 def _before_widening(operand: Any) -> Any:
-    """What an operand was before it was widened to float32, which is exact."""
+    """An operand before the casts that widened it; widening is exact."""
     source = cast(operand)
     while source is not None and _is_widening(source, operand):
         operand, source = source, cast(source)

@@ -1,4 +1,4 @@
-"""quantise-draft: drafts from int8 weights, which verification makes harmless."""
+"""quantise-draft: drafts from int8 weights; verification keeps the emitted text exact."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from mtpc.weights.packing import can_quantise
 
 @dataclass(frozen=True)
 class QuantiseDraft:
-    """Exchange the MTP layers' linears and experts, and the draft's use of the head, for int8
-    products.
+    """Replace the linears and experts of the MTP layers, and the draft head, by int8 products.
 
-    Half the bytes of bfloat16 are read for each draft, and an int8 product does twice the work in
-    an instruction. The target is left alone: what is emitted stays what plain decoding emits, and
-    only how many drafts are accepted can change. Off by default; `mtpc bench` measures both
-    sides. The head's int8 copy is memory on top of the target's.
+    A draft then reads half the bytes of bfloat16, and an int8 instruction does twice the work. The
+    target stays as it is, so the emitted text is that of plain decoding; only the number of
+    accepted drafts can change. The int8 copy of the head takes memory beside the target's head. Off
+    by default; `mtpc bench --compare quantise-draft` measures what it gains and costs.
     """
 
     name: ClassVar[str] = "quantise-draft"

@@ -1,4 +1,4 @@
-"""resize-metadata: grow metadata buffers from one row a request to one row a token."""
+"""resize-metadata: grow metadata buffers from one row per request to one row per token."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mtpc.passes.base import Policy
 aten = torch.ops.aten
 
 _OPEN_END = 2**62
-"""Slices without an end are traced with the largest integer: they take what there is."""
+"""A slice without an end is traced with a larger integer than this."""
 
 
 @dataclass(frozen=True)
 class ResizeMetadata:
-    """Resize what a multi-token step overruns.
+    """Resize the metadata buffers that a step with several tokens per request overruns.
 
-    A plain decode has one token a request, so `positions` and `slot_mapping` are declared [R].
-    A verify step touches R*Q rows of them. A buffer captured too short is a public classic
-    (`slot_mapping[:bs]` where bs*max_qlen is needed: KV silently dropped), because a slice past
-    the end is silently clamped. This pass reads every row demand off the graph, replaces the
-    symbol R by R*Q (or more, a multiple of R) where the demand needs it, and reallocates; the
-    verifier checks all demands.
+    Plain decoding has one token per request, so `positions` and `slot_mapping` are declared [R]. A
+    verify step uses R*Q rows of them. If such a buffer is too short, a slice of it is clamped
+    without an error, and KV is lost; captured graphs with `slot_mapping[:bs]` instead of
+    `slot_mapping[:bs * max_qlen]` have had this fault. The pass reads from the graph how many rows
+    are used, replaces the size R by R*Q (or a larger multiple of R) if necessary, and reallocates
+    the buffer. The verifier checks the sizes again.
     """
 
     name: ClassVar[str] = "resize-metadata"
@@ -38,7 +38,7 @@ class ResizeMetadata:
         for name, demand in row_demands(graph).items():
             spec, rows = graph.layout[name], graph.layout.shape(name)[0]
             if demand > rows and spec.dims[0] == R:
-                # Beyond R*Q there are the earlier rows of true chaining, as many per request.
+                # True chaining adds earlier rows to R*Q, the same number for each request.
                 excess = max(demand - graph.layout.value(T), 0)
                 size = T + R * -(-excess // graph.layout.value(R))
                 graph.resize(name, graph.layout.resized(name, (size, *spec.dims[1:])))
@@ -47,7 +47,7 @@ class ResizeMetadata:
 
 
 def row_demands(graph: StepGraph) -> dict[str, int]:
-    """Rows of each batch buffer that some slice of it reads or writes, by buffer name."""
+    """Buffer name -> the number of rows that slices use, for each batch buffer."""
     demands: dict[str, int] = {}
     for node in graph.graph.nodes:
         if node.target is not aten.slice.Tensor:

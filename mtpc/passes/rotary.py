@@ -1,4 +1,4 @@
-"""Where a graph turns heads by rotary angles, as transformers writes it."""
+"""Matching rotary embeddings in a graph, as transformers writes them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mtpc.passes.patterns import is_narrow, operands
 aten = torch.ops.aten
 
 _END = 2**63 - 1
-"""Where a slice ends that takes all that is left."""
+"""The end of a slice that has none."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """x cos + rotate_half(x) sin of the first C features of heads, the others as they were.
+    """x cos + rotate_half(x) sin for the first C features x of each head; the others stay.
 
     Attributes:
-        last: the node of the result, [1, heads, T, D].
-        heads: as it.
+        last: node of the result, [1, heads, T, D].
+        heads: node of the input, [1, heads, T, D].
         cos: [1, 1, T, C].
-        sin: as cos.
+        sin: [1, 1, T, C].
     """
 
     last: fx.Node
@@ -34,11 +34,11 @@ class Rotary:
     sin: fx.Node
 
     def emit_rows(self, graph: fx.Graph) -> fx.Node:
-        """Append the heads as [T, heads, D]."""
+        """Append nodes that give the input heads as [T, heads, D]."""
         return to_rows(graph, self.heads, self.last)
 
     def emit_angles(self, graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
-        """Append cos and sin as [T, C]."""
+        """Append nodes that give cos and sin, each [T, C]."""
         cos, sin = (self._emit_table(graph, angles) for angles in (self.cos, self.sin))
         return cos, sin
 
@@ -48,20 +48,20 @@ class Rotary:
 
 
 def to_rows(graph: fx.Graph, heads: fx.Node, like: fx.Node) -> fx.Node:
-    """Append [1, heads, T, D] as [T, heads, D]."""
+    """Append nodes that turn [1, heads, T, D] into [T, heads, D]."""
     row = emit(graph, aten.select.int, (heads, 0, 0), like)
     return emit(graph, aten.transpose.int, (row, 0, 1), like)
 
 
 def rows_of(node: Any) -> Any:
-    """What `to_rows` was made of, or None."""
+    """The heads that `to_rows` turned into this node, or None."""
     row, *swapped = operands(node, aten.transpose.int, 3)
     heads, *chosen = operands(row, aten.select.int, 3)
     return heads if swapped == [0, 1] and chosen == [0, 0] else None
 
 
 def match_rotary(node: fx.Node) -> Rotary | None:
-    """The rotary embedding whose sum this node is, in bfloat16."""
+    """The bfloat16 rotary embedding that ends in this sum, or None."""
     plain, across = operands(node, aten.add.Tensor, 2)
     x, cos = operands(plain, aten.mul.Tensor, 2)
     turned, sin = operands(across, aten.mul.Tensor, 2)
@@ -71,14 +71,14 @@ def match_rotary(node: fx.Node) -> Rotary | None:
     if len(shape) != 4 or shape[0] != 1 or x.meta["val"].shape != shape:
         return None
     angles = (1, 1, *shape[2:])
-    if any(a.meta["val"].shape != angles for a in (cos, sin)) or not _is_half_turn(turned, x):
+    if any(a.meta["val"].shape != angles for a in (cos, sin)) or not _is_rotated_half(turned, x):
         return None
     last, heads = _whole_head(node, x)
     return Rotary(last, heads, cos, sin)
 
 
-def _is_half_turn(node: Any, x: fx.Node) -> bool:
-    """Whether a node is cat(-second half of x, first half of x)."""
+def _is_rotated_half(node: Any, x: fx.Node) -> bool:
+    """Whether a node is rotate_half(x): cat(-second half of x, first half of x)."""
     parts, dim = operands(node, aten.cat.default, 2)
     half, odd = divmod(x.meta["val"].shape[-1], 2)
     if dim != -1 or len(parts) != 2 or odd:
@@ -91,8 +91,12 @@ def _is_half_turn(node: Any, x: fx.Node) -> bool:
 
 
 def _whole_head(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(last operation, heads): where x is the first part of a head, or all of it, and the rest is
-    put behind it again, though it be nothing, that and the head; else node and x."""
+    """(result, input) of a rotary embedding of whole heads.
+
+    transformers may slice the first features x off the head, rotate them, and concatenate the rest
+    of the head again, even if that is empty. Then the result is the concatenation and the input is
+    the head. Otherwise they are `node` and `x`.
+    """
     width = x.meta["val"].shape[-1]
     whole, *first = operands(x, aten.slice.Tensor, 4)
     head = whole if first == [3, 0, width] else x

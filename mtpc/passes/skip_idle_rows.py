@@ -1,4 +1,4 @@
-"""skip-idle-rows: work on the rows that a step has, not on those that its bucket could have."""
+"""skip-idle-rows: kernels work on the rows in use, not on all rows of the bucket."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mtpc.passes.base import GETITEM, Policy, emit, is_call
 aten = torch.ops.aten
 
 _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
-"""Of a forward's metadata, in the order in which the step writes it."""
+"""Metadata buffers of a forward, in the order in which the step writes them."""
 _LOGITS = "batch.logits_start_loc"
-"""Of a prefill step's rows of logits, [R+1]: how many there are up to each request."""
+"""Buffer of a prefill step, [R+1]: where each request's rows of logits begin, and the total."""
 _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.packed_linear.default: 1,
     torch.ops.mtpc.packed_linear_max.default: 1,
@@ -40,8 +40,7 @@ _SKIPPING: dict[Any, int] = {
     torch.ops.mtpc.rotate.default: 2,
     torch.ops.mtpc.rotate_and_write.default: 2,
 }
-"""Operators with an argument `rows`, and how many last dimensions of the first are not rows."""
-
+"""Operators with an argument `rows` -> how many trailing dimensions of their input are features."""
 
 _BY_REQUEST = (
     torch.ops.mtpc.write_cache.default,
@@ -50,7 +49,7 @@ _BY_REQUEST = (
     torch.ops.mtpc.gated_delta_rule.default,
     torch.ops.mtpc.choose_slots.default,
 )
-"""Operators that read no row but those of requests that are on."""
+"""Operators that only read rows of active requests."""
 _VIEWS = (
     aten.view.default,
     aten.reshape.default,
@@ -64,15 +63,14 @@ _VIEWS = (
 
 @dataclass(frozen=True)
 class SkipIdleRows:
-    """Tell the kernels between attention's how many leading rows are in use.
+    """Pass the number of leading rows in use to the kernels that can leave out the others.
 
-    A step is compiled for a bucket's rows, a prefill for a whole chunk. A batch of five in a
-    bucket of eight, or a prompt of eight tokens in a chunk of 64, would pay for all of them: where
-    rows are many the processor is the limit, and the time is theirs. How many rows come before the
-    last one in use follows from the metadata that each forward of the step publishes; a kernel's
-    result for a row does not depend on how many there are, so no row in use changes. Idle rows of
-    a result hold anything; they are cleared where any other operator reads them. On by default
-    where the backend has kernels that leave rows out (cpu).
+    A decode step is compiled for all rows of its bucket, and a prefill step for a whole chunk. So a
+    batch of five in a bucket of eight, or a prompt of eight tokens in a chunk of 64, would pay for
+    rows that nobody needs. The metadata that each forward of the step writes gives the number of
+    rows up to the last one in use. A kernel's result for a row does not depend on the number of
+    rows, so rows in use do not change. Idle rows of a result are undefined; the pass clears them
+    where any other operator reads them. On by default on backends with such kernels (cpu).
     """
 
     name: ClassVar[str] = SKIP_IDLE_ROWS
@@ -80,36 +78,40 @@ class SkipIdleRows:
 
     def apply(self, graph: StepGraph) -> int:
         counts = _Counts(graph.graph, graph.key)
-        told: list[fx.Node] = []
+        counted: list[fx.Node] = []
         for node in list(graph.graph.nodes):
             counts.follow(node)
             rows = counts.of(node) if is_call(node, *_SKIPPING) else None
             if rows is not None:
                 node.kwargs = {**node.kwargs, "rows": rows}
-                told.append(node)
-        for node in told:
-            _clear_what_is_seen(graph.graph, node)
-        return len(told)
+                counted.append(node)
+        for node in counted:
+            _clear_if_read(graph.graph, node)
+        return len(counted)
 
 
-def _clear_what_is_seen(graph: fx.Graph, node: fx.Node) -> None:
-    """Clear the idle rows of each result that operators read which were not told of them."""
+def _clear_if_read(graph: fx.Graph, node: fx.Node) -> None:
+    """Clear the idle rows of each result that is also read by operators without the row count."""
     single = isinstance(node.meta["val"], Tensor)
     rows, x = node.kwargs["rows"], first_argument(node)
     lead = x.meta["val"].dim() - _SKIPPING[node.target]
     for result in [node] if single else list(node.users):
-        if _is_seen(result, rows):
+        if _is_read(result, rows):
             features = result.meta["val"].dim() - lead
             with graph.inserting_before(result.next):
                 args = (result, rows, features)
                 emit(graph, torch.ops.mtpc.clear_idle_rows.default, args, node)
 
 
-def _is_seen(node: fx.Node, rows: Any) -> bool:
-    """Whether idle rows, of which `rows` tells, are read as they are."""
+def _first_argument(node: fx.Node) -> Any:
+    return node.args[0]
+
+
+def _is_read(node: fx.Node, rows: Any) -> bool:
+    """Whether an operator that lacks the count `rows` reads the idle rows of a node."""
     for user in node.users:
         if is_call(user, *_VIEWS):
-            if _is_seen(user, rows):
+            if _is_read(user, rows):
                 return True
         elif not is_call(user, *_BY_REQUEST) and user.kwargs.get("rows") is not rows:
             return True
@@ -118,17 +120,19 @@ def _is_seen(node: fx.Node, rows: Any) -> bool:
 
 @dataclass
 class _Counts:
-    """How many rows are in use, of the forward that was published last.
+    """Nodes that count the rows in use of the forward whose metadata was written last.
+
+    A count is a pair: the number of rows of the bucket, and a node int [1] with those in use.
 
     Attributes:
-        graph: walked in order.
-        key: of its step.
-        published: the last value that was written to each of `_PUBLISHED`.
-        requests: node int [1], and the size that it is a part of.
-        tokens: the same of flat tokens.
-        logits: the same of a prefill step's rows of logits.
-        selected: features of selected rows: whether these are the rows of logits, not one a
-            request.
+        graph: the graph that is walked in order.
+        key: key of its step.
+        published: buffer of `_PUBLISHED` -> the value last written to it.
+        requests: count of requests.
+        tokens: count of flat tokens.
+        logits: count of a prefill step's rows of logits.
+        selected: node of features of selected rows -> True if these are the rows of logits, False
+            if they are one row per request.
     """
 
     graph: fx.Graph
@@ -140,7 +144,7 @@ class _Counts:
     selected: dict[fx.Node, bool] = field(default_factory=dict)
 
     def follow(self, node: fx.Node) -> None:
-        """Look at a node; where metadata has been published, count its rows."""
+        """Take note of a node; after a write of metadata, emit the counts."""
         if is_call(node, aten.copy_.default):
             into, value, _ = arguments(node).values()
             if is_call(into, aten.slice.Tensor):
@@ -164,10 +168,11 @@ class _Counts:
             self.selected[node] = self.selected[inputs[0]]
 
     def of(self, node: fx.Node) -> fx.Node | None:
-        """The count for an operator's rows; None if they are of another kind, or one.
+        """The node that counts an operator's rows, or None if it has other rows or just one.
 
-        Sizes alone do not tell: [1, 16, H] are 16 tokens, or 16 parts of the one request's row. The
-        step, and what select-head-rows makes of it, selects rows by `index_select` alone.
+        Sizes alone do not decide: [1, 16, H] may be 16 tokens, or 16 parts of the row of a single
+        request. Rows of requests and of logits are selected by `index_select` only, so `follow`
+        marks what depends on such a selection.
         """
         counted = self.tokens
         if node in self.selected:
@@ -177,7 +182,7 @@ class _Counts:
         return counted[1] if counted is not None and lead == [counted[0]] else None
 
     def _count(self, node: fx.Node) -> None:
-        """Count behind a node: requests up to the last one that is on, and its last token."""
+        """Emit, after a node, the counts of requests up to the last active one and their tokens."""
         positions, lens, starts = (self.published[name] for name in _PUBLISHED)
         num_reqs, device = lens.meta["val"].shape[0], lens.meta["val"].device
         ordinals = (1, num_reqs + 1)
@@ -193,7 +198,10 @@ class _Counts:
         self.tokens = (positions.meta["val"].shape[0], tokens)
 
     def _count_logits(self, node: fx.Node, starts: fx.Node) -> None:
-        """The last of ascending starts; with one row a request their count will do."""
+        """Emit, after a node, the count of rows of logits, which is the largest of their starts.
+
+        With one row of logits per request, the count of requests serves.
+        """
         if self.key.max_emitted == 1:
             return
         with self.graph.inserting_before(node.next):

@@ -1,4 +1,4 @@
-"""trim-draft-head: drafts from a part of the vocabulary, which verification makes harmless."""
+"""trim-draft-head: drafts from a part of the vocabulary; verification keeps the text exact."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TrimDraftHead:
-    """Let drafts be among `token_ids` only: their use of the head reads these rows of it.
+    """Restrict drafts to `token_ids`: the draft head reads only these rows of the head.
 
-    The head is the largest matrix a draft reads; frequent tokens make up most of any text
-    (FR-Spec, arXiv:2502.14856). The target's use of the head is left alone: what is emitted
-    stays what plain decoding emits, and only how many drafts are accepted can change. Does
-    nothing without token ids. The trimmed copy is memory on top of the target's head.
+    The head is the largest matrix that a draft reads, and frequent tokens make up most of any text
+    (FR-Spec, arXiv:2502.14856). The target's head stays as it is, so the emitted text is that of
+    plain decoding; only the number of accepted drafts can change. The trimmed copy takes memory
+    beside the target's head. The pass does nothing without token ids.
 
     Attributes:
-        token_ids: ascending, each below the head's rows. Ties go to the lowest id, as in the
-            whole head.
+        token_ids: ascending, each smaller than the number of rows of the head. Of equal logits the
+            lowest id wins, as in the whole head.
     """
 
     name: ClassVar[str] = "trim-draft-head"
@@ -70,7 +70,7 @@ class TrimDraftHead:
         pick.replace_all_uses_with(chosen)
 
     def _token_ids_of(self, graph: StepGraph, index: fx.Node) -> fx.Node:
-        """Token ids of rows of the trimmed head."""
+        """Append nodes that map rows of the trimmed head to token ids."""
         if self.token_ids == tuple(range(len(self.token_ids))):
             return index
         device = index.meta["val"].device
@@ -83,14 +83,14 @@ class TrimDraftHead:
 
 
 def runs(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending ids as runs [start, stop)."""
+    """Ascending ids as maximal runs [start, stop)."""
     starts = [i for n, i in enumerate(token_ids) if n == 0 or token_ids[n - 1] != i - 1]
     stops = [i + 1 for n, i in enumerate(token_ids) if token_ids[n + 1 : n + 2] != (i + 1,)]
     return tuple(zip(starts, stops, strict=True))
 
 
 def _picks(graph: StepGraph, node: fx.Node) -> bool:
-    """Whether a node is the argmax, over the vocabulary, of nothing but a head's product."""
+    """Whether a node is the argmax over the vocabulary of the unchanged logits of a linear head."""
     logits, dim = operands(node, aten.argmax.default, 2)
     if dim != -1:
         return False
@@ -101,6 +101,7 @@ def _picks(graph: StepGraph, node: fx.Node) -> bool:
 
 
 def _head_of(logits: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The node that made logits, and (dim, index) where one of a leading dimension was selected."""
+    """The node that computes the logits, and the arguments (0, 0) of a `select` of its result, or
+    () without one."""
     whole, *selected = operands(logits, aten.select.int, 3)
     return (whole, tuple(selected)) if selected == [0, 0] else (logits, ())

@@ -1,4 +1,4 @@
-"""The verifier: the rules every StepGraph must keep, checked after each pass."""
+"""The verifier: the rules that every StepGraph must keep, checked after each pass."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mtpc.passes.resize_metadata import row_demands
 EffectTrace = dict[str, list[str]]
 
 _WRITES_AS = {"rotate_and_write": "write_cache"}
-"""Operators that do another's writes, and more that is none."""
+"""Fused operator -> the operator whose buffer writes it does."""
 _SYNC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Verifier:
-    """Checks one graph after each pass, remembering what its effects were before.
+    """Checks one graph after each pass, and compares its effects with those after the pass before.
 
     Args:
-        propagate: recompute every node's shape and dtype on fake tensors and compare.
+        propagate: whether to recompute the shape, dtype and memory of every node on fake tensors.
     """
 
     def __init__(self, propagate: bool):
@@ -34,10 +34,10 @@ class Verifier:
         self._effects: EffectTrace | None = None
 
     def __call__(self, graph: StepGraph, pass_name: str) -> None:
-        """Check all rules.
+        """Check all rules after a pass.
 
         Raises:
-            GraphError: names the pass, the rule and the node.
+            GraphError: a rule is broken; the message names the pass, the rule and the node.
         """
         try:
             graph.graph.lint()
@@ -67,23 +67,36 @@ class Verifier:
 
 
 def check_row_demands(graph: StepGraph, pass_name: str) -> None:
-    """Every metadata buffer is at least as long as every slice of it (a slice clamps silently)."""
+    """Check that no slice of a metadata buffer is longer than the buffer.
+
+    Such a slice would be clamped without an error.
+
+    Raises:
+        GraphError: a buffer is too short.
+    """
     for name, demand in row_demands(graph).items():
         rows = graph.layout.shape(name)[0]
         held = graph.buffer(name).shape[0]
         if demand > min(rows, held):
             raise GraphError(
-                f"after {pass_name}: {name} has {min(rows, held)} rows at {graph.key}, but "
-                f"{demand} are used; the pass resize-metadata must run first"
+                f"after {pass_name}: {name} has {min(rows, held)} rows at {graph.key}; the graph "
+                f"uses {demand}; the pass resize-metadata must run first"
             )
 
 
 def check_operators(graph: StepGraph, pass_name: str) -> None:
-    """Only operator overloads, and none whose result the host must look at."""
+    """Check that all calls are operator overloads and that none makes the host wait.
+
+    Raises:
+        GraphError: a node calls something else, or an operator whose result the host must read.
+    """
     for node in graph.graph.nodes:
         allowed = node.op in ("get_attr", "output") or node.target is operator.getitem
         if not allowed and not isinstance(node.target, torch._ops.OpOverload):
-            raise GraphError(f"after {pass_name}: {node.op} {node.target} ({node}) is no operator")
+            raise GraphError(
+                f"after {pass_name}: {node} calls {node.target} ({node.op}); expected an operator "
+                "overload"
+            )
     for node, op in operators(graph.graph):
         if any(tag in op.tags for tag in _SYNC_TAGS) and not _indexes_by_integer(node):
             raise GraphError(
@@ -93,7 +106,7 @@ def check_operators(graph: StepGraph, pass_name: str) -> None:
 
 
 def _indexes_by_integer(node: fx.Node) -> bool:
-    """`index.Tensor` has a data-dependent shape only where an index is a mask."""
+    """Whether a node is `index.Tensor` without masks: only masks make its shape data-dependent."""
     if node.target is not torch.ops.aten.index.Tensor:
         return False
     indices = [i for i in arguments(node)["indices"] if isinstance(i, fx.Node)]
@@ -101,22 +114,32 @@ def _indexes_by_integer(node: fx.Node) -> bool:
 
 
 def check_writers(graph: StepGraph, pass_name: str) -> None:
-    """Weights are never written, host-only buffers not by the step."""
+    """Check that the step writes no weight and no buffer that only the host writes.
+
+    Raises:
+        GraphError: a node writes one.
+    """
     effects = analyse(graph.graph)
     for node in graph.graph.nodes:
         for root in effects.writes[node]:
             if not isinstance(root, str):
                 continue
             if not is_buffer_name(root):
-                raise GraphError(f"after {pass_name}: {node} ({node.target}) writes weight {root}")
+                raise GraphError(
+                    f"after {pass_name}: {node} ({node.target}) writes the weight {root}; a step "
+                    "must not change weights"
+                )
             if root in graph.layout and graph.layout[root].is_host_only:
                 raise GraphError(
-                    f"after {pass_name}: {node} writes {root}, which only the host writes"
+                    f"after {pass_name}: {node} writes {root}, which only the host may write"
                 )
 
 
 def effect_trace(graph: fx.Graph) -> EffectTrace:
-    """For each buffer, in order: the ops that write it, and the `mtpc::` ops that read it."""
+    """Buffer name -> its writes by any operator and, for caches, its reads by `mtpc::` operators.
+
+    Both are in order of execution.
+    """
     effects = analyse(graph)
     trace: EffectTrace = {}
     for node, op in operators(graph):
@@ -124,7 +147,7 @@ def effect_trace(graph: fx.Graph) -> EffectTrace:
         writer = op.overloadpacket.__name__
         for name in names:
             trace.setdefault(name, []).append(f"write {_WRITES_AS.get(writer, writer)}")
-        if op.namespace.startswith("mtpc"):  # a backend's own kernels included
+        if op.namespace.startswith("mtpc"):  # A backend's own namespace begins like this, too.
             for root in effects.reads(node):
                 if isinstance(root, str) and root.startswith("kv.") and root not in names:
                     trace.setdefault(root, []).append("read")
@@ -132,7 +155,11 @@ def effect_trace(graph: fx.Graph) -> EffectTrace:
 
 
 def check_values(graph: StepGraph, pass_name: str) -> None:
-    """Shapes, dtypes and aliases hold: every node, run again on fakes, gives what it claims."""
+    """Run every node again on fake tensors, and compare shape, dtype and aliases to its metadata.
+
+    Raises:
+        GraphError: a node fails, or differs from its metadata.
+    """
     memory: dict[int, int] = {}
     last = "its first node"
     try:
@@ -149,11 +176,13 @@ def _compare(value: Any, node: fx.Node, pass_name: str) -> None:
     if isinstance(value, Tensor) and isinstance(claimed, Tensor):
         found, wanted = (value.dtype, tuple(value.shape)), (claimed.dtype, tuple(claimed.shape))
         if found != wanted:
-            raise GraphError(f"after {pass_name}: {node} is {found}, its metadata says {wanted}")
+            raise GraphError(f"after {pass_name}: {node} is {found}; its metadata says {wanted}")
 
 
 def _compare_memory(value: Any, node: fx.Node, memory: dict[int, int], pass_name: str) -> None:
-    """Values share storage exactly where the metadata, on which effects rest, says they do."""
+    """Check that values which share memory by their metadata do share it; effects rely on that."""
     for found, claimed in zip(storages(value), storages(node.meta.get("val")), strict=False):
         if memory.setdefault(claimed, found) != found:
-            raise GraphError(f"after {pass_name}: {node} aliases memory that its metadata denies")
+            raise GraphError(
+                f"after {pass_name}: the memory of {node} is not the one that its metadata claims"
+            )

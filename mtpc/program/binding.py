@@ -1,4 +1,4 @@
-"""Giving cached steps their tensors: one set of state and of weights for all steps."""
+"""Binding cached steps to tensors; all steps of a program share state and weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StepBinder:
     """Binds packages to tensors.
 
     Attributes:
-        shared: state and caches, by name.
-        weights: weights at hand; those read or made here are added.
-        source: where weights are read from that are not at hand; None if all are.
+        shared: tensors of state and caches by name.
+        weights: the program's weights; the binder adds those that it reads or makes.
+        source: where to read weights that the table lacks; None if it lacks none.
     """
 
     shared: Mapping[str, Tensor]
@@ -36,12 +36,12 @@ class StepBinder:
     source: WeightSource | None = None
 
     def bind(self, step: CachedStep, own: dict[str, Tensor] | None = None) -> CapturedStep:
-        """A step ready to run.
+        """Open a step over its tensors.
 
         Args:
             step: from the cache.
-            own: buffers that are neither state nor caches; those that are missing are allocated
-                and added, so that the halves of a split step can be given one set.
+            own: buffers that only this step uses, by name. Missing ones are allocated and added, so
+                that both halves of a split step can be bound to the same set.
         """
         start = time.perf_counter()
         own = {} if own is None else own
@@ -61,7 +61,7 @@ class StepBinder:
         return CapturedStep(step.record.step, layout, buffers, replay, seconds)
 
     def _add_weight(self, name: str, step: CachedStep) -> None:
-        """Make a weight that a step takes: stored, derived of stored ones, or a constant."""
+        """Add a weight that a step reads: from the checkpoint, by a recipe, or a constant."""
         record = step.record
         base = names(record.derived.get(name, name))
         if self.source is not None and all(part in record.stored for part in base):
@@ -99,14 +99,14 @@ def bind_program(
 
 
 class WeightSource:
-    """Weights of steps, made of a checkpoint's tensors and of nothing else.
+    """Makes the weights of steps from the tensors of a checkpoint.
 
-    What is packed or joined is made straight from the mapped files: plain weights that no step
-    takes are never in memory.
+    It packs and joins weights straight from the mapped files. So plain weights that no step reads
+    are never in memory.
 
     Args:
-        checkpoint: where they are stored.
-        fill: how weights are packed.
+        checkpoint: holds the tensors.
+        fill: packs a weight.
     """
 
     def __init__(self, checkpoint: Checkpoint, fill: Fill):
@@ -114,7 +114,7 @@ class WeightSource:
         self._finite: dict[str, bool] = {}
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
-        """One weight that a record explains."""
+        """Make a weight by the recipes of a record."""
         recipe = record.derived.get(name, name)
         tensors = {
             stored: self._read(stored, getattr(torch, record.dtypes[part]))
@@ -123,13 +123,13 @@ class WeightSource:
         }
         made_of = substitute(recipe, record.stored.__getitem__)
         made = make(made_of, tensors.__getitem__, self._fill)
-        if not isinstance(made_of, str):  # A copy: its parts have been read for the last time.
+        if not isinstance(made_of, str):  # `made` is a copy, so its parts are no longer needed.
             for stored in tensors:
                 self._checkpoint.release(stored)
         return made
 
     def check(self) -> None:
-        """Refuse what has been read so far if it is no use.
+        """Check the tensors that were read so far.
 
         Raises:
             CheckpointError: tensors hold NaN or infinity.
@@ -138,7 +138,7 @@ class WeightSource:
         refuse_not_finite(bad, str(self._checkpoint.directory))
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor; checked now, because soon after it is packed out of the caches."""
+        """Read a tensor and check it now, while it is in the processor's caches."""
         tensor = self._checkpoint.tensor(name).to(dtype)
         if name not in self._finite:
             self._finite[name] = is_finite(tensor)

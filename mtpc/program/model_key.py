@@ -1,4 +1,4 @@
-"""Key fields of a model: everything of it that shapes the graph, nothing of its weights' values."""
+"""Key fields of a model: all that shapes its graphs, but not the values of its weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mtpc.store.key import hash_of
 from mtpc.weights.checkpoint import Checkpoint
 
 _PROVENANCE = ("_name_or_path", "transformers_version")
-"""Config entries that say where a model comes from and decide nothing."""
+"""Config entries that say where a model comes from; they do not affect its graphs."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
-    """Fields of a checkpoint directory, from its config and its tensors' headers."""
+    """Key fields of a checkpoint directory, from its config and the headers of its tensors."""
     tensors = {name: str(tensor) for name, tensor in checkpoint.tensors.items()}
     return {
         "model.source": "checkpoint",
@@ -32,11 +32,11 @@ def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """Fields of a transformers model object; None where its code was changed in place.
+    """Key fields of a transformers model object; None if hooks or replaced forwards change it.
 
     Args:
         model: a `PreTrainedModel`.
-        checkpoint: where its MTP tensors come from.
+        checkpoint: holds its MTP tensors; None if there is none.
     """
     if any(_is_patched(module) for module in model.modules()):
         return None
@@ -53,13 +53,13 @@ def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] |
 
 
 def _is_patched(module: torch.nn.Module) -> bool:
-    """Whether a forward was replaced on the instance, or hooks see or change its values."""
+    """Whether a module has hooks, or a forward that replaces the one of its class."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return "forward" in module.__dict__ or any(hooks)
 
 
 def _class_fields(model: Any) -> dict[str, str]:
-    """A digest of the files that define the model's classes; torch's are in torch's version."""
+    """A digest of the files that define the model's classes. torch's version covers its own."""
     classes = {type(module) for module in model.modules()}
     files = {inspect.getsourcefile(c) for c in classes if not c.__module__.startswith("torch.")}
     paths = sorted(Path(file) for file in files if file)
@@ -76,7 +76,7 @@ def _config_fields(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Leaves of nested mappings, by dotted name."""
+    """Leaves of nested mappings as (dotted name, JSON text)."""
     if not isinstance(value, Mapping):
         yield prefix, json.dumps(value, sort_keys=True, default=str)
         return
@@ -85,7 +85,11 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _tensor_fields(prefix: str, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Names, dtypes and shapes: exactly, as one digest; readably, layers and experts together."""
+    """Fields of tensors' names, dtypes and shapes.
+
+    One field is an exact digest of all. The others are readable, and each joins the tensors whose
+    names differ only in numbers, such as those of layers and experts.
+    """
     groups: dict[str, set[str]] = defaultdict(set)
     for name, description in tensors.items():
         groups[_NUMBER.sub("*", name)].add(description)

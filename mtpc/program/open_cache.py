@@ -1,4 +1,4 @@
-"""From what `mtpc.compile` is given to the cache entries that belong to it."""
+"""Opening the cache for a model and options of `mtpc.compile`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mtpc.weights.checkpoint import Checkpoint, checkpoint_of
 
 
 def open_store(options: CompileOptions) -> EntryStore:
-    """The cache directory of these options."""
+    """The store in the cache directory of the options."""
     return EntryStore(options.cache_dir or cache_directory())
 
 
 def kernel_store(options: CompileOptions, cache: StepCache | None) -> EntryStore | None:
-    """Where a backend keeps kernels, or finds those that were built elsewhere; None: nowhere.
+    """The store for a backend's kernels, or None.
 
-    A backend whose steps are not cached (cuda) may still have its kernels from a cache.
+    The cuda backend does not cache steps, but reads kernels from the cache.
     """
     if cache is not None:
         return cache.store
@@ -35,23 +35,23 @@ def kernel_store(options: CompileOptions, cache: StepCache | None) -> EntryStore
 def open_cache(
     source: Any, options: CompileOptions, tell: Callable[[str], None]
 ) -> StepCache | None:
-    """The cache's view of one model, or None where nothing is to be cached.
+    """The cached steps of one model and its options; None if they are not cached.
 
     Args:
         source: a `Checkpoint` or a transformers model object.
-        options: as asked for.
-        tell: hears of waiting, and of damaged entries.
+        options: options of `mtpc.compile`.
+        tell: is called with a line when the cache waits, or finds a damaged entry.
 
     Raises:
-        OptionError: `frozen` for a backend that compiles nothing ahead of time, or for a model
-            object whose code was changed in place.
+        OptionError: the options ask for `frozen`, but the backend has no cached steps, or the model
+            object has hooks or replaced forwards.
     """
     frozen = options.frozen or options.require_sha256 is not None
     row = first_choice(options.backend)
     if not options.use_cache or row is None or not row.has_packages:
         if frozen:
             raise OptionError(
-                f"frozen with backend {options.backend!r}, which has no cache; use "
+                f"frozen with backend {options.backend!r}, which has no cached steps; use "
                 f"backend={PACKAGING!r}"
             )
         return None
@@ -59,10 +59,10 @@ def open_cache(
     if model is None:
         if frozen:
             raise OptionError(
-                "frozen, but the model object has hooks or forwards replaced on its modules, so "
-                "no cached step can be known to be its own; pass the checkpoint's directory"
+                "frozen with a model object that has hooks or replaced forwards, which the cache "
+                "cannot identify; pass the checkpoint's directory"
             )
-        tell("the model object has hooks or replaced forwards: its steps are not cached")
+        tell("the model object has hooks or replaced forwards, so its steps are not cached")
         return None
     return StepCache(open_store(options), program_fields(model, options), frozen, tell)
 
@@ -71,5 +71,5 @@ def _model_fields(source: Any) -> dict[str, str] | None:
     if isinstance(source, Checkpoint):
         return checkpoint_fields(source)
     if not isinstance(source, torch.nn.Module) or not hasattr(source, "name_or_path"):
-        return {}  # No transformers model at all: loading it says so.
+        return {}  # It is no transformers model; loading it raises the error.
     return object_fields(source, checkpoint_of(source))

@@ -15,15 +15,15 @@ from mtpc.layout import SCRATCH_SLOT, Layout, StepKey
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """One captured iteration.
+    """One captured step.
 
     Attributes:
         key: phase, bucket and K.
         layout: its buffers.
-        buffers: all its tensors by name; addresses never change.
-        replay: runs the iteration.
+        buffers: tensors of all its buffers by name; their addresses never change.
+        replay: runs the step.
         build_s: seconds to trace, rewrite, lower and capture it, or to load it.
-        graph: what was lowered, with its pass history; None where it came from the cache.
+        graph: the lowered graph with its pass history; None if the step comes from the cache.
     """
 
     key: StepKey
@@ -36,13 +36,15 @@ class CapturedStep:
 
 @dataclass
 class Program:
-    """All captured steps of a model, and the only place that counts replays and host writes.
+    """All captured steps of a model over shared buffers.
+
+    All replays and host writes go through it, and it counts them.
 
     Attributes:
         steps: captured steps by key.
-        shared: state and cache tensors that all steps use, by name.
-        replays: how often each step ran.
-        host_writes: buffer writes by the host.
+        shared: tensors of state and caches that all steps use, by name.
+        replays: number of replays by step.
+        host_writes: number of buffer writes by the host.
     """
 
     steps: Mapping[StepKey, CapturedStep]
@@ -57,24 +59,28 @@ class Program:
         return next(iter(self.steps.values())).layout
 
     def bucket_for(self, num_reqs: int) -> int:
-        """Requests of the smallest decode steps that hold `num_reqs`."""
+        """The smallest decode bucket, in requests, that holds `num_reqs`."""
         sizes = {k.bucket.num_reqs for k in self.steps if k.phase == "decode"}
         return min(size for size in sizes if size >= num_reqs)
 
     def prefill_key(self) -> StepKey:
-        """The prefill step."""
+        """Key of the prefill step."""
         return next(k for k in self.steps if k.phase == "prefill")
 
     @property
     def max_reqs(self) -> int:
-        """Requests the largest decode step holds."""
+        """Number of requests in the largest decode bucket."""
         return max(k.bucket.num_reqs for k in self.steps if k.phase == "decode")
 
     def write(self, tensor: Tensor, value: Tensor | int) -> None:
-        """One host write into a buffer, or into a view of its rows.
+        """Write from the host into a buffer, or into a view of its rows.
 
-        A `value` tensor, on the CPU, shorter than `tensor` leaves the rest at what it was. To a
-        device it goes behind what was launched there, from pinned memory: the host does not wait.
+        On a device the write runs after the work already launched there. It comes from pinned
+        memory, so the host does not wait.
+
+        Args:
+            tensor: the buffer or view.
+            value: a number that fills it, or a CPU tensor for its first rows; the other rows stay.
         """
         self.host_writes += 1
         if isinstance(value, Tensor):
@@ -85,21 +91,22 @@ class Program:
             tensor.fill_(value)
 
     def set_batch(self, key: StepKey, slots: list[int]) -> None:
-        """Point a step's rows at request slots; nothing is written where nothing changed."""
+        """Point the rows of a step at request slots; writes only if they changed."""
         indices = self.steps[key].buffers["batch.state_indices"]
         padding = [SCRATCH_SLOT] * (indices.shape[0] - len(slots))
         wanted = slots + padding
-        if self._rows.get(key) != wanted:  # Known, for reading a device would wait for it.
-            self._rows.pop(key, None)  # Should the write fail, nothing is.
+        # The host keeps a copy of the rows, because reading them would wait for the device.
+        if self._rows.get(key) != wanted:
+            self._rows.pop(key, None)  # If the write fails, the rows are unknown.
             self.write(indices, torch.tensor(wanted, dtype=indices.dtype))
             self._rows[key] = wanted
 
     def forget_batches(self) -> None:
-        """For who writes `batch.state_indices` otherwise: the next `set_batch` writes all."""
+        """Make the next `set_batch` of each step write; for code that wrote the rows elsewhere."""
         self._rows.clear()
 
     def run(self, key: StepKey) -> Mapping[str, Tensor]:
-        """One iteration; returns the step's buffers, results among them."""
+        """Replay one step; returns its buffers, including the results."""
         step = self.steps[key]
         step.replay()
         self.replays[key] += 1

@@ -1,4 +1,4 @@
-"""The cache as a compiler sees it: steps by key, and a note of each time it could not help."""
+"""The graph cache as the compiler uses it: steps by key."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.store.machine import environment_fields
 
 _SHOWN = 4
-"""Differences that a one-line reason names."""
+"""A one-line reason names at most this many differences."""
 RECORD = "step.record.json"
 CONSTANTS = "constants.safetensors"
 KIND = "step"
 
 
 def graph_file(index: int, name: str) -> str:
-    """File with the graph's text after the pass of this number and name."""
+    """Name of the file with the graph's text after a pass, given its number and name."""
     return f"graph.{index:02d}-{name}.txt.gz"
 
 
 Build = Callable[[Path], StepRecord]
-"""Compiles a step's files into the directory it is given."""
+"""Compiles a step's files into a directory; returns the step's record."""
 
 
 @dataclass(frozen=True)
 class CachedStep:
-    """A step's files and what is known of them.
+    """The files of a compiled step.
 
     Attributes:
         directory: where they are.
         record: how to bind and call the package.
-        entry: their checked entry; None where the cache could not be written and they are
+        entry: their checked entry; None if the cache could not be written, so that the files are
             temporary.
     """
 
@@ -59,7 +59,7 @@ Steps = Mapping[tuple[StepKey, Part], CachedStep]
 
 
 def program_fields(model: Fields, options: CompileOptions) -> dict[str, str]:
-    """What all steps of a program have in their keys: model, options, versions, machine."""
+    """Key fields that all steps of a program share: model, options, versions, machine."""
     return {
         "kind": KIND,
         "format": str(FORMAT),
@@ -82,7 +82,7 @@ def program_fields(model: Fields, options: CompileOptions) -> dict[str, str]:
 
 
 def _described(token_ids: tuple[int, ...]) -> str:
-    """Token ids, in a line."""
+    """Token ids as one line: "all", or their number and a digest."""
     if not token_ids:
         return "all"
     return f"{len(token_ids)} ids, {hash_of([repr(token_ids).encode()])}"
@@ -104,14 +104,14 @@ class StepCache:
     """The entries of one program.
 
     Args:
-        store: where they are.
-        program: what `program_fields` gave.
-        frozen: refuse to build.
-        tell: hears of waiting, and of entries that are damaged.
+        store: where the entries are.
+        program: the result of `program_fields`.
+        frozen: whether building is an error.
+        tell: is called with a line when the cache waits, or finds a damaged entry.
 
     Attributes:
-        notes: why the cache could not serve or keep something, counted; `Stats.fallbacks` in the
-            end.
+        notes: lines that say why the cache could not serve or keep a step -> count; part of
+            `Stats.fallbacks`.
     """
 
     def __init__(
@@ -127,10 +127,11 @@ class StepCache:
         self._scratch = tempfile.TemporaryDirectory(prefix="mtpc-steps-")
 
     def find(self, key: StepKey, part: Part = "step") -> CachedStep | None:
-        """The step, if the cache has it; a damaged entry is noted and counts as missing.
+        """The step, or None if the cache lacks it. A damaged entry is noted and counts as missing.
 
         Raises:
-            CacheError: another user could have written the cache, or (frozen) it is damaged.
+            CacheError: another user could have written the cache; or the entry is damaged and the
+                cache is frozen.
         """
         try:
             return self._look_up(step_fields(self.program, key, part))
@@ -144,7 +145,7 @@ class StepCache:
         """All the graphs, or None where one is missing.
 
         Raises:
-            CacheError: see `find`; or, frozen, the reason why a step is missing.
+            CacheError: as `find`; or a step is missing and the cache is frozen.
         """
         found: dict[tuple[StepKey, Part], CachedStep] = {}
         for key, part in wanted:
@@ -157,10 +158,13 @@ class StepCache:
         return found
 
     def obtain(self, key: StepKey, build: Build, part: Part = "step") -> CachedStep:
-        """The step from the cache, or built and kept there; other builders of it are waited for.
+        """The step from the cache; if it is missing, build it and keep it there.
+
+        If another process builds it, wait for that process.
 
         Raises:
-            CacheError: another user could have written the cache, or it is frozen.
+            CacheError: another user could have written the cache; or the step is missing and the
+                cache is frozen.
         """
         found = self.find(key, part)
         if found is not None:
@@ -175,18 +179,18 @@ class StepCache:
             return self._built_meanwhile(fields) or self._build(fields, build)
 
     def _built_meanwhile(self, fields: Fields) -> CachedStep | None:
-        """What another builder left while this one waited for the lock."""
+        """The step, if another process built it while this one waited for the lock."""
         try:
             return self._look_up(fields)
         except DamagedEntryError:
-            return None  # As before the wait, when it was noted.
+            return None  # `find` has noted the damage.
 
     def _look_up(self, fields: Fields) -> CachedStep | None:
         entry = find(self.store, fields)
         return None if entry is None else _read(entry)
 
     def find_lowered(self, lowering: str) -> CachedStep | None:
-        """A step of any key that was lowered from the very same graph, on such a machine."""
+        """A step with any key that was lowered from the same graph for the same machine."""
         for name, fields in peek(self.store):
             path = self.store.directory(name) / RECORD
             if fields.get("format") != str(FORMAT) or lowering not in _text(path):
@@ -200,21 +204,24 @@ class StepCache:
         return None
 
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
-        """How the nearest entry differs from a step's key; empty where there is no step at all."""
+        """Differences between a step's key and the nearest entry; empty if the cache is empty."""
         row = nearest(self.store, step_fields(self.program, key, part))
         return row.differences if row else []
 
     def miss(self, key: StepKey, part: Part = "step") -> str:
-        """Why a step is not in the cache, in a line."""
+        """One line that says why a step is not in the cache."""
         reasons = self.reasons(key, part)
         shown = "; ".join(map(str, reasons[:_SHOWN]))
         more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-        why = f"the nearest entry differs in {shown}{more}" if reasons else "it has none like it"
+        why = f"the nearest entry differs in {shown}{more}" if reasons else "it holds no step"
         return f"{step_name(key, part)} is not in the cache {self.store.root}: {why}"
 
     def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
         if self.frozen:
-            raise CacheError(f"{self.miss(key, part)}; frozen, so nothing was built")
+            raise CacheError(
+                f"{self.miss(key, part)}; frozen, so nothing was built: run `mtpc build` with the "
+                "same options first"
+            )
 
     def _build(self, fields: Fields, build: Build) -> CachedStep:
         directory = Path(tempfile.mkdtemp(dir=self._scratch.name))
@@ -230,7 +237,7 @@ class StepCache:
         return _read(entry)
 
     def note(self, line: str) -> None:
-        """Say, and remember, that the cache could not serve or keep something."""
+        """Report and count that the cache could not serve or keep something."""
         self.notes[line] += 1
         self._tell(line)
 
@@ -247,7 +254,7 @@ def _read_entry(store: EntryStore, name: str) -> CachedStep | None:
 
 
 def _text(path: Path) -> str:
-    """A file's text, unchecked; nothing where there is none."""
+    """The text of a file without any check; "" if there is no file."""
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
@@ -257,13 +264,13 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def reuse_package(step: CachedStep, directory: Path) -> None:
-    """Copy a step's compiled package for another key that lowers to the same graph."""
+    """Copy the compiled package of a step, for a step with another key and the same graph."""
     shutil.copyfile(step.directory / LIBRARY, directory / LIBRARY)
     if (step.directory / CALLS).exists():
         shutil.copyfile(step.directory / CALLS, directory / CALLS)
 
 
 def program_pin(entries: Mapping[str, Entry]) -> str:
-    """One digest of all entries that a program loads, by what each is for."""
+    """One SHA-256 over all entries that a program loads, by the name of what each is for."""
     lines = [f"{name} {entry.pin}\n" for name, entry in sorted(entries.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a cache entry says of its step: enough to allocate, bind and run it without a graph."""
+"""The record in a cache entry: all that is needed to allocate, bind and run a step."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
 FORMAT = 2
-"""Raised when old records can no longer be read; part of the key."""
+"""Version of the record's format; part of the key."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step's entry.
+    """The record of one step.
 
     Attributes:
-        lowering: digest of what was lowered, its text first: equal ones have equal packages.
+        lowering: digest of the lowered graph; steps with equal digests have equal packages.
         step: phase, bucket and K.
-        part: the whole step, or which half of a split one.
-        buffers: its buffers, sizes as numbers.
-        package: how the compiled package is called.
-        derived: weights that passes made of other weights.
-        stored: weights that a checkpoint has: recipes over its tensors. Their dtype is in
-            `dtypes`. Those in neither are constants, in the entry's own file.
+        part: the whole step, or one half of a split step.
+        buffers: its buffers, with numbers as sizes.
+        package: how to call the compiled package.
+        derived: weights that passes made, as recipes over other weights.
+        stored: weights that a checkpoint holds, as recipes over its tensors. A weight that is
+            neither derived nor stored is a constant in a file of the entry.
         dtypes: dtype of each weight in `stored`.
-        unexplained: weights that only transformers knows how to load from a checkpoint.
-        repeats: stored tensors that must equal a weight: an MTP layer's own copy of the head.
-        max_len: settled longest sequence, in tokens.
-        vocab_size: token ids are below it.
+        unexplained: weights that only transformers can load from a checkpoint.
+        repeats: stored tensor -> weight that it must equal, such as an MTP layer's copy of the
+            head.
+        max_len: longest sequence, in tokens.
+        vocab_size: every token id is smaller.
         history: passes that ran.
-        seconds: of each stage of the build.
-        source: checkpoint it was built from, for people.
-        created: when, in UTC.
+        seconds: duration of each stage of the build.
+        source: checkpoint that it was built from, for messages.
+        created: time of the build, in UTC.
     """
 
     lowering: str
@@ -62,15 +63,15 @@ class StepRecord:
 
     @property
     def name(self) -> str:
-        """What to call the step."""
+        """Name of the step."""
         return step_name(self.step, self.part)
 
     def layout(self) -> Layout:
-        """Its buffers."""
+        """The layout of its buffers."""
         return Layout(self.buffers, {})
 
     def to_json(self) -> str:
-        """The record as text; equal records give equal text."""
+        """The record as JSON; equal records give equal text."""
         value = {
             "format": FORMAT,
             "lowering": self.lowering,
@@ -94,7 +95,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StepRecord:
-        """What `to_json` wrote; its SHA-256 has been checked, so its shape is known."""
+        """Read what `to_json` wrote; the caller has checked its SHA-256."""
         value: dict[str, Any] = json.loads(text)
         del value["format"]
         step = value["step"]
@@ -114,7 +115,7 @@ class StepRecord:
 
 
 def numbered(layout: Layout) -> tuple[BufferSpec, ...]:
-    """A layout's buffers with numbers for symbols."""
+    """The buffers of a layout, with numbers in the place of symbols."""
     return tuple(replace(spec, dims=layout.shape(name)) for name, spec in layout.items())
 
 

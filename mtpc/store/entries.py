@@ -1,11 +1,11 @@
-"""Entries on disk: written whole or not at all, and checked to the last bit before they are used.
+"""Entries on disk: written completely or not at all, and checked by SHA-256 before use.
 
     ROOT/entries/DIGEST/   an entry: its files, and SHA256SUMS over all of them
-    ROOT/locks/DIGEST      held while an entry is built
-    ROOT/tmp/              entries being written
+    ROOT/locks/DIGEST      lock file, held while an entry is built
+    ROOT/tmp/              entries that are being written
 
 `SHA256SUMS` has the format of the tool `sha256sum`, so `sha256sum -c SHA256SUMS` checks an entry
-without mtpc. What the files mean is not known here.
+without mtpc. The store does not know what the files mean.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _POLL_S, _REMIND_S = 0.05, 2.0
 _ATTEMPTS = 3
-"""Times to read an entry that is replaced meanwhile."""
+"""How often to read an entry again that is replaced while it is read."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Entry:
     nbytes: int
 
     def read(self, name: str) -> bytes:
-        """A file's bytes, as they were checked.
+        """The bytes of a file, checked again.
 
         Raises:
-            DamagedEntryError: the file was changed after the check.
+            DamagedEntryError: the file was changed or removed after the first check.
         """
         try:
             data = (self.directory / name).read_bytes()
@@ -70,7 +70,7 @@ class EntryStore:
     """A cache directory.
 
     Args:
-        root: where it is; created when something is first written.
+        root: its path; the first write creates it.
     """
 
     def __init__(self, root: Path):
@@ -81,11 +81,15 @@ class EntryStore:
         return self.root / "entries"
 
     def directory(self, digest: str) -> Path:
-        """Where an entry of this name is, if there is one."""
+        """Directory of the entry with this name, whether it exists or not."""
         return self._entries / digest
 
     def digests(self) -> list[str]:
-        """Names of all entries, checked or not."""
+        """Names of all entries, without checks.
+
+        Raises:
+            CacheError: this user may not read the cache.
+        """
         try:
             paths = list(self._entries.iterdir())
         except FileNotFoundError:
@@ -95,11 +99,11 @@ class EntryStore:
         return sorted(p.name for p in paths if _DIGEST.fullmatch(p.name))
 
     def prepare(self) -> None:
-        """Create the folders, before long work whose result is to be written.
+        """Create the folders; to be called before long work whose result will be written.
 
         Raises:
             CacheWriteError: the cache cannot be written.
-            CacheError: another user could have written it.
+            CacheError: another user could have written the cache.
         """
         with self._writing():
             for name in ("entries", "locks", "tmp"):
@@ -108,12 +112,12 @@ class EntryStore:
                     raise PermissionError(f"no permission to write {self.root / name}")
 
     def read(self, digest: str) -> Entry | None:
-        """An entry with every file compared with its SHA-256; None where there is no such entry.
+        """An entry, after a check of all its files; None if there is no such entry.
 
         Raises:
-            DamagedEntryError: files are missing, unknown or altered; the message names them.
-            CacheError: another user could have written the cache, or a file in it; or this user
-                may not read it.
+            DamagedEntryError: files are missing, unknown or changed; the message names them.
+            CacheError: another user could have written the cache or a file in it; or this user may
+                not read it.
         """
         directory = self._entries / digest
         for attempt in range(_ATTEMPTS):
@@ -135,7 +139,7 @@ class EntryStore:
         return None
 
     def _inode(self, directory: Path) -> int | None:
-        """What tells an entry from one that took its place; None where there is none."""
+        """Inode of an entry, which changes when the entry is replaced; None if it is missing."""
         try:
             return directory.lstat().st_ino
         except (FileNotFoundError, NotADirectoryError):
@@ -164,15 +168,15 @@ class EntryStore:
 
     @contextmanager
     def lock(self, digest: str, tell: Callable[[str], None]) -> Iterator[None]:
-        """Hold an entry's lock; the system releases it however the process ends.
+        """Hold the lock of an entry. The system releases it when the process ends in any way.
 
         Args:
-            digest: the entry.
-            tell: hears every two seconds that another process is building it.
+            digest: name of the entry.
+            tell: is called every two seconds while another process holds the lock.
 
         Raises:
             CacheWriteError: the cache is not writable, or its file system has no locks.
-            CacheError: another user could have written it.
+            CacheError: another user could have written the cache.
         """
         with self._writing():
             self._make("locks")
@@ -184,7 +188,7 @@ class EntryStore:
             os.close(handle)
 
     def _acquire(self, handle: int, tell: Callable[[str], None]) -> None:
-        """Wait for an exclusive lock, saying so from time to time."""
+        """Wait for an exclusive lock, and report the wait from time to time."""
         told = time.monotonic() - _REMIND_S
         while not self._take(handle):
             if time.monotonic() - told >= _REMIND_S:
@@ -193,31 +197,31 @@ class EntryStore:
             time.sleep(_POLL_S)
 
     def _take(self, handle: int) -> bool:
-        """Lock a file unless it is locked."""
-        with self._writing():  # A file system without locks says so here.
+        """Try to lock a file; returns whether it did."""
+        with self._writing():  # A file system without locks raises OSError.
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
             if os.fstat(handle).st_uid == os.geteuid():
-                os.fchmod(handle, FILE_MODE)  # Whatever the umask.
+                os.fchmod(handle, FILE_MODE)  # The umask may have removed bits.
         return True
 
     def write(self, digest: str, fill: Callable[[Path], None]) -> Entry:
-        """Write an entry, in place of what is there; call it under the entry's lock.
+        """Write an entry, and replace the old one if there is one. The caller holds its lock.
 
         Args:
-            digest: the entry.
-            fill: puts its files into the empty directory it is given.
+            digest: name of the entry.
+            fill: writes its files into the empty directory that it is given.
 
         Raises:
-            CacheWriteError: the disk is full or the cache is not writable; nothing is left behind.
-            CacheError: another user could have written it.
+            CacheWriteError: the disk is full or the cache is not writable; no file is left behind.
+            CacheError: another user could have written the cache.
         """
         with self._writing():
             for name in ("entries", "tmp"):
                 self._make(name)
-            # Only the lock's holder writes this entry, so what lies here is a killed builder's.
+            # Only the holder of the lock writes here, so these are from a process that was killed.
             for leftover in (self.root / "tmp").glob(f"{digest}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             scratch = Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=self.root / "tmp"))
@@ -229,16 +233,18 @@ class EntryStore:
                 shutil.rmtree(scratch, ignore_errors=True)
         entry = self.read(digest)
         if entry is None:
-            raise CacheError(f"{self._entries / digest} was removed as soon as it was written")
+            raise CacheError(
+                f"{self._entries / digest} was removed right after it was written; start again"
+            )
         return entry
 
     def remove(self, digest: str) -> None:
-        """Delete an entry; by a rename first, so that nobody sees half of it."""
+        """Delete an entry. It is renamed first, so that no reader finds a part of it."""
         with self._writing():
             shutil.rmtree(self._put_aside(digest), ignore_errors=True)
 
     def _put_aside(self, digest: str) -> Path:
-        """Move an entry to `tmp`, under its own name: its next builder clears what is left."""
+        """Move an entry to `tmp`, where the next write of this entry would clear it."""
         self._make("tmp")
         trash = Path(tempfile.mkdtemp(prefix=f"{digest}-trash-", dir=self.root / "tmp"))
         try:
@@ -249,7 +255,7 @@ class EntryStore:
         return trash
 
     def leftovers(self) -> list[Path]:
-        """What killed builders left in `tmp`; entries under construction are not listed."""
+        """Directories in `tmp` that killed processes left; entries being written are left out."""
         if not (self.root / "tmp").is_dir():
             return []
         return [path for path in sorted((self.root / "tmp").iterdir()) if not self._is_locked(path)]
@@ -274,12 +280,12 @@ class EntryStore:
             shutil.rmtree(trash, ignore_errors=True)
 
     def _make(self, name: str) -> None:
-        """A folder of the store, and the store itself, writable by nobody else."""
+        """Create a folder of the store, and the store, which no other user may write."""
         self.root.parent.mkdir(parents=True, exist_ok=True)
         for path in (self.root, self.root / name):
             if not path.exists():
                 path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-                path.chmod(DIRECTORY_MODE)  # Whatever the umask.
+                path.chmod(DIRECTORY_MODE)  # The umask may have removed bits.
             check_owner(path)
 
     @contextmanager
@@ -288,13 +294,13 @@ class EntryStore:
             yield
         except OSError as error:
             raise CacheWriteError(
-                f"cannot write the graph cache {self.root}: {error}; free space or make it "
-                "writable, or choose another with cache_dir (MTPC_CACHE_DIR)"
+                f"cannot write the graph cache {self.root}: {error}; free space, make it "
+                "writable, or choose another directory with cache_dir (MTPC_CACHE_DIR)"
             ) from error
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -304,7 +310,7 @@ def _render_sums(files: dict[str, str]) -> bytes:
 
 
 def _parse_sums(path: Path, data: bytes) -> dict[str, str]:
-    """Strictly what `_render_sums` writes: any other spelling is damage."""
+    """Parse exactly what `_render_sums` writes; any other text is damage."""
     matches = [_LINE.fullmatch(line) for line in data.decode("latin-1").splitlines()]
     files = {match[2]: match[1] for match in matches if match}
     if _render_sums(files) != data:
@@ -323,7 +329,7 @@ def _compare(directory: Path, files: dict[str, str], found: set[str]) -> None:
 
 
 def _seal(directory: Path) -> None:
-    """Checksums, modes, and everything on the disk before its name is."""
+    """Write the checksums, set the modes, and flush everything to disk."""
     files = {path.name: file_digest(path) for path in directory.iterdir()}
     (directory / SUMS).write_bytes(_render_sums(files))
     for path in directory.iterdir():

@@ -1,4 +1,4 @@
-"""Keys: named fields whose every difference is a miss with a reason."""
+"""Cache keys: named fields. A key matches if all fields are equal; a difference explains a miss."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Fields = Mapping[str, str]
-"""What decides the result of a compilation, by dotted name."""
+"""Everything that decides the result of a compilation, by dotted name."""
 
 _SHOWN = 60
-"""Characters of a value that a reason shows."""
+"""A reason shows at most this many characters of a value."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which a cached entry is not what is wanted; None where a side lacks it."""
+    """One field that differs between a cached entry and the wanted key.
+
+    Attributes:
+        field: its name.
+        cached: value in the entry; None if the entry lacks the field.
+        wanted: value in the wanted key; None if the key lacks the field.
+    """
 
     field: str
     cached: str | None
@@ -33,13 +39,13 @@ def _shown(value: str | None) -> str:
 
 
 def digest(fields: Fields) -> str:
-    """32 hexadecimal digits of SHA-256 over all fields."""
+    """The first 32 hexadecimal digits of the SHA-256 of all fields."""
     canonical = json.dumps(dict(fields), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
 def differences(cached: Fields, wanted: Fields) -> list[Difference]:
-    """Fields that differ, by name."""
+    """The fields that differ, sorted by name."""
     return [
         Difference(name, cached.get(name), wanted.get(name))
         for name in sorted(cached.keys() | wanted.keys())
@@ -48,7 +54,7 @@ def differences(cached: Fields, wanted: Fields) -> list[Difference]:
 
 
 def hash_of(parts: Iterable[bytes]) -> str:
-    """16 hexadecimal digits of SHA-256 over parts, each with its length."""
+    """The first 16 hexadecimal digits of the SHA-256 of all parts, each with its length."""
     total = hashlib.sha256()
     for part in parts:
         total.update(len(part).to_bytes(8, "little"))

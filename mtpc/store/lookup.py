@@ -1,4 +1,4 @@
-"""Finding entries by their keys, and saying why one was not found."""
+"""Finding cache entries by their keys, and the reasons if there is none."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mtpc.store.machine import COMPILER
 from mtpc.store.safety import check_owner
 
 KEY = "key.json"
-"""File with an entry's key, field by field. The entry's name is its digest."""
+"""File with the key of an entry. The digest of the key is the name of the entry."""
 
 
 def key_bytes(fields: Fields) -> bytes:
-    """A key as an entry holds it."""
+    """The contents of the file `KEY` for a key."""
     return (json.dumps(dict(fields), indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -25,19 +25,22 @@ def key_of(entry: Entry) -> dict[str, str]:
     """The key of an entry.
 
     Raises:
-        DamagedEntryError: the entry is filed under a name that is not its key's.
+        DamagedEntryError: the digest of the key is not the name of the entry.
     """
     fields = json.loads(entry.read(KEY)) if KEY in entry.files else {}
     if digest(fields) != entry.digest:
-        raise DamagedEntryError(f"{entry.directory} is not filed under its own key")
+        raise DamagedEntryError(f"{entry.directory} holds the key of another entry")
     return fields
 
 
 def find(store: EntryStore, wanted: Fields) -> Entry | None:
-    """The entry of exactly this key; of any compiler where none is installed here.
+    """The entry with exactly this key; None if there is none.
+
+    If no C++ compiler is installed, `wanted` has no field for it, and entries of all compilers
+    match.
 
     Raises:
-        DamagedEntryError: there is one, but its files are not what was written.
+        DamagedEntryError: the only matching entries are damaged.
         CacheError: another user could have written the cache.
     """
     if COMPILER in wanted:
@@ -49,7 +52,7 @@ def find(store: EntryStore, wanted: Fields) -> Entry | None:
             try:
                 found = _checked(store, name)
             except DamagedEntryError as error:
-                damage = error  # Another compiler's may be whole.
+                damage = error  # The entry of another compiler may be good.
                 continue
             if found is not None:
                 return found[0]
@@ -59,7 +62,7 @@ def find(store: EntryStore, wanted: Fields) -> Entry | None:
 
 
 def _checked(store: EntryStore, name: str) -> tuple[Entry, dict[str, str]] | None:
-    """An entry and its key, as they were written; None where there is none."""
+    """An entry and its key after the checks of both; None if there is no such entry."""
     entry = store.read(name)
     if entry is None:
         return None
@@ -68,47 +71,47 @@ def _checked(store: EntryStore, name: str) -> tuple[Entry, dict[str, str]] | Non
     except DamagedEntryError:
         if store.directory(name).exists():
             raise
-        return None  # Removed since it was read.
+        return None  # It was removed after it was read.
 
 
 def peek(store: EntryStore) -> Iterator[tuple[str, dict[str, str]]]:
-    """Names and keys of all entries, unchecked: to choose by, never to trust.
+    """Names and keys of all entries, without checks: for choosing an entry, not for using it.
 
     Raises:
-        CacheError: another user could have written one.
+        CacheError: another user could have written an entry.
     """
     for name in store.digests():
         try:
             path = store.directory(name) / KEY
-            check_owner(path)  # Besides, opening what is no file may wait for ever.
+            check_owner(path)  # Also refuses special files; reading one could block forever.
             fields = json.loads(path.read_bytes())
         except (OSError, ValueError):
-            continue  # Damaged, or removed meanwhile; whoever wants this very entry is told.
+            continue  # Damaged, or removed meanwhile. A lookup of this entry raises an error.
         if isinstance(fields, dict):
             yield name, fields
 
 
 def readable(store: EntryStore) -> Iterator[tuple[Entry, dict[str, str]]]:
-    """Every undamaged entry with its key."""
+    """All entries that are not damaged, with their keys."""
     for name in store.digests():
         try:
             found = _checked(store, name)
         except DamagedEntryError:
-            continue  # Whoever wants this very entry is told.
+            continue  # A lookup of this entry raises an error.
         if found is not None:
             yield found
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The entry that differs least from what is wanted, and where."""
+    """The entry with the fewest differences from a wanted key, and these differences."""
 
     digest: str
     differences: list[Difference]
 
 
 def nearest(store: EntryStore, wanted: Fields) -> Nearest | None:
-    """The entry of the same kind with the fewest differences; None in a cache without any."""
+    """The nearest entry of the same kind; None if the cache has no entry of that kind."""
     rows = [
         Nearest(name, _known(differences(fields, wanted), wanted))
         for name, fields in peek(store)
@@ -118,5 +121,5 @@ def nearest(store: EntryStore, wanted: Fields) -> Nearest | None:
 
 
 def _known(found: list[Difference], wanted: Fields) -> list[Difference]:
-    """Without the compiler where there is none to compare with."""
+    """Differences without that of the compiler, if none is installed here."""
     return [d for d in found if d.field != COMPILER or COMPILER in wanted]

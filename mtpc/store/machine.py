@@ -1,4 +1,4 @@
-"""What a compilation depends on besides the model: versions, transformers' code, this machine."""
+"""Key fields besides those of the model: mtpc's sources, versions of libraries, this machine."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from mtpc.store.key import hash_of
 from mtpc.store.sources import source_fields
 
 COMPILER = "machine.compiler"
-"""The one field that may be unknown: where no compiler is installed, any will do."""
+"""The only field that may be absent: without a compiler, entries of any compiler match."""
 
 _MODELLING = ("models/*/modeling_*.py", "modeling_*.py", "integrations/moe.py")
 """Files of transformers that write a model's graph."""
 _NOTES_OF_INDUCTOR = ("aot_inductor.metadata",)
-"""Settings that a compilation leaves changed, and that change nothing of what is compiled."""
+"""Settings that a compilation changes and that do not affect the compiled code."""
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "vnni", "gfni", "neon",
                      "asimd", "sve", "bf16", "i8mm")  # fmt: skip
-"""Beginnings of the cpu flags that code generation looks at."""
+"""Prefixes of the cpu flags that affect code generation."""
 
 
 def environment_fields() -> dict[str, str]:
-    """All that a compilation depends on besides the model and the options."""
+    """All key fields except those of the model, the options and the step."""
     return {**version_fields(), **source_fields(), **modelling_field(), **machine_fields()}
 
 
 def version_fields() -> dict[str, str]:
-    """Versions of mtpc, torch and transformers; the last is not imported for it."""
+    """Versions of mtpc, torch and transformers; transformers is not imported."""
     return {
         "version.mtpc": mtpc.__version__,
         "version.torch": f"{torch.__version__} {torch.version.git_version[:12]}",
@@ -63,7 +63,7 @@ def modelling_field() -> dict[str, str]:
 
 
 def machine_fields() -> dict[str, str]:
-    """This machine and process, as far as generated code depends on them."""
+    """Properties of this machine and process that generated code depends on."""
     fields = {
         "machine.platform": f"{sys.platform} {platform.machine()}",
         **processor_fields(),
@@ -79,8 +79,11 @@ def machine_fields() -> dict[str, str]:
 
 
 def processor_fields() -> dict[str, str]:
-    """What code is generated for: this very processor, or the level that `MTPC_CPU_LEVEL` names,
-    which others may have, too. "native" is a name for this one."""
+    """The processor that code is generated for.
+
+    That is this processor, or any processor of the level that `MTPC_CPU_LEVEL` names. The level
+    "native" means this processor.
+    """
     level = cpu_level()
     if level not in (None, "native"):
         return {"machine.level": level}
@@ -90,17 +93,16 @@ def processor_fields() -> dict[str, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets and other features of this processor that this process may use, as Linux
-    names them."""
+    """Linux's names of the processor's features that this process may use."""
     flags = _cpu()[1]
     tiles = {flag for flag in flags if flag.startswith("amx_")}
     return flags if not tiles or may_use_tiles() else flags - tiles
 
 
 def may_use_tiles() -> bool:
-    """Whether Linux lets this process use AMX's tile registers: one has to ask for them.
+    """Ask Linux for the permission to use AMX tile registers; returns whether it grants it.
 
-    Linux before 5.16 and some sandboxes do not, whatever the processor has. Source:
+    Linux before 5.16 and some sandboxes refuse, even on processors with AMX. Source:
     Documentation/arch/x86/xstate.rst.
     """
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -108,7 +110,7 @@ def may_use_tiles() -> bool:
 
 
 def compiler_version() -> str | None:
-    """The first line of the C++ compiler's `--version`; None where there is none that runs."""
+    """The first line of `--version` of the C++ compiler; None if no compiler runs."""
     path = shutil.which(cxx_compiler())
     if path is None:
         return None
@@ -118,7 +120,7 @@ def compiler_version() -> str | None:
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
-    """The processor's name, and all it has."""
+    """The processor's name and its feature flags."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     info = {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
@@ -127,10 +129,10 @@ def _cpu() -> tuple[str, frozenset[str]]:
 
 
 def _inductor_settings() -> str:
-    """Settings of Inductor that this process changed; it cannot have where it is not imported.
+    """Inductor settings that this process changed; "" if Inductor is not imported.
 
-    Not `config.codegen_config()`: that lists what a compilation set and put back, too, and what
-    comes from the environment, which has fields of its own.
+    `config.codegen_config()` does not serve. It also lists settings that a compilation changed and
+    restored, and settings from the environment, which has key fields of its own.
     """
     config: Any = sys.modules.get("torch._inductor.config")
     changed = {}

@@ -1,8 +1,8 @@
-"""Block-scaled FP8 weights: found by their names, read as bfloat16, refused where not understood.
+"""Block-scaled FP8 weights: reading them as bfloat16, and refusing other quantisations.
 
-The layout is DeepSeek-V3's: beside `X.weight` in float8_e4m3fn, [out, in], `X.weight_scale_inv` in
-float32, one factor for each block of 128 x 128 weights, those at the edges smaller
-(arXiv:2412.19437, section 3.3.2; the block's sides are `weight_block_size` in config.json).
+The layout is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). `X.weight` is float8_e4m3fn
+[out, in]. `X.weight_scale_inv` is float32 and holds one factor for each block of 128 x 128 weights;
+blocks at the edges are smaller. `weight_block_size` in config.json gives the sides of a block.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mtpc.weights.tensor_file import StoredTensor
 
 _SUFFIX = "_scale_inv"
 _BLOCK = (128, 128)
-"""The block's sides where config.json does not say."""
+"""Sides of a block if config.json does not give them."""
 _ADVICE = "dequantise the checkpoint to bfloat16 first"
 
 
 @dataclass(frozen=True)
 class BlockScale:
-    """The scales of one weight.
+    """The scales of one weight [out, in].
 
     Attributes:
-        stored: where they are, [ceil(out / rows), ceil(in / columns)].
-        name: their tensor's name.
-        block: rows and columns that share a scale.
+        stored: description of their tensor, [ceil(out / rows), ceil(in / columns)].
+        name: name of their tensor.
+        block: rows and columns of a block.
     """
 
     stored: StoredTensor
@@ -41,14 +41,14 @@ class BlockScale:
 def find_block_scales(
     tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> dict[str, BlockScale]:
-    """The scales of each block-scaled weight, by the weight's name.
+    """Name of each block-scaled weight -> its scales.
 
     Args:
-        tensors: of all files, by name.
+        tensors: descriptions of all tensors by name.
         config: config.json.
 
     Raises:
-        CheckpointError: weights are quantised in some way that is not the one above.
+        CheckpointError: weights are quantised in another way.
     """
     block = _block_of(config)
     found = {}
@@ -60,25 +60,29 @@ def find_block_scales(
     for name, stored in tensors.items():
         if stored.dtype.startswith(("F8", "F4", "F6")) and name not in found:
             raise CheckpointError(
-                f"{name} is {stored}, without a {name}{_SUFFIX} beside it; expected block-scaled "
-                f"F8_E4M3 weights or none below 16 bits: {_ADVICE}"
+                f"{name} is {stored} and has no {name}{_SUFFIX} beside it; expected block-scaled "
+                f"F8_E4M3 weights, or weights of at least 16 bits; {_ADVICE}"
             )
     return found
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The block's sides that a config names."""
+    """Sides of a block by the config.
+
+    Raises:
+        CheckpointError: the config names another quantisation or impossible sides.
+    """
     quantisation = config.get("quantization_config") or {}
     method = quantisation.get("quant_method", "fp8")
     if method != "fp8":
         raise CheckpointError(
-            f"config.json says quant_method {method!r}; expected 'fp8' with weight_scale_inv, or "
-            f"weights that are not quantised: {_ADVICE}"
+            f"config.json has quant_method {method!r}; expected 'fp8' with weight_scale_inv, or "
+            f"weights that are not quantised; {_ADVICE}"
         )
     sides = quantisation.get("weight_block_size") or _BLOCK
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise CheckpointError(
-            f"config.json says weight_block_size {sides}; expected two positive integers"
+            f"config.json has weight_block_size {sides}; expected two positive integers"
         )
     return (sides[0], sides[1])
 
@@ -86,39 +90,44 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 def _check_scale(
     name: str, scale: StoredTensor, weight: StoredTensor | None, block: tuple[int, int]
 ) -> None:
-    """Refuse scales that are not those of an FP8 matrix in blocks of this size."""
+    """Check that a tensor holds the scales of an FP8 matrix in blocks of this size.
+
+    Raises:
+        CheckpointError: it does not.
+    """
     if not name.endswith(".weight" + _SUFFIX) or weight is None:
         raise CheckpointError(
-            f"{name} scales no weight that is here; expected X.weight with X.weight{_SUFFIX}: "
-            f"{_ADVICE}"
+            f"{name} scales no weight of this checkpoint; expected X.weight beside "
+            f"X.weight{_SUFFIX}; {_ADVICE}"
         )
     if weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
         raise CheckpointError(
-            f"{name.removesuffix(_SUFFIX)} is {weight} but has block scales; expected an F8_E4M3 "
-            f"matrix: {_ADVICE}"
+            f"{name.removesuffix(_SUFFIX)} is {weight} and has block scales; expected an F8_E4M3 "
+            f"matrix; {_ADVICE}"
         )
     blocks = tuple(-(-size // side) for size, side in zip(weight.shape, block, strict=True))
     if scale.shape != blocks or scale.dtype not in ("F32", "BF16"):
         raise CheckpointError(
             f"{name} is {scale}; expected F32[{blocks[0]},{blocks[1]}], a scale for each block of "
-            f"{block[0]} x {block[1]} of {weight}: {_ADVICE}"
+            f"{block[0]} x {block[1]} of {weight}; {_ADVICE}"
         )
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """The weight a block-scaled one stands for.
+    """Multiply a block-scaled weight by its scales.
 
     Args:
         weight: float8_e4m3fn [out, in].
-        scale: one factor a block, [ceil(out / rows), ceil(in / columns)].
-        block: rows and columns.
+        scale: one factor per block, [ceil(out / rows), ceil(in / columns)].
+        block: rows and columns of a block.
 
     Returns:
-        bfloat16 [out, in], rounded once, from a float32 product.
+        bfloat16 [out, in]: the float32 product, rounded once.
     """
     out, columns = torch.empty(weight.shape, dtype=torch.bfloat16), weight.shape[1]
     wide = scale.float().repeat_interleave(block[1], 1)[:, :columns]
-    for index, factors in enumerate(wide):  # Block row by block row: no float32 copy of it all.
+    # One row of blocks at a time, so that no float32 copy of the whole weight is made.
+    for index, factors in enumerate(wide):
         rows = slice(index * block[0], (index + 1) * block[0])
         out[rows] = weight[rows].float() * factors
     return out

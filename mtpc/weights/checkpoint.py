@@ -1,6 +1,6 @@
-"""Reading checkpoints: config.json and safetensors, headers first, tensors by memory map.
+"""Reading checkpoints: config.json, headers of safetensors files, and tensors by memory map.
 
-Imports nothing of transformers: a program that comes from the cache is filled from here alone.
+This module does not import transformers, because a warm start reads weights with it alone.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from mtpc.weights.block_scales import dequantise, find_block_scales
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
-"""Entries that multimodal configs may have outside the language model's part of them."""
+"""Entries that multimodal configs may have outside of the language model's config."""
 _FIRST = 6
-"""Names that a message lists before it says how many more there are."""
+"""A message lists this many names; then it says how many more there are."""
 
 
 class Checkpoint:
-    """A directory with config.json and safetensors files, every header checked on opening.
+    """A directory with config.json and safetensors files; opening it checks all headers.
 
     Args:
         directory: the checkpoint's path.
 
     Attributes:
-        tensors: headers of all weights by name; scales of block-scaled weights are left out.
-        notes: what a user should know of how it is read.
+        config: config.json.
+        tensors: headers of all weights by name, without the scales of block-scaled weights.
 
     Raises:
-        CheckpointError: no such directory, no config.json, no safetensors file, a file whose
-            header or length is not what safetensors wrote, or quantised weights that are not
-            those of `mtpc.weights.block_scales`.
+        CheckpointError: there is no such directory, no config.json or no safetensors file; a file
+            is incomplete; or the weights are quantised in a way that mtpc does not read.
     """
 
     def __init__(self, directory: Path):
@@ -62,11 +61,12 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files of weights."""
+        """Bytes of all its safetensors files."""
         return sum(path.stat().st_size for path in self._files)
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Lines that tell a user how the weights are read."""
         if not self._scales:
             return ()
         return (f"{len(self._scales)} block-scaled FP8 weight(s) are dequantised to bfloat16",)
@@ -74,7 +74,9 @@ class Checkpoint:
     def _read_config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
         if not path.is_file():
-            raise CheckpointError(f"{self.directory} has no config.json; is it a checkpoint?")
+            raise CheckpointError(
+                f"{self.directory} has no config.json; expected a checkpoint's directory"
+            )
         return _read_json(path)
 
     def _shards(self) -> list[Path]:
@@ -85,15 +87,19 @@ class Checkpoint:
         else:
             shards = sorted(self.directory.glob("*.safetensors"))
         if not shards:
-            raise CheckpointError(f"{self.directory} holds no *.safetensors file")
+            raise CheckpointError(
+                f"{self.directory} holds no *.safetensors file; expected at least one"
+            )
         for path in shards:
             if not path.is_file():
-                raise CheckpointError(f"{path} is named in the index but missing")
+                raise CheckpointError(
+                    f"{path} is named in the index but missing; download it again"
+                )
         return shards
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The language model's config: config.json, or what a multimodal one nests."""
+        """Config of the language model, even inside the config of a multimodal model."""
         nested = self.config.get("text_config")
         if nested is None:
             return self.config
@@ -102,7 +108,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str | None:
-        """Name of the dtype that config.json says weights have, "bfloat16" of dequantised ones."""
+        """Name of the weights' dtype in config.json, or "bfloat16" if they are dequantised."""
         if self.is_block_scaled:
             return "bfloat16"
         said = [config.get(key) for config in (self.text_config, self.config)
@@ -114,9 +120,9 @@ class Checkpoint:
         return [name for name in self.tensors if name.startswith(prefix)]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, as stored: a private memory map of its file, read where it is used.
+        """One tensor as stored, in a private memory map of its file; using it reads the file.
 
-        A block-scaled weight is dequantised: a new tensor at each call.
+        A block-scaled weight is dequantised to a new tensor at each call.
         """
         stored = self._files[self.tensors[name].path].tensor(name)
         if name not in self._scales:
@@ -126,11 +132,11 @@ class Checkpoint:
         return dequantise(stored, factors, scale.block)
 
     def release(self, name: str) -> None:
-        """Give back the memory of a tensor that is hardly needed any more; it stays readable."""
+        """Give back the memory of a tensor; if it is used again, it is read again."""
         self._files[self.tensors[name].path].release(name)
 
     def stop_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids: generation_config.json's, else config.json's."""
+        """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""
         path = self.directory / "generation_config.json"
         generation = _read_json(path) if path.is_file() else {}
         ids = generation.get("eos_token_id")
@@ -138,7 +144,7 @@ class Checkpoint:
 
 
 def stored_dtype(source: Any) -> str | None:
-    """Name of the dtype of a checkpoint's, or a model object's, weights, where it is known."""
+    """Name of the weights' dtype of a checkpoint or a model object; None if it is not known."""
     if isinstance(source, Checkpoint):
         return source.dtype
     dtype = getattr(source, "dtype", None)
@@ -146,13 +152,13 @@ def stored_dtype(source: Any) -> str | None:
 
 
 def checkpoint_of(model: Any) -> Checkpoint | None:
-    """The local directory that a transformers model object was loaded from, if it is there."""
+    """The checkpoint that a model object was loaded from; None without a local directory."""
     path = Path(model.name_or_path or "")
     return Checkpoint(path) if model.name_or_path and path.is_dir() else None
 
 
 def as_ids(ids: Any) -> tuple[int, ...]:
-    """A config's `eos_token_id`: none, one, or several."""
+    """The `eos_token_id` of a config (None, one id or several) as a tuple."""
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
@@ -166,20 +172,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_repeated(checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
-    """An MTP layer's own copy of the embedding or head must be the target's, which is used.
+    """Check that an MTP layer's copy of the embedding or head equals that of the target.
+
+    Args:
+        checkpoint: holds the copy.
+        name: name of the copy.
+        weight: the target's tensor, which mtpc uses.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: they differ.
     """
     if not torch.equal(checkpoint.tensor(name).to(weight.dtype), weight):
         raise CheckpointError(
-            f"{name} differs from the tensor of the target that it repeats; an MTP layer with an "
-            "embedding or head of its own is not supported"
+            f"{name} differs from the tensor of the target that it repeats; expected a copy: MTP "
+            "layers with an embedding or a head of their own are not supported"
         )
 
 
 def listing(names: list[str]) -> str:
-    """The first few names, and how many more."""
+    """The first few names as text, and how many more there are."""
     if not names:
         return "none"
     more = f" and {len(names) - _FIRST} more" if len(names) > _FIRST else ""
@@ -187,35 +198,44 @@ def listing(names: list[str]) -> str:
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Refuse weights that hold NaN or infinity: they would decode to garbage without a word.
+    """Refuse weights that hold NaN or infinity; they would decode to garbage without an error.
+
+    Args:
+        tensors: with their names.
+        what: what they belong to, for the message.
 
     Raises:
-        CheckpointError: names of the first tensors at fault.
+        CheckpointError: some do; the message names the first of them.
     """
     refuse_not_finite([name for name, tensor in tensors if not is_finite(tensor)], what)
 
 
 def refuse_not_finite(bad: list[str], what: str) -> None:
-    """One error for all of them, if there are any.
+    """Raise one error for all tensors that hold NaN or infinity, if there are any.
+
+    Args:
+        bad: their names.
+        what: what they belong to, for the message.
 
     Raises:
-        CheckpointError: there are.
+        CheckpointError: `bad` is not empty.
     """
     if bad:
         raise CheckpointError(
-            f"{what}: {len(bad)} tensor(s) hold NaN or infinity: {listing(bad)}; "
-            "the checkpoint is damaged or was saved from a diverged run"
+            f"{what}: {len(bad)} tensor(s) hold NaN or infinity: {listing(bad)}; expected finite "
+            "weights: the checkpoint is damaged, or its training diverged"
         )
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity.
+    """Whether all values of a tensor are finite.
 
-    By the extremes, which NaN takes over: one vectorised pass, 40 times isfinite's speed.
+    It computes the minimum and the maximum, which are NaN if any value is. That takes one
+    vectorised pass and is 40 times as fast as isfinite.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    if tensor.dtype.itemsize == 1:  # Eight-bit floats have no such kernel.
+    if tensor.dtype.itemsize == 1:  # torch has no aminmax for eight-bit floats.
         tensor = tensor.bfloat16()
     low, high = torch.aminmax(tensor.detach())
     return bool(torch.isfinite(low) & torch.isfinite(high))

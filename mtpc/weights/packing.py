@@ -1,13 +1,14 @@
-"""Weights in the order in which the cpu kernels read them.
+"""Packed weights: weights in the order in which the cpu kernels read them.
 
-A packed [N, K] weight is tiles of 32 output features; in a tile, groups of adjacent inputs that
-fill four bytes, the 32 features' side by side: [ceil(N / 32), K / g, 32, g], with g = 2 for
-bfloat16 and 4 for int8. A kernel reads a tile as one stream, whatever the number of rows it
-multiplies, and a group is what one lane of a dot-product instruction takes. Stacked weights
-[E, N, K] are packed one by one.
+A packed weight [N, K] consists of tiles of 32 output features. A tile holds groups of g adjacent
+inputs that fill four bytes: g = 2 for bfloat16, g = 4 for int8. Groups of the 32 features lie side
+by side. So the shape is [ceil(N / 32), K / g, 32, g]. A kernel reads a tile as one stream for any
+number of rows, and one lane of a dot-product instruction takes one group. In a stack [E, N, K] each
+weight is packed by itself.
 
-int8 weights have one scale an output feature, the largest magnitude of its row over 127, and are
-stored plus 128 in uint8: dot-product instructions take one operand without a sign.
+An int8 weight has one scale per output feature: the largest magnitude of its row, divided by 127.
+Values are stored as uint8 with 128 added, because dot-product instructions take one unsigned
+operand.
 """
 
 from __future__ import annotations
@@ -23,34 +24,35 @@ from torch import Tensor
 TILE = 32
 """Output features in a tile."""
 LARGEST, ZERO = 127, 128
-"""The largest magnitude of an int8 weight, and what stands for zero."""
+"""The largest magnitude of an int8 weight, and the uint8 value that stands for zero."""
 _GROUP_BYTES = 4
 _HUGE_PAGE = 2 << 20
 
 Fill = Callable[[Tensor, Tensor], None]
-"""Packs a weight into memory at hand: `fill_packed`, or a kernel of that meaning."""
+"""(weight, packed) packs a weight into given memory: `fill_packed`, or a kernel that does it."""
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether a weight has a packed form: bfloat16 matrices with an even number of inputs."""
+    """Whether a weight can be packed: a bfloat16 matrix or stack with an even number of inputs."""
     return weight.dtype == torch.bfloat16 and weight.dim() in (2, 3) and weight.shape[-1] % 2 == 0
 
 
 def can_quantise(weight: Tensor) -> bool:
-    """Whether a weight has an int8 form: matrices with a multiple of four inputs, and stacks."""
+    """Whether a weight has an int8 form: a floating-point matrix or stack whose number of inputs is
+    a multiple of four."""
     is_matrix = weight.dim() in (2, 3) and weight.shape[-1] % _GROUP_BYTES == 0
     return weight.is_floating_point() and is_matrix
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The packed copy of a weight; features beyond its last are zero bytes.
+    """A packed copy of a weight. Features that fill the last tile are zero bytes.
 
     Args:
         weight: bfloat16 or uint8 [..., N, K], K a multiple of g.
 
     Returns:
-        [..., ceil(N / 32), K / g, 32, g], in huge pages where the system has them: reading 2 MB a
-        page instead of 4 KB is worth a good deal of the bandwidth, see docs/performance.md.
+        [..., ceil(N / 32), K / g, 32, g] in huge pages, if the system has them. Pages of 2 MB are
+        read faster than pages of 4 KB; docs/performance.md has the measurement.
     """
     packed = allocate_packed(weight.shape, weight.dtype)
     fill_packed(weight, packed)
@@ -58,19 +60,19 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def allocate_packed(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for the packed copy of a weight of that shape, uninitialised."""
+    """Uninitialised memory for the packed copy of a weight of this shape and dtype."""
     *stack, features, inputs = shape
     group = _GROUP_BYTES // dtype.itemsize
     return allocate((*stack, count_tiles(features), inputs // group, TILE, group), dtype)
 
 
 def count_tiles(features: int) -> int:
-    """Tiles that hold that many output features."""
+    """Number of tiles that hold so many output features."""
     return -(-features // TILE)
 
 
 def fill_packed(weight: Tensor, packed: Tensor) -> None:
-    """What `pack` does, into memory at hand. The cpu kernel of this meaning is faster."""
+    """Pack a weight into given memory; see `pack`. A cpu kernel does the same faster."""
     *stack, features, _ = weight.shape
     whole, rest = divmod(features, TILE)
     groups, to = _groups(weight), packed.flatten(-2).view(torch.int32)
@@ -82,7 +84,10 @@ def fill_packed(weight: Tensor, packed: Tensor) -> None:
 
 
 def _groups(weight: Tensor) -> Tensor:
-    """[..., N, K] as [..., N, K / g] groups, which are moved as one: six times as fast."""
+    """A weight [..., N, K] as groups int32 [..., N, K / g].
+
+    Moving whole groups is six times as fast as moving their elements.
+    """
     dense = weight.contiguous()
     if dense.storage_offset() * dense.itemsize % _GROUP_BYTES:
         dense = dense.clone()
@@ -90,40 +95,39 @@ def _groups(weight: Tensor) -> Tensor:
 
 
 def row_scales(weight: Tensor) -> Tensor:
-    """One step of each row's int8 form: float32 [..., N] of a weight [..., N, K]; 0 for rows of
-    zeros."""
+    """Scales of the int8 form of a weight [..., N, K]: float32 [..., N], 0 for rows of zeros."""
     return weight.abs().amax(-1).float() / LARGEST
 
 
 def quantise(weight: Tensor) -> Tensor:
-    """The int8 form of a weight [..., N, K]: uint8, 128 more than the nearest multiple of its
-    row's scale."""
+    """The int8 form of a weight [..., N, K]: uint8, the weight over its row's scale, rounded, plus
+    128."""
     scales = row_scales(weight)[..., None]
     return torch.where(scales == 0, 0, weight.float() / scales).round_().add_(ZERO).to(torch.uint8)
 
 
 def unpack(packed: Tensor, features: int) -> Tensor:
-    """The weight that `pack` was given, [..., features, K]."""
+    """The weight [..., features, K] from its packed copy; the inverse of `pack`."""
     *stack, tiles, groups, _, group = packed.shape
     flat = packed.transpose(-3, -2).reshape(*stack, tiles * TILE, groups * group)
     return flat[..., :features, :]
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory; from 2 MB on in huge pages, and beginning with one.
+    """Uninitialised memory. Tensors of at least 2 MB get huge pages and begin with one.
 
-    A mapping as long as the tensor would lie anywhere, so that both its ends, up to 2 MB each,
-    shared a huge page's place with its neighbours and were small pages: of a projection of 3 MB
-    most, which was read at half the speed. What is rounded up here is under 2 MB a tensor.
+    A mapping of the tensor's own length may begin anywhere. Then up to 2 MB at both its ends are
+    small pages; of a projection of 3 MB that is most, and it was read at half the speed. Rounding
+    up to whole huge pages costs less than 2 MB of memory per tensor.
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < _HUGE_PAGE or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
     whole = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-    # Private: shared memory, which is what mmap gives otherwise, has a switch of its own for huge
-    # pages, and it is off as a rule. What is skipped to begin with a page is never touched.
+    # By default mmap gives shared memory, for which Linux has a separate switch for huge pages that
+    # is usually off; so the mapping is private. Bytes before the first huge page are never touched.
     memory = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # A kernel built without huge pages; small ones serve.
+    with contextlib.suppress(OSError):  # Without huge pages in the kernel, small pages serve.
         memory.madvise(mmap.MADV_HUGEPAGE)
     skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
     flat = torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=skipped)

@@ -1,10 +1,9 @@
-"""How a weight is made from others, as data: it can be written into a cache and repeated.
+"""Recipes: how a weight is made from other tensors, as data that the cache can store.
 
-A recipe is the name of a tensor, several recipes joined, rows of one, or one converted for the
-kernels. Passes
-derive weights by recipes, and checkpoints that store experts one by one are read by them; so a
-program that comes from the cache makes its weights from the checkpoint's values of today, whatever
-values it was built with.
+A recipe is the name of a tensor, several recipes joined, a part of one, or one converted for the
+kernels. Passes derive weights by recipes, and recipes read checkpoints that store experts one by
+one. So a warm start makes its weights from the checkpoint's present values, even if the cached
+program was built with other values.
 """
 
 from __future__ import annotations
@@ -24,8 +23,13 @@ Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
 
 @dataclass(frozen=True)
 class Join:
-    """Several tensors as one: along their first dimension (cat), along their second (cat_rows: a
-    stack of matrices, each continued by another's rows), or along a new one (stack)."""
+    """Several tensors as one.
+
+    Attributes:
+        op: "cat" joins along the first dimension; "cat_rows" along the second, so that each matrix
+            of a stack gets the rows of another; "stack" along a new first dimension.
+        parts: recipes of the tensors.
+    """
 
     op: Literal["cat", "cat_rows", "stack"]
     parts: tuple[Recipe, ...]
@@ -33,7 +37,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a tensor: those of ascending runs [start, stop)."""
+    """Some rows of a tensor.
+
+    Attributes:
+        runs: the rows, as ascending runs [start, stop).
+        part: the tensor.
+    """
 
     runs: tuple[tuple[int, int], ...]
     part: Recipe
@@ -41,13 +50,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A part of each of a matrix' blocks of rows (one a head, as a rule), as a stack of matrices.
+    """The same rows of each block of a matrix, as a stack of matrices; usually a head is a block.
 
     Attributes:
-        count: equal blocks.
-        start: first row of each that is taken.
-        stop: the row after the last.
-        transposed: each matrix is transposed.
+        count: number of blocks of equal size.
+        start: first row to take from each block.
+        stop: the row after the last one to take.
+        transposed: whether each matrix of the stack is transposed.
         part: the matrix.
     """
 
@@ -60,9 +69,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Convert:
-    """A matrix in a form of `weights.packing`: packed; packed in int8; the scales of the latter.
+    """A weight in a form of `mtpc.weights.packing`.
 
-    What is converted is plain: names, joins, rows and blocks of them, not converted again.
+    Attributes:
+        op: "pack" packs it; "quantise" packs its int8 form; "scales" gives the scales of that form.
+        part: the weight; its recipe must not contain another `Convert`.
     """
 
     op: Conversion
@@ -74,12 +85,15 @@ TensorOf: TypeAlias = Callable[[str], Tensor]
 
 
 def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
-    """Carry a recipe out; a mere name gives that very tensor, anything else a new one.
+    """Make the tensor of a recipe: for a name the named tensor itself, otherwise a new one.
 
     Args:
         recipe: what to make.
-        tensor_of: the tensor of each name.
-        fill: how weights are packed.
+        tensor_of: name -> tensor.
+        fill: packs a weight.
+
+    Raises:
+        TypeError: the recipe converts a converted weight.
     """
     if isinstance(recipe, str):
         return tensor_of(recipe)
@@ -111,7 +125,8 @@ def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
         if part.dim() == 2:
             fill(packing.quantise(part), to)
             return
-        for matrix, place in zip(part, to, strict=True):  # Rounding takes four bytes a weight.
+        # One matrix of a stack at a time, because rounding takes four bytes per weight.
+        for matrix, place in zip(part, to, strict=True):
             round_and_fill(matrix, place)
 
     convert: Fill
@@ -123,16 +138,16 @@ def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
     else:
         out, rows, convert = packing.allocate_packed(shape, dtype), packing.TILE, fill
     _place(recipe.part, out, rows, tensor_of, convert)
-    # Packed in the host's memory, wherever the weight is: that is where huge pages are.
+    # The weight is packed in the host's memory, which has huge pages, and then moved.
     return out.to(tensor_of(next(names(recipe.part))).device)
 
 
 def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
-    """Shape and dtype of what a recipe without conversions gives, without making it."""
+    """Shape and dtype of the tensor of a recipe without conversions; does not make it."""
     if isinstance(recipe, str):
         return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
     if isinstance(recipe, Convert):
-        raise TypeError("what is converted cannot be joined or converted again")
+        raise TypeError("a converted weight cannot be joined or converted again")
     if isinstance(recipe, Rows):
         (_, *inner), dtype = _extent(recipe.part, tensor_of)
         return [sum(stop - start for start, stop in recipe.runs), *inner], dtype
@@ -150,13 +165,13 @@ def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype
 
 
 def _place(recipe: Recipe, out: Tensor, rows: int, tensor_of: TensorOf, fill: Fill) -> None:
-    """Convert what a recipe gives part by part, where parts allow: the whole is never made.
+    """Convert the tensor of a recipe, part by part if possible, so that the whole is never made.
 
     Args:
-        recipe: names and joins.
-        out: the result's memory.
-        rows: of the matrix, per entry of `out`'s first dimension.
-        tensor_of: the tensor of each name.
+        recipe: a recipe without conversions.
+        out: memory of the result.
+        rows: rows of a matrix per entry of the first dimension of `out`.
+        tensor_of: name -> tensor.
         fill: converts one part.
     """
     if isinstance(recipe, Join) and recipe.op == "stack":
@@ -175,7 +190,7 @@ def _place(recipe: Recipe, out: Tensor, rows: int, tensor_of: TensorOf, fill: Fi
 
 
 def names(recipe: Recipe) -> Iterator[str]:
-    """Every tensor a recipe takes."""
+    """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):
         yield recipe
     elif isinstance(recipe, (Convert, Rows, Blocks)):
@@ -186,7 +201,7 @@ def names(recipe: Recipe) -> Iterator[str]:
 
 
 def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
-    """The same recipe with every name replaced by what that is made of."""
+    """The recipe with each name replaced by the recipe of that name."""
     if isinstance(recipe, str):
         return recipe_of(recipe)
     if isinstance(recipe, Convert):
@@ -199,8 +214,11 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
 
 
 def to_json(recipe: Recipe) -> Any:
-    """A name, or the operation with what it takes: `{"cat": [...]}`, `{"pack": ...}`,
-    `{"rows": [[[0, 8], [9, 12]], ...]}`, `{"blocks": [[4, 0, 8, true], ...]}`."""
+    """The recipe as JSON: a name, or an operation with its arguments.
+
+    Examples: `{"cat": [...]}`, `{"pack": ...}`, `{"rows": [[[0, 8], [9, 12]], ...]}`,
+    `{"blocks": [[4, 0, 8, true], ...]}`.
+    """
     if isinstance(recipe, str):
         return recipe
     if isinstance(recipe, Convert):
@@ -214,7 +232,7 @@ def to_json(recipe: Recipe) -> Any:
 
 
 def from_json(value: Any) -> Recipe:
-    """What `to_json` wrote."""
+    """The recipe from the JSON that `to_json` wrote."""
     if isinstance(value, str):
         return value
     ((op, parts),) = value.items()

@@ -1,8 +1,8 @@
-"""One safetensors file: its header checked, its tensors mapped, their memory given back.
+"""One safetensors file: a check of its header, and its tensors in a memory map.
 
-The map is this process's own, private, and never written to: what is released is read again from
-the file (the page cache, as a rule) should anybody look. safetensors checks the file; its own map
-cannot be released in part.
+The map is private to this process and never written. So the memory of a tensor can be released, and
+using the tensor again reads it from the file, usually from the page cache. The map of the
+safetensors library cannot be released in part; the library only checks the file here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a safetensors header says of a tensor.
+    """A tensor as a safetensors header describes it.
 
     Attributes:
         path: its file.
-        dtype: as written there, "BF16".
+        dtype: safetensors' name of the dtype, such as "BF16".
         shape: its sizes.
-        begin: its first byte in the file.
+        begin: offset of its first byte in the file.
     """
 
     path: Path
@@ -60,16 +60,16 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A file's tensors.
+    """The tensors of one file.
 
     Args:
         path: a safetensors file.
 
     Attributes:
-        tensors: by name, as the header lists them.
+        tensors: descriptions of the tensors by name.
 
     Raises:
-        CheckpointError: header or length are not what safetensors wrote.
+        CheckpointError: the file is not a complete safetensors file.
     """
 
     def __init__(self, path: Path):
@@ -87,7 +87,7 @@ class TensorFile:
         self.tensors = self._read_header()
 
     def _read_header(self) -> dict[str, StoredTensor]:
-        """8 bytes of length, then JSON, then the tensors."""
+        """Read the header. A file is its length (8 bytes), the header (JSON), and the tensors."""
         begin = 8 + int.from_bytes(self._map[:8], "little")
         header = json.loads(self._map[8:begin])
         header.pop("__metadata__", None)
@@ -99,10 +99,10 @@ class TensorFile:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as stored, read where it is used.
+        """One tensor as stored, in the memory map; using it reads the file.
 
         Raises:
-            CheckpointError: torch has no such dtype.
+            CheckpointError: torch does not have its dtype.
         """
         stored = self.tensors[name]
         dtype = _DTYPES.get(stored.dtype)
@@ -117,13 +117,13 @@ class TensorFile:
         return flat.view(stored.shape)
 
     def release(self, name: str) -> None:
-        """Give the memory of a tensor back; whoever looks at it again reads the file again."""
-        if not hasattr(mmap, "MADV_DONTNEED"):  # Not this system's way.
+        """Give back the memory of a tensor; using it again reads the file again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):  # This system cannot do it.
             return
         stored = self.tensors[name]
         size = prod(stored.shape) * _DTYPES[stored.dtype].itemsize
         begin = -(-stored.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (stored.begin + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
-            with contextlib.suppress(OSError):  # Nothing but memory depends on it.
+            with contextlib.suppress(OSError):  # A failure only costs memory.
                 self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)

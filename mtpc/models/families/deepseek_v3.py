@@ -1,4 +1,9 @@
-"""DeepSeek-V3 / R1 (latent attention, mixture of experts), NextN layers after the last."""
+"""DeepSeek-V3 and R1: latent attention, mixture of experts.
+
+MTP layers are numbered after the last decoder layer ("NextN layers").
+
+Source: the released checkpoints' tensor names, and arXiv:2412.19437, section 2.2.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose rows attend to the positions that an indexer chooses for them.
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention to positions that an indexer chooses.
 
-Each attention layer has an indexer: a key for every token, kept in pages beside the latent, and a
-few query heads that score all keys a row may see; attention is over the `index_topk` best of them
-(DeepSeek Sparse Attention). MTP layers, experts and names are DeepSeek-V3's.
+Each attention layer has an indexer. It keeps one key per token, in pages beside the latent. A few
+query heads score the keys that a row may see, and the row attends to the `index_topk` positions
+with the highest scores (DeepSeek Sparse Attention). MTP layers, experts and tensor names are those
+of DeepSeek-V3.
 
-Source: transformers' DeepseekV32 (5.17 to 5.23), which, as here, leaves out the released code's
-Hadamard rotation (it changes no product of query and key) and its FP8 rounding of keys.
+Source: transformers' DeepseekV32 (5.17 to 5.23). Like it, this module leaves out two things of the
+released code: the Hadamard rotation, which changes no product of query and key, and the rounding of
+keys to FP8.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,26 +27,41 @@ from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.glm4_moe import nextn_layers
 
 
-def _halves_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first features of x [T, n, D], halves as pairs; cos and sin are [T, rope]."""
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first `rope` features of x [T, n, D] by cos and sin [T, rope].
+
+    Feature i pairs with feature i + rope / 2. The other features stay as they are.
+    """
     turned, plain = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
     across = torch.cat([-second, first], -1)
     return torch.cat([turned * cos[:, None] + across * sin[:, None], plain], -1)
 
 
-def _neighbours_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, n, rope], neighbours as pairs; gives first members, then second ones."""
+def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [T, n, rope] by cos and sin [T, rope].
+
+    Feature 2i pairs with feature 2i + 1. The result holds the first features of all pairs, then
+    the second ones.
+    """
     cos, sin = (angle.chunk(2, -1)[0][:, None] for angle in (cos, sin))
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class SparseLatentAttention(nn.Module):
-    """Multi-head latent attention over chosen positions.
+@dataclass(frozen=True)
+class IndexedLatent:
+    """Page pools of latents, [N, P, rank + rope], and of indexer keys, [N, P, D]."""
 
-    A row reads the indexer keys of its context and `index_topk` latents. A rejected row's latent
-    and key are overwritten before a row may see their position.
+    latent: Tensor
+    index: Tensor
+
+
+class SparseLatentAttention(nn.Module):
+    """Multi-head latent attention over the positions that the indexer chooses.
+
+    A row reads all indexer keys of its context, and at most `index_topk` latents. The latent and
+    the key of a rejected row are overwritten before any row may see their position.
 
     Args:
         source: transformers' `DeepseekV32Attention`; its parameters are shared.
@@ -64,7 +81,7 @@ class SparseLatentAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, mtpc_context: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """hidden_states [1, T, H] -> [1, T, H], as transformers' module; its cache is ours."""
+        """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it."""
         hidden, context = hidden_states[0], mtpc_context
         cos, sin = (angle[0] for angle in position_embeddings)
         low = self.q_a_layernorm(self.q_a_proj(hidden))
@@ -74,8 +91,9 @@ class SparseLatentAttention(nn.Module):
         plain, turned = (
             self.q_b_proj(low).unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
         )
-        query = torch.cat([plain, _neighbours_rotated(turned, cos, sin)], -1)
-        # What a row has chosen is a request's context, of one row, in pages of one token.
+        query = torch.cat([plain, _rotate_neighbours(turned, cos, sin)], -1)
+        # To the attention op each row is a request of one row; its context is what it chose, in
+        # pages of one token.
         rows = torch.arange(slots.shape[0] + 1, device=slots.device, dtype=torch.int32)
         seen = (slots >= 0).sum(1, dtype=torch.int32)
         out = ops.expanded_latent_attention(
@@ -91,13 +109,13 @@ class SparseLatentAttention(nn.Module):
         return self.o_proj(out.flatten(1))[None], None
 
     def _write(self, hidden: Tensor, cos: Tensor, sin: Tensor, state: Any, context: Any) -> None:
-        """Keep the rows' latents, rotated keys behind them, and indexer keys."""
+        """Write the rows' latents, each followed by its rotated key, and their indexer keys."""
         latent, key = self.kv_a_proj_with_mqa(hidden).split([self.rank, self.rope], -1)
-        key = _neighbours_rotated(key[:, None], cos, sin)[:, 0]
+        key = _rotate_neighbours(key[:, None], cos, sin)[:, 0]
         rows = torch.cat([self.kv_a_layernorm(latent), key], -1)
         ops.write_cache(state.latent, rows, context.slot_mapping)
         key = self.indexer.k_norm(self.indexer.wk(hidden))[:, None]
-        rows = _halves_rotated(key, cos, sin)[:, 0]
+        rows = _rotate_halves(key, cos, sin)[:, 0]
         ops.write_cache(state.index, rows, context.slot_mapping)
 
     def _choose(
@@ -108,10 +126,18 @@ class SparseLatentAttention(nn.Module):
         keys: Tensor,
         context: Any,
     ) -> Tensor:
-        """Slots of the positions that each row attends to, int32 [T, k]; scores are float32."""
+        """Cache slots that each row attends to, int32 [T, k], chosen by float32 scores.
+
+        Args:
+            hidden: [T, H].
+            low: the low-rank query, [T, q_lora_rank].
+            angles: cos and sin, each [T, rope].
+            keys: indexer keys, [N, P, D].
+            context: the forward's `StepContext`.
+        """
         indexer = self.indexer
         query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-        query = _halves_rotated(query, *angles)
+        query = _rotate_halves(query, *angles)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         indices = (context.block_table, context.seq_lens, context.query_start_loc)
@@ -119,14 +145,14 @@ class SparseLatentAttention(nn.Module):
 
 
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """Page pools of the latent, [N, P, rank + rope], and of the indexer's keys."""
+    """Page pools of the latent, [N, P, rank + rope], and of the indexer keys, [N, P, D]."""
     meaning = "DeepSeek-V3.2: its indexer's keys by page, likewise"
     index = paged_spec(f"kv.{layer}.index", (P, config.index_head_dim), dtype, meaning)
     return (*paged_latent_specs(config, layer, dtype), index)
 
 
 def block_config(config: Any) -> Any:
-    """A config in which MTP layers, of experts, follow the target's."""
+    """A copy of the config with the MTP layers after the decoder's; they have routed experts."""
     extended, count = copy.deepcopy(config), nextn_layers(config)
     extended.layer_types = [*config.layer_types, *(config.layer_types[-1:] * count)]
     extended.mlp_layer_types = [*config.mlp_layer_types, *(["sparse"] * count)]
@@ -140,6 +166,7 @@ DEEPSEEK_V32 = replace(
     hf_class="DeepseekV32ForCausalLM",
     hf_config_class="DeepseekV32Config",
     cache_specs=cache_specs,
+    cache_kinds=(IndexedLatent,),
     block_config=block_config,
     canonical={"DeepseekV32Attention": SparseLatentAttention},
 )

@@ -1,9 +1,11 @@
 """DeepSeek-V4: residual streams, sliding-window attention, compressed entries; one MTP layer.
 
-Source: transformers' DeepseekV4 (5.17 to 5.23) for the target; for the MTP layer, which
-transformers does not build, the released tensors' names (`mtp.0.*`) and vLLM's predictor. The
-draft is fed all streams, [T, streams, H], from before the target's stream head; so is the next
-draft. Embedding and output head are the target's, norm and stream head the layer's own.
+The MTP layer is fed all residual streams, [T, streams, H]: the target's, from before its stream
+head, or its own for further drafts. It uses the target's embedding and output head, and has a norm
+and a stream head of its own.
+
+Source: transformers' DeepseekV4 (5.17 to 5.23) for the target. transformers does not build the MTP
+layer: the released tensor names (`mtp.0.*`) and vLLM's predictor are its source.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from mtpc.layout import STEP, VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool, slot_spec
-from mtpc.models.deepseek_v4_attention import WindowedAttention
+from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
 from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary
@@ -49,7 +51,7 @@ _LINEARS = {
 }
 STORED_NAMES = (
     *((f"{stored}.", f"{ours}.") for stored, ours in _LINEARS.items()),
-    # What transformers' way back to released names makes of this norm (5.23).
+    # The name that transformers 5.23 writes for this norm.
     ("attn.norm.", "self_attn.kv_norm."),
     ("attn.attn_sink", "self_attn.sinks"),
     ("attn.compressor.ape", "self_attn.compressor.position_bias"),
@@ -59,7 +61,7 @@ STORED_NAMES = (
     ("hc_attn_", "attn_hc."),
     ("hc_ffn_", "ffn_hc."),
 )
-"""Parts of names in a decoder block: released, and transformers'."""
+"""Parts of names in a decoder block: in released checkpoints, and in transformers' modules."""
 STORED_PREFIXES = {
     "model.layers.": "layers.",
     "model.embed_tokens.": "embed.",
@@ -67,7 +69,7 @@ STORED_PREFIXES = {
     "model.norm.": "norm.",
     "model.hc_head.hc_": "hc_head_",
 }
-"""Of the target: transformers' names, and released ones."""
+"""Name prefixes of the target: in transformers' model, and in released checkpoints."""
 _MAIN = "main"
 """transformers' name for the rotary embedding of layers without compressed entries."""
 
@@ -83,11 +85,14 @@ _ROLES = {
 
 
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """State of one layer by request slot: the window, and what compressed layers have beyond it.
+    """State of one layer by request slot: the window's ring and, in compressed layers, more.
 
-    With K the largest number of drafts, r the ratio, D and I the head sizes of attention and
-    indexer, a request has (window - 1 + K) D values in a sliding layer; with HCA (r - 1 + K) 2D
-    more, and D per r tokens; with CSA (2r - 1 + K) 4(D + I) more, and D + I per r tokens.
+    K is the largest number of drafts, r the compression ratio, D and I are the head sizes of
+    attention and indexer. Values of one request:
+
+    - every layer: (window - 1 + K) D for the window;
+    - an HCA layer: (r - 1 + K) 2D more, and D for each r tokens of `max_len`;
+    - a CSA layer: (2r - 1 + K) 4(D + I) more, and D + I for each r tokens of `max_len`.
     """
     kinds = [*config.layer_types, "sliding_attention"]
     kind, width = kinds[min(layer, len(kinds) - 1)], config.head_dim
@@ -104,7 +109,8 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
     parts = [("raw", "entries", width)]
     if kind == "compressed_sparse_attention":
         parts.append(("index_raw", "index_entries", config.index_head_dim))
-    halves = len(parts)  # CSA's windows overlap: two of them, and two halves of each token.
+    # CSA's windows overlap by one: an entry reads two windows, and each token has two halves.
+    halves = len(parts)
     for raw, made, size in parts:
         specs.append(spec(raw, halves * ratio - 1 + K_MAX, 2 * halves * size))
         specs.append(spec(made, entries, size))
@@ -112,7 +118,7 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
 
 
 def block_config(config: Any) -> Any:
-    """The MTP layer is a sliding-window layer whose experts are chosen by score."""
+    """A copy of the config with sliding-window MTP layers whose experts are chosen by score."""
     extended, extra = copy.deepcopy(config), nextn_layers(config)
     extended.layer_types = [*config.layer_types, *(["sliding_attention"] * extra)]
     extended.mlp_layer_types = [*config.mlp_layer_types, *(["moe"] * extra)]
@@ -120,7 +126,7 @@ def block_config(config: Any) -> Any:
 
 
 class StreamTarget(nn.Module):
-    """The decoder over flat tokens, up to its stream head: (ids [T], ...) -> [T, streams, H]."""
+    """The decoder over flat tokens, without its stream head: (ids [T], ...) -> [T, streams, H]."""
 
     def __init__(self, decoder: Any, pool: CachePool):
         super().__init__()
@@ -140,7 +146,10 @@ class StreamTarget(nn.Module):
 
 
 class StreamDraft(nn.Module):
-    """The MTP layer over flat tokens: (ids [T], features [T, streams, H], ...) -> the same."""
+    """The MTP layer over flat tokens.
+
+    (ids [T], features [T, streams, H], *metadata) -> features [T, streams, H].
+    """
 
     def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
         super().__init__()
@@ -159,14 +168,14 @@ class StreamDraft(nn.Module):
 def _layer_inputs(
     pool: CachePool, layer: int, window: int, metadata: tuple[Tensor, ...]
 ) -> dict[str, Any]:
-    """What attention takes beside the hidden states; masks as `layer` and its like have them."""
+    """Keyword arguments of the attention modules; all layers share the masks of `layer`'s ring."""
     context = StepContext(pool.layers(), *metadata)
     masks = WindowMasks.of(context, SlotRing(context.layers[layer].window), window)
     return {"mtpc_context": context, "masks": masks}
 
 
 class StreamHead(nn.Module):
-    """Streams [T, streams, H] joined, normalised, and turned into logits [T, V]."""
+    """Features [T, streams, H] -> logits [T, V]: stream head, norm, output head."""
 
     def __init__(self, stream_head: nn.Module, norm: nn.Module, head: nn.Module):
         super().__init__()
@@ -185,6 +194,10 @@ def _draft_head(model: Any, layer: MTPLayer, target_head: nn.Module) -> nn.Modul
     return StreamHead(layer.stream_head, layer.final_norm, model.get_output_embeddings())
 
 
+def _new_stream_head(decoder: Any, config: Any) -> nn.Module:
+    return type(decoder.hc_head)(config)
+
+
 DEEPSEEK_V4 = ModelFamily(
     name="deepseek_v4",
     architectures=("DeepseekV4ForCausalLM",),
@@ -197,19 +210,19 @@ DEEPSEEK_V4 = ModelFamily(
         embedding_projection="e_proj",
         hidden_projection="h_proj",
         final_norm="norm",
-        stream_head="hc_head_",
-        target_features="before_stream_head",
+        stream_head=("hc_head_", "hc_"),
     ),
     num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",
     cache_specs=cache_specs,
+    cache_kinds=(CompressedState,),
     block_config=block_config,
     shared_tensors={"emb.tok_emb.weight": "embedding", "head.weight": "head"},
     canonical={
         "DeepseekV4Attention": WindowedAttention,
         "DeepseekV4HyperConnection": HyperConnection,
     },
-    parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head),
+    parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head, _new_stream_head),
     rotary_type=lambda config, i: _MAIN,
     stored_names=STORED_NAMES,
     stored_prefixes=STORED_PREFIXES,

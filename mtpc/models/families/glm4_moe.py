@@ -1,6 +1,8 @@
-"""GLM-4.5 / GLM-4.6 (grouped-query attention, mixture of experts), NextN layers after the last.
+"""GLM-4.5 and GLM-4.6: grouped-query attention, mixture of experts.
 
-Source: the released checkpoints' tensor names and transformers' generic MtpModel.
+MTP layers are numbered after the last decoder layer ("NextN layers").
+
+Source: the released checkpoints' tensor names, and transformers' generic MtpModel.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ NEXTN_WIRING = MTPWiring(
     projection="eh_proj",
     final_norm="shared_head.norm",
 )
-"""DeepSeek-V3's wiring (arXiv:2412.19437, section 2.2), which GLM-4 MoE took over."""
+"""The wiring of DeepSeek-V3 (arXiv:2412.19437, section 2.2), also used by GLM-4 MoE and Step."""
 
 SHARED_WITH_TARGET: dict[str, Literal["embedding", "head"]] = {
     "embed_tokens.weight": "embedding",
@@ -26,12 +28,12 @@ SHARED_WITH_TARGET: dict[str, Literal["embedding", "head"]] = {
 
 
 def nextn_layers(config: Any) -> int:
-    """NextN layers a config announces; 0 where it says nothing."""
+    """Number of MTP layers in a config; 0 if it does not say."""
     return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
 def nextn_prefix(num_hidden_layers: int, index: int) -> str:
-    """Released checkpoints number NextN layers on from the decoder's."""
+    """Prefix of MTP layer `index`: released checkpoints number it after the decoder layers."""
     return f"model.layers.{num_hidden_layers + index}."
 
 

@@ -1,20 +1,14 @@
-"""MiMo-7B (dense): a Qwen2 base with MTP layers at `model.mtp_layers.{i}`.
+"""MiMo-7B (dense): a Qwen2 model with MTP layers at `model.mtp_layers.{i}`.
 
-Source: the authors' modelling code (XiaomiMiMo/MiMo-7B-Base): hidden first in the concat, and
-the embedding of sequence position 0 is zeroed.
+Source: the authors' modelling code (XiaomiMiMo/MiMo-7B-Base). It concatenates the hidden state
+first, and sets the embedding at sequence position 0 to zero.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from mtpc.models.caches import paged_kv_specs
+from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring, full_attention_after
-
-
-def _num_mtp_layers(config: Any) -> int:
-    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
-
 
 MIMO = ModelFamily(
     name="mimo",
@@ -29,8 +23,8 @@ MIMO = ModelFamily(
         hidden_first=True,
         zero_first_embedding=True,
     ),
-    num_mtp_layers=_num_mtp_layers,
+    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp_layers.{i}.",
     cache_specs=paged_kv_specs,
-    block_config=lambda config: full_attention_after(config, _num_mtp_layers(config)),
+    block_config=lambda config: full_attention_after(config, nextn_layers(config)),
 )

@@ -1,11 +1,12 @@
-"""MiMo-V2-Flash: sliding-window layers with attention sinks between full ones; dense MTP blocks.
+"""MiMo-V2-Flash: sliding-window layers with attention sinks between full-attention layers.
 
-Sliding layers have twice the key/value heads, a learned sink logit per head, and keep a ring of
-their window. MTP layers are sliding layers with a dense feed-forward.
+Sliding layers have twice the key/value heads, a learned sink logit per head, and a ring of their
+window as cache. MTP layers are sliding layers with a dense feed-forward.
 
-Source: transformers' MiMoV2Flash for the target, vLLM's reader of `model.mtp.layers` (mimo_v2_mtp)
-for the MTP layers: embedding first, `pre_mlp_layernorm` before the feed-forward, recycled after
-`final_layernorm`. vLLM and SGLang use the first MTP layer only; transformers drops them all.
+Source: transformers' MiMoV2Flash for the target; for the MTP layers, vLLM's mimo_v2_mtp, which
+reads `model.mtp.layers`: embedding first, `pre_mlp_layernorm` before the feed-forward, the output
+of `final_layernorm` fed to the next draft. vLLM and SGLang use the first MTP layer only;
+transformers drops all of them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _num_mtp_layers(config: Any) -> int | None:
-    """The released config does not say how many there are: None, count what is stored."""
+    """Number of MTP layers, or None: the released config does not say."""
     return getattr(config, "num_nextn_predict_layers", None)
 
 
 def _block_config(config: Any) -> Any:
-    """A config in which the layers after the last are sliding and dense."""
+    """A copy of the config with the MTP layers after the decoder's: sliding and dense."""
     extended, count = copy.deepcopy(config), _num_mtp_layers(config) or 0
     extended.layer_types = [*config.layer_types, *([_SLIDING] * count)]
     extended.mlp_layer_types = [*config.mlp_layer_types, *(["dense"] * count)]
@@ -36,7 +37,7 @@ def _block_config(config: Any) -> Any:
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """By the layer's type; key and value heads differ in width."""
+    """State buffers by the layer's type; value heads are narrower than key heads."""
     dims = (config.head_dim, config.v_head_dim)
     if layer < config.num_hidden_layers and config.layer_types[layer] == _FULL:
         return paged_pool_specs(layer, dtype, config.num_key_value_heads, dims)

@@ -1,11 +1,12 @@
-"""Qwen3-Next and Qwen3.5 (dense, mixture of experts): Gated DeltaNet beside gated full attention.
+"""Qwen3-Next and Qwen3.5 (dense, mixture of experts): Gated DeltaNet and gated full attention.
 
-Three in four layers are recurrent; the MTP block is a full-attention layer, so drafting never
-touches recurrent state. Its tensors are `mtp.*`, which transformers drops.
+Three of four layers are recurrent. The MTP block is a full-attention layer, so drafting does not
+change recurrent state. Its tensors are named `mtp.*`; transformers drops them.
 
-Source: the released checkpoints' tensor names, and vLLM's readers of them (`qwen3_next_mtp`,
-`qwen3_5_mtp`): embedding first, the target's features after its final norm, the draft layer's own
-after `mtp.norm`, head and embedding the target's.
+Source: the released checkpoints' tensor names, and vLLM's qwen3_next_mtp and qwen3_5_mtp, which
+read them. The embedding comes first in the concatenation. The first draft is fed the target's
+hidden state after its final norm, and later drafts the output of `mtp.norm`. Head and embedding are
+the target's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mtpc.models.family import (
 )
 from mtpc.models.gated_delta import (
     GatedDelta,
+    RecurrentState,
     grouped_projections,
     recurrent_specs,
     separate_projections,
@@ -32,7 +34,7 @@ from mtpc.models.gated_delta import (
 
 
 def _num_mtp_layers(config: Any) -> int:
-    """Qwen3-Next's released config says nothing of the MTP layer that its checkpoint has: 1."""
+    """Number of MTP layers in a config. Default 1: Qwen3-Next's released config does not say."""
     for name in MTP_COUNT_NAMES:
         count = getattr(config, name, None)
         if count is not None:
@@ -41,7 +43,7 @@ def _num_mtp_layers(config: Any) -> int:
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """By the layer's type; MTP layers, which follow the last, are full attention."""
+    """State buffers by the layer's type; MTP layers follow the last and are full attention."""
     if layer < config.num_hidden_layers and config.layer_types[layer] == "linear_attention":
         return recurrent_specs(config, layer, dtype)
     return paged_kv_specs(config, layer, dtype)
@@ -70,6 +72,7 @@ QWEN3_NEXT = ModelFamily(
     layer_prefix=lambda num_hidden_layers, i: "mtp.",
     block_prefix="layers.0.",
     cache_specs=_cache_specs,
+    cache_kinds=(RecurrentState,),
     block_config=lambda config: full_attention_after(config, 1),
     canonical={"Qwen3NextGatedDeltaNet": _grouped},
 )
@@ -83,7 +86,7 @@ QWEN3_5 = replace(
     stored_prefixes={"model.": "model.language_model."},
     position_grids=3,
 )
-"""The text model; released checkpoints hold it inside a multimodal one."""
+"""The text model, which released checkpoints hold inside a multimodal model."""
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",

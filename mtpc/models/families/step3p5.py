@@ -1,11 +1,11 @@
-"""Step-3.5-Flash: Step-3.7's text model by itself.
+"""Step-3.5-Flash: the text model of Step-3.7 by itself.
 
-transformers (5.17 to 5.23) has the layers and the config (`Step3p7TextModel`, whose model type is
-"step3p5"), but no causal language model of them outside of Step-3.7's multimodal one. The class
-here is that model and a head, under the names of the released checkpoints.
+transformers (5.17 to 5.23) has the text model and its config (`Step3p7TextModel`, model type
+"step3p5"), but a causal language model only inside Step-3.7's multimodal one. The class here adds
+the head to the text model, under the names of the released checkpoints.
 
-Source: the released config's entries and tensor names, as vLLM's `step3p5` reads them; all else is
-Step-3.7's.
+Source: entries of the released config and tensor names, as vLLM's step3p5 reads them. Everything
+else is the same as in Step-3.7.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLASS_NAME = "Step3p5ForCausalLM"
 
 @cache
 def step3p5_class() -> type[nn.Module]:
-    """The causal language model, made when it is first asked for: its base classes take long."""
+    """The causal language model. The first call makes it, as importing its bases takes long."""
     from transformers import GenerationMixin
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
@@ -33,7 +33,7 @@ def step3p5_class() -> type[nn.Module]:
     from transformers.models.step3p7 import modeling_step3p7 as hf
 
     class Step3p5ForCausalLM(hf.Step3p7PreTrainedModel, GenerationMixin):
-        """`Step3p7TextModel` and a head that is not shared with the embedding."""
+        """`Step3p7TextModel` with a head that is not tied to the embedding."""
 
         config_class = hf.Step3p7TextConfig
 
@@ -44,12 +44,12 @@ def step3p5_class() -> type[nn.Module]:
             self.post_init()
 
         def forward(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-            """As transformers' causal language models: ids [B, L] -> logits [B, L, V]."""
+            """Token ids [B, L] -> logits [B, L, V], as in transformers' causal language models."""
             out = self.model(input_ids=input_ids, **options)
             logits = self.lm_head(out.last_hidden_state)
             return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
 
-    # Of Step-3.7's way from stored names to modules: all but what moves the text model inside.
+    # Step-3.7's conversion of stored names, without the rules that nest the text model.
     known = get_checkpoint_conversion_mapping("step3p7")
     inner = [t for t in known if any("moe" in p or "share" in p for p in t.source_patterns)]
     register_checkpoint_conversion_mapping(CLASS_NAME, inner, overwrite=True)

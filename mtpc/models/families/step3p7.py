@@ -1,14 +1,16 @@
-"""Step-3.7-Flash: gated attention, sliding layers with more heads, three MTP layers truly chained.
+"""Step-3.7-Flash: gated attention, sliding-window layers, three MTP layers with true chaining.
 
-Each layer type has its own rotary embedding and number of query heads; norms are (1 + w); some
-layers bound their SwiGLU. The text model stands inside a multimodal one, whose vision tower is
-loaded but never run.
+Each attention type has its own rotary embedding and number of query heads. Norms multiply by
+1 + weight. Some layers clamp their SwiGLU. The text model is part of a multimodal model, whose
+vision tower is loaded but never run.
 
-Source: transformers' Step3p7 and its MtpModel (embedding first, recycled after shared_head.norm,
-layer i's features feed layer i + 1 in every row; the target's head for all layers). Where they
-disagree: MTP layers that slide have the sliding layers' number of heads (vLLM, and the config's
-`attention_other_setting`), which transformers' `get_mtp_config` forgets; MTP layers bound nothing
-(transformers gives layer i the bound of the target's layer i).
+Source: transformers' Step3p7 and MtpModel. The embedding comes first in the concatenation. The
+output of shared_head.norm of layer i is fed to layer i + 1 in every row. All layers use the
+target's head. mtpc departs from transformers in two points:
+
+- Sliding MTP layers have the number of heads of sliding layers, as in vLLM and in the config's
+  `attention_other_setting`. transformers' `get_mtp_config` leaves that out.
+- MTP layers do not clamp. transformers gives MTP layer i the limit of decoder layer i.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ _SLIDING = "sliding_attention"
 
 
 def _mtp_types(config: Any) -> list[str]:
-    """Attention types of the MTP layers, which configs list after the target's."""
+    """Attention types of the MTP layers; configs list them after the decoder layers' types."""
     types, count = config.mtp_layer_types, nextn_layers(config)
     if types is None or len(types) != count:
         raise UnsupportedModelError(
-            f"the config announces {count} MTP layers but attention types for {types}; expected "
-            "`layer_types` with an entry for each MTP layer after the decoder's"
+            f"the config announces {count} MTP layers and has the attention types {types} for "
+            "them; expected one entry of `layer_types` per MTP layer, after the decoder layers'"
         )
     return types
 
 
 def _block_config(config: Any) -> Any:
-    """A config in which the MTP layers follow the decoder's."""
+    """A copy of the config with the MTP layers after the decoder's."""
     extended, count = copy.deepcopy(config), nextn_layers(config)
     extended.num_hidden_layers += count
     extended.layer_types = [*config.layer_types, *_mtp_types(config)]
@@ -63,7 +65,7 @@ def _block_config(config: Any) -> Any:
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """By the layer's type."""
+    """State buffers by the layer's attention type."""
     mtp_layer = layer - config.num_hidden_layers
     kind = config.layer_types[layer] if mtp_layer < 0 else _mtp_types(config)[mtp_layer]
     if kind != _SLIDING:
@@ -91,5 +93,6 @@ STEP3P7 = ModelFamily(
         ("moe.down_proj.weight", "mlp.experts.down_proj"),
         ("share_expert.", "mlp.shared_experts."),
     ),
+    stacked_gate_up=("moe.gate_proj.weight", "moe.up_proj.weight"),
     stored_prefixes={"model.language_model.": "model."},
 )
