@@ -57,7 +57,7 @@ class CompileOptions:
             leaves each K + 1 tokens and is less than twice as many; else fewer, four if it can be.
             With 1, prompts go one by one and decoding waits for each chunk.
         prefix_caching: reuse the KV pages of prompts and outputs with the same beginning, where a
-            model keeps all of its past in pages; see docs/serving.md.
+            model keeps all of its past in pages; see docs/engine.md.
         async_scheduling: launch a step before the one before it is read, so that a GPU does not
             wait for the host. The text is the same, and comes one step later; of no use on a cpu,
             where a launch is the work.

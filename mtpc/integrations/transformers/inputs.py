@@ -72,7 +72,7 @@ def check_model_arguments(arguments: Mapping[str, Any], padding: Tensor) -> None
             if getattr(value, "_is_user_defined", False) or value.get_seq_length() > 0:
                 raise RequestError(
                     "past_key_values was given; the step has memory of its own: give the whole "
-                    "text as input_ids (its beginning is reused, see docs/serving.md)"
+                    "text as input_ids (its beginning is reused, see docs/engine.md)"
                 )
         elif name == "position_ids":
             _check_positions(value, padding)
