@@ -63,7 +63,7 @@ class CompileOptions:
             request can have K + 1 tokens, but less than twice as many; otherwise fewer, if possible
             four.
         prefix_caching: reuse KV pages of prompts and outputs that begin with the same tokens, for
-            models that keep all of their past in pages; see docs/serving.md.
+            models that keep all of their past in pages; see docs/engine.md.
         async_scheduling: launch a step before the results of the step before it are read, so that a
             GPU does not wait for the host. The text is the same and arrives one step later. It
             gains nothing on a cpu, where the launch does the work itself.

@@ -341,8 +341,8 @@ def test_generate_beside_it(spec: mtpc.SpecModel, oracle: Callable[..., Any]) ->
 
 
 def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/serving.md's asyncio example runs as it stands there, on the eager backend."""
-    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    """docs/engine.md's asyncio example runs as it stands there, on the eager backend."""
+    page = (Path(__file__).parent.parent / "docs" / "engine.md").read_text()
     (example,) = re.findall(r"```python\n(import asyncio\n.*?)```", page, re.DOTALL)
     assert example.count("spec_tokens=2,") == 1
     exec(example.replace("spec_tokens=2,", 'spec_tokens=2, backend="eager",'), {})

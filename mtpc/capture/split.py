@@ -30,7 +30,7 @@ PROPOSE_INPUTS = ("mtp.", "batch.draft_mask")
 """Name prefixes of what only `propose` reads; a host may write these masks after `verify`."""
 
 
-CROSS_MEANING = "what `verify` hands to `propose`; opaque. `step_buffers` has names and shapes"
+CROSS_MEANING = "values that `verify` passes to `propose`. `step_buffers` gives names and shapes"
 
 
 @dataclass(frozen=True)

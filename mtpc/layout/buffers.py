@@ -55,18 +55,18 @@ def state_specs() -> tuple[BufferSpec, ...]:
     moved = HOST + PROPOSE  # The host writes the row at join, `propose` moves it on.
     return (
         _state("block_table", (S, M), torch.int32, NULL_PAGE,
-               "pages of a request in order, 0 after the last one it owns. The host writes the row "
-               "at join, and an entry when the request gets a page"),
+               "pages of a request in order; 0 after its last page. Written at join, and "
+               "one entry when the request gets a page"),
         _state("committed_lens", (S,), torch.int32, 0,
-               "tokens whose cache rows are final. The host writes 0 at join", moved),
+               "number of tokens whose cache rows are final. Written at join: 0", moved),
         _state("token_ids", (S, K_MAX + 1), torch.int64, 0,
-               "the last emitted token, then the drafts to verify next. The prompt's last chunk "
-               "writes the row; the host may put other drafts in columns 1 to K", moved),
+               "the last emitted token, then the drafts to verify next. The last prefill "
+               "chunk fills it; the host may write other drafts to columns 1 to K", moved),
         _state("remaining_tokens", (S,), torch.int32, 0,
-               "new tokens that the request may still emit; 0: its row is off. The host writes it "
-               "at join", moved),
+               "number of tokens that the request may still emit; 0: its row is inactive. "
+               "Written at join", moved),
         _state("stop_ids", (S, E), torch.int64, -1,
-               "token ids that end the request, -1 where unused. At join"),
+               "token ids that end the request; -1: unused. Written at join"),
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def chain_specs(
     """
     if window < 1:
         return ()
-    meaning = "what several MTP layers keep of the last rows"
+    meaning = "with several MTP layers: what they keep of the last rows"
     return (
         BufferSpec("state.chain_ids", (S, window), torch.int64, 0, PROPOSE, meaning, False),
         BufferSpec(
@@ -110,35 +110,42 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
     """
     common = (
         _batch("state_indices", (R,), torch.int64, SCRATCH_SLOT, HOST,
-               "request slot of each row of the batch, each slot once; 0: the row is off. Before a "
-               "replay, where it changed"),
-        _batch("positions", (R,), torch.int64, 0, STEP, "attention metadata, made from lengths"),
-        _batch("slot_mapping", (R,), torch.int64, NO_SLOT, STEP, "likewise"),
-        _batch("seq_lens", (R,), torch.int32, 0, STEP, "likewise"),
-        _batch("query_start_loc", (R + 1,), torch.int32, 0, STEP, "likewise"),
+               "request slot of each row of the batch, each slot at most once; 0: the row "
+               "is inactive. Written before a replay if it changed"),
+        _batch("positions", (R,), torch.int64, 0, STEP,
+               "attention metadata, from lengths"),
+        _batch("slot_mapping", (R,), torch.int64, NO_SLOT, STEP,
+               "attention metadata, from lengths"),
+        _batch("seq_lens", (R,), torch.int32, 0, STEP,
+               "attention metadata, from lengths"),
+        _batch("query_start_loc", (R + 1,), torch.int32, 0, STEP,
+               "attention metadata, from lengths"),
         _result("out_token_ids", (R, K + 1), torch.int64,
-                "result: emitted tokens; the first num_emitted count"),
+               "result: emitted tokens, the first num_emitted of each row"),
         _result("num_emitted", (R,), torch.int32,
-                "result: 1 to K+1; 0 for a row that is off and for a chunk that is not a prompt's "
-                "last; where logits are not finite, the tokens before them"),
-        _result("num_accepted", (R,), torch.int32, "result: drafts that were accepted"),
+               "result: number of emitted tokens, 1 to K+1. 0 for an inactive row, and for "
+               "a chunk that is not the last of its prompt. Tokens from the first non- "
+               "finite logits on do not count"),
+        _result("num_accepted", (R,), torch.int32,
+               "result: number of accepted drafts"),
         _result("stop_reason", (R,), torch.int32,
-                "result: 0 goes on, 1 length, 2 stop token, 3 non-finite logits"),
+               "result: 0 the request goes on, 1 length, 2 stop token, 3 non-finite logits"),
     )  # fmt: skip
     if phase == "decode":
         return common
     return (
         *common,
         _batch("prompt_ids", (T,), torch.int64, 0, HOST,
-               "prefill: the chunk's tokens; anything after num_input of them"),
-        _batch("num_input", (R,), torch.int32, 0, HOST, "prefill: how many tokens a row has"),
+               "prefill: tokens of the chunks, packed; the rest may be anything"),
+        _batch("num_input", (R,), torch.int32, 0, HOST,
+               "prefill: number of tokens in each request's chunk"),
         _batch("next_prompt_id", (R,), torch.int64, -1, HOST,
-               "prefill: the prompt's token after the chunk; -1 after the last"),
+               "prefill: the prompt's token after the chunk; -1 after the last chunk"),
         _batch("is_decoding", (R,), torch.int32, 0, HOST,
-               "prefill: 1 in the row of a request that decodes in this step: the row has the "
-               "K + 1 tokens of a decode step, and its num_input counts for nothing"),
+               "prefill: 1 if the request decodes in this step. It then has the K + 1 "
+               "tokens of a decode step, and its num_input is ignored"),
         _batch("logits_start_loc", (R + 1,), torch.int32, 0, VERIFY,
-               "prefill: rows of logits, up to each request"),
+               "prefill: where each request's rows of logits begin, and their total"),
     )  # fmt: skip
 
 
@@ -166,35 +173,39 @@ def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
     """
     specs = (
         _state("sampling_floats", (S, len(FLOATS)), torch.float64, 0,
-               "with sampling: `mtpc.sampling_params.FLOATS`, by column. At join"),
+               "with sampling: the columns `mtpc.sampling_params.FLOATS`. Written at join"),
         _state("sampling_ints", (S, len(INTS)), torch.int64, 0,
-               "with sampling: `mtpc.sampling_params.INTS`, by column. At join"),
+               "with sampling: the columns `mtpc.sampling_params.INTS`. Written at join"),
         _state("bias_ids", (S, B), torch.int64, -1,
-               "with sampling: token ids with a bias, -1 where unused. At join"),
-        _state("bias_values", (S, B), torch.float64, 0, "with sampling: their biases. At join"),
+               "with sampling: token ids with a bias; -1: unused. Written at join"),
+        _state("bias_values", (S, B), torch.float64, 0,
+               "with sampling: the biases of `bias_ids`. Written at join"),
         _state("allowed_tokens", (S, W), torch.int32, -1,
-               "with sampling: a bit a token; read where column `masked` is 1. At join"),
+               "with sampling: one bit per token, set if it is allowed; read only where "
+               "the column `masked` is 1. Written at join"),
         _state("prompt_tokens", (S, W), torch.int32, 0,
-               "with sampling: a bit a token; read where column `penalised` is 1. At join"),
+               "with sampling: one bit per token, set if it is in the prompt; read only "
+               "where the column `penalised` is 1. Written at join"),
         _state("output_counts", (S, V), torch.int32, 0,
-               "with sampling: how often each token was emitted; read where column `penalised` is "
-               "1. At join, 0 or the counts so far", HOST + PROPOSE),
+               "with sampling: how often each token was emitted; read only where the "
+               "column `penalised` is 1. Written at join: 0, or the counts so far", HOST + PROPOSE),
         _result("out_logprobs", (R, K + 1), torch.float64,
-                "with sampling: log-probabilities of the emitted tokens"),
+               "with sampling: log-probabilities of the emitted tokens"),
         _result("out_top_ids", (R, K + 1, L), torch.int64,
-                "with sampling: the most probable tokens"),
+               "with sampling: the most probable tokens"),
         _result("out_top_logprobs", (R, K + 1, L), torch.float64,
-                "with sampling: their log-probabilities"),
+               "with sampling: log-probabilities of the most probable tokens"),
     )  # fmt: skip
     if not token_mask:
         return specs
     rows = R * (K + 1)  # Rows that choose a token; a prompt's is the first of its K + 1.
     mask = _batch("token_mask", (rows, W), torch.int32, -1, HOST,
-                  "with token_mask: a bit a token, for each row of logits; a prompt's is the first "
-                  "of its K + 1. Before each replay")  # fmt: skip
+               "with token_mask: one bit per token for each row of logits; a prompt has "
+               "the first of its K + 1 rows. Written before each replay")  # fmt: skip
     if not key.spec_tokens:
         return (*specs, mask)
     draft_mask = _batch("draft_mask", (rows, K, W), torch.int32, -1, HOST,
-                        "with token_mask: a bit a token, for each draft to be made, by the row "
-                        "accepted last; a prompt's is the first. Before `propose`")  # fmt: skip
+               "with token_mask: one bit per token for each draft. A request reads the row "
+               "of its last accepted token, a prompt its first row. Written before "
+               "`propose`")  # fmt: skip
     return (*specs, mask, draft_mask)

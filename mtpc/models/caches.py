@@ -16,7 +16,7 @@ from mtpc.layout.buffers import N, P, S, ring_pages
 from mtpc.ops.ragged import request_of
 from mtpc.step import Metadata
 
-_BY_LAYER = ". `verify` writes the target's layers, `propose` the MTP layers'"
+_BY_LAYER = ". `verify` writes those of the target's layers, `propose` those of MTP layers"
 
 
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

@@ -39,9 +39,9 @@ def recurrent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buffer
         slot_spec(f"kv.{layer}.recurrent", (S, heads, key_dim, value_dim), wide,
                   "Gated DeltaNet: state matrices by request slot", VERIFY),
         slot_spec(f"kv.{layer}.history", (S, K_MAX + back, channels + 2 * heads), dtype,
-                  "Gated DeltaNet: its last inputs, by request slot", VERIFY),
+                  "Gated DeltaNet: the last inputs by request slot", VERIFY),
         slot_spec(f"kv.{layer}.standing", (S,), torch.int32,
-                  "Gated DeltaNet: positions that its state has seen", VERIFY),
+                  "Gated DeltaNet: number of positions that are in the state", VERIFY),
     )  # fmt: skip
 
 

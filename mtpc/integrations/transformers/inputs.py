@@ -72,7 +72,7 @@ def check_model_arguments(arguments: Mapping[str, Any], padding: Tensor) -> None
             if getattr(value, "_is_user_defined", False) or value.get_seq_length() > 0:
                 raise RequestError(
                     "past_key_values was given; mtpc keeps its own KV cache: give the whole text "
-                    "as input_ids (mtpc reuses its beginning, see docs/serving.md)"
+                    "as input_ids (mtpc reuses its beginning, see docs/engine.md)"
                 )
         elif name == "position_ids":
             _check_positions(value, padding)

@@ -76,10 +76,10 @@ _MAIN = "main"
 
 _ROLES = {
     "window": "DeepSeek-V4: a ring of the last keys, by request slot",
-    "raw": "DeepSeek-V4: its compressor's inputs, by request slot",
-    "entries": "DeepSeek-V4: its compressed entries, by request slot",
-    "index_raw": "DeepSeek-V4: its indexer's inputs, by request slot",
-    "index_entries": "DeepSeek-V4: its indexer's entries, by request slot",
+    "raw": "DeepSeek-V4: inputs of the compressor, by request slot",
+    "entries": "DeepSeek-V4: compressed entries, by request slot",
+    "index_raw": "DeepSeek-V4: inputs of the indexer, by request slot",
+    "index_entries": "DeepSeek-V4: compressed entries of the indexer, by request slot",
 }
 """What each buffer of a layer holds."""
 
