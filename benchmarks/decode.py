@@ -29,9 +29,8 @@ import torch
 import transformers
 
 import mtpc
-from benchmarks import vllm_host
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import (
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import (
     add_probe,
     add_result_files,
     add_sampling,
@@ -42,8 +41,8 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
-from benchmarks.models import (
+from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from benchmarks.harness.models import (
     MOE_SHAPES,
     SHAPES,
     Checkpoint,
@@ -51,9 +50,10 @@ from benchmarks.models import (
     text_prompts,
     write_checkpoint,
 )
+from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.peers import vllm_host
+from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
-from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.vllm_decoder import VllmDecoder, VllmProcess
 from mtpc.progress import Progress
 
 HEADROOM = 32

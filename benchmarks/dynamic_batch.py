@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
-from benchmarks.command import (
+from benchmarks.harness.command import (
     add_result_files,
     add_sampling,
     new_parser,
@@ -38,9 +38,9 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc.backends.cpu import _INDUCTOR, _MEMBERS
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.eager import EagerBackend

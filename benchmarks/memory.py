@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import (
+from benchmarks import ROOT
+from benchmarks.harness.command import (
     add_result_files,
     new_parser,
     positive,
@@ -26,8 +27,8 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.machine import system_field
-from benchmarks.models import SHAPES, write_checkpoint
+from benchmarks.harness.machine import system_field
+from benchmarks.harness.models import SHAPES, write_checkpoint
 
 MIB = 2**20
 COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
@@ -71,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(job: dict[str, Any]) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.memory", "--child", json.dumps(job)]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

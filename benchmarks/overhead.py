@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 import mtpc
-from benchmarks.command import (
+from benchmarks import ROOT
+from benchmarks.harness.command import (
     add_result_files,
     add_sampling,
     add_workdir,
@@ -40,9 +41,9 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
@@ -121,7 +122,7 @@ class Paths:
     Args:
         model: compiled, without prefix reuse: repeats shall be the same work.
         running: a server on it.
-        client: benchmarks/stream_client.py, running.
+        client: benchmarks/harness/stream_client.py, running.
     """
 
     def __init__(self, model: mtpc.SpecModel, running: Running, client: subprocess.Popen[str]):
@@ -333,9 +334,9 @@ def served(model: mtpc.SpecModel) -> Iterator[Running]:
 @contextmanager
 def clients() -> Iterator[subprocess.Popen[str]]:
     """The clients' process."""
-    command = [sys.executable, "-m", "benchmarks.stream_client"]
+    command = [sys.executable, "-m", "benchmarks.harness.stream_client"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=Path(__file__).parent.parent, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         yield process
 
 

@@ -24,9 +24,8 @@ import torch
 import transformers
 
 import mtpc
-from benchmarks import vllm_host
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import (
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import (
     add_probe,
     add_result_files,
     add_sampling,
@@ -38,10 +37,11 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.decoders import Decoded, Decoder, OneLaunch, Prompts
-from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.vllm_decoder import VllmProcess
+from benchmarks.harness.decoders import Decoded, Decoder, OneLaunch, Prompts
+from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.peers import vllm_host
+from benchmarks.peers.vllm_decoder import VllmProcess
 
 NEW_TOKENS = 8
 """Room behind the prompt; one token is asked for."""

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import new_parser
+from benchmarks.harness.command import new_parser
+from benchmarks.harness.sampling import Row
 from benchmarks.report import COLUMNS as REPORTED
 from benchmarks.report import cells
-from benchmarks.sampling import Row
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by benchmarks.readme -->", "<!-- end of what was made -->"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.command import print_results
-from benchmarks.sampling import Row
+from benchmarks.harness.command import print_results
+from benchmarks.harness.sampling import Row
 
 NOTES = (
     "ms/step: one decode step (K drafts verified, K proposed), prefill not counted; medians.",

@@ -23,9 +23,8 @@ from typing import Protocol
 import torch
 
 import mtpc
-from benchmarks import vllm_host
-from benchmarks.arrivals import Arrival, Trace, draw_arrivals, serve
-from benchmarks.command import (
+from benchmarks.harness.arrivals import Arrival, Trace, draw_arrivals, serve
+from benchmarks.harness.command import (
     add_result_files,
     add_sampling,
     add_workdir,
@@ -36,10 +35,11 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
-from benchmarks.vllm_decoder import VllmProcess
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.sampling import ATTEMPTS, Tell
+from benchmarks.peers import vllm_host
+from benchmarks.peers.vllm_decoder import VllmProcess
 
 PROMPT_TOKENS, NEW_TOKENS = (8, 32, 64, 128), (16, 32, 64, 96)
 MAX_LEN = 256

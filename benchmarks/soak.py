@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 import mtpc
-from benchmarks.command import new_parser, positive, teller
-from benchmarks.machine import describe_machine, describe_versions, system_field
-from benchmarks.sampling import Tell
+from benchmarks.harness.command import new_parser, positive, teller
+from benchmarks.harness.machine import describe_machine, describe_versions, system_field
+from benchmarks.harness.sampling import Tell
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
 

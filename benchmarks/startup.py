@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import startup_child as child
-from benchmarks.command import (
+from benchmarks.harness import startup_child as child
+from benchmarks.harness.command import (
     add_result_files,
     add_sampling,
     new_parser,
@@ -40,9 +40,9 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
 from mtpc.models.load import find_family
 

@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 import mtpc
-from benchmarks.command import (
+from benchmarks.harness.command import (
     add_result_files,
     add_sampling,
     add_workdir,
@@ -32,8 +32,8 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import Tell
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.sampling import Tell
 from benchmarks.serving import (
     MAX_LEN,
     Case,

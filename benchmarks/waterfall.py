@@ -22,8 +22,8 @@ import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 import mtpc
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import (
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import (
     add_result_files,
     add_workdir,
     new_parser,
@@ -33,9 +33,9 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.sampling import Plan, Tell
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.harness.sampling import Plan, Tell
 from mtpc.backends.cpu_kernels import NAMES
 from mtpc.backends.cpu_kernels.direct_calls import function_of
 

@@ -13,10 +13,11 @@ import pytest
 import transformers
 
 import mtpc
-from benchmarks import decode, machine, plot, readme, report, waterfall
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.decoders import Decoded
-from benchmarks.models import (
+from benchmarks import decode, plot, readme, report, waterfall
+from benchmarks.harness import machine
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.decoders import Decoded
+from benchmarks.harness.models import (
     MOE_SHAPES,
     SHAPES,
     Checkpoint,
@@ -24,7 +25,7 @@ from benchmarks.models import (
     text_prompts,
     write_checkpoint,
 )
-from benchmarks.sampling import Case, Plan, Row, Sample, sample_in_turns, summarise
+from benchmarks.harness.sampling import Case, Plan, Row, Sample, sample_in_turns, summarise
 from mtpc.models.glm4_moe import GLM4_MOE
 
 K = 1

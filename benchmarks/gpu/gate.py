@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import mtpc.models
-from benchmarks.gpu_machine import Machine
-from benchmarks.gpu_rows import Row
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.rows import Row
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.compiler import StepCompiler

@@ -13,9 +13,9 @@ from statistics import median
 
 import torch
 
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.decoders import Decoded, Decoder, Prompts
-from benchmarks.machine import CpuWatch, memory_shortage
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts
+from benchmarks.harness.machine import CpuWatch, memory_shortage
 
 Tell = Callable[[str], None]
 """Hears what is being done."""

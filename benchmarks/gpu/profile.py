@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_rows import Row
+from benchmarks.gpu.rows import Row
 from mtpc.backends.base import Run
 
 SKIPPED, PROFILED = 2, 5

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
-from benchmarks.gpu_engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
-from benchmarks.gpu_machine import Machine
-from benchmarks.gpu_models import SHAPES, build, weigh
-from benchmarks.gpu_profile import Bytes, fill_floor, gap_rows, kernel_rows, launches_in
-from benchmarks.gpu_rows import APART, COMPILED, FUSED, LATE, PLAIN, USE_MTP, Row
+from benchmarks.gpu.engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.models import SHAPES, build, weigh
+from benchmarks.gpu.profile import Bytes, fill_floor, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu.rows import APART, COMPILED, FUSED, LATE, PLAIN, USE_MTP, Row
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
 from mtpc.backends.base import Run
 from mtpc.config import CompileOptions
 from mtpc.models.load import LoadedModel
@@ -69,7 +69,7 @@ class Bench:
 
     Attributes:
         machine: where.
-        shape: of gpu_models.SHAPES.
+        shape: of models.SHAPES.
         plan: what is decoded.
         loaded: the model as mtpc takes it.
         model: the same tensors as transformers' model.
@@ -193,7 +193,7 @@ class Task:
     """Rows that are measured together.
 
     Attributes:
-        shape: of gpu_models.SHAPES.
+        shape: of models.SHAPES.
         case: drafts and requests.
         engines: those that can do the case are measured.
         kind: of tasks that take about as long.

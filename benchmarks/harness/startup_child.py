@@ -1,6 +1,6 @@
 """One start of one engine, in a process of its own; run by `benchmarks.startup`, not by hand.
 
-    python -m benchmarks.startup_child JOB      # JOB is JSON; the report goes to the file it names
+    python -m benchmarks.harness.startup_child JOB  # JOB is JSON and names the file of the report
 
 Every engine imports what it needs inside its function, because importing is part of what is
 measured; what stands at the top is imported by torch anyway. Moments are readings of the monotonic
@@ -27,7 +27,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from benchmarks import vllm_host
+from benchmarks import ROOT
+from benchmarks.peers import vllm_host
 
 _BEGIN = monotonic()
 STAGES = ("python", "import", "load", "token")
@@ -278,12 +279,11 @@ def launch(
     Raises:
         StartError: it failed, or took more than `timeout` seconds.
     """
-    root = Path(__file__).parent.parent
-    command = [str(python), "-m", "benchmarks.startup_child", json.dumps(job)]
+    command = [str(python), "-m", "benchmarks.harness.startup_child", json.dumps(job)]
     with log.open("w") as file:
         try:
             process = subprocess.Popen(
-                command, cwd=root, env=variables, stdout=file, stderr=file, start_new_session=True
+                command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
             )
         except OSError as error:
             raise StartError(str(error)) from None

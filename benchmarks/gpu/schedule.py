@@ -1,4 +1,4 @@
-"""What still fits before benchmarks/gpu.py's deadline, as far as earlier cases tell."""
+"""What still fits before benchmarks.gpu's deadline, as far as earlier cases tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row of benchmarks/gpu.py's CSV, and what is read from the rows."""
+"""One row of benchmarks.gpu's CSV, and what is read from the rows."""
 
 from __future__ import annotations
 

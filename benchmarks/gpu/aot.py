@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.gpu_gate import NEW_TOKENS, PROMPTS, make_checkpoint
-from benchmarks.gpu_machine import Machine
-from benchmarks.gpu_rows import Row
+from benchmarks.gpu.gate import NEW_TOKENS, PROMPTS, make_checkpoint
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.rows import Row
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend

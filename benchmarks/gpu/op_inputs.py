@@ -1,4 +1,4 @@
-"""Small ragged calls of the ops that have a Triton kernel, for benchmarks/gpu_ops.py.
+"""Small ragged calls of the ops that have a Triton kernel, for benchmarks.gpu.ops.
 
 Requests of several lengths, one that is off, rows of no request, pages and rows that nobody may
 read full of NaN. Made on the host and moved, so that every device gets the same numbers.

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arrivals import Arrival, serve
+from benchmarks.harness.arrivals import Arrival, serve
 
 
 def environment(kept: Path, threads: int, python: Path) -> dict[str, str]:

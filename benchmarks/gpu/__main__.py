@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --csv gpu.csv                 # within --deadline seconds, what fits
     python -m benchmarks.gpu --csv gpu.csv --resume        # the cases that the file lacks
-    python -m benchmarks.gpu --dry-run --csv /tmp/dry.csv  # no GPU: the null device, tiny shapes
+    python -m benchmarks.gpu --dry-run --csv dry.csv       # no GPU: the null device, tiny shapes
 
 Parts, in this order. `ops`: each Triton op against its reference, by dtype. `gate`: a family's tiny
 model, drafting, emits what the uncompiled reference emits without drafts, and accepts what that
@@ -30,11 +30,10 @@ from pathlib import Path
 
 import transformers
 
-from benchmarks.command import Tell, positive, print_results, teller, working_directory
-from benchmarks.gpu_aot import COMPARED as AOT_COMPARED
-from benchmarks.gpu_aot import FAMILY as AOT_FAMILY
-from benchmarks.gpu_aot import check_aot
-from benchmarks.gpu_gate import (
+from benchmarks.gpu.aot import COMPARED as AOT_COMPARED
+from benchmarks.gpu.aot import FAMILY as AOT_FAMILY
+from benchmarks.gpu.aot import check_aot
+from benchmarks.gpu.gate import (
     COMPARED,
     FAMILIES,
     SAMPLED,
@@ -43,12 +42,13 @@ from benchmarks.gpu_gate import (
     check_family,
     check_sampling,
 )
-from benchmarks.gpu_machine import GpuMachine, Machine, NullMachine
-from benchmarks.gpu_models import SHAPES
-from benchmarks.gpu_ops import check_op, op_rows
-from benchmarks.gpu_rows import Row, RowFile, findings
-from benchmarks.gpu_schedule import Schedule
-from benchmarks.gpu_speed import Bench, Plan, Task, profiles, tasks, telling_case
+from benchmarks.gpu.machine import GpuMachine, Machine, NullMachine
+from benchmarks.gpu.models import SHAPES
+from benchmarks.gpu.ops import check_op, op_rows
+from benchmarks.gpu.rows import Row, RowFile, findings
+from benchmarks.gpu.schedule import Schedule
+from benchmarks.gpu.speed import Bench, Plan, Task, profiles, tasks, telling_case
+from benchmarks.harness.command import Tell, positive, print_results, teller, working_directory
 from mtpc.errors import MtpcError
 
 PARTS = ("ops", "gate", "sampling", "aot", "speed", "profile")

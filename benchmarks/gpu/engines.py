@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py compares: the fused step, its pieces apart, and transformers."""
+"""What benchmarks.gpu compares: the fused step, its pieces apart, and transformers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from benchmarks.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
-from benchmarks.gpu_machine import Clock, Machine
-from benchmarks.gpu_pieces import Compiled, PiecewiseStep
-from benchmarks.models import load_target
+from benchmarks.gpu.machine import Clock, Machine
+from benchmarks.gpu.pieces import Compiled, PiecewiseStep
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from benchmarks.harness.models import load_target
 from mtpc.api import SpecModel
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, compile_flat

@@ -1,4 +1,4 @@
-"""Where benchmarks/gpu.py runs: a GPU, or for its dry run the null device, behind one interface."""
+"""Where benchmarks.gpu runs: a GPU, or for its dry run the null device, behind one interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.gpu_profile import DeviceProfiler, OperatorProfiler, Profiler
+from benchmarks.gpu.profile import DeviceProfiler, OperatorProfiler, Profiler
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, lower_by_inductor, open_cuda
 from mtpc.backends.eager import EagerBackend

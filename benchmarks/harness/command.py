@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bandwidth import BUFFER_BYTES
-from benchmarks.machine import describe_machine, describe_versions
-from benchmarks.sampling import Tell
+from benchmarks.harness.bandwidth import BUFFER_BYTES
+from benchmarks.harness.machine import describe_machine, describe_versions
+from benchmarks.harness.sampling import Tell
 from mtpc.cli.tables import output, print_table
 
 

@@ -16,9 +16,9 @@ import mtpc.ops
 import mtpc.ops.fused
 import mtpc.ops.quantised
 import mtpc.ops.sampling  # noqa: F401  (these register the references)
-from benchmarks.gpu_machine import Machine
-from benchmarks.gpu_op_inputs import CALLS, LENGTHS, Arguments, Inputs
-from benchmarks.gpu_rows import Row
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.op_inputs import CALLS, LENGTHS, Arguments, Inputs
+from benchmarks.gpu.rows import Row
 from mtpc.layout import dtype_name
 
 TOLERANCE = {
@@ -93,7 +93,7 @@ def check_op(machine: Machine, row: Row) -> Row:
     """Fill a row: every call of its op in its dtype, in the first one in every configuration."""
     ops, dtype = OpSet.of(machine), getattr(torch, row.engine)
     if row.shape not in CALLS:
-        row.passed, row.note = False, "gpu_op_inputs.py has no call of this op"
+        row.passed, row.note = False, "gpu/op_inputs.py has no call of this op"
         return row
     make, dtypes = CALLS[row.shape]
     worst, count = 0.0, 0

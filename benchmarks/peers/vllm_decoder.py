@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import vllm_host
-from benchmarks.decoders import Decoded, Prompts
-
-_ROOT = Path(__file__).parent.parent
+from benchmarks import ROOT
+from benchmarks.harness.decoders import Decoded, Prompts
+from benchmarks.peers import vllm_host
 
 
 class VllmError(Exception):
@@ -42,8 +41,8 @@ class VllmProcess:
         python, start = python.absolute(), time.perf_counter()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [str(python), "-m", "benchmarks.vllm_host", json.dumps(dict(options))],
-                cwd=_ROOT,
+                [str(python), "-m", "benchmarks.peers.vllm_host", json.dumps(dict(options))],
+                cwd=ROOT,
                 env=os.environ | vllm_host.environment(kept, threads, python),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

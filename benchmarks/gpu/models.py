@@ -1,4 +1,4 @@
-"""The shapes that benchmarks/gpu.py measures, made on the device: nothing is read from disk.
+"""The shapes that benchmarks.gpu measures, made on the device: nothing is read from disk.
 
 Weights accept every draft (benchmarks/models.py has the trick), so that acceptance is one number
 for all engines and what is compared is time.
@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.models import INITIALIZER_RANGE, make_successor_model, split_off_mtp_layer
+from benchmarks.harness.models import INITIALIZER_RANGE, make_successor_model, split_off_mtp_layer
 from mtpc.models import FAMILIES
 from mtpc.models.hf import share_model, stand_in
 from mtpc.models.load import LoadedModel
