@@ -19,16 +19,17 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.harness.command import (
-    add_result_files,
+    add_files,
+    add_model,
+    add_passes,
     new_parser,
     positive,
-    print_results,
     teller,
     working_directory,
-    write_results,
 )
 from benchmarks.harness.machine import system_field
 from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import Record, Table, new_record, write_results
 
 MIB = 2**20
 COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
@@ -64,10 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for start in ("just compiled", "warm"):
             tell(start)
             rows.append({"start": start, **_measure(job)})
-    cells = [_cells(row) for row in rows]
-    write_results(args, COLUMNS, cells, NOTES, {"rows": rows})
-    print_results("Memory", COLUMNS, cells, NOTES)
+    record = new_record("memory", args, {"rows": rows})
+    shown = table(record)
+    write_results(args, record, shown)
+    shown.print()
     return 0
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    return Table("Memory", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
 
 
 def _measure(job: dict[str, Any]) -> dict[str, float]:
@@ -121,13 +128,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser("memory", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add_model(parser)
     add("--spec-tokens", type=int, default=3, metavar="K")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
     add("--max-len", type=positive, default=1024, metavar="N")
-    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
-    add("--workdir", type=Path, help="keep checkpoint and cache here; default: a temporary one")
-    add_result_files(parser)
+    add_passes(parser)
+    add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -31,18 +31,25 @@ from torch import Tensor
 import mtpc
 from benchmarks import ROOT
 from benchmarks.harness.command import (
-    add_result_files,
+    add_backend,
+    add_files,
+    add_model,
     add_sampling,
-    add_workdir,
+    begin,
     new_parser,
     positive,
-    print_results,
-    teller,
     working_directory,
-    write_results,
 )
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Record,
+    Table,
+    new_record,
+    sample_counts,
+    write_results,
+)
 from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.engine.async_engine import AsyncEngine
@@ -60,7 +67,7 @@ NOTES = (
     "included; medians.",
     "of replay: tokens/s over those of bare replay in the same round; median over rounds.",
     "steps: replays, of prefill chunks and decode steps; ms/step: time over them.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    SAMPLES_NOTE,
 )
 
 
@@ -302,10 +309,16 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             f"{row.goal:.0%}",
             str(row.steps),
             f"{row.ms_per_step:.2f}",
-            f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
+            sample_counts(row),
         ]
         for row in rows
     ]
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    rows = [Row(**row) for row in record["rows"]]
+    return Table("Overhead", COLUMNS, cells(rows), NOTES)
 
 
 def give_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -343,9 +356,7 @@ def clients() -> Iterator[subprocess.Popen[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    tell = teller()
+    tell = begin(args)
     shape = SHAPES[args.shape]
     with working_directory(args.workdir) as workdir:
         directory = workdir / "checkpoint"
@@ -370,25 +381,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         with served(model) as running, clients() as client:
             paths = Paths(model, running, client)
             sample_in_turns(cases, paths, model.program, args, tell)
-    rows = list(summarise(cases, args.max_foreign))
-    write_results(args, COLUMNS, cells(rows), NOTES, {"rows": [asdict(row) for row in rows]})
-    print_results("Overhead", COLUMNS, cells(rows), NOTES)
+    rows = [asdict(row) for row in summarise(cases, args.max_foreign)]
+    record = new_record("overhead", args, {"rows": rows})
+    shown = table(record)
+    write_results(args, record, shown)
+    shown.print()
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser("overhead", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add_model(parser)
     add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
     add("--spec-tokens", type=positive, default=3, metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=128, metavar="N")
-    add("--backend", default="auto")
+    add_backend(parser)
     add_sampling(parser, 5, "undisturbed rounds")
-    add_workdir(parser)
-    add_result_files(parser)
+    add_files(parser)
     return parser.parse_args(argv)
 
 

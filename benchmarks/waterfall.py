@@ -24,17 +24,18 @@ from torch.profiler import ProfilerActivity, profile
 import mtpc
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import (
-    add_result_files,
-    add_workdir,
+    add_disturbance,
+    add_files,
+    add_model,
+    add_passes,
     new_parser,
     positive,
-    print_results,
     teller,
     working_directory,
-    write_results,
 )
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.harness.results import Record, Table, new_record, write_results
 from benchmarks.harness.sampling import Plan, Tell
 from mtpc.backends.cpu_kernels import NAMES
 from mtpc.backends.cpu_kernels.direct_calls import function_of
@@ -79,11 +80,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
         for k in args.spec_tokens:
             parts += _measure(checkpoint, k, args, probe, tell)
-    cells = [[str(p.spec_tokens), str(p.batch), p.part, f"{p.ms:.2f}", f"{p.share:.0%}"]
-             for p in parts]  # fmt: skip
-    write_results(args, COLUMNS, cells, NOTES, {"rows": [asdict(part) for part in parts]})
-    print_results("A decode step", COLUMNS, cells, NOTES)
+    record = new_record("waterfall", args, {"rows": [asdict(part) for part in parts]})
+    shown = table(record)
+    write_results(args, record, shown)
+    shown.print()
     return 0
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    cells = [
+        [str(p.spec_tokens), str(p.batch), p.part, f"{p.ms:.2f}", f"{p.share:.0%}"]
+        for p in (Part(**row) for row in record["rows"])
+    ]
+    return Table("A decode step", COLUMNS, cells, NOTES)
 
 
 def _measure(
@@ -168,14 +178,13 @@ def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser("waterfall", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    add_model(parser)
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
-    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
+    add_passes(parser)
     add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add_workdir(parser)
-    add_result_files(parser)
+    add_disturbance(parser)
+    add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -48,7 +48,8 @@ from benchmarks.gpu.ops import check_op, op_rows
 from benchmarks.gpu.rows import Row, RowFile, findings
 from benchmarks.gpu.schedule import Schedule
 from benchmarks.gpu.speed import Bench, Plan, Task, profiles, tasks, telling_case
-from benchmarks.harness.command import Tell, positive, print_results, teller, working_directory
+from benchmarks.harness.command import Tell, positive, teller, working_directory
+from benchmarks.harness.results import Table
 from mtpc.errors import MtpcError
 
 PARTS = ("ops", "gate", "sampling", "aot", "speed", "profile")
@@ -188,7 +189,7 @@ def _report(session: Session) -> None:
     if left_out := session.schedule.left_out:
         notes.append(f"left out for want of time: {'; '.join(left_out)}; see --resume")
     shown = [_cells(row) for row in session.rows if row.part != "kernel"]
-    print_results("GPU", COLUMNS, shown, notes)
+    Table("GPU", COLUMNS, shown, notes).print()
 
 
 def _cells(row: Row) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -58,8 +59,50 @@ class Sample:
     foreign_share: float
 
 
+class Shared(Protocol):
+    """A sample that knows which share of the CPU time other processes used."""
+
+    @property
+    def foreign_share(self) -> float: ...
+
+
+S = TypeVar("S", bound=Shared)
+
+
+class Sampled(Generic[S]):
+    """A row to be: what was sampled, and which samples count.
+
+    Attributes:
+        samples: all that were taken.
+    """
+
+    samples: list[S]
+
+    def undisturbed(self, max_foreign: float) -> list[S]:
+        """Samples during which other processes used at most `max_foreign` of the CPU time."""
+        return [sample for sample in self.samples if sample.foreign_share <= max_foreign]
+
+    def kept(self, max_foreign: float) -> list[S]:
+        """The undisturbed samples; all of them, if none is undisturbed."""
+        return self.undisturbed(max_foreign) or self.samples
+
+    def counts(self, max_foreign: float) -> dict[str, Any]:
+        """Fields that every row has.
+
+        They are `samples` (how many are kept), `discarded` (how many are left out), `disturbed`
+        (no sample was undisturbed, so all are kept) and `taken` (every sample).
+        """
+        kept = self.kept(max_foreign)
+        return dict(
+            samples=len(kept),
+            discarded=len(self.samples) - len(kept),
+            disturbed=bool(kept) and not self.undisturbed(max_foreign),
+            taken=tuple(self.samples),
+        )
+
+
 @dataclass
-class Case:
+class Case(Sampled[Sample]):
     """One row to be: a model and its weights, a decoder, a batch size.
 
     Attributes:
@@ -81,10 +124,6 @@ class Case:
     def __str__(self) -> str:
         engine, spec_tokens = self.decoder.engine, self.decoder.spec_tokens
         return f"{self.model} {self.weights}, {engine} K={spec_tokens} batch {self.batch}"
-
-    def undisturbed(self, max_foreign: float) -> list[Sample]:
-        """Samples during which others used at most `max_foreign` of the CPU time."""
-        return [sample for sample in self.samples if sample.foreign_share <= max_foreign]
 
 
 def sample_in_turns(
@@ -178,8 +217,7 @@ class Row:
 
 def summarise(case: Case, max_foreign: float) -> Row:
     """The row of a case that has been sampled."""
-    clean = case.undisturbed(max_foreign)
-    all_kept = clean or case.samples
+    all_kept = case.kept(max_foreign)
     best = max(all_kept, key=lambda sample: sample.decoded.tokens_per_s / sample.bandwidth)
     kept = [best] if case.decoder.launches > 1 else all_kept
     roofline = [1e3 * case.step_bytes / sample.bandwidth for sample in kept]
@@ -198,9 +236,6 @@ def summarise(case: Case, max_foreign: float) -> Row:
         step_bytes=case.step_bytes,
         roofline_ms=median(roofline),
         efficiency=median(r / m for r, m in zip(roofline, measured, strict=True)),
-        samples=len(all_kept),
-        discarded=len(case.samples) - len(all_kept),
-        disturbed=not clean,
         build_s=case.decoder.build_s,
-        taken=tuple(case.samples),
+        **case.counts(max_foreign),
     )
