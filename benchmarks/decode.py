@@ -28,20 +28,9 @@ from typing import Any
 import torch
 
 import mtpc
+from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import (
-    add_backend,
-    add_files,
-    add_model,
-    add_passes,
-    add_probe,
-    add_sampling,
-    add_vllm,
-    begin,
-    new_parser,
-    positive,
-    working_directory,
-)
+from benchmarks.harness.command import positive
 from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
 from benchmarks.harness.models import (
     MOE_SHAPES,
@@ -106,9 +95,9 @@ DEFAULT = ("mimo-random", "mimo-accepting", "glm4-random")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell, probe = begin(args), BandwidthProbe(args.probe_mib << 20)
+    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
     rows: list[Row] = []
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         for name in args.workloads:
             rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
             record = new_record("decode", args, {"rows": [asdict(row) for row in rows]})
@@ -228,24 +217,24 @@ def _compile(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("decode", __doc__)
+    parser = command.new_parser("decode", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"default: {' '.join(DEFAULT)}")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
-    add_vllm(parser)
+    command.add_vllm(parser)
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
-    add_backend(parser)
-    add_passes(parser)
+    command.add_backend(parser)
+    command.add_passes(parser)
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=96, metavar="N")
-    add_sampling(parser, 3)
-    add_probe(parser)
-    add_files(parser)
+    command.add_sampling(parser, 3)
+    command.add_probe(parser)
+    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")

@@ -28,25 +28,11 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
-from benchmarks.harness.command import (
-    add_files,
-    add_model,
-    add_sampling,
-    begin,
-    new_parser,
-    positive,
-    working_directory,
-)
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Record,
-    Table,
-    new_record,
-    sample_counts,
-    write_results,
-)
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc.backends.cpu import compile_settings
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
@@ -337,9 +323,12 @@ def totals(rows: Sequence[Row], dynamic: dict[str, float]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell = begin(args)
+    tell = command.begin(args)
     load_kernels(report=tell)
-    with working_directory(args.workdir) as directory, tempfile.TemporaryDirectory() as scratch:
+    with (
+        command.working_directory(args.workdir) as directory,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False, seed=args.seed)
         model = load_model(directory, args)
         cases = prepare(model, args, Path(scratch), tell)
@@ -349,24 +338,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, dynamic = [summarise(c, args.max_foreign) for c in cases], cases[0].packages["dynamic"]
     built = {"build_s": dynamic.build_s, "bytes": dynamic.nbytes}
     measured = {"dynamic": built, "rows": [asdict(row) for row in rows]}
-    record = new_record("dynamic_batch", args, measured)
-    shown = table(record)
-    write_results(args, record, shown)
-    shown.print()
+    publish("dynamic_batch", args, measured, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("dynamic_batch", __doc__)
+    parser = command.new_parser("dynamic_batch", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="R")
     add("--rows", type=positive, default=4, metavar="Q", help="tokens per request, K + 1")
     add("--context", type=positive, default=64, metavar="N", help="tokens in each cache")
     add("--max-len", type=positive, default=1024, metavar="N")
     add("--calls", type=positive, default=20, metavar="N", help="per sample")
-    add_sampling(parser, 10, "undisturbed samples a bucket")
-    add_files(parser)
+    command.add_sampling(parser, 10, "undisturbed samples a bucket")
+    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.context + args.rows > args.max_len:
         parser.error("--context and --rows exceed --max-len")

@@ -18,18 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.harness.command import (
-    add_files,
-    add_model,
-    add_passes,
-    new_parser,
-    positive,
-    teller,
-    working_directory,
-)
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
 from benchmarks.harness.machine import system_field
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import Record, Table, new_record, write_results
+from benchmarks.harness.results import Record, Table, publish
 
 MIB = 2**20
 COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
@@ -47,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         print(json.dumps(_grow(json.loads(args.child))))
         return 0
-    tell = teller()
-    with working_directory(args.workdir) as workdir:
+    tell = command.teller()
+    with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
         job = {
@@ -65,10 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for start in ("just compiled", "warm"):
             tell(start)
             rows.append({"start": start, **_measure(job)})
-    record = new_record("memory", args, {"rows": rows})
-    shown = table(record)
-    write_results(args, record, shown)
-    shown.print()
+    publish("memory", args, {"rows": rows}, table)
     return 0
 
 
@@ -126,14 +116,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("memory", __doc__)
+    parser = command.new_parser("memory", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--spec-tokens", type=int, default=3, metavar="K")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
     add("--max-len", type=positive, default=1024, metavar="N")
-    add_passes(parser)
-    add_files(parser)
+    command.add_passes(parser)
+    command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -30,26 +30,11 @@ from torch import Tensor
 
 import mtpc
 from benchmarks import ROOT
-from benchmarks.harness.command import (
-    add_backend,
-    add_files,
-    add_model,
-    add_sampling,
-    begin,
-    new_parser,
-    positive,
-    working_directory,
-)
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Record,
-    Table,
-    new_record,
-    sample_counts,
-    write_results,
-)
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc.capture.program import CapturedStep, Program
 from mtpc.engine.async_engine import AsyncEngine
@@ -356,9 +341,9 @@ def clients() -> Iterator[subprocess.Popen[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell = begin(args)
+    tell = command.begin(args)
     shape = SHAPES[args.shape]
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         directory = workdir / "checkpoint"
         tell(f"write {directory}")
         write_checkpoint(directory, "mimo", shape, args.weights == "accepting", args.seed)
@@ -382,25 +367,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             paths = Paths(model, running, client)
             sample_in_turns(cases, paths, model.program, args, tell)
     rows = [asdict(row) for row in summarise(cases, args.max_foreign)]
-    record = new_record("overhead", args, {"rows": rows})
-    shown = table(record)
-    write_results(args, record, shown)
-    shown.print()
+    publish("overhead", args, {"rows": rows}, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("overhead", __doc__)
+    parser = command.new_parser("overhead", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
     add("--spec-tokens", type=positive, default=3, metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=128, metavar="N")
-    add_backend(parser)
-    add_sampling(parser, 5, "undisturbed rounds")
-    add_files(parser)
+    command.add_backend(parser)
+    command.add_sampling(parser, 5, "undisturbed rounds")
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

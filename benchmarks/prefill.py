@@ -22,30 +22,12 @@ from typing import Any
 import torch
 
 import mtpc
+from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import (
-    add_backend,
-    add_files,
-    add_model,
-    add_passes,
-    add_probe,
-    add_sampling,
-    add_vllm,
-    begin,
-    new_parser,
-    positive,
-    working_directory,
-)
+from benchmarks.harness.command import positive
 from benchmarks.harness.decoders import Decoded, Decoder, OneLaunch, Prompts
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Record,
-    Table,
-    new_record,
-    sample_counts,
-    write_results,
-)
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers import vllm_host
 from benchmarks.peers.vllm_decoder import VllmProcess
@@ -130,9 +112,9 @@ def _timed(prompts: Prompts, first_token: Any) -> Decoded:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell, probe = begin(args), BandwidthProbe(args.probe_mib << 20)
+    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
     plan = Plan(args.prompt_tokens, NEW_TOKENS, args.repeats, args.max_foreign, args.seed)
-    with working_directory(args.workdir) as workdir, ExitStack() as closing:
+    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
         tell(f"write {workdir / 'mimo'}")
         shape = SHAPES[args.shape]
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
@@ -142,10 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cases.append(Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0)))
         sample_in_turns(cases, plan, plan.prompts(1, shape.vocab_size), probe, tell)
     rows = [asdict(summarise(case, plan.max_foreign)) for case in cases]
-    record = new_record("prefill", args, {"rows": rows})
-    shown = table(record)
-    write_results(args, record, shown)
-    shown.print()
+    publish("prefill", args, {"rows": rows}, table)
     return 0
 
 
@@ -220,19 +199,19 @@ def table(record: Record) -> Table:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("prefill", __doc__)
+    parser = command.new_parser("prefill", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--prompt-tokens", type=positive, default=512, metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1], metavar="K")
     add("--chunks", nargs="+", type=positive, default=[128, 512], metavar="N", help="mtpc's")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
-    add_vllm(parser)
-    add_backend(parser)
-    add_passes(parser)
-    add_sampling(parser, 5)
-    add_probe(parser)
-    add_files(parser)
+    command.add_vllm(parser)
+    command.add_backend(parser)
+    command.add_passes(parser)
+    command.add_sampling(parser, 5)
+    command.add_probe(parser)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.harness.command import new_parser
+from benchmarks.harness import command
 from benchmarks.harness.results import Record, Table, pipes, to_markdown
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,7 +43,7 @@ class RenderError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write what differs, or say what does."""
-    parser = new_parser("render", __doc__)
+    parser = command.new_parser("render", __doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing, fail if anything differs"
     )

@@ -23,28 +23,12 @@ from typing import Protocol
 import torch
 
 import mtpc
+from benchmarks.harness import command
 from benchmarks.harness.arrivals import Arrival, Trace, draw_arrivals, serve
-from benchmarks.harness.command import (
-    add_backend,
-    add_files,
-    add_model,
-    add_sampling,
-    add_vllm,
-    begin,
-    new_parser,
-    positive,
-    working_directory,
-)
+from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Record,
-    Table,
-    new_record,
-    sample_counts,
-    write_results,
-)
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
 from benchmarks.peers import vllm_host
 from benchmarks.peers.vllm_decoder import VllmProcess
@@ -354,24 +338,21 @@ def servers(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell = begin(args)
+    tell = command.begin(args)
     loads = [*(Load(rate, args.requests) for rate in args.rates), Load(None, args.requests)]
-    with working_directory(args.workdir) as workdir, ExitStack() as closing:
+    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
         engines = list(servers(args, workdir, closing, tell))
         cases = [Case(load, server) for load in loads for server in engines]
         sample_in_turns(cases, args, tell)
     rows = [summarise(case, args.max_foreign) for case in cases]
-    record = new_record("serving", args, {"rows": [asdict(row) for row in rows]})
-    shown = table(record)
-    write_results(args, record, shown)
-    shown.print()
+    publish("serving", args, {"rows": [asdict(row) for row in rows]}, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("serving", __doc__)
+    parser = command.new_parser("serving", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--weights", choices=("random", "accepting"), default="random", help="accept none, or all")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="drafts, beside none")
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
@@ -379,10 +360,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
     add("--busy-prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
-    add_vllm(parser)
-    add_backend(parser)
-    add_sampling(parser, 3)
-    add_files(parser)
+    command.add_vllm(parser)
+    command.add_backend(parser)
+    command.add_sampling(parser, 3)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

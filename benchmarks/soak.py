@@ -24,15 +24,10 @@ from pathlib import Path
 import torch
 
 import mtpc
-from benchmarks.harness.command import new_parser, positive, teller
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
 from benchmarks.harness.machine import system_field
-from benchmarks.harness.results import (
-    Record,
-    Table,
-    add_result_files,
-    new_record,
-    write_results,
-)
+from benchmarks.harness.results import Record, Table, add_result_files, new_record, write_results
 from benchmarks.harness.sampling import Tell
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
@@ -315,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
     args = _parse(argv)
     torch.set_num_threads(args.threads)
-    tell, bounds = teller(), Bounds(args.warm_up, args.max_growth_mib, args.max_objects)
+    tell, bounds = command.teller(), Bounds(args.warm_up, args.max_growth_mib, args.max_objects)
     checkpoint = args.checkpoint or demo_checkpoint()
     model = mtpc.compile(checkpoint, backend=args.backend, **OPTIONS)
     tell("compiled")
@@ -336,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("soak", __doc__)
+    parser = command.new_parser("soak", __doc__)
     add, bounds = parser.add_argument, Bounds()
     add("checkpoint", nargs="?", type=Path, help="default: the demo model")
     add("--tokens", type=positive, default=1_000_000, metavar="N")

@@ -29,17 +29,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import command
 from benchmarks.harness import startup_child as child
-from benchmarks.harness.command import (
-    add_files,
-    add_model,
-    add_sampling,
-    add_vllm,
-    begin,
-    new_parser,
-    positive,
-    working_directory,
-)
+from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
@@ -334,8 +326,8 @@ def _cells(row: Row, floor: float | None) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if mtpc failed to start, or said something else warm than cold."""
     args = _parse(argv)
-    tell = begin(args)
-    with working_directory(args.workdir) as workdir:
+    tell = command.begin(args)
+    with command.working_directory(args.workdir) as workdir:
         cases = [case for name in args.workloads for case in _cases_of(name, args, workdir, tell)]
         sample_in_turns(cases, Starter(args, workdir), tell)
     table(_record(cases, args)).print()
@@ -372,21 +364,21 @@ def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("startup", __doc__)
+    parser = command.new_parser("startup", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    add_vllm(parser)
+    command.add_vllm(parser)
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="of mtpc and vLLM")
     add("--max-len", type=positive, default=1024, metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=8, metavar="N", help="compared between starts")
-    add_sampling(parser, 5, "undisturbed samples, warm")
+    command.add_sampling(parser, 5, "undisturbed samples, warm")
     add("--cold-repeats", type=positive, default=1, metavar="N", help="samples, cold")
     add("--timeout", type=positive, default=900, metavar="S", help="of one start")
-    add_files(parser)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

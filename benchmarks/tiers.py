@@ -19,25 +19,10 @@ from pathlib import Path
 from statistics import median
 
 import mtpc
-from benchmarks.harness.command import (
-    add_backend,
-    add_files,
-    add_model,
-    add_sampling,
-    begin,
-    new_parser,
-    positive,
-    working_directory,
-)
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Record,
-    Table,
-    new_record,
-    sample_counts,
-    write_results,
-)
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Tell
 from benchmarks.serving import (
     MAX_LEN,
@@ -194,9 +179,9 @@ def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Tie
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell = begin(args)
+    tell = command.begin(args)
     loads = [Load(args.rate, args.requests), Load(None, args.requests)]
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         engines = list(servers(args, workdir, tell))
         cases = [
             Case(load, server)
@@ -207,25 +192,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         sample_in_turns(cases, args, tell)
     rows = [summarise(case, args.max_foreign) for case in cases]
-    record = new_record("tiers", args, {"rows": [asdict(row) for row in rows]})
-    shown = table(record)
-    write_results(args, record, shown)
-    shown.print()
+    publish("tiers", args, {"rows": [asdict(row) for row in rows]}, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("tiers", __doc__)
+    parser = command.new_parser("tiers", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    add_backend(parser)
-    add_sampling(parser, 3)
-    add_files(parser)
+    command.add_backend(parser)
+    command.add_sampling(parser, 3)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

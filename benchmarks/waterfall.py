@@ -22,20 +22,12 @@ import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 import mtpc
+from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import (
-    add_disturbance,
-    add_files,
-    add_model,
-    add_passes,
-    new_parser,
-    positive,
-    teller,
-    working_directory,
-)
+from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.results import Record, Table, new_record, write_results
+from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Plan, Tell
 from mtpc.backends.cpu_kernels import NAMES
 from mtpc.backends.cpu_kernels.direct_calls import function_of
@@ -73,17 +65,14 @@ class Part:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     args = _parse(argv)
-    tell, probe = teller(), BandwidthProbe()
+    tell, probe = command.teller(), BandwidthProbe()
     parts: list[Part] = []
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
         for k in args.spec_tokens:
             parts += _measure(checkpoint, k, args, probe, tell)
-    record = new_record("waterfall", args, {"rows": [asdict(part) for part in parts]})
-    shown = table(record)
-    write_results(args, record, shown)
-    shown.print()
+    publish("waterfall", args, {"rows": [asdict(part) for part in parts]}, table)
     return 0
 
 
@@ -176,15 +165,15 @@ def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("waterfall", __doc__)
+    parser = command.new_parser("waterfall", __doc__)
     add = parser.add_argument
-    add_model(parser)
+    command.add_model(parser)
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
-    add_passes(parser)
+    command.add_passes(parser)
     add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
-    add_disturbance(parser)
-    add_files(parser)
+    command.add_disturbance(parser)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

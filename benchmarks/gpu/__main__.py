@@ -48,8 +48,10 @@ from benchmarks.gpu.ops import check_op, op_rows
 from benchmarks.gpu.rows import Row, RowFile, findings
 from benchmarks.gpu.schedule import Schedule
 from benchmarks.gpu.speed import Bench, Plan, Task, profiles, tasks, telling_case
-from benchmarks.harness.command import Tell, positive, teller, working_directory
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
 from benchmarks.harness.results import Table
+from benchmarks.harness.sampling import Tell
 from mtpc.errors import MtpcError
 
 PARTS = ("ops", "gate", "sampling", "aot", "speed", "profile")
@@ -128,7 +130,7 @@ class Session:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    schedule, tell = Schedule(args.deadline), teller()
+    schedule, tell = Schedule(args.deadline), command.teller()
     for variable, folder in CACHES.items() if args.cache_dir else ():
         os.environ[variable] = str(args.cache_dir.resolve() / folder)
     transformers.utils.logging.set_verbosity_error()
@@ -139,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error}; --dry-run goes through every step on the null device", file=sys.stderr)
         return 2
     tell(f"on {machine.name}")
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         plan = Plan(args.prompt_tokens, args.new_tokens, args.layers, workdir)
         session = Session(machine, schedule, RowFile(args.csv, args.resume), tell, plan)
         _check(session, args, CHECKS_SHARE if TIMED & set(args.parts) else 1.0)

@@ -10,7 +10,7 @@ import argparse
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,6 +105,26 @@ def write_results(args: argparse.Namespace, record: Record, table: Table) -> Non
         args.csv.write_text(to_csv(record))
     if args.markdown:
         args.markdown.write_text(to_markdown(record, table))
+
+
+def publish(
+    benchmark: str,
+    args: argparse.Namespace,
+    measured: Mapping[str, Any],
+    to_table: Callable[[Record], Table],
+) -> None:
+    """At the end of a run: write the files that were asked for, and print the table.
+
+    Args:
+        benchmark: the module that ran.
+        args: its command line.
+        measured: see `new_record`.
+        to_table: the module's `table`.
+    """
+    record = new_record(benchmark, args, measured)
+    table = to_table(record)
+    write_results(args, record, table)
+    table.print()
 
 
 def to_markdown(record: Record, table: Table) -> str:
