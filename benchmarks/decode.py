@@ -45,7 +45,7 @@ from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, 
 from benchmarks.peers import vllm_host
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from benchmarks.report import table
-from mtpc.progress import Progress
+from mtpc.layout.progress import Progress
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""

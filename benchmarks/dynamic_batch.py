@@ -39,9 +39,9 @@ from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.package import CALLS, LIBRARY
 from mtpc.capture.trace import ModelTraces
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import SteppedModel, load
+from mtpc.program.compiler import StepCompiler
 
 MEMBERS = {LIBRARY: ".wrapper.so", CALLS: ".wrapper.json"}
 """What a running package needs, and how its name ends in AOTInductor's archive."""

@@ -100,9 +100,9 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 def _status(field: str) -> int:
     """Bytes of this process, by /proc/self/status."""
-    found = system_field("/proc/self/status", rf"{field}:\s*(\d+) kB")
+    found = field_bytes("/proc/self/status", field)
     assert found is not None
-    return 1024 * int(found)
+    return found
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

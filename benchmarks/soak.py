@@ -195,10 +195,10 @@ def count(traffic: Traffic, tokens: int, seconds: float) -> Interval:
 
 def resident_mib() -> float:
     """Resident memory of this process."""
-    found = system_field("/proc/self/status", r"VmRSS:\s*(\d+) kB")
-    if found is None:
+    resident = field_bytes("/proc/self/status", "VmRSS")
+    if resident is None:
         raise RuntimeError("/proc/self/status does not say what is resident; soak needs Linux")
-    return int(found) / 1024
+    return resident / 2**20
 
 
 def soak(
