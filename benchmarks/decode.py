@@ -26,24 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import mtpc
-from benchmarks import vllm_host
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import (
-    add_probe,
-    add_result_files,
-    add_sampling,
-    add_workdir,
-    new_parser,
-    positive,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
-from benchmarks.models import (
+from benchmarks.harness import command
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import positive
+from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from benchmarks.harness.models import (
     MOE_SHAPES,
     SHAPES,
     Checkpoint,
@@ -51,9 +40,11 @@ from benchmarks.models import (
     text_prompts,
     write_checkpoint,
 )
-from benchmarks.report import COLUMNS, NOTES, cells, print_rows
-from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.vllm_decoder import VllmDecoder, VllmProcess
+from benchmarks.harness.results import new_record, write_results
+from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.peers import vllm_host
+from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
+from benchmarks.report import table
 from mtpc.layout.progress import Progress
 
 HEADROOM = 32
@@ -104,21 +95,17 @@ DEFAULT = ("mimo-random", "mimo-accepting", "glm4-random")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    tell, probe = teller(), BandwidthProbe(args.probe_mib << 20)
+    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
     rows: list[Row] = []
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         for name in args.workloads:
             rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
-            measured = {"rows": [asdict(row) for row in rows]}
+            record = new_record("decode", args, {"rows": [asdict(row) for row in rows]})
             # After each workload: an interrupt costs only what it interrupts.
-            write_results(args, list(COLUMNS), cells(rows), NOTES, measured)
+            write_results(args, record, table(record))
             gc.collect()
     tell("done")
-    print_rows(rows)
+    table(record).print()
     return 0
 
 
@@ -230,25 +217,24 @@ def _compile(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("decode", __doc__)
+    parser = command.new_parser("decode", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the models")
+    command.add_model(parser)
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"default: {' '.join(DEFAULT)}")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
-    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
+    command.add_vllm(parser)
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
-    add("--backend", default="auto", help="mtpc's backend")
-    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
+    command.add_backend(parser)
+    command.add_passes(parser)
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=96, metavar="N")
-    add_sampling(parser, 3)
-    add_probe(parser)
-    add_workdir(parser)
-    add_result_files(parser)
+    command.add_sampling(parser, 3)
+    command.add_probe(parser)
+    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")

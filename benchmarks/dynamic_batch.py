@@ -28,28 +28,23 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
-from benchmarks.command import (
-    add_result_files,
-    add_sampling,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
-from mtpc.backends.cpu import _INDUCTOR, _MEMBERS
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import ATTEMPTS, Tell
+from mtpc.backends.cpu import compile_settings
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.package import LIBRARY
+from mtpc.backends.package import CALLS, LIBRARY
 from mtpc.capture.trace import ModelTraces
 from mtpc.config import CompileOptions
 from mtpc.models.load import SteppedModel, load
 from mtpc.program.compiler import StepCompiler
 
+MEMBERS = {LIBRARY: ".wrapper.so", CALLS: ".wrapper.json"}
+"""What a running package needs, and how its name ends in AOTInductor's archive."""
 CACHE_SCALE = 0.5
 """Standard deviation of what the caches hold before the first call."""
 MOST_ROUNDING = 0.05
@@ -58,7 +53,7 @@ NOTES = (
     "ms: one call of target and head for R requests of Q rows; medians of samples in turns.",
     "dynamic/static: above 1, the package with dynamic sizes is the slower one; per pair of turns.",
     "difference: of the two packages' logits, its length over theirs.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    SAMPLES_NOTE,
 )
 
 
@@ -103,6 +98,8 @@ class Model:
             table.int(),
             torch.full((reqs,), context + rows, dtype=torch.int32),
             torch.arange(0, reqs * rows + 1, rows, dtype=torch.int32),
+            torch.arange(reqs),
+            torch.full((reqs,), context + 1, dtype=torch.int32),  # All but the drafts is certain.
         )
 
 
@@ -139,26 +136,30 @@ def build(model: Model, inputs: tuple[Tensor, ...], is_dynamic: bool, directory:
             model.module, inputs, dynamic_shapes=_dims() if is_dynamic else None, strict=False
         )
         archive = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(directory / "package.pt2"), inductor_configs=_INDUCTOR
+            program,
+            package_path=str(directory / "package.pt2"),
+            inductor_configs=compile_settings(),
         )
     seconds = time.perf_counter() - start
     with zipfile.ZipFile(archive) as files:
-        for name, ending in _MEMBERS.items():
-            (member,) = (m for m in files.namelist() if m.endswith(ending))
-            (directory / name).write_bytes(files.read(member))
+        for member in files.namelist():
+            for name, ending in MEMBERS.items():
+                if member.endswith(ending):
+                    (directory / name).write_bytes(files.read(member))
     runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(directory / LIBRARY), 1)
     tensors = {**program.state_dict, **program.constants}
     names = runner.get_constant_names_to_original_fqns()
     constants = {name: tensors[full].detach() for name, full in names.items()}
     runner.update_constant_buffer(constants, False, True, True)
-    nbytes = sum((directory / name).stat().st_size for name in _MEMBERS)
+    files = [directory / name for name in MEMBERS]
+    nbytes = sum(file.stat().st_size for file in files if file.is_file())
     return Package(lambda values: runner.run(list(values))[0], seconds, nbytes)
 
 
 def _dims() -> tuple[Any, ...]:
     """Dynamic sizes of `Verify`'s arguments: T flat tokens, R requests."""
     tokens, requests = Dim("tokens"), Dim("requests")
-    per_request = ({0: requests}, {0: requests}, {0: requests + 1})
+    per_request = ({0: requests}, {0: requests}, {0: requests + 1}, {0: requests}, {0: requests})
     return ({0: tokens}, ({0: tokens}, {0: tokens}, *per_request))
 
 
@@ -289,30 +290,45 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
         [
             *(str(row.reqs), str(row.rows), f"{row.dynamic_ms:.3f}", f"{row.static_ms:.3f}"),
             *(f"{row.ratio:.3f}", f"{row.difference:.1e}"),
-            f"{row.samples}+{row.discarded}{row.disturbed * '*'}",
+            sample_counts(row),
         ]
         for row in rows
     ]
 
 
-def totals(rows: Sequence[Row], dynamic: Package) -> list[str]:
-    """What building takes, and what the packages weigh, in lines."""
+def table(record: Record) -> Table:
+    """A record's table."""
+    rows = [Row(**row) for row in record["rows"]]
+    notes = [*totals(rows, record["dynamic"]), *NOTES]
+    return Table("One dynamic package, or one per bucket", COLUMNS, cells(rows), notes)
+
+
+def totals(rows: Sequence[Row], dynamic: dict[str, float]) -> list[str]:
+    """What building takes, and what the packages weigh, in lines.
+
+    Args:
+        rows: of the static packages.
+        dynamic: `build_s` and `bytes` of the dynamic one.
+    """
     seconds, nbytes = sum(r.static_build_s for r in rows), sum(r.static_bytes for r in rows)
+    build_s, size = dynamic["build_s"], dynamic["bytes"]
     return [
-        f"dynamic: 1 package, built in {dynamic.build_s:.1f} s, {dynamic.nbytes / 1e6:.2f} MB",
+        f"dynamic: 1 package, built in {build_s:.1f} s, {size / 1e6:.2f} MB",
         f"static: {len(rows)} packages, built in {seconds:.1f} s, {nbytes / 1e6:.2f} MB",
-        f"static over dynamic: {seconds / dynamic.build_s:.2f} times the build, "
-        f"{nbytes / dynamic.nbytes:.2f} times the bytes",
+        f"static over dynamic: {seconds / build_s:.2f} times the build, "
+        f"{nbytes / size:.2f} times the bytes",
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
-    args, tell = _parse(argv), teller()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args = _parse(argv)
+    tell = command.begin(args)
     load_kernels(report=tell)
-    with working_directory(None) as directory, tempfile.TemporaryDirectory() as scratch:
+    with (
+        command.working_directory(args.workdir) as directory,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False, seed=args.seed)
         model = load_model(directory, args)
         cases = prepare(model, args, Path(scratch), tell)
@@ -320,25 +336,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             case.compare(model.module)
         sample_in_turns(cases, args, tell)
     rows, dynamic = [summarise(c, args.max_foreign) for c in cases], cases[0].packages["dynamic"]
-    remarks = [*totals(rows, dynamic), *NOTES]
-    print_results("One dynamic package, or one per bucket", COLUMNS, cells(rows), remarks)
     built = {"build_s": dynamic.build_s, "bytes": dynamic.nbytes}
     measured = {"dynamic": built, "rows": [asdict(row) for row in rows]}
-    write_results(args, COLUMNS, cells(rows), remarks, measured)
+    publish("dynamic_batch", args, measured, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("dynamic_batch", __doc__)
+    parser = command.new_parser("dynamic_batch", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    command.add_model(parser)
     add("--buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="R")
     add("--rows", type=positive, default=4, metavar="Q", help="tokens per request, K + 1")
     add("--context", type=positive, default=64, metavar="N", help="tokens in each cache")
     add("--max-len", type=positive, default=1024, metavar="N")
     add("--calls", type=positive, default=20, metavar="N", help="per sample")
-    add_sampling(parser, 10, "undisturbed samples a bucket")
-    add_result_files(parser)
+    command.add_sampling(parser, 10, "undisturbed samples a bucket")
+    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.context + args.rows > args.max_len:
         parser.error("--context and --rows exceed --max-len")

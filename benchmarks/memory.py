@@ -17,17 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import (
-    add_result_files,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.machine import field_bytes
-from benchmarks.models import SHAPES, write_checkpoint
+from benchmarks import ROOT
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import field_bytes
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import Record, Table, publish
 
 MIB = 2**20
 COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
@@ -45,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         print(json.dumps(_grow(json.loads(args.child))))
         return 0
-    tell = teller()
-    with working_directory(args.workdir) as workdir:
+    tell = command.teller()
+    with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
         job = {
@@ -63,16 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for start in ("just compiled", "warm"):
             tell(start)
             rows.append({"start": start, **_measure(job)})
-    cells = [_cells(row) for row in rows]
-    write_results(args, COLUMNS, cells, NOTES, {"rows": rows})
-    print_results("Memory", COLUMNS, cells, NOTES)
+    publish("memory", args, {"rows": rows}, table)
     return 0
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    return Table("Memory", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
 
 
 def _measure(job: dict[str, Any]) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.memory", "--child", json.dumps(job)]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -119,15 +116,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("memory", __doc__)
+    parser = command.new_parser("memory", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    command.add_model(parser)
     add("--spec-tokens", type=int, default=3, metavar="K")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
     add("--max-len", type=positive, default=1024, metavar="N")
-    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
-    add("--workdir", type=Path, help="keep checkpoint and cache here; default: a temporary one")
-    add_result_files(parser)
+    command.add_passes(parser)
+    command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

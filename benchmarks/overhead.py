@@ -29,20 +29,13 @@ import torch
 from torch import Tensor
 
 import mtpc
-from benchmarks.command import (
-    add_result_files,
-    add_sampling,
-    add_workdir,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
+from benchmarks import ROOT
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
 from mtpc.layout import StepKey
@@ -59,7 +52,7 @@ NOTES = (
     "included; medians.",
     "of replay: tokens/s over those of bare replay in the same round; median over rounds.",
     "steps: replays, of prefill chunks and decode steps; ms/step: time over them.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    SAMPLES_NOTE,
 )
 
 
@@ -121,7 +114,7 @@ class Paths:
     Args:
         model: compiled, without prefix reuse: repeats shall be the same work.
         running: a server on it.
-        client: benchmarks/stream_client.py, running.
+        client: benchmarks/harness/stream_client.py, running.
     """
 
     def __init__(self, model: mtpc.SpecModel, running: Running, client: subprocess.Popen[str]):
@@ -301,10 +294,16 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             f"{row.goal:.0%}",
             str(row.steps),
             f"{row.ms_per_step:.2f}",
-            f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
+            sample_counts(row),
         ]
         for row in rows
     ]
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    rows = [Row(**row) for row in record["rows"]]
+    return Table("Overhead", COLUMNS, cells(rows), NOTES)
 
 
 def give_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -333,20 +332,18 @@ def served(model: mtpc.SpecModel) -> Iterator[Running]:
 @contextmanager
 def clients() -> Iterator[subprocess.Popen[str]]:
     """The clients' process."""
-    command = [sys.executable, "-m", "benchmarks.stream_client"]
+    command = [sys.executable, "-m", "benchmarks.harness.stream_client"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=Path(__file__).parent.parent, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         yield process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    tell = teller()
+    tell = command.begin(args)
     shape = SHAPES[args.shape]
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         directory = workdir / "checkpoint"
         tell(f"write {directory}")
         write_checkpoint(directory, "mimo", shape, args.weights == "accepting", args.seed)
@@ -369,25 +366,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         with served(model) as running, clients() as client:
             paths = Paths(model, running, client)
             sample_in_turns(cases, paths, model.program, args, tell)
-    rows = list(summarise(cases, args.max_foreign))
-    write_results(args, COLUMNS, cells(rows), NOTES, {"rows": [asdict(row) for row in rows]})
-    print_results("Overhead", COLUMNS, cells(rows), NOTES)
+    rows = [asdict(row) for row in summarise(cases, args.max_foreign)]
+    publish("overhead", args, {"rows": rows}, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("overhead", __doc__)
+    parser = command.new_parser("overhead", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    command.add_model(parser)
     add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
     add("--spec-tokens", type=positive, default=3, metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=128, metavar="N")
-    add("--backend", default="auto")
-    add_sampling(parser, 5, "undisturbed rounds")
-    add_workdir(parser)
-    add_result_files(parser)
+    command.add_backend(parser)
+    command.add_sampling(parser, 5, "undisturbed rounds")
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -17,40 +17,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import mtpc
-from benchmarks import vllm_host
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import (
-    add_probe,
-    add_result_files,
-    add_sampling,
-    add_workdir,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.decoders import Decoded, Decoder, OneLaunch, Prompts
-from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.vllm_decoder import VllmProcess
+from benchmarks.harness import command
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import positive
+from benchmarks.harness.decoders import Decoded, Decoder, OneLaunch, Prompts
+from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.peers import vllm_host
+from benchmarks.peers.vllm_decoder import VllmProcess
 
 NEW_TOKENS = 8
 """Room behind the prompt; one token is asked for."""
-COLUMNS = ("engine", "K", "ms", "tokens/s", "GFLOP/s", "vs tf", "vs vLLM", "samples")
+COLUMNS = ("engine", "K", "ms", "tokens/s", "GFLOP/s", "over transformers", "over vLLM", "samples")
 NOTES = (
     "ms: from a prompt's arrival to its first new token; medians.",
     "GFLOP/s: of the target's layers, two a weight and token; attention and drafts not counted.",
-    "vs tf: tokens/s over transformers' generate; vs vLLM: over its CPU build's at the same K.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    "over transformers: tokens/s over generate's; over vLLM: over its CPU build's at the same K.",
+    SAMPLES_NOTE,
 )
 
 
@@ -123,13 +112,9 @@ def _timed(prompts: Prompts, first_token: Any) -> Decoded:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    tell, probe = teller(), BandwidthProbe(args.probe_mib << 20)
+    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
     plan = Plan(args.prompt_tokens, NEW_TOKENS, args.repeats, args.max_foreign, args.seed)
-    with working_directory(args.workdir) as workdir, ExitStack() as closing:
+    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
         tell(f"write {workdir / 'mimo'}")
         shape = SHAPES[args.shape]
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
@@ -138,10 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             closing.callback(decoder.close)
             cases.append(Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0)))
         sample_in_turns(cases, plan, plan.prompts(1, shape.vocab_size), probe, tell)
-    rows = [summarise(case, plan.max_foreign) for case in cases]
-    lines = cells(rows, checkpoint.target_bytes)
-    write_results(args, COLUMNS, lines, NOTES, {"rows": [asdict(row) for row in rows]})
-    print_results(f"A prompt of {args.prompt_tokens} tokens", COLUMNS, lines, NOTES)
+    rows = [asdict(summarise(case, plan.max_foreign)) for case in cases]
+    publish("prefill", args, {"rows": rows}, table)
     return 0
 
 
@@ -199,27 +182,36 @@ def cells(rows: Sequence[Row], target_bytes: int) -> list[list[str]]:
             f"{row.tokens_per_s * target_bytes / 1e9:.0f}",
             ratio(row, by_key.get(("transformers", 0))),
             ratio(row, by_key.get(("vLLM", row.spec_tokens))),
-            f"{row.samples}+{row.discarded}{row.disturbed * '*'}",
+            sample_counts(row),
         ]
         for row in rows
     ]
 
 
+def table(record: Record) -> Table:
+    """A record's table."""
+    rows, told = [Row(**row) for row in record["rows"]], record["arguments"]
+    shape = SHAPES[told["shape"]]
+    # The step of K = 0 reads the target's layers and the head.
+    target_bytes = rows[0].step_bytes - 2 * shape.hidden_size * shape.vocab_size
+    title = f"A prompt of {told['prompt_tokens']} tokens"
+    return Table(title, COLUMNS, cells(rows, target_bytes), NOTES)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("prefill", __doc__)
+    parser = command.new_parser("prefill", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    command.add_model(parser)
     add("--prompt-tokens", type=positive, default=512, metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1], metavar="K")
     add("--chunks", nargs="+", type=positive, default=[128, 512], metavar="N", help="mtpc's")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
-    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
-    add("--backend", default="auto", help="mtpc's backend")
-    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
-    add_sampling(parser, 5)
-    add_probe(parser)
-    add_workdir(parser)
-    add_result_files(parser)
+    command.add_vllm(parser)
+    command.add_backend(parser)
+    command.add_passes(parser)
+    command.add_sampling(parser, 5)
+    command.add_probe(parser)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.command import print_results
-from benchmarks.sampling import Row
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, sample_counts
+from benchmarks.harness.sampling import Row
 
 NOTES = (
-    "ms/step: one decode step (K drafts verified, K proposed), prefill not counted; medians.",
-    "speedup: tokens/s over the same engine's at K=0, same model, weights and batch.",
-    "vs vLLM: tokens/s over vLLM's CPU build at the same K, same model, weights and batch.",
-    "vs tf: tokens/s over transformers' generate at K=0, same model, weights and batch.",
-    "vs use_mtp: tokens/s over generate(use_mtp=True), same K, model, weights; of batch 1.",
-    "roofline: reading the step's weights once each at the bandwidth measured around the sample.",
-    "of a mixture, experts count as if rows chose independently; alike ones choose fewer.",
-    "where vLLM was started anew for each round (--vllm-relaunch), its best sample counts.",
-    "roofline, efficiency: mean nothing for a model that the caches hold, as they do the demo's.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    "ms/step: one decode step (K drafts verified, K proposed) without prefill; medians.",
+    "of plain step: ms/step over the same engine's at K = 0, same model, weights and batch.",
+    "over plain: tokens/s over the same engine's at K = 0, same model, weights and batch.",
+    "over vLLM: tokens/s over vLLM's CPU build at the same K, same model, weights and batch; "
+    "(memory ...) where the bandwidth was that much faster or slower for this row than for vLLM's.",
+    "over transformers: tokens/s over generate at K = 0, same model, weights and batch.",
+    "over use_mtp: tokens/s over generate(use_mtp=True) at batch 1, same K, model and weights.",
+    "limit ms: the time that reading the step's weights takes at the bandwidth around the sample: "
+    "the target once, the MTP layer K times, the head K + 1 times.",
+    "of the memory limit: limit ms over ms/step.",
+    "The limit counts a mixture's experts as if rows chose independently. Similar rows choose "
+    "fewer experts.",
+    "The limit means nothing for a model that the caches hold, such as the demo model.",
+    "Where vLLM was started anew for each round (--vllm-relaunch), its best sample counts.",
+    SAMPLES_NOTE,
 )
+COMPARABLE = 1.1
+"""The cell of a ratio tells the two rows' bandwidths where they differ by more than this."""
 
 _PlainKey = tuple[str, str, str, int]
 """Engine, model, weights, batch."""
@@ -37,9 +44,18 @@ class _Baselines:
         plain = self._plain.get(_plain_key(row, engine or row.engine.split(",")[0]))
         return f"{row.tokens_per_s / plain.tokens_per_s:.2f}x" if plain else "-"
 
+    def step_ratio(self, row: Row) -> str:
+        """Milliseconds per step of a row over those of its own engine's plain decoding."""
+        plain = self._plain.get(_plain_key(row, row.engine.split(",")[0]))
+        return f"{row.ms_per_step / plain.ms_per_step:.2f}" if plain else "-"
+
     def same(self, row: Row, engine: str) -> str:
         """Tokens/s of a row over those of an engine with the same number of drafts."""
-        return self._over(row, _plain_key(row, engine))
+        key = _plain_key(row, engine)
+        other = self._all.get((row.spec_tokens, *key))
+        faster = row.bandwidth_gb_s / other.bandwidth_gb_s if other else 1.0
+        is_comparable = 1 / COMPARABLE <= faster <= COMPARABLE
+        return self._over(row, key) + ("" if is_comparable else f" (memory {faster:.2f}x)")
 
     def use_mtp(self, row: Row) -> str:
         """Tokens/s of a row over those of transformers that drafts, which takes one request."""
@@ -67,14 +83,15 @@ COLUMNS: dict[str, _Cells] = {
     "ms/step": lambda row, _: f"{row.ms_per_step:.2f}",
     "tokens/s": lambda row, _: f"{row.tokens_per_s:.1f}",
     "accepted": lambda row, _: _percent(row.acceptance_rate),
-    "speedup": lambda row, plain: plain.ratio(row),
-    "vs tf": lambda row, plain: plain.ratio(row, "transformers"),
-    "vs use_mtp": lambda row, plain: plain.use_mtp(row),
-    "vs vLLM": lambda row, plain: plain.same(row, "vLLM"),
+    "of plain step": lambda row, plain: plain.step_ratio(row),
+    "over plain": lambda row, plain: plain.ratio(row),
+    "over transformers": lambda row, plain: plain.ratio(row, "transformers"),
+    "over use_mtp": lambda row, plain: plain.use_mtp(row),
+    "over vLLM": lambda row, plain: plain.same(row, "vLLM"),
     "GB/s": lambda row, _: f"{row.bandwidth_gb_s:.1f}",
-    "roofline ms": lambda row, _: f"{row.roofline_ms:.2f}",
-    "efficiency": lambda row, _: _percent(row.efficiency),
-    "samples": lambda row, _: f"{row.samples}+{row.discarded}{row.disturbed * '*'}",
+    "limit ms": lambda row, _: f"{row.roofline_ms:.2f}",
+    "of the memory limit": lambda row, _: _percent(row.efficiency),
+    "samples": lambda row, _: sample_counts(row),
 }
 
 
@@ -84,6 +101,10 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     return [[cell(row, baselines) for cell in COLUMNS.values()] for row in rows]
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """The table on standard output."""
-    print_results("Decoding", list(COLUMNS), cells(rows), NOTES)
+def table(record: Record) -> Table:
+    """A record's table, without columns in which nothing is told."""
+    rows = [Row(**row) for row in record["rows"]]
+    lines = cells(rows)
+    told = [i for i in range(len(COLUMNS)) if any(line[i] != "-" for line in lines)]
+    shown = [[line[i] for i in told] for line in lines]
+    return Table("Decoding", [list(COLUMNS)[i] for i in told], shown, NOTES)

@@ -23,35 +23,27 @@ from typing import Protocol
 import torch
 
 import mtpc
-from benchmarks import vllm_host
-from benchmarks.arrivals import Arrival, Trace, draw_arrivals, serve
-from benchmarks.command import (
-    add_result_files,
-    add_sampling,
-    add_workdir,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
-from benchmarks.vllm_decoder import VllmProcess
+from benchmarks.harness import command
+from benchmarks.harness.arrivals import Arrival, Trace, draw_arrivals, serve
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
+from benchmarks.peers import vllm_host
+from benchmarks.peers.vllm_decoder import VllmProcess
 
 PROMPT_TOKENS, NEW_TOKENS = (8, 32, 64, 128), (16, 32, 64, 96)
 MAX_LEN = 256
-COLUMNS = ("load", "engine", "K", "tokens/s", "vs vLLM", "TTFT p50 s", "TTFT p99 s",
+COLUMNS = ("load", "engine", "K", "tokens/s", "over vLLM", "TTFT p50 s", "TTFT p99 s",
            "gap p50 ms", "gap p99 ms", "ms/token p50", "host gap", "samples")  # fmt: skip
 NOTES = (
     "tokens/s: all new tokens, over the time from the first arrival to the last token.",
     "TTFT: from a request's arrival to its first token. gap: between a request's outputs, of one "
     "or more tokens. ms/token: of a request, after its first token.",
     "host gap: of the time in which mtpc had work, the part between its replays.",
-    "vs vLLM: tokens/s over those of vLLM with the same K, on the same requests in the same run.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    "over vLLM: tokens/s over those of vLLM with the same K, on the same requests in the same run.",
+    SAMPLES_NOTE,
 )
 
 
@@ -168,7 +160,7 @@ class VllmServer:
 
 
 @dataclass
-class Case:
+class Case(Sampled[Sample]):
     """One row to be: a load on a server."""
 
     load: Load
@@ -177,10 +169,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.load}, {self.server.engine} K={self.server.spec_tokens}"
-
-    def undisturbed(self, max_foreign: float) -> list[Sample]:
-        """Samples during which others used at most `max_foreign` of the CPU time."""
-        return [sample for sample in self.samples if sample.foreign_share <= max_foreign]
 
 
 @dataclass(frozen=True)
@@ -262,8 +250,7 @@ def ms_per_token(trace: Trace) -> float | None:
 
 def summarise(case: Case, max_foreign: float) -> Row:
     """The row of a case that has been sampled."""
-    clean = case.undisturbed(max_foreign)
-    kept = clean or case.samples
+    kept = case.kept(max_foreign)
     first = [[trace[0][0] for trace in sample.traces] for sample in kept]
     gaps = [[gap for trace in sample.traces for gap in gaps_ms(trace)] for sample in kept]
     host = [s.host_gap_share for s in kept if s.host_gap_share is not None]
@@ -283,10 +270,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
         gap_p99_ms=over_samples(gaps, 99),
         ms_per_token_p50=over_samples(pace, 50),
         host_gap_share=median(host) if host else None,
-        samples=len(kept),
-        discarded=len(case.samples) - len(kept),
-        disturbed=not clean,
-        taken=tuple(case.samples),
+        **case.counts(max_foreign),
     )
 
 
@@ -309,10 +293,16 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
                 f"{row.gap_p99_ms:.1f}",
                 f"{row.ms_per_token_p50:.1f}",
                 "-" if row.host_gap_share is None else f"{row.host_gap_share:.2%}",
-                f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
+                sample_counts(row),
             ]
         )
     return table
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    rows = [Row(**row) for row in record["rows"]]
+    return Table("Serving", COLUMNS, cells(rows), NOTES)
 
 
 def servers(
@@ -348,24 +338,21 @@ def servers(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    tell = teller()
+    tell = command.begin(args)
     loads = [*(Load(rate, args.requests) for rate in args.rates), Load(None, args.requests)]
-    with working_directory(args.workdir) as workdir, ExitStack() as closing:
+    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
         engines = list(servers(args, workdir, closing, tell))
         cases = [Case(load, server) for load in loads for server in engines]
         sample_in_turns(cases, args, tell)
     rows = [summarise(case, args.max_foreign) for case in cases]
-    write_results(args, COLUMNS, cells(rows), NOTES, {"rows": [asdict(row) for row in rows]})
-    print_results("Serving", COLUMNS, cells(rows), NOTES)
+    publish("serving", args, {"rows": [asdict(row) for row in rows]}, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("serving", __doc__)
+    parser = command.new_parser("serving", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    command.add_model(parser)
     add("--weights", choices=("random", "accepting"), default="random", help="accept none, or all")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="drafts, beside none")
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
@@ -373,11 +360,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
     add("--busy-prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
-    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of an environment with vLLM")
-    add("--backend", default="auto", help="mtpc's backend")
-    add_sampling(parser, 3)
-    add_workdir(parser)
-    add_result_files(parser)
+    command.add_vllm(parser)
+    command.add_backend(parser)
+    command.add_sampling(parser, 3)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

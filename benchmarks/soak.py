@@ -13,21 +13,22 @@ or a text changed.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 import mtpc
-from benchmarks.command import new_parser, positive, teller
-from benchmarks.machine import describe_machine, describe_versions, field_bytes
-from benchmarks.sampling import Tell
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import field_bytes
+from benchmarks.harness.results import Record, Table, add_result_files, new_record, write_results
+from benchmarks.harness.sampling import Tell
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
 
@@ -56,7 +57,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Record:
+class Interval:
     """What was counted at an interval, with the engine emptied; counts are since the start."""
 
     tokens: int
@@ -170,11 +171,11 @@ class Traffic:
             self.changed += found[:count] != known[:count]
 
 
-def count(traffic: Traffic, tokens: int, seconds: float) -> Record:
+def count(traffic: Traffic, tokens: int, seconds: float) -> Interval:
     """What there is now."""
     gc.collect()
     stats, engine = traffic.engine.stats, traffic.engine
-    return Record(
+    return Interval(
         tokens=tokens,
         seconds=round(seconds, 2),
         rss_mib=round(resident_mib(), 2),
@@ -202,7 +203,7 @@ def resident_mib() -> float:
 
 def soak(
     traffic: Traffic, tokens: int, intervals: int, tell: Tell, seconds: float = float("inf")
-) -> list[Record]:
+) -> list[Interval]:
     """Serve at least that many tokens; a record at the start and after each interval.
 
     After that many seconds it ends with the interval that runs.
@@ -224,7 +225,7 @@ def soak(
     return records
 
 
-def faults(records: Sequence[Record], bounds: Bounds) -> list[str]:
+def faults(records: Sequence[Interval], bounds: Bounds) -> list[str]:
     """What is wrong with a run; nothing, if all is well."""
     found = []
     for name, what in (("pages_used", "pages"), ("slots_used", "slots")):
@@ -246,19 +247,38 @@ def faults(records: Sequence[Record], bounds: Bounds) -> list[str]:
     return found
 
 
-def write_csv(records: Sequence[Record], path: Path) -> None:
-    """A line per interval."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Record)])
-        writer.writeheader()
-        writer.writerows(asdict(record) for record in records)
+COLUMNS = ("tokens", "seconds", "MiB", "objects", "pages", "slots", "finished", "aborted",
+           "preemptions", "texts compared", "texts changed")  # fmt: skip
+NOTES = (
+    "The engine is empty at each interval's end; counts are since the start. Each tenth of the "
+    "intervals is shown.",
+    "MiB: resident memory. objects: Python objects that the collector knows.",
+    "pages, slots: what is held without a request.",
+    "texts: requests that are repeated; a changed text is a fault.",
+)
+SHOWN = 10
 
 
-def draw_png(records: Sequence[Record], bounds: Bounds, path: Path) -> None:
+def table(record: Record) -> Table:
+    """A record's table."""
+    intervals = [Interval(**row) for row in record["rows"]]
+    cells = [
+        [
+            *(f"{i.tokens}", f"{i.seconds:.0f}", f"{i.rss_mib:.1f}", f"{i.objects}"),
+            *(f"{i.pages_used}", f"{i.slots_used}", f"{i.finished}", f"{i.aborted}"),
+            *(f"{i.preemptions}", f"{i.texts_compared}", f"{i.texts_changed}"),
+        ]
+        for i in intervals[:: max(len(intervals) // SHOWN, 1)]
+    ]
+    return Table("Soak", COLUMNS, cells, NOTES)
+
+
+def draw_png(record: Record, bounds: Bounds, path: Path) -> None:
     """Memory and objects over tokens, with the bounds; and what went on."""
     # Here: it takes longer to import than a short run.
     from matplotlib.figure import Figure
 
+    records = [Interval(**row) for row in record["rows"]]
     figure = Figure(figsize=(9, 8), layout="constrained")
     tokens = [record.tokens / 1e3 for record in records]
     warm = next(r for r in records if r.tokens >= bounds.warm_up * records[-1].tokens)
@@ -278,7 +298,7 @@ def draw_png(records: Sequence[Record], bounds: Bounds, path: Path) -> None:
             axes.legend(loc="lower left", frameon=False, bbox_to_anchor=(0.2, 0.55))
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("thousand tokens")
-    last, machine, versions = records[-1], describe_machine(), describe_versions()
+    last, machine, versions = records[-1], record["machine"], record["versions"]
     figure.suptitle(
         f"{last.finished} requests finished, {last.aborted} aborted, {last.seconds:.0f} s\n"
         f"{machine['cpu']}, torch {versions['torch']}, commit {versions['commit']}"
@@ -290,15 +310,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
     args = _parse(argv)
     torch.set_num_threads(args.threads)
-    tell, bounds = teller(), Bounds(args.warm_up, args.max_growth_mib, args.max_objects)
-    model = mtpc.compile(args.checkpoint or demo_checkpoint(), backend=args.backend, **OPTIONS)
+    tell, bounds = command.teller(), Bounds(args.warm_up, args.max_growth_mib, args.max_objects)
+    checkpoint = args.checkpoint or demo_checkpoint()
+    model = mtpc.compile(checkpoint, backend=args.backend, **OPTIONS)
     tell("compiled")
     traffic = Traffic(model, args.seed)
-    records = soak(traffic, args.tokens, args.intervals, tell, args.seconds)
-    if args.csv:
-        write_csv(records, args.csv)
+    records = soak(traffic, args.tokens, args.intervals, tell, args.seconds or float("inf"))
+    rows = [asdict(interval) for interval in records]
+    record = new_record("soak", args, {"model": checkpoint.absolute().name, "rows": rows})
+    write_results(args, record, table(record))
     if args.png:
-        draw_png(records, bounds, args.png)
+        draw_png(record, bounds, args.png)
     last, found = records[-1], faults(records, bounds)
     print(f"{last.tokens} tokens, {last.finished} requests finished, {last.aborted} aborted, "
           f"{last.preemptions} preemptions, {last.reused_tokens} tokens reused, "
@@ -309,11 +331,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("soak", __doc__)
+    parser = command.new_parser("soak", __doc__)
     add, bounds = parser.add_argument, Bounds()
     add("checkpoint", nargs="?", type=Path, help="default: the demo model")
     add("--tokens", type=positive, default=1_000_000, metavar="N")
-    add("--seconds", type=float, default=float("inf"), metavar="S", help="stop after these")
+    add("--seconds", type=float, metavar="S", help="stop after these")
     add("--intervals", type=positive, default=100, metavar="N")
     add("--backend", default="cpu", help="mtpc's backend")
     add("--threads", type=positive, default=1, metavar="N", help="torch's threads")
@@ -321,8 +343,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-growth-mib", type=float, default=bounds.growth_mib, metavar="MIB")
     add("--max-objects", type=int, default=bounds.objects, metavar="N")
     add("--seed", type=int, default=0)
-    add("--csv", type=Path, metavar="FILE", help="write a line per interval")
-    add("--png", type=Path, metavar="FILE", help="draw them")
+    add("--png", type=Path, metavar="FILE", help="draw memory and objects over tokens")
+    add_result_files(parser)
     return parser.parse_args(argv)
 
 

@@ -29,20 +29,20 @@ from typing import Any
 
 import torch
 
-from benchmarks import startup_child as child
-from benchmarks.command import (
-    add_result_files,
-    add_sampling,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
+from benchmarks.harness import command
+from benchmarks.harness import startup_child as child
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Record,
+    Table,
+    new_record,
+    sample_counts,
     write_results,
 )
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import ATTEMPTS, Tell
+from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
 from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
 from mtpc.models.load import find_family
 
@@ -62,7 +62,7 @@ NOTES = (
     "mtpc warm: with an empty Inductor cache, without a C++ compiler; all buckets are loaded.",
     "torch.compile: one prefill graph of this length, no decode step: less than mtpc prepares.",
     "cache MB: what a warm start is given; for mtpc kernels and all steps, weights are not in it.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    SAMPLES_NOTE,
     "agree, disagree: in every token that they went on to decode.",
     "compiled again: a warm start of vLLM said that it could not load what a cold one had kept.",
 )
@@ -92,7 +92,7 @@ class Sample:
 
 
 @dataclass
-class Case:
+class Case(Sampled[Sample]):
     """An engine on a checkpoint, its samples so far, and why there will be no more."""
 
     workload: str
@@ -100,10 +100,6 @@ class Case:
     engine: child.Engine
     samples: list[Sample] = field(default_factory=list)
     failure: str | None = None
-
-    def undisturbed(self, max_foreign: float) -> list[Sample]:
-        """Samples during which others used at most `max_foreign` of the CPU time."""
-        return [sample for sample in self.samples if sample.foreign_share <= max_foreign]
 
     def __str__(self) -> str:
         return f"{self.workload}, {self.engine.name}"
@@ -128,8 +124,7 @@ class Row:
 
 def summarise(case: Case, max_foreign: float) -> Row:
     """The row of a case that has been sampled, or could not be."""
-    clean = case.undisturbed(max_foreign)
-    kept = clean or case.samples
+    kept = case.kept(max_foreign)
     seconds = [sample.seconds for sample in kept]
     return Row(
         workload=case.workload,
@@ -138,11 +133,8 @@ def summarise(case: Case, max_foreign: float) -> Row:
         median_s=median(seconds) if seconds else None,
         stages={s: median(sample.stages[s] for sample in kept) for s in child.STAGES if kept},
         cache_bytes=kept[-1].cache_bytes if kept else 0,
-        samples=len(kept),
-        discarded=len(case.samples) - len(kept),
-        disturbed=bool(kept) and not clean,
         not_run=case.failure,
-        taken=tuple(case.samples),
+        **case.counts(max_foreign),
     )
 
 
@@ -246,7 +238,9 @@ def sample_in_turns(cases: Sequence[Case], starter: Starter, tell: Tell) -> None
         for case in others:
             if len(case.undisturbed(args.max_foreign)) < args.repeats:
                 _take(case, starter, tell)
-        _write(cases, args)  # After each round: an interrupt costs only what it interrupts.
+        record = _record(cases, args)
+        # After each round: an interrupt costs only what it interrupts.
+        write_results(args, record, table(record))
 
 
 def _take(case: Case, starter: Starter, tell: Tell) -> None:
@@ -293,10 +287,15 @@ def same_tokens(cases: Sequence[Case]) -> dict[str, bool]:
     return {name: all(t == ts[0] for t in ts) for name, ts in seen.items() if len(ts) > 1}
 
 
-def remarks(cases: Sequence[Case], rows: Sequence[Row]) -> list[str]:
-    """What stands under the table."""
-    same = [f"{n}: all starts {'dis' * (not s)}agree" for n, s in same_tokens(cases).items()]
-    return [*ratios(rows), *same, *NOTES]
+def table(record: Record) -> Table:
+    """A record's table."""
+    rows = [
+        Row(**{**row, "taken": tuple(Sample(**sample) for sample in row["taken"])})
+        for row in record["rows"]
+    ]
+    same = [f"{n}: all starts {'dis' * (not s)}agree" for n, s in record["same_tokens"].items()]
+    notes = [*record["ratios"], *same, *NOTES]
+    return Table("From process start to first token", COLUMNS, cells(rows), notes)
 
 
 COLUMNS = ("model", "start", "best s", "median s", "vs floor", *child.STAGES, "cache MB", "samples")
@@ -319,7 +318,7 @@ def _cells(row: Row, floor: float | None) -> list[str]:
         f"{row.median_s / floor:.2f}x" if floor else "-",
         *(f"{row.stages[stage]:.2f}" for stage in child.STAGES),
         f"{row.cache_bytes / 1e6:.2f}" if row.cache_bytes else "-",
-        f"{row.samples}+{row.discarded}{row.disturbed * '*'}{again * '; compiled again'}"
+        f"{sample_counts(row)}{again * '; compiled again'}"
         + f"; then {failure}" * (row.not_run is not None),
     ]
 
@@ -327,13 +326,11 @@ def _cells(row: Row, floor: float | None) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if mtpc failed to start, or said something else warm than cold."""
     args = _parse(argv)
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    with working_directory(args.workdir) as workdir:
-        tell = teller()
+    tell = command.begin(args)
+    with command.working_directory(args.workdir) as workdir:
         cases = [case for name in args.workloads for case in _cases_of(name, args, workdir, tell)]
         sample_in_turns(cases, Starter(args, workdir), tell)
-    rows = [summarise(case, args.max_foreign) for case in cases]
-    print_results("From process start to first token", COLUMNS, cells(rows), remarks(cases, rows))
+    table(_record(cases, args)).print()
     failed = any(case.failure for case in cases if case.engine.kind == "mtpc")
     alike = all(same for name, same in same_tokens(cases).items() if "mtpc" in name)
     return int(failed or not alike)
@@ -356,37 +353,32 @@ def _cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) ->
     return cases
 
 
-def _write(cases: Sequence[Case], args: argparse.Namespace) -> None:
+def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
     rows = [summarise(case, args.max_foreign) for case in cases]
     measured = {
         "ratios": ratios(rows),
         "same_tokens": same_tokens(cases),
         "rows": [asdict(row) for row in rows],
     }
-    write_results(args, COLUMNS, cells(rows), remarks(cases, rows), measured)
+    return new_record("startup", args, measured)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("startup", __doc__)
+    parser = command.new_parser("startup", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the random model")
+    command.add_model(parser)
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    add("--vllm-python", type=Path, metavar="FILE", help="interpreter of vLLM's environment")
+    command.add_vllm(parser)
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="of mtpc and vLLM")
     add("--max-len", type=positive, default=1024, metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=8, metavar="N", help="compared between starts")
-    add_sampling(parser, 5, "undisturbed samples, warm")
+    command.add_sampling(parser, 5, "undisturbed samples, warm")
     add("--cold-repeats", type=positive, default=1, metavar="N", help="samples, cold")
     add("--timeout", type=positive, default=900, metavar="S", help="of one start")
-    add(
-        "--workdir",
-        type=Path,
-        help="keep caches and logs here; default: a temporary directory",
-    )
-    add_result_files(parser)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -18,22 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-import torch
-
 import mtpc
-from benchmarks.command import (
-    add_result_files,
-    add_sampling,
-    add_workdir,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.models import SHAPES, write_checkpoint
-from benchmarks.sampling import Tell
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import Tell
 from benchmarks.serving import (
     MAX_LEN,
     Case,
@@ -56,7 +46,7 @@ NOTES = (
     "tokens by K: where the engine chooses, the share of tokens by the K of their decode step; "
     "each request's first token comes with its prompt, and is not among them.",
     "The first sample of auto has what it costs to learn: each K of each bucket is run twice.",
-    "samples: kept + dropped because others used the CPU; *: all were disturbed, none dropped.",
+    SAMPLES_NOTE,
 )
 
 
@@ -113,8 +103,7 @@ def tokens_per_s(sample: Sample) -> float:
 def summarise(case: Case, max_foreign: float) -> Row:
     """The row of a case that has been sampled."""
     assert isinstance(case.server, TierServer)
-    clean = case.undisturbed(max_foreign)
-    kept = clean or case.samples
+    kept = case.kept(max_foreign)
     pace = [[p for p in map(ms_per_token, sample.traces) if p is not None] for sample in kept]
     tokens: Counter[int] = Counter()
     for sample in kept:
@@ -126,10 +115,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
         tokens_per_s=median(map(tokens_per_s, kept)),
         ms_per_token_p50=median(percentile(of_sample, 50) for of_sample in pace),
         tokens_by_k=dict(sorted(tokens.items())),
-        samples=len(kept),
-        discarded=len(case.samples) - len(kept),
-        disturbed=not clean,
-        taken=tuple(case.samples),
+        **case.counts(max_foreign),
     )
 
 
@@ -153,10 +139,16 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             f"{row.tokens_per_s / best_fixed(rows, row):.2f}",
             f"{row.ms_per_token_p50:.1f}",
             shares(row.tokens_by_k) if row.spec_tokens == AUTO else "-",
-            f"{row.samples}+{row.discarded}{'*' * row.disturbed}",
+            sample_counts(row),
         ]
         for row in rows
     ]
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    rows = [Row(**row) for row in record["rows"]]
+    return Table("K by load", COLUMNS, cells(rows), NOTES)
 
 
 def shares(tokens: dict[int, int]) -> str:
@@ -187,11 +179,9 @@ def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Tie
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    tell = teller()
+    tell = command.begin(args)
     loads = [Load(args.rate, args.requests), Load(None, args.requests)]
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         engines = list(servers(args, workdir, tell))
         cases = [
             Case(load, server)
@@ -202,24 +192,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         sample_in_turns(cases, args, tell)
     rows = [summarise(case, args.max_foreign) for case in cases]
-    write_results(args, COLUMNS, cells(rows), NOTES, {"rows": [asdict(row) for row in rows]})
-    print_results("K by load", COLUMNS, cells(rows), NOTES)
+    publish("tiers", args, {"rows": [asdict(row) for row in rows]}, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("tiers", __doc__)
+    parser = command.new_parser("tiers", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    command.add_model(parser)
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    add("--backend", default="auto", help="mtpc's backend")
-    add_sampling(parser, 3)
-    add_workdir(parser)
-    add_result_files(parser)
+    command.add_backend(parser)
+    command.add_sampling(parser, 3)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

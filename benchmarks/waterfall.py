@@ -22,20 +22,13 @@ import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 import mtpc
-from benchmarks.bandwidth import BandwidthProbe
-from benchmarks.command import (
-    add_result_files,
-    add_workdir,
-    new_parser,
-    positive,
-    print_results,
-    teller,
-    working_directory,
-    write_results,
-)
-from benchmarks.machine import CpuWatch
-from benchmarks.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.sampling import Plan, Tell
+from benchmarks.harness import command
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.sampling import Plan, Tell
 from mtpc.backends.cpu_kernels import NAMES
 from mtpc.backends.cpu_kernels.direct_calls import function_of
 
@@ -72,18 +65,24 @@ class Part:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     args = _parse(argv)
-    tell, probe = teller(), BandwidthProbe()
+    tell, probe = command.teller(), BandwidthProbe()
     parts: list[Part] = []
-    with working_directory(args.workdir) as workdir:
+    with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
         for k in args.spec_tokens:
             parts += _measure(checkpoint, k, args, probe, tell)
-    cells = [[str(p.spec_tokens), str(p.batch), p.part, f"{p.ms:.2f}", f"{p.share:.0%}"]
-             for p in parts]  # fmt: skip
-    write_results(args, COLUMNS, cells, NOTES, {"rows": [asdict(part) for part in parts]})
-    print_results("A decode step", COLUMNS, cells, NOTES)
+    publish("waterfall", args, {"rows": [asdict(part) for part in parts]}, table)
     return 0
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    cells = [
+        [str(p.spec_tokens), str(p.batch), p.part, f"{p.ms:.2f}", f"{p.share:.0%}"]
+        for p in (Part(**row) for row in record["rows"])
+    ]
+    return Table("A decode step", COLUMNS, cells, NOTES)
 
 
 def _measure(
@@ -166,16 +165,15 @@ def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser("waterfall", __doc__)
+    parser = command.new_parser("waterfall", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+    command.add_model(parser)
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
-    add("--enable", action="append", default=[], metavar="PASS", help="a pass that is off")
+    command.add_passes(parser)
     add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
-    add("--max-foreign", type=float, default=0.05, metavar="SHARE", help="CPU others may use")
-    add_workdir(parser)
-    add_result_files(parser)
+    command.add_disturbance(parser)
+    command.add_files(parser)
     return parser.parse_args(argv)
 
 

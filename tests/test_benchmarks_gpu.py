@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: every step of it on the null device, never a time."""
+"""benchmarks.gpu without a GPU: every step of it on the null device, never a time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ import torch
 from torch._dynamo.utils import counters
 
 import mtpc
-from benchmarks import gpu
-from benchmarks.gpu_engines import Fused
-from benchmarks.gpu_machine import NullMachine
-from benchmarks.gpu_models import build, weigh
-from benchmarks.gpu_op_inputs import CALLS
-from benchmarks.gpu_ops import difference
-from benchmarks.gpu_pieces import cut_step
-from benchmarks.gpu_profile import Bytes, OperatorProfiler, gap_rows, kernel_rows, launches_in
-from benchmarks.gpu_rows import (
+from benchmarks import ROOT
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.engines import Fused
+from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.models import build, weigh
+from benchmarks.gpu.op_inputs import CALLS
+from benchmarks.gpu.ops import difference
+from benchmarks.gpu.pieces import cut_step
+from benchmarks.gpu.profile import Bytes, OperatorProfiler, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu.rows import (
     APART,
     COMPILED,
     FUSED,
@@ -36,8 +37,8 @@ from benchmarks.gpu_rows import (
     RowFile,
     findings,
 )
-from benchmarks.gpu_schedule import Schedule
-from benchmarks.gpu_speed import OURS, Case, Plan, Task, tasks
+from benchmarks.gpu.schedule import Schedule
+from benchmarks.gpu.speed import OURS, Case, Plan, Task, tasks
 from mtpc.backends.cuda import compile_flat
 from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 from mtpc.config import CompileOptions
@@ -178,7 +179,7 @@ def test_errors_are_rows_and_tried_again(tmp_path: Path) -> None:
 
 def test_each_op_with_a_kernel_has_calls() -> None:
     """The names as plans.py has them, which cannot be imported without Triton."""
-    source = (Path(gpu.__file__).parent.parent / PLANS).read_text()
+    source = (ROOT / PLANS).read_text()
     table = source[source.index("PLANS: dict") :]
     assert set(re.findall(r'^    "(\w+)": plan_', table, re.MULTILINE)) == set(CALLS)
 

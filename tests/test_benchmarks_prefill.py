@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import transformers
 
-from benchmarks import memory, prefill, vllm_host
-from benchmarks.decoders import Decoded
+from benchmarks import memory, prefill
+from benchmarks.harness.decoders import Decoded
+from benchmarks.harness.sampling import Case, Row, Sample, summarise
+from benchmarks.peers import vllm_host
 from benchmarks.prefill import TransformersPrefill
-from benchmarks.sampling import Case, Row, Sample, summarise
 
 PROMPT_TOKENS = 40
 ARGUMENTS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot_serving, serving
-from benchmarks.arrivals import Arrival, draw_arrivals, serve
+from benchmarks.harness.arrivals import Arrival, draw_arrivals, serve
 
 
 def draw(rate: float | None, seed: int = 0) -> list[Arrival]:
@@ -66,7 +66,7 @@ class Clock:
 
 @pytest.mark.parametrize("gap", [0.0, 0.02])
 def test_everybody_gets_their_tokens(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.arrivals.time", Clock())
+    monkeypatch.setattr("benchmarks.harness.arrivals.time", Clock())
     server = TwoATime()
     arrivals = [Arrival(gap * index, [1], 2 + index) for index in range(5)]
     traces = serve(server, arrivals)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import gc
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import soak
+from benchmarks.harness.results import new_record
 
 PRESSED = {"batch_buckets": (3,), "num_pages": 20, "sampling": True}
 
@@ -27,15 +28,14 @@ def test_the_traffic(compiled: Callable[..., Any], tmp_path: Path) -> None:
         assert getattr(last, name) > 0, name
     assert all(record.pages_used == record.slots_used == 0 for record in records)
     assert last.texts_changed == 0
-    soak.write_csv(records, tmp_path / "soak.csv")
-    with (tmp_path / "soak.csv").open() as file:
-        assert [int(row["tokens"]) for row in csv.DictReader(file)] == [r.tokens for r in records]
-    soak.draw_png(records, soak.Bounds(), tmp_path / "soak.png")
+    made = new_record("soak", Namespace(), {"rows": [asdict(interval) for interval in records]})
+    assert [line[0] for line in soak.table(made).cells] == [str(r.tokens) for r in records]
+    soak.draw_png(made, soak.Bounds(), tmp_path / "soak.png")
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
 
 
-def record(tokens: int, **changes: Any) -> soak.Record:
-    flat = soak.Record(tokens, tokens / 100, 500.0, 10_000, *(0,) * 10)
+def record(tokens: int, **changes: Any) -> soak.Interval:
+    flat = soak.Interval(tokens, tokens / 100, 500.0, 10_000, *(0,) * 10)
     return replace(flat, **changes)
 
 

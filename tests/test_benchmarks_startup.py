@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from conftest import give_kernels
 
-from benchmarks import startup, startup_child
+from benchmarks import startup
+from benchmarks.harness import startup_child
 from benchmarks.startup import Case, Row, Sample
 
 NEW_TOKENS = 5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import serving, tiers
-from benchmarks.arrivals import Arrival
+from benchmarks.harness.arrivals import Arrival
 
 
 def row(spec_tokens: int | str, tokens_per_s: float, load: str = "low") -> tiers.Row:

@@ -123,6 +123,8 @@ def test_inspect_shows_counts_effects_and_a_drawing(word_model, capsys, tmp_path
     assert {"VERIFY", "PROPOSE", "ADVANCE", "begin", "target", "head", "accept"} <= texts
     assert {"draft 1: MTP layer 0", "draft 2: MTP layer 0", "advance", "kv.0-1.k"} <= texts
     assert "float32[6, 64], 1.5 KiB" in texts  # the features that the head takes in
+    assert sum(text.endswith(f", {word_model.name}") for text in texts) == 1
+    assert not any(str(word_model) in text for text in texts), "a drawing shows no path"
 
 
 def test_inspect_says_what_a_request_costs(word_model, capsys):

@@ -43,7 +43,7 @@ def command(args: argparse.Namespace) -> int:
     if args.svg is not None:  # Before printing, so that `| head` does not prevent the drawing.
         from mtpc.cli.drawing import draw
 
-        _write(args.svg, draw(graph, f"{_position(graph)}, {checkpoint}"))
+        _write(args.svg, draw(graph, f"{_position(graph)}, {checkpoint.absolute().name}"))
         print(f"drawn to {args.svg}", file=sys.stderr)
     _print_graph(graph, layouts, args.nodes)
     return 0

@@ -26,7 +26,7 @@ import tiny  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import mtpc  # noqa: E402
-from benchmarks import vllm_host  # noqa: E402
+from benchmarks.peers import vllm_host  # noqa: E402
 from mtpc.backends import make_backend  # noqa: E402
 from mtpc.config import CompileOptions  # noqa: E402
 from mtpc.layout import StepKey  # noqa: E402

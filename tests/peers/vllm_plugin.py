@@ -34,7 +34,7 @@ from vllm_agreement import (  # noqa: E402
     vllm_options,
 )
 
-from benchmarks import vllm_host  # noqa: E402
+from benchmarks.peers import vllm_host  # noqa: E402
 
 FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
 """Whose draft classes the plugin takes the place of."""

@@ -1,0 +1,1 @@
+"""mtpc on a GPU: run as `python -m benchmarks.gpu`."""

@@ -1,0 +1,238 @@
+"""The GPU in one call: that it is right, how fast it is, where its time goes. Writes a CSV.
+
+    python -m benchmarks.gpu --csv gpu.csv                 # within --deadline seconds, what fits
+    python -m benchmarks.gpu --csv gpu.csv --resume        # the cases that the file lacks
+    python -m benchmarks.gpu --dry-run --csv dry.csv       # no GPU: the null device, tiny shapes
+
+Parts, in this order. `ops`: each Triton op against its reference, by dtype. `gate`: a family's tiny
+model, drafting, emits what the uncompiled reference emits without drafts, and accepts what that
+accepts with them. `sampling`: the same by seeds. `aot`: code objects built for this device, loaded.
+`speed`: bfloat16, weights that accept all drafts, by shape, batch and K, against transformers, its
+`use_mtp`, and our own pieces: compiled and launched one by one, or captured as a graph each, as
+servers do. `profile`: kernels per iteration and its time, with the default passes, without the
+optional ones, and with norms and the draft's entry fused by us instead of by Inductor; and what is
+furthest from the time of its bytes. Most of the time goes into compiling, so a call does what its
+deadline allows, the most telling cases first, and says what it left out; with `--cache-dir`, the
+next one starts with what was compiled.
+
+Exit code 1: a check failed, or a case raised an error. 2: there is no GPU, and no --dry-run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import transformers
+
+from benchmarks.gpu.aot import COMPARED as AOT_COMPARED
+from benchmarks.gpu.aot import FAMILY as AOT_FAMILY
+from benchmarks.gpu.aot import check_aot
+from benchmarks.gpu.gate import (
+    COMPARED,
+    FAMILIES,
+    SAMPLED,
+    SAMPLED_FAMILY,
+    TELLING,
+    check_family,
+    check_sampling,
+)
+from benchmarks.gpu.machine import GpuMachine, Machine, NullMachine
+from benchmarks.gpu.models import SHAPES
+from benchmarks.gpu.ops import check_op, op_rows
+from benchmarks.gpu.rows import Row, RowFile, findings
+from benchmarks.gpu.schedule import Schedule
+from benchmarks.gpu.speed import Bench, Plan, Task, profiles, tasks, telling_case
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.results import Table
+from benchmarks.harness.sampling import Tell
+from mtpc.errors import MtpcError
+
+PARTS = ("ops", "gate", "sampling", "aot", "speed", "profile")
+TIMED = {"speed", "profile"}
+CHECKS_SHARE = 0.5
+"""Of the deadline, while there is anything to measure after the checks."""
+CACHES = {
+    "MTPC_CACHE_DIR": "mtpc",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+}
+"""Folders of --cache-dir, by the variable that names each."""
+COLUMNS = ("part", "shape", "engine", "K", "batch", "ms/step", "on device", "host us", "launches",
+           "kernels", "tokens/s", "accepted", "of bandwidth", "result")  # fmt: skip
+
+
+@dataclass
+class Session:
+    """One call: where, until when, and what was found.
+
+    Attributes:
+        machine: where it runs.
+        schedule: what still fits.
+        file: the CSV.
+        tell: hears of progress.
+        plan: what is decoded.
+        rows: of this call.
+        bench: the shape that is loaded: one at a time.
+    """
+
+    machine: Machine
+    schedule: Schedule
+    file: RowFile
+    tell: Tell
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+    bench: Bench | None = None
+
+    def attempt(
+        self,
+        kind: str,
+        rows: Sequence[Row],
+        work: Callable[[Sequence[Row]], Iterable[Row]],
+        share: float = 1.0,
+    ) -> None:
+        """Fill rows that the file lacks, if there is time; an error is a row, too, and the end of
+        none but its own case."""
+        wanted = [row for row in rows if row.case not in self.file.there]
+        what = "; ".join(" ".join(row.case) for row in wanted)
+        if not wanted or not self.schedule.fits(kind, what, share):
+            return
+        self.tell(what)
+        with self.schedule.timed(kind):
+            try:
+                for row in work(wanted):
+                    self.add(row)
+            except Exception as error:
+                traceback.print_exc()
+                for row in (row for row in wanted if row.case not in self.file.there):
+                    row.passed, row.note = False, f"{type(error).__name__}: {error}"
+                    self.add(row)
+
+    def add(self, row: Row) -> None:
+        """Keep a row."""
+        self.rows.append(row)
+        self.file.add(row)
+
+    def open(self, shape: str) -> Bench:
+        """A shape's model, the one before it dropped."""
+        if self.bench is None or self.bench.shape != shape:
+            self.bench = None
+            self.bench = Bench.open(self.machine, shape, self.plan)
+        return self.bench
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    schedule, tell = Schedule(args.deadline), command.teller()
+    for variable, folder in CACHES.items() if args.cache_dir else ():
+        os.environ[variable] = str(args.cache_dir.resolve() / folder)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        machine: Machine = NullMachine() if args.dry_run else GpuMachine()
+    except MtpcError as error:
+        print(f"{error}; --dry-run goes through every step on the null device", file=sys.stderr)
+        return 2
+    tell(f"on {machine.name}")
+    with command.working_directory(args.workdir) as workdir:
+        plan = Plan(args.prompt_tokens, args.new_tokens, args.layers, workdir)
+        session = Session(machine, schedule, RowFile(args.csv, args.resume), tell, plan)
+        _check(session, args, CHECKS_SHARE if TIMED & set(args.parts) else 1.0)
+        _measure(session, args)
+    _report(session)
+    return int(any(row.passed is False for row in session.rows))
+
+
+def _check(session: Session, args: argparse.Namespace, share: float) -> None:
+    machine, workdir = session.machine, session.plan.workdir
+
+    def attempt(kind: str, row: Row, check: Callable[[Row], Row]) -> None:
+        session.attempt(kind, [row], lambda rows: map(check, rows), share)
+
+    for row in op_rows(machine) if "ops" in args.parts else ():
+        attempt("ops", row, lambda row: check_op(machine, row))
+    for name in args.families if "gate" in args.parts else ():
+        row = Row("gate", machine.name, name, COMPARED, 3, 2)
+        attempt("gate", row, lambda row: check_family(row, machine, workdir / f"tiny-{row.shape}"))
+    if "sampling" in args.parts:
+        row = Row("sampling", machine.name, SAMPLED_FAMILY, SAMPLED, 3, 2)
+        attempt("gate", row, lambda r: check_sampling(r, machine, workdir / f"tiny-{r.shape}"))
+    if "aot" in args.parts:
+        row = Row("aot", machine.name, AOT_FAMILY, AOT_COMPARED, 3, 2)
+        attempt("gate", row, lambda row: check_aot(row, machine, workdir / f"tiny-{row.shape}"))
+
+
+def _measure(session: Session, args: argparse.Namespace) -> None:
+    """All that is timed, then the profiles: torch's profiler slows down what comes after it."""
+    todo: list[Task] = []
+    if "speed" in args.parts:
+        todo += tasks(args.shapes, args.spec_tokens, args.batches)
+    if "profile" in args.parts:
+        todo += profiles(args.shapes, telling_case(args.spec_tokens, args.batches))
+    for task in todo:
+
+        def work(rows: Sequence[Row], task: Task = task) -> Iterable[Row]:
+            bench = session.open(task.shape)
+            return (bench.profile if task.kind == "profile" else bench.measure)(task.case, rows)
+
+        session.attempt(task.kind, task.rows(session.machine), work)
+
+
+def _report(session: Session) -> None:
+    dry = "a dry run on the null device: nothing was compiled, and no time means anything"
+    notes = [dry] if session.machine.is_dry else list(findings(session.rows))
+    if left_out := session.schedule.left_out:
+        notes.append(f"left out for want of time: {'; '.join(left_out)}; see --resume")
+    shown = [_cells(row) for row in session.rows if row.part != "kernel"]
+    Table("GPU", COLUMNS, shown, notes).print()
+
+
+def _cells(row: Row) -> list[str]:
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    result = {None: row.note, True: "passed", False: f"FAILED {row.note}"}[row.passed]
+    return [
+        row.part, row.shape, row.engine, str(row.spec_tokens), str(row.batch),
+        show(row.ms_step, ".3f"), show(row.ms_device, ".3f"), show(row.host_us, ".0f"),
+        show(row.launches, ".0f"), show(row.kernels, "d"), show(row.tokens_per_s, ".0f"),
+        show(row.acceptance, ".0%"), show(row.of_bandwidth, ".0%"), result,
+    ]  # fmt: skip
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks.gpu", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="the null device and tiny shapes; for no GPU")
+    add("--csv", type=Path, metavar="FILE", help="write rows here as they are found")
+    add("--resume", action="store_true", help="keep the file's rows, add those it lacks")
+    add("--deadline", type=positive, default=400, metavar="S", help="to end by, as far as known")
+    add("--cache-dir", type=Path, metavar="DIR", help="keep what is compiled: a later call is warm")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--families", nargs="+", choices=("all", *FAMILIES), default=TELLING, help="of the gate")
+    add("--shapes", nargs="+", choices=tuple(SHAPES), help="default: the two large ones")
+    add("--spec-tokens", nargs="+", type=int, default=(0, 1, 2, 3, 4), metavar="K")
+    add("--batches", nargs="+", type=positive, metavar="N", help="default: 1 4 16 64")
+    add("--layers", type=positive, metavar="N", help="decoder layers instead of the shape's")
+    add("--prompt-tokens", type=positive, default=64, metavar="N")
+    add("--new-tokens", type=positive, metavar="N", help="decoded per request; default: 128")
+    add("--workdir", type=Path, help="for checkpoints; kept; default: a temporary one")
+    args = parser.parse_args(argv)
+    args.families = FAMILIES if "all" in args.families else args.families
+    tiny = [name for name in SHAPES if name.startswith("tiny-")]
+    large = [name for name in SHAPES if name not in tiny]
+    args.shapes = args.shapes or (tiny if args.dry_run else large)
+    args.batches = args.batches or ((1, 2) if args.dry_run else (1, 4, 16, 64))
+    args.new_tokens = args.new_tokens or (12 if args.dry_run else 128)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Code objects, built for the device at hand as `mtpc build --target` builds them, loaded and run.
+
+The device takes them from the cache through Triton's own loader, whose cache is empty meanwhile: a
+kernel that it would have to compile is counted as missed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import util
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.gpu.gate import NEW_TOKENS, PROMPTS, make_checkpoint
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.rows import Row
+from mtpc.api import SpecModel
+from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.targets import Target, parse_target
+from mtpc.config import CompileOptions
+from mtpc.models.load import load, place
+from mtpc.program.compiler import StepCompiler
+from mtpc.store.entries import EntryStore
+
+FAMILY, DRAFTS = "deepseek_v3", 3
+"""Latent attention, experts and cache writes."""
+DRY_TARGET = "cuda:90"
+COMPARED = "code objects = reference"
+
+
+def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
+    """Build and load every kernel of a tiny model's steps; the same text as the reference's."""
+    make_checkpoint(row.shape, directory)
+    with TemporaryDirectory(prefix="mtpc-aot-") as root:
+        options = CompileOptions(
+            spec_tokens=DRAFTS, batch_buckets=(2,), max_len=64, page_size=16, prefill_chunk=8,
+            dtype="float32", backend="cuda", cache_dir=Path(root),
+        )  # fmt: skip
+        if machine.is_dry:
+            row.note = _build_only(directory, options)
+            return row
+        from mtpc.backends.triton_kernels.loading import device_target
+        from mtpc.program.cross_compile import build_kernels
+
+        target = device_target()
+        if target is None:
+            row.passed, row.note = False, "mtpc's table of targets lacks this device"
+            return row
+        built = build_kernels(directory, options, (DRAFTS,), [target])
+        row.build_s = built.elapsed_s
+        _load(machine, directory, options, target, row)
+    row.note = f"{len(built.kernels)} code objects built for {target.name}; {row.note}"
+    return row
+
+
+def _build_only(directory: Path, options: CompileOptions) -> str:
+    """Without a device: what there is to say."""
+    if not util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
+        return "nothing was built: no Triton, or only its interpreter"
+    from mtpc.program.cross_compile import build_kernels
+
+    built = build_kernels(directory, options, (DRAFTS,), [parse_target(DRY_TARGET)])
+    return f"{len(built.kernels)} code objects built for {DRY_TARGET}; no device to load them"
+
+
+def _load(
+    machine: Machine, directory: Path, options: CompileOptions, target: Target, row: Row
+) -> None:
+    """Captured steps on those kernels, with ATen's between them: Inductor has no part in this."""
+    from mtpc.backends.triton_kernels.limits import triton_bindings
+    from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
+
+    assert options.cache_dir is not None
+    objects = CodeObjects(EntryStore(options.cache_dir), target)
+    bindings = (*loaded_bindings(objects), *triton_bindings())
+    backend = CudaBackend(machine.graphs(), EagerBackend().lower, bindings)
+    with _empty_triton_cache() as asked:
+        text = _generate(directory, options, backend)
+    wanted = _generate(directory, options, machine.reference())
+    found, missed = asked[True], asked[False]
+    faults = [] if text == wanted else ["another text than the reference's"]
+    faults += [f"{missed} compiled all the same"] if missed else []
+    faults += [] if found else ["Triton loaded none"]
+    row.kernels, row.passed = found, not faults
+    lines = [*faults, f"{len(objects.seeded)} handed to Triton, {found} loaded", *backend.notes]
+    row.note = "; ".join(lines)
+
+
+def _generate(directory: Path, options: CompileOptions, backend: CudaBackend) -> Any:
+    loaded = place(load(directory, "float32", True), backend.device)
+    program = StepCompiler(loaded, options, backend).compile()
+    return SpecModel(loaded.served(), options, program).generate(PROMPTS, NEW_TOKENS)
+
+
+@contextmanager
+def _empty_triton_cache() -> Iterator[Counter[bool]]:
+    """Counts the kernels that Triton is asked for meanwhile, by whether they were there."""
+    import triton
+
+    asked: Counter[bool] = Counter()
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        asked[cache_hit] += 1
+
+    with TemporaryDirectory(prefix="mtpc-triton-") as empty, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = empty
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.listener = listen
+            yield asked

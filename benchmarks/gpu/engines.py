@@ -1,0 +1,156 @@
+"""What benchmarks.gpu compares: the fused step, its pieces apart, and transformers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from benchmarks.gpu.machine import Clock, Machine
+from benchmarks.gpu.pieces import Compiled, PiecewiseStep
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from benchmarks.harness.models import load_target
+from mtpc.api import SpecModel
+from mtpc.backends.base import Run
+from mtpc.backends.cuda import CudaBackend, compile_flat
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import LoadedModel
+from mtpc.models.save import save_checkpoint
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.program import CapturedStep, Program
+
+OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
+"""Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""
+
+NORM_PASSES = ("fuse-elementwise", "fuse-draft-entry")
+"""Off by default on GPUs, where Inductor fuses most of the same."""
+VARIANTS = (
+    ("default passes", (), ()),
+    ("without passes", OPTIONAL_PASSES, ()),
+    ("norms fused by us", (), NORM_PASSES),
+)
+"""Of a profile: what it is called, passes disabled, passes enabled."""
+
+
+class TimedProgram:
+    """A program that times its decode replays: on the device, and until the launch returns.
+
+    Args:
+        program: does the work; read as this, but for runs.
+        clock: the device's.
+
+    Attributes:
+        launch_s: seconds of host time per decode replay.
+    """
+
+    def __init__(self, program: Program, clock: Clock):
+        self._program, self.clock, self.launch_s = program, clock, list[float]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def restart(self, clock: Clock) -> None:
+        """Forget what was timed, and go on with a new clock."""
+        self.clock = clock
+        self.launch_s.clear()
+
+    def run(self, key: StepKey) -> Any:
+        """One iteration."""
+        if key.phase != "decode":
+            return self._program.run(key)
+        result: list[Any] = []
+        self.clock.run(lambda: result.append(self._launch(key)))
+        return result[0]
+
+    def _launch(self, key: StepKey) -> Any:
+        start = time.perf_counter()
+        result = self._program.run(key)
+        self.launch_s.append(time.perf_counter() - start)
+        return result
+
+
+class Fused:
+    """One model at one K and one batch size, and the ways to launch its decode step.
+
+    Prompts go op by op: their step is not measured, and would be as long in compiling.
+
+    Args:
+        machine: where.
+        loaded: the model, on the machine's device.
+        options: one batch bucket.
+        backend: by default the machine's.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        loaded: LoadedModel,
+        options: CompileOptions,
+        backend: CudaBackend | None = None,
+    ):
+        self.machine, self.backend = machine, backend or machine.backend()
+        start = time.perf_counter()
+        compiler = StepCompiler(loaded, options, self.backend)
+        unmeasured = machine.direct()
+
+        def capture(key: StepKey) -> CapturedStep:
+            compiler.backend = self.backend if key.phase == "decode" else unmeasured
+            return compiler.capture(key)
+
+        self.program = compiler.compile(capture)
+        self.build_s = time.perf_counter() - start
+        self.options, self._served = compiler.options, loaded.served()
+        self.key = next(key for key in self.program.steps if key.phase == "decode")
+
+    @property
+    def step(self) -> CapturedStep:
+        """The decode step."""
+        return self.program.steps[self.key]
+
+    def decoder(
+        self, replay: Run | None = None, late: bool = False
+    ) -> tuple[MtpcDecoder, TimedProgram]:
+        """An engine.
+
+        Args:
+            replay: of the decode step, instead of its own.
+            late: launch a step before the one before it is read.
+        """
+        steps = dict(self.program.steps)
+        if replay is not None:
+            steps[self.key] = replace(self.step, replay=replay)
+        program = Program(steps, self.program.shared)
+        timed = TimedProgram(program, self.machine.clock())
+        options = replace(self.options, async_scheduling=late)
+        spec = SpecModel(self._served, options, timed)  # type: ignore[arg-type]
+        return MtpcDecoder(spec, self.build_s), timed
+
+    @cached_property
+    def pieces(self) -> PiecewiseStep:
+        """The decode step's parts, compiled as the whole is."""
+        graph = self.step.graph
+        assert graph is not None
+        compile_part = _interpret if self.machine.is_dry else compile_flat
+        return PiecewiseStep(graph, compile_part)
+
+
+def _interpret(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Compiled:
+    return module
+
+
+def with_mtp(loaded: LoadedModel, directory: Path, device: str) -> TransformersDecoder:
+    """transformers that drafts: `generate(use_mtp=True)` reads the MTP layer from files."""
+    save_checkpoint(loaded.target, loaded.mtp_layers, directory, loaded.family)
+    return TransformersDecoder(load_target(directory, loaded.family).to(device), 1)
+
+
+def decode_on(decoder: Decoder, device: str, prompts: Prompts, new_tokens: int) -> Decoded:
+    """`decoder.decode` with new tensors on a device: transformers' prompts are made from lists."""
+    with torch.device(device):
+        return decoder.decode(prompts, new_tokens)

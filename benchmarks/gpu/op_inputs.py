@@ -1,0 +1,290 @@
+"""Small ragged calls of the ops that have a Triton kernel, for benchmarks.gpu.ops.
+
+Requests of several lengths, one that is off, rows of no request, pages and rows that nobody may
+read full of NaN. Made on the host and moved, so that every device gets the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.engine.sampling_rows import pack_bits
+from mtpc.layout import SCRATCH_SLOT
+from mtpc.sampling_params import FLOATS, INTS
+from mtpc.weights.packing import pack, quantise, row_scales
+
+LENGTHS = ((37, 4), (1, 1), (0, 3), (130, 2))
+"""Of each request: positions with its rows, and rows; without positions it is off."""
+PAGE, SPARE_ROWS, WILD = 16, 2, 2**30
+HALVES, ALL = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass
+class Inputs:
+    """Makes arguments of one dtype, reproducibly.
+
+    Attributes:
+        dtype: of what is not an index.
+        generator: of all numbers.
+    """
+
+    dtype: torch.dtype
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        needed = [-(-seq // PAGE) for seq, _ in LENGTHS]
+        own = (1 + torch.randperm(sum(needed) + 1, generator=self.generator)).split(
+            [*needed, 1]
+        )  # The last is nobody's, as page 0 is.
+        self.table = torch.full((len(LENGTHS), max(needed) + 1), WILD, dtype=torch.int32)
+        self._used = torch.zeros(sum(needed) + 2, PAGE, dtype=torch.bool)
+        for row, ((seq, _), pages) in enumerate(zip(LENGTHS, own, strict=False)):
+            self.table[row, : len(pages)] = pages
+            self._used[pages] = (torch.arange(len(pages) * PAGE) < seq).view(-1, PAGE)
+        counts = torch.tensor([count for _, count in LENGTHS])
+        self.starts = torch.cat([counts[:1] * 0, counts.cumsum(0)]).int()
+        self.seq_lens = torch.tensor([seq for seq, _ in LENGTHS], dtype=torch.int32)
+        on = (self.seq_lens > 0).repeat_interleave(counts)
+        self._live = torch.cat([on, torch.zeros(SPARE_ROWS, dtype=torch.bool)])
+
+    @property
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Block table, lengths, first rows."""
+        return self.table, self.seq_lens, self.starts
+
+    def normal(self, *shape: int) -> Tensor:
+        """Random numbers."""
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Above 0, below 1."""
+        return (0.01 + 0.98 * torch.rand(shape, generator=self.generator)).to(self.dtype)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        """int64, from 0."""
+        return torch.randint(high, shape, generator=self.generator)
+
+    def rows(self, *shape: int) -> Tensor:
+        """Of all requests; NaN in those of none that is on."""
+        return _poison(self.normal(len(self._live), *shape), self._live)
+
+    def cache(self, *shape: int) -> Tensor:
+        """A pool of pages, NaN where no request has a position."""
+        return _poison(self.normal(*self._used.shape, *shape), self._used)
+
+    def distinct(self, count: int, high: int, rows: int) -> Tensor:
+        """`count` different numbers below `high` in each row."""
+        return torch.rand(rows, high, generator=self.generator).argsort(1)[:, :count]
+
+
+def _poison(numbers: Tensor, keep: Tensor) -> Tensor:
+    numbers[~keep] = torch.nan
+    return numbers
+
+
+Arguments = tuple[Any, ...]
+Make = Callable[[Inputs], Iterator[Arguments]]
+
+
+def _paged_attention(new: Inputs) -> Iterator[Arguments]:
+    """Grouped heads as dense models have them; then unequal dims and every option."""
+    cache = new.cache(2, 128)
+    yield new.rows(8, 128), cache, new.cache(2, 128), *new.indices, 0.09
+    uneven = new.rows(6, 96), new.cache(3, 96), new.cache(3, 64)
+    yield *uneven, *new.indices, 0.1, 20, 30.0, new.normal(6)
+
+
+def _latent_attention(new: Inputs) -> Iterator[Arguments]:
+    yield new.rows(16, 576), new.cache(576), *new.indices, 0.05, 512
+
+
+def _choose_slots(new: Inputs) -> Iterator[Arguments]:
+    """Weights above 0: the best scores are then no ties of zeros, of which any may be chosen."""
+    query = new.rows(8, 64)
+    yield query, new.uniform(len(query), 8), new.cache(64), *new.indices, 8
+
+
+def _slots(new: Inputs, pages: int) -> Tensor:
+    slots = 16 + torch.randperm(PAGE * (pages - 1), generator=new.generator)[:7]
+    slots[2] = slots[5] = -1
+    return slots
+
+
+def _write_cache(new: Inputs) -> Iterator[Arguments]:
+    yield new.normal(4, PAGE, 2, 64), new.normal(7, 2, 64), _slots(new, 4)
+
+
+def _rotate_and_write(new: Inputs) -> Iterator[Arguments]:
+    """Half of each head is turned, and values have a width of their own."""
+    rows = (new.normal(7, 6, 64), new.normal(7, 2, 64), new.normal(7, 2, 48))
+    angles = (new.normal(7, 32).cos(), new.normal(7, 32).sin())
+    yield *rows, *angles, new.normal(4, PAGE, 2, 64), new.normal(4, PAGE, 2, 48), _slots(new, 4)
+
+
+def _rotate(new: Inputs) -> Iterator[Arguments]:
+    yield new.normal(7, 6, 64), new.normal(7, 32).cos(), new.normal(7, 32).sin()
+
+
+def _rms_norm(new: Inputs) -> Iterator[Arguments]:
+    """Of hidden states and of heads; by a weight, and by 1 + weight."""
+    yield new.normal(7, 2048), new.normal(2048), 1e-5
+    yield new.normal(7, 4, 80), new.normal(80), 1e-5, True
+
+
+def _add_rms_norm(new: Inputs) -> Iterator[Arguments]:
+    yield new.normal(7, 2048), new.normal(7, 2048), new.normal(2048), 1e-5
+
+
+def _draft_entry(new: Inputs) -> Iterator[Arguments]:
+    halves = [(new.normal(7, 2048), new.normal(2048)) for _ in range(2)]
+    yield *halves[0], *halves[1], 1e-5
+
+
+def _silu_and_mul(new: Inputs) -> Iterator[Arguments]:
+    yield (new.normal(7, 2 * 1500),)
+
+
+def _experts(new: Inputs) -> Iterator[Arguments]:
+    for tokens, limit in ((1, ()), (5, ()), (5, (1.0, True))):
+        weights = (new.normal(8, 256, 256) / 16, new.normal(8, 256, 128) / 11)
+        choices = (new.distinct(2, 8, tokens), new.uniform(tokens, 2))
+        yield new.normal(tokens, 256), *weights, *choices, *limit
+
+
+def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
+    """Requests that stand where the last step left them, that replay drafts, that begin."""
+    key_heads, heads, dim, width, drafts = 2, 4, 64, 4, 3
+    channels = (2 * key_heads + heads) * dim
+    slots = torch.tensor([2, 4, 0, 1])
+    weights = (new.normal(channels, width) / 2, new.normal(heads), new.normal(heads))
+    recurrent = torch.randn(5, heads, dim, dim, generator=new.generator) / 8
+    history = new.normal(5, drafts + width - 1, channels + 2 * heads)
+    standing = torch.zeros(5, dtype=torch.int32)
+    standing[2], standing[1] = 33, 126  # Of 33 and 128 that were committed.
+    certain = torch.ones(len(slots), dtype=torch.int32)
+    state = (recurrent, history, standing)
+    yield new.rows(channels + 2 * heads), *weights, *state, slots, *new.indices[1:], certain
+
+
+def _quantised_linear(new: Inputs) -> Iterator[Arguments]:
+    weight = torch.randn(90, 256, generator=new.generator) / 16
+    packed = (pack(quantise(weight)), row_scales(weight))
+    yield new.normal(5, 256), *packed
+    yield new.normal(2, 3, 256), *packed, new.normal(90)
+
+
+def _quantised_experts(new: Inputs) -> Iterator[Arguments]:
+    forms = [
+        torch.randn(8, features, inputs, generator=new.generator) / inputs**0.5
+        for features, inputs in ((256, 256), (256, 128))
+    ]
+    packed = [form for w in forms for form in (pack(quantise(w)), row_scales(w))]
+    for tokens, limit in ((1, ()), (5, ()), (5, (1.0, True))):
+        choices = (new.distinct(2, 8, tokens), new.uniform(tokens, 2))
+        yield new.normal(tokens, 256), *packed, *choices, *limit
+
+
+_VOCAB, _SLOTS = 1500, 7
+_ASKED: tuple[dict[str, float], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.001, "masked": 1},
+    {"temperature": 1.2, "penalised": 1, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+)
+_NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0, "logprobs": -1}
+
+
+def _parameters(new: Inputs, **more: float) -> tuple[Tensor, Tensor]:
+    """Of every slot; what the slots ask for differs."""
+    asked = [_NEUTRAL | _ASKED[slot % len(_ASKED)] | more for slot in range(_SLOTS)]
+    floats = torch.tensor([[float(a.get(n, 0)) for n in FLOATS] for a in asked]).double()
+    ints = torch.tensor([[int(a.get(n, 0)) for n in INTS] for a in asked])
+    ints[:, INTS.index("seed")] = new.integers(2**62, _SLOTS)
+    return floats, ints
+
+
+def _sample(new: Inputs) -> Iterator[Arguments]:
+    """Two rows each of requests that ask for what the slots hold, one of them off."""
+    slots = torch.tensor([4, SCRATCH_SLOT, 1, 6, 3])
+    rows = 2 * len(slots)
+    words = [pack_bits(new.distinct(700, _VOCAB, 1)[0].tolist(), _VOCAB) for _ in range(2)]
+    bias_ids = new.distinct(4, _VOCAB, _SLOTS)
+    bias_ids[:, 3] = -1
+    yield (
+        3 * new.normal(rows, _VOCAB), new.integers(_VOCAB, rows), new.integers(1000, rows),
+        slots, *_parameters(new), bias_ids, new.normal(_SLOTS, 4).double(),
+        *(word.repeat(_SLOTS, 1) for word in words), new.integers(3, _SLOTS, _VOCAB).int(),
+        new.distinct(2, _VOCAB, _SLOTS),
+    )  # fmt: skip
+
+
+def _emitted(new: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Of four requests with up to three tokens; the second is off."""
+    slots = torch.tensor([3, SCRATCH_SLOT, 5, 1])
+    return new.integers(_VOCAB, 4, 3), torch.tensor([3, 2, 1, 0], dtype=torch.int32), slots
+
+
+def _count_tokens(new: Inputs) -> Iterator[Arguments]:
+    yield new.integers(3, _SLOTS, _VOCAB).int(), *_emitted(new)
+
+
+def _write_logprobs(new: Inputs) -> Iterator[Arguments]:
+    reports = (
+        torch.full((4, 3), 7.0).double(),
+        torch.full((4, 3, 5), 7),
+        torch.full((4, 3, 5), 7.0).double(),
+    )
+    # Different on every token: of equal ones either may be named second.
+    logits = torch.stack([new.distinct(_VOCAB, _VOCAB, 1)[0] for _ in range(12)])
+    yield *reports, (logits / 64).to(new.dtype), *_emitted(new), _parameters(new, logprobs=5)[1]
+
+
+def _accept(new: Inputs) -> Iterator[Arguments]:
+    """Of four requests with three drafts each; the second is off, the third has a prompt's rows."""
+    slots = torch.tensor([3, SCRATCH_SLOT, 5, 1])
+    finite = torch.arange(16) % 7 != 5
+    limits = (new.integers(9, _SLOTS).int() + 1, new.integers(3, _SLOTS, 2), slots)
+    active = slots != SCRATCH_SLOT
+    lengths = (torch.arange(0, 17, 4).int(), (new.integers(40, 4) * active).int(), active)
+    # Of three tokens, so that drafts are often right, and a stop token is often met.
+    reports = (torch.full((4, 5), 7), *(torch.full((4,), 7).int() for _ in range(3)))
+    choices = (*reports, new.integers(3, 16), finite, new.integers(3, 16))
+    yield *choices, *lengths, *limits
+    third = torch.arange(4) == 2
+    yield *choices, *lengths, *limits, third, third
+    yield *choices, *lengths, *limits, third, third & False
+
+
+def _sinkhorn(new: Inputs) -> Iterator[Arguments]:
+    yield new.normal(5, 4, 4), 20, 1e-6
+
+
+CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
+    "write_cache": (_write_cache, HALVES),
+    "rotate_and_write": (_rotate_and_write, HALVES),
+    "rotate": (_rotate, HALVES),
+    "rms_norm": (_rms_norm, HALVES),
+    "add_rms_norm": (_add_rms_norm, HALVES),
+    "draft_entry": (_draft_entry, HALVES),
+    "silu_and_mul": (_silu_and_mul, HALVES),
+    "paged_attention": (_paged_attention, ALL),
+    "latent_attention": (_latent_attention, ALL),
+    "choose_slots": (_choose_slots, ALL),
+    "experts": (_experts, ALL),
+    "gated_delta_rule": (_gated_delta_rule, ALL),
+    "quantised_linear": (_quantised_linear, ALL),
+    # In float32 one activation that is rounded the other way is more than the tolerance.
+    "quantised_experts": (_quantised_experts, HALVES),
+    "sample": (_sample, ALL),
+    "count_tokens": (_count_tokens, (torch.int32,)),
+    "write_logprobs": (_write_logprobs, (torch.float32,)),
+    "accept": (_accept, (torch.int64,)),
+    "sinkhorn": (_sinkhorn, (torch.float32,)),
+}
+"""By op: its calls, and the dtypes to call it with (the first one in every configuration)."""

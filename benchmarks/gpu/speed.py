@@ -1,0 +1,260 @@
+"""Time per iteration of one shape, by K and batch, engine by engine."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.models import SHAPES, build, weigh
+from benchmarks.gpu.profile import Bytes, fill_floor, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu.rows import APART, COMPILED, FUSED, LATE, PLAIN, USE_MTP, Row
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from mtpc.backends.base import Run
+from mtpc.config import CompileOptions
+from mtpc.models.load import LoadedModel
+
+PAGE = 16
+PROMPTS_AT_ONCE = 16
+"""That share a prefill step, at most."""
+OURS = (FUSED, LATE, APART, COMPILED)
+"""Of one compiled step; the last two of the same pieces of it."""
+PROFILES = {
+    f"{FUSED}, {name}": {"disabled_passes": disabled, "enabled_passes": enabled}
+    for name, disabled, enabled in VARIANTS
+}
+"""And the options of each."""
+NOTES = {
+    APART: "our pieces (the target's pass, each draft's), each a graph of its own, as servers do",
+    COMPILED: "torch.compile of the same modules piecewise: our pieces, each compiled by Inductor "
+    "as the whole step is, launched one by one without a graph",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decoded.
+
+    Attributes:
+        prompt_tokens: of each request.
+        new_tokens: of each request, after a warm-up of as many.
+        layers: decoder layers, instead of the shape's.
+        workdir: for the checkpoint that `use_mtp` reads.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    layers: int | None
+    workdir: Path
+
+
+@dataclass(frozen=True)
+class Case:
+    """A number of drafts at a batch size."""
+
+    spec_tokens: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One shape on a machine: every row of it.
+
+    Attributes:
+        machine: where.
+        shape: of models.SHAPES.
+        plan: what is decoded.
+        loaded: the model as mtpc takes it.
+        model: the same tensors as transformers' model.
+    """
+
+    machine: Machine
+    shape: str
+    plan: Plan
+    loaded: LoadedModel
+    model: Any
+
+    @classmethod
+    def open(cls, machine: Machine, shape: str, plan: Plan) -> Bench:
+        """With weights made on the machine."""
+        loaded, model = build(shape, machine.device, plan.layers)
+        return cls(machine, shape, plan, loaded, model)
+
+    def measure(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
+        """Fill rows of one case."""
+        if any(row.engine in OURS for row in rows):
+            fused = Fused(self.machine, self.loaded, self._options(case))
+            yield from (self._measure(fused, row) for row in rows if row.engine in OURS)
+            del fused
+        yield from (self._time_transformers(row) for row in rows if row.engine not in OURS)
+        _free(self.machine)
+
+    def profile(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
+        """Fill rows of PROFILES; of the first also its kernels, and the largest gaps to the time
+        of its bytes."""
+        for row in rows:
+            options = replace(self._options(case), **PROFILES[row.engine])
+            fused = Fused(self.machine, self.loaded, options)
+            decoder, timed = self._warm(fused, row)
+            self._fill(row, self._decode(decoder, row), timed)
+            fill_floor(row)
+            profiler = self.machine.profiler()
+            timed.restart(profiler)
+            self._decode(decoder, row)
+            row.kernels, row.build_s = launches_in(profiler), fused.build_s
+            yield row
+            if row.engine == next(iter(PROFILES)):
+                kernels = list(kernel_rows(row, profiler))
+                yield from gap_rows(row, kernels, self._bytes(row))
+                yield from kernels
+            del fused, decoder, timed
+            _free(self.machine)
+
+    def _bytes(self, row: Row) -> Bytes:
+        """Of a step: all matrices, but for experts' where those have kernels of their own."""
+        products = weigh(self.loaded, 0).step(row.spec_tokens)
+        return Bytes(products, (row.step_bytes or 0) - products)
+
+    def _options(self, case: Case) -> CompileOptions:
+        length = self.plan.prompt_tokens + 2 * self.plan.new_tokens + 32
+        # One by one, the first prompts of many would be done before the last one began.
+        together = min(case.batch, PROMPTS_AT_ONCE)
+        return CompileOptions(
+            spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=length,
+            page_size=PAGE, prefill_chunk=together * self.plan.prompt_tokens,
+            prefill_rows=together, prefix_caching=False,
+        )  # fmt: skip
+
+    def _prompts(self, batch: int) -> Prompts:
+        generator = torch.Generator().manual_seed(batch)
+        shape = (batch, self.plan.prompt_tokens)
+        return torch.randint(0, self.loaded.vocab_size, shape, generator=generator).tolist()
+
+    def _measure(self, fused: Fused, row: Row) -> Row:
+        row.build_s = fused.build_s
+        replay = None
+        if row.engine in (FUSED, LATE):
+            row.launches = 1
+            captured = fused.backend.captured.values()
+            row.graph_mib = sum(step.pool_bytes for step in captured) / (1 << 20)
+            row.note = "; ".join(fused.backend.notes)
+        else:
+            pieces, is_apart = fused.pieces, row.engine == APART
+            row.launches, row.note = pieces.num_parts, NOTES[row.engine]
+            replay = pieces.capture(self.machine.graphs()) if is_apart else pieces.run
+        decoder, timed = self._warm(fused, row, replay)
+        return self._fill(row, self._decode(decoder, row), timed)
+
+    def _warm(
+        self, fused: Fused, row: Row, replay: Run | None = None
+    ) -> tuple[MtpcDecoder, TimedProgram]:
+        """An engine that has decoded once, with a new clock; the copy's bandwidth just before."""
+        row.copy_gb_s = self.machine.copy_bandwidth() / 1e9
+        decoder, timed = fused.decoder(replay, late=row.engine == LATE)
+        self._decode(decoder, row)
+        timed.restart(self.machine.clock())
+        return decoder, timed
+
+    def _decode(self, decoder: MtpcDecoder, row: Row) -> Decoded:
+        return decoder.decode(self._prompts(row.batch), self.plan.new_tokens)
+
+    def _fill(self, row: Row, decoded: Decoded, timed: TimedProgram) -> Row:
+        row.ms_step, row.tokens_per_s = decoded.ms_per_step, decoded.tokens_per_s
+        row.acceptance = decoded.acceptance_rate
+        row.ms_device = 1e3 * mean(timed.clock.read())
+        row.launch_us = 1e6 * mean(timed.launch_s)
+        row.host_us = 1e3 * (row.ms_step - row.ms_device)
+        rows = row.batch * (row.spec_tokens + 1)
+        row.step_bytes = weigh(self.loaded, rows).step(row.spec_tokens)
+        row.of_bandwidth = row.step_bytes / (1e-3 * row.ms_device) / (1e9 * (row.copy_gb_s or 1))
+        return row
+
+    def _time_transformers(self, row: Row) -> Row:
+        decoder: Decoder = TransformersDecoder(self.model, 0)
+        if row.engine == USE_MTP:
+            decoder = with_mtp(self.loaded, self.plan.workdir / self.shape, self.machine.device)
+        prompts = self._prompts(row.batch)
+        for _ in range(2):  # The first warms up.
+            found = decode_on(decoder, self.machine.device, prompts, self.plan.new_tokens)
+        row.ms_step, row.tokens_per_s = found.ms_per_step, found.tokens_per_s
+        row.acceptance = found.acceptance_rate
+        return row
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows that are measured together.
+
+    Attributes:
+        shape: of models.SHAPES.
+        case: drafts and requests.
+        engines: those that can do the case are measured.
+        kind: of tasks that take about as long.
+    """
+
+    shape: str
+    case: Case
+    engines: tuple[str, ...]
+    kind: str
+
+    def rows(self, machine: Machine) -> list[Row]:
+        """What is to be filled. transformers drafts one token, for one request of GLM-4 MoE."""
+        drafts = self.case == Case(1, 1) and SHAPES[self.shape].family == "glm4_moe"
+        engines = [e for e in self.engines if e != USE_MTP or drafts]
+        part = "profile" if self.kind == "profile" else "speed"
+        k, batch = self.case.spec_tokens, self.case.batch
+        return [Row(part, machine.name, self.shape, e, k, batch) for e in engines]
+
+    def __str__(self) -> str:
+        return f"{self.shape} K={self.case.spec_tokens} batch {self.case.batch}, {self.kind}"
+
+
+def tasks(shapes: Sequence[str], spec_tokens: Sequence[int], batches: Sequence[int]) -> list[Task]:
+    """The most telling first: of each shape no drafts and three for a single request, by our
+    engines and then by its peers; after that all else, small batches first."""
+    most = telling_case(spec_tokens, batches)
+    telling = list(dict.fromkeys((Case(min(spec_tokens), most.batch), most)))
+    rest = [Case(k, b) for b in sorted(batches) for k in spec_tokens]
+    found: dict[Task, None] = {}
+    for shape in shapes:
+        found |= dict.fromkeys(_ours(shape, case) for case in telling)
+        found |= dict.fromkeys(_peers(shape, [*telling, Case(1, most.batch)], spec_tokens))
+    for shape in shapes:
+        found |= dict.fromkeys(_ours(shape, case) for case in rest)
+        found |= dict.fromkeys(_peers(shape, rest, spec_tokens))
+    return list(found)
+
+
+def profiles(shapes: Sequence[str], case: Case) -> list[Task]:
+    """One of each shape."""
+    return [Task(shape, case, tuple(PROFILES), "profile") for shape in shapes]
+
+
+def telling_case(spec_tokens: Sequence[int], batches: Sequence[int]) -> Case:
+    """Three drafts, or the most that there are, for a single request."""
+    return Case(3 if 3 in spec_tokens else max(spec_tokens), min(batches))
+
+
+def _ours(shape: str, case: Case) -> Task:
+    return Task(shape, case, OURS, "ours")
+
+
+def _peers(shape: str, of: Sequence[Case], spec_tokens: Sequence[int]) -> Iterator[Task]:
+    """transformers plainly; then with drafts, for which gigabytes go through a file."""
+    for engine, k in ((PLAIN, 0), (USE_MTP, 1)):
+        for case in of:
+            if case.spec_tokens == k and k in spec_tokens:
+                yield Task(shape, case, (engine,), engine)
+
+
+def _free(machine: Machine) -> None:
+    gc.collect()
+    if not machine.is_dry:
+        torch.cuda.empty_cache()

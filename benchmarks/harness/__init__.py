@@ -1,0 +1,1 @@
+"""Parts that the benchmarks share: samples in turns, checkpoints, command lines."""

@@ -1,0 +1,121 @@
+"""What the command lines of benchmarks share: options, progress, directories."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.harness.bandwidth import BUFFER_BYTES
+from benchmarks.harness.models import SHAPES
+from benchmarks.harness.results import add_result_files
+from benchmarks.harness.sampling import Tell
+
+
+def positive(text: str) -> int:
+    """An argument that is a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def teller() -> Tell:
+    """Plain lines on standard error: anything livelier would use the CPU that is measured."""
+    start = time.perf_counter()
+
+    def tell(text: str) -> None:
+        print(f"[{time.perf_counter() - start:7.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def begin(args: argparse.Namespace) -> Tell:
+    """Set torch's threads as asked, quiet transformers, and return what hears of progress."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return teller()
+
+
+def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The command line of `python -m benchmarks.NAME`, described by its module's first line."""
+    description = (doc or "").split("\n")[0]
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The option that sizes the model."""
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """The option that chooses mtpc's backend."""
+    parser.add_argument("--backend", default="auto", help="mtpc's backend")
+
+
+def add_passes(parser: argparse.ArgumentParser) -> None:
+    """The option that enables passes."""
+    help_ = "a pass that is off by default"
+    parser.add_argument("--enable", action="append", default=[], metavar="PASS", help=help_)
+
+
+def add_vllm(parser: argparse.ArgumentParser) -> None:
+    """The option that brings vLLM along."""
+    help_ = "interpreter of an environment with vLLM"
+    parser.add_argument("--vllm-python", type=Path, metavar="FILE", help=help_)
+
+
+def add_disturbance(parser: argparse.ArgumentParser) -> None:
+    """The option that says what counts as disturbed."""
+    help_ = "CPU time that other processes may use"
+    parser.add_argument("--max-foreign", type=float, default=0.05, metavar="SHARE", help=help_)
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser, repeats: int, wanted: str = "undisturbed samples per row"
+) -> None:
+    """The options that say how many samples are taken, and how undisturbed.
+
+    Args:
+        parser: of a benchmark.
+        repeats: the default.
+        wanted: what there shall be so many of.
+    """
+    add = parser.add_argument
+    add("--repeats", type=positive, default=repeats, metavar="N", help=wanted)
+    add_disturbance(parser)
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--seed", type=int, default=0)
+
+
+def add_probe(parser: argparse.ArgumentParser) -> None:
+    """The option that sizes a `BandwidthProbe`, in MiB."""
+    default, help_ = BUFFER_BYTES >> 20, "read by the probe"
+    parser.add_argument("--probe-mib", type=positive, default=default, metavar="N", help=help_)
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """The options that `working_directory` and `write_results` take."""
+    help_ = "keep checkpoints, caches and logs here; default: a temporary directory"
+    parser.add_argument("--workdir", type=Path, help=help_)
+    add_result_files(parser)
+
+
+@contextmanager
+def working_directory(path: Path | None) -> Iterator[Path]:
+    """A directory for checkpoints and logs: the given one, which is kept, or a temporary one."""
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="mtpc-benchmark-") as temporary:
+        yield Path(temporary)

@@ -1,0 +1,157 @@
+"""A benchmark's record, and what is rendered from it: a table, Markdown, CSV.
+
+The record is JSON. It holds everything that was measured, with the machine, the versions and the
+arguments. It holds no path: where files were is no part of a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.harness.machine import describe_machine, describe_versions
+from mtpc.cli.tables import output, print_table
+
+Record = dict[str, Any]
+"""`benchmark` (its module's name), `machine`, `versions`, `arguments`, `rows`, and more by name."""
+
+SAMPLES_NOTE = (
+    "samples: kept + dropped because other processes used the CPU; "
+    "*: all were disturbed, none dropped."
+)
+
+
+class Counted(Protocol):
+    """A row that says how many samples it rests on."""
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def discarded(self) -> int: ...
+
+    @property
+    def disturbed(self) -> bool: ...
+
+
+def sample_counts(row: Counted) -> str:
+    """The cell that `SAMPLES_NOTE` explains."""
+    return f"{row.samples}+{row.discarded}{'*' * row.disturbed}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A record's rows as a reader sees them.
+
+    Attributes:
+        title: what was measured.
+        columns: headings.
+        cells: the body, a text for each column.
+        notes: lines below it.
+    """
+
+    title: str
+    columns: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+    def print(self) -> None:
+        """Write it to standard output."""
+        console = output()
+        print_table(console, self.title, self.columns, self.cells)
+        for note in self.notes:
+            console.print(note, style="dim", soft_wrap=True)
+
+
+def new_record(benchmark: str, args: argparse.Namespace, measured: Mapping[str, Any]) -> Record:
+    """The record of a run.
+
+    Args:
+        benchmark: the module that ran.
+        args: its command line; paths are left out, and so is what was not given.
+        measured: what else the record holds, `rows` among it.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    arguments = {name: value for name, value in given.items() if not isinstance(value, Path)}
+    return {
+        "benchmark": benchmark,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "arguments": arguments,
+        **measured,
+    }
+
+
+def add_result_files(parser: argparse.ArgumentParser) -> None:
+    """The options that `write_results` reads."""
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
+    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+
+
+def write_results(args: argparse.Namespace, record: Record, table: Table) -> None:
+    """Write the files that `add_result_files` has options for."""
+    if args.out:
+        # Without indentation: samples of serving are traces, a line a number.
+        args.out.write_text(json.dumps(record))
+    if args.csv:
+        args.csv.write_text(to_csv(record))
+    if args.markdown:
+        args.markdown.write_text(to_markdown(record, table))
+
+
+def publish(
+    benchmark: str,
+    args: argparse.Namespace,
+    measured: Mapping[str, Any],
+    to_table: Callable[[Record], Table],
+) -> None:
+    """At the end of a run: write the files that were asked for, and print the table.
+
+    Args:
+        benchmark: the module that ran.
+        args: its command line.
+        measured: see `new_record`.
+        to_table: the module's `table`.
+    """
+    record = new_record(benchmark, args, measured)
+    table = to_table(record)
+    write_results(args, record, table)
+    table.print()
+
+
+def to_markdown(record: Record, table: Table) -> str:
+    """The table, its notes, and what it was measured on."""
+    notes = list(table.notes)
+    for name in ("machine", "versions", "arguments"):
+        if record[name]:
+            notes.append(f"{name}: {', '.join(f'{k} {v}' for k, v in record[name].items())}")
+    return "\n".join([*pipes(table.columns, table.cells), "", *(f"- {n}" for n in notes), ""])
+
+
+def pipes(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown."""
+    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
+
+
+def to_csv(record: Record) -> str:
+    """A line per row, with the processor and the versions; samples and the like left out."""
+    facts = {"cpu": record["machine"]["cpu"], **record["versions"]}
+    rows = [{**_numbers(row), **facts} for row in record["rows"]]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a row fits a cell."""
+    return {name: v for name, v in row.items() if not isinstance(v, (list, tuple, dict))}

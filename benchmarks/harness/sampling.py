@@ -1,0 +1,241 @@
+"""Taking samples in turns, each between two readings of the bandwidth, and dropping disturbed ones.
+
+Machines drift: memory bandwidth changes by half within minutes, and other processes come and go.
+So every case is measured once before any is measured again, and each sample is set against the
+bandwidth around it rather than against a number from a data sheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts
+from benchmarks.harness.machine import CpuWatch, memory_shortage
+
+Tell = Callable[[str], None]
+"""Hears what is being done."""
+
+ATTEMPTS = 3
+"""Rounds, as a multiple of those asked for, after which disturbed samples are not repeated."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to sample.
+
+    Attributes:
+        prompt_tokens: length of each prompt.
+        new_tokens: decoded per request and sample.
+        repeats: undisturbed samples wanted per case.
+        max_foreign: share of the CPU time that others may use before a sample is dropped.
+        seed: of the prompts.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    max_foreign: float
+    seed: int
+
+    def prompts(self, count: int, vocab_size: int) -> Prompts:
+        """Random prompts, the same ones in every run."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (count, self.prompt_tokens)
+        return torch.randint(0, vocab_size, shape, generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One decoded batch, the bandwidth around it (bytes a second), and others' CPU share."""
+
+    decoded: Decoded
+    bandwidth: float
+    foreign_share: float
+
+
+class Shared(Protocol):
+    """A sample that knows which share of the CPU time other processes used."""
+
+    @property
+    def foreign_share(self) -> float: ...
+
+
+S = TypeVar("S", bound=Shared)
+
+
+class Sampled(Generic[S]):
+    """A row to be: what was sampled, and which samples count.
+
+    Attributes:
+        samples: all that were taken.
+    """
+
+    samples: list[S]
+
+    def undisturbed(self, max_foreign: float) -> list[S]:
+        """Samples during which other processes used at most `max_foreign` of the CPU time."""
+        return [sample for sample in self.samples if sample.foreign_share <= max_foreign]
+
+    def kept(self, max_foreign: float) -> list[S]:
+        """The undisturbed samples; all of them, if none is undisturbed."""
+        return self.undisturbed(max_foreign) or self.samples
+
+    def counts(self, max_foreign: float) -> dict[str, Any]:
+        """Fields that every row has.
+
+        They are `samples` (how many are kept), `discarded` (how many are left out), `disturbed`
+        (no sample was undisturbed, so all are kept) and `taken` (every sample).
+        """
+        kept = self.kept(max_foreign)
+        return dict(
+            samples=len(kept),
+            discarded=len(self.samples) - len(kept),
+            disturbed=bool(kept) and not self.undisturbed(max_foreign),
+            taken=tuple(self.samples),
+        )
+
+
+@dataclass
+class Case(Sampled[Sample]):
+    """One row to be: a model and its weights, a decoder, a batch size.
+
+    Attributes:
+        model: family name.
+        weights: "random" or "accepting".
+        decoder: what decodes.
+        batch: requests at a time.
+        step_bytes: weights that a step has to read.
+        samples: all that were taken.
+    """
+
+    model: str
+    weights: str
+    decoder: Decoder
+    batch: int
+    step_bytes: int
+    samples: list[Sample] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        engine, spec_tokens = self.decoder.engine, self.decoder.spec_tokens
+        return f"{self.model} {self.weights}, {engine} K={spec_tokens} batch {self.batch}"
+
+
+def sample_in_turns(
+    cases: Sequence[Case], plan: Plan, prompts: Prompts, probe: BandwidthProbe, tell: Tell
+) -> None:
+    """Fill the cases' samples, one of each case a round, until every case has enough.
+
+    Args:
+        cases: to be filled.
+        plan: how many samples, and of how many tokens.
+        prompts: as many as the largest batch has.
+        probe: reads the bandwidth around each sample.
+        tell: hears what is being done.
+    """
+    _warm_up(cases, plan, prompts, tell)
+    shortage = memory_shortage()
+    if shortage is not None:
+        tell(shortage)
+    for turn in range(1, plan.repeats * ATTEMPTS + 1):
+        wanting = [c for c in cases if len(c.undisturbed(plan.max_foreign)) < plan.repeats]
+        if turn > 1:
+            renewed = _renew(wanting)
+            _warm_up([c for c in wanting if c.decoder in renewed], plan, prompts, tell)
+        for case in wanting:
+            sample = _take(case, prompts[: case.batch], plan.new_tokens, probe)
+            case.samples.append(sample)
+            disturbed = sample.foreign_share > plan.max_foreign
+            tell(
+                f"round {turn}: {case}: {sample.decoded.ms_per_step:.2f} ms a step at "
+                f"{sample.bandwidth / 1e9:.1f} GB/s"
+                + disturbed
+                * f" (dropped: others used {sample.foreign_share:.0%} of the CPU)"
+            )
+
+
+def _renew(cases: Sequence[Case]) -> list[Decoder]:
+    """Decoders that have started anew."""
+    decoders = list(dict.fromkeys(case.decoder for case in cases))
+    return [decoder for decoder in decoders if decoder.renew()]
+
+
+def _warm_up(cases: Sequence[Case], plan: Plan, prompts: Prompts, tell: Tell) -> None:
+    for case in cases:
+        tell(f"warm up: {case}")
+        # As many tokens as a sample has: with few, the first would be done before the last began.
+        case.decoder.decode(prompts[: case.batch], plan.new_tokens)
+
+
+def _take(case: Case, prompts: Prompts, new_tokens: int, probe: BandwidthProbe) -> Sample:
+    watch = CpuWatch()
+    before = probe.read()
+    decoded = case.decoder.decode(prompts, new_tokens)
+    bandwidth = (before + probe.read()) / 2
+    return Sample(decoded, bandwidth, watch.foreign_share(decoded.child_cpu_s))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the samples of a case say: medians, over undisturbed samples where there is one.
+
+    Of a decoder that started anew for each, the sample alone that was fastest for the bandwidth
+    around it: launches differ, and a peer is to be measured at its best.
+
+    Attributes:
+        roofline_ms: the time that reading the step's weights takes at the adjacent bandwidth.
+        efficiency: roofline over measured time, sample by sample.
+        samples: how many there are to choose from.
+        discarded: how many were left out as disturbed.
+        disturbed: every sample was disturbed; the medians are of all of them.
+        taken: every sample, those left out too.
+    """
+
+    model: str
+    weights: str
+    engine: str
+    spec_tokens: int
+    batch: int
+    ms_per_step: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+    bandwidth_gb_s: float
+    step_bytes: int
+    roofline_ms: float
+    efficiency: float
+    samples: int
+    discarded: int
+    disturbed: bool
+    build_s: float
+    taken: tuple[Sample, ...]
+
+
+def summarise(case: Case, max_foreign: float) -> Row:
+    """The row of a case that has been sampled."""
+    all_kept = case.kept(max_foreign)
+    best = max(all_kept, key=lambda sample: sample.decoded.tokens_per_s / sample.bandwidth)
+    kept = [best] if case.decoder.launches > 1 else all_kept
+    roofline = [1e3 * case.step_bytes / sample.bandwidth for sample in kept]
+    measured = [sample.decoded.ms_per_step for sample in kept]
+    rates = [s.decoded.acceptance_rate for s in kept if s.decoded.acceptance_rate is not None]
+    return Row(
+        model=case.model,
+        weights=case.weights,
+        engine=case.decoder.engine,
+        spec_tokens=case.decoder.spec_tokens,
+        batch=case.batch,
+        ms_per_step=median(measured),
+        tokens_per_s=median(sample.decoded.tokens_per_s for sample in kept),
+        acceptance_rate=median(rates) if rates else None,
+        bandwidth_gb_s=median(sample.bandwidth for sample in kept) / 1e9,
+        step_bytes=case.step_bytes,
+        roofline_ms=median(roofline),
+        efficiency=median(r / m for r, m in zip(roofline, measured, strict=True)),
+        build_s=case.decoder.build_s,
+        **case.counts(max_foreign),
+    )

@@ -1,0 +1,1 @@
+"""The engines that mtpc is compared with, each in a process of its own."""

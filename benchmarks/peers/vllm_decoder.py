@@ -1,0 +1,111 @@
+"""vLLM beside mtpc: in a process that waits between its turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.harness.decoders import Decoded, Prompts
+from benchmarks.peers import vllm_host
+
+
+class VllmError(Exception):
+    """vLLM ended before it was told to; says where its log is."""
+
+
+class VllmProcess:
+    """One vLLM engine with one number of drafts, waiting for jobs.
+
+    Args:
+        python: the interpreter of its environment.
+        options: see `vllm_host.arguments`.
+        kept: a directory for its caches and its log.
+        threads: of its own.
+
+    Raises:
+        VllmError: it did not start.
+    """
+
+    def __init__(self, python: Path, options: Mapping[str, Any], kept: Path, threads: int) -> None:
+        drafts = options["speculative_config"]
+        self.spec_tokens = drafts["num_speculative_tokens"] if drafts else 0
+        kept.mkdir(parents=True, exist_ok=True)
+        self._log = kept / f"K={self.spec_tokens}.log"
+        # Not resolved: an environment's interpreter is a link, and known by its place.
+        python, start = python.absolute(), time.perf_counter()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [str(python), "-m", "benchmarks.peers.vllm_host", json.dumps(dict(options))],
+                cwd=ROOT,
+                env=os.environ | vllm_host.environment(kept, threads, python),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._read()
+        self.build_s = time.perf_counter() - start
+
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a job done; see `vllm_host`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise VllmError(
+                f"vLLM ended with status {self._process.wait()}; its log is {self._log}"
+            )
+        return json.loads(line)
+
+
+class VllmDecoder:
+    """vLLM as a decoder of the decode benchmark.
+
+    Args:
+        launch: starts a process.
+        relaunches: whether each round has a launch of its own.
+    """
+
+    engine = "vLLM"
+    largest_batch = None
+
+    def __init__(self, launch: Callable[[], VllmProcess], relaunches: bool) -> None:
+        self._launch, self._relaunches = launch, relaunches
+        self._process, self.launches = launch(), 1
+        self.spec_tokens, self.build_s = self._process.spec_tokens, self._process.build_s
+
+    def renew(self) -> bool:
+        """End the process and start another, if that was asked for."""
+        if self._relaunches:
+            self.close()
+            self._process = self._launch()
+            self.launches += 1
+        return self._relaunches
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """Continue prompts greedily, by exactly `new_tokens` each."""
+        done = self._process.ask({"prompts": list(prompts), "new_tokens": new_tokens})
+        per_step = done["tokens"] / done["steps"] / len(prompts)
+        rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
+        return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])

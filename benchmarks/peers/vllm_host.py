@@ -1,0 +1,154 @@
+"""vLLM's CPU build in a process of its own, with options as far as possible those of mtpc.
+
+Runs under vLLM's interpreter, where mtpc is not installed: the standard library, and vllm.
+
+As a program it works on demand: it reads a job, a line of JSON, and answers with one, until its
+input ends. `{"prompts": [[...]], "new_tokens": N}` decodes a batch; `{"prefill": [[...]]}` takes
+prompts to their first tokens; `{"arrivals": [...]}` serves requests as they arrive (see
+`arrivals`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.arrivals import Arrival, serve
+
+
+def environment(kept: Path, threads: int, python: Path) -> dict[str, str]:
+    """Variables that its process needs.
+
+    Args:
+        kept: a directory for its caches.
+        threads: on as many processors, from the first on.
+        python: its interpreter.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
+        "VLLM_CACHE_ROOT": str(kept / "vllm"),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Its kernels are linked against the OpenMP that its wheel brings along.
+        "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
+    }
+
+
+def arguments(
+    directory: str, spec_tokens: int, max_len: int, max_seqs: int, eager: bool = False
+) -> dict[str, Any]:
+    """What `vllm.LLM` is given."""
+    drafts = {"method": "mtp", "num_speculative_tokens": spec_tokens} if spec_tokens else None
+    return dict(
+        model=directory,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=max_len,
+        max_num_seqs=max_seqs,
+        enforce_eager=eager,
+        enable_prefix_caching=False,
+        seed=0,
+        speculative_config=drafts,
+    )
+
+
+def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+    """Decode steps of one batch: how many, the tokens of all requests, seconds, CPU seconds."""
+    from vllm import SamplingParams
+
+    cpu = time.process_time()
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+        )
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    lengths: dict[str, int] = {}
+    ticks: list[tuple[float, int]] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
+        if len(lengths) == len(prompts):  # All are past their prefill.
+            ticks.append((time.perf_counter(), sum(lengths.values())))
+    (begin, before), (end, after) = ticks[0], ticks[-1]
+    return dict(
+        steps=len(ticks) - 1,
+        tokens=after - before,
+        seconds=end - begin,
+        cpu_s=time.process_time() - cpu,
+    )
+
+
+def first_tokens(engine: Any, prefill: list[list[int]]) -> dict[str, float]:
+    """Prompts to their first new tokens, one after another: seconds, CPU seconds."""
+    from vllm import SamplingParams
+
+    cpu, start = time.process_time(), time.perf_counter()
+    for index, prompt in enumerate(prefill):
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+    return dict(seconds=time.perf_counter() - start, cpu_s=time.process_time() - cpu)
+
+
+class VllmServer:
+    """vLLM's engine under load."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self._lengths: dict[str, int] = {}
+
+    def add(self, name: str, arrival: Arrival) -> None:
+        """Queue a request."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=arrival.new_tokens, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(name, {"prompt_token_ids": arrival.prompt}, params)
+
+    def step(self) -> Iterator[tuple[str, int]]:
+        """One iteration."""
+        for output in self._engine.step():
+            before = self._lengths.get(output.request_id, 0)
+            self._lengths[output.request_id] = len(output.outputs[0].token_ids)
+            yield output.request_id, len(output.outputs[0].token_ids) - before
+
+
+def serve_all(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
+    """Traces of requests, see `arrivals.serve`, and CPU seconds."""
+    cpu = time.process_time()
+    traces = serve(VllmServer(engine), [Arrival(**arrival) for arrival in arrivals])
+    return dict(traces=traces, cpu_s=time.process_time() - cpu)
+
+
+_WORK = {"prompts": decode, "prefill": first_tokens, "arrivals": serve_all}
+"""What a job is, by the name of its input."""
+
+
+def main(options: str) -> None:
+    """Start, say so, and decode what comes."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # What vLLM prints goes to the log.
+    from vllm import LLM
+
+    engine = LLM(**json.loads(options)).llm_engine
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        job = json.loads(line)
+        (kind,) = _WORK.keys() & job.keys()
+        print(json.dumps(_WORK[kind](engine, **job)), file=answers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
