@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
 from mtpc.models.family import Canonical, ModelFamily, MTPWiring
+from mtpc.ops.experts import experts
 
 SEAM_NAME = "mtpc"
 
@@ -76,8 +76,8 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
     weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
     limit = getattr(module, "limit", None)
     if limit is None:
-        return ops.experts(x, *weights)
-    return ops.experts(x, *weights, float(limit), True)  # As `_apply_gate` of such modules.
+        return experts(x, *weights)
+    return experts(x, *weights, float(limit), True)  # As `_apply_gate` of such modules.
 
 
 def model_class(family: ModelFamily) -> Any:
