@@ -10,6 +10,7 @@ from torch import fx
 
 from mtpc.backends.base import Report
 from mtpc.capture.graph import StepGraph
+from mtpc.ops.signatures import arguments_of
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
 """Why a kernel cannot take a call, or None where it can; decided from shapes and dtypes."""
@@ -77,7 +78,7 @@ class BindKernels:
         name = str(node.target).removesuffix(".default").replace(".", "::")
         candidates = [b for b in self.bindings if b.reference is node.target]
         for index, binding in enumerate(candidates):
-            reason = _refused_argument(node) or binding.refuses(node, graph)
+            reason = _refused_argument(node, binding.target) or binding.refuses(node, graph)
             if reason is None:
                 return binding
             if binding.expected:
@@ -89,6 +90,9 @@ class BindKernels:
         return None
 
 
-def _refused_argument(node: fx.Node) -> str | None:
-    """What skip-idle-rows adds, if somebody enables it here: only the cpu's kernels take it."""
-    return "it takes no number of rows" if "rows" in node.kwargs else None
+def _refused_argument(node: fx.Node, target: Any) -> str | None:
+    """Arguments that the reference has and a kernel has not: a number of rows, which only the cpu's
+    kernels take, if somebody enables skip-idle-rows here."""
+    taken = {argument.name for argument in target._schema.arguments}
+    refused = [name for name in arguments_of(node) if name not in taken]
+    return f"it takes no {', '.join(refused)}" if refused else None

@@ -98,7 +98,7 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
 
     check_device()
     # Imported after the check: the message on a missing GPU should not be one on Triton.
-    from mtpc.backends.triton_kernels.limits import triton_bindings
+    from mtpc.backends.triton_kernels import triton_bindings
 
     bindings: list[Binding] = []
     if torch.version.hip:
