@@ -108,7 +108,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 def run(op, *options, **named):
     x, counts = torch.arange(4.0), torch.arange(4)
-    return [*op(x, counts, *options, **named), counts]
+    made = [option() if callable(option) else option for option in options]
+    return [*op(x, counts, *made, **named), counts]
 
 def check(op, *options, **named):
     for one, other in zip(run(op, *options, **named), run(reference, *options, **named)):
@@ -136,7 +137,7 @@ assert str(ours._schema) == (
     "Tensor? bias=None) -> (Tensor, Tensor)"
 )
 check(ours, 3)
-check(ours, 3, True, torch.ones(4))
+check(ours, 3, True, lambda: torch.ones(4))
 (declared,) = direct_calls()[ours]
 assert declared == (
     "AOTITorchError aoti_torch_cpu_halve(AtenTensorHandle x, AtenTensorHandle counts, "
