@@ -126,7 +126,7 @@ import ctypes, sys
 from pathlib import Path
 from mtpc.backends.cpu_kernels import direct_calls, kernel_table, load_library
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
-from mtpc.cache.store import EntryStore
+from mtpc.store.entries import EntryStore
 
 built = build_kernels(EntryStore(Path(sys.argv[1])))
 load_library(built)

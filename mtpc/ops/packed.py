@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
-from mtpc.packing import fill_packed, unpack
+from mtpc.weights.packing import fill_packed, unpack
 
 
 @torch.library.custom_op("mtpc::pack", mutates_args=("packed",))
@@ -21,7 +21,7 @@ def pack(weight: Tensor, packed: Tensor) -> None:
 
     Args:
         weight: bfloat16 or uint8 [..., N, K], K a multiple of g.
-        packed: [..., ceil(N / 32), K / g, 32, g] of weight's dtype, see `mtpc.packing`.
+        packed: [..., ceil(N / 32), K / g, 32, g] of weight's dtype, see `mtpc.weights.packing`.
     """
     fill_packed(weight, packed)
 
@@ -38,7 +38,7 @@ def packed_linear(
 
     Args:
         x: bfloat16 [..., K].
-        weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.packing.pack` makes it.
+        weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.weights.packing.pack` makes it.
         features: N.
         bias: bfloat16 [N].
         rows: int32 or int64 [1], how many leading rows of x are in use. The results of the others

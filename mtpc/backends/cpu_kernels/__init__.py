@@ -34,8 +34,8 @@ from torch import Tensor
 
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.backends.cpu_kernels.generate import c_declaration
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops import references
+from mtpc.store.entries import Entry, EntryStore
 
 
 def load_kernels(
@@ -73,7 +73,7 @@ def _is_loaded() -> bool:
 
 
 def fill_packed(weight: Tensor, packed: Tensor) -> None:
-    """`mtpc.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
+    """`mtpc.weights.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
     torch.ops.mtpc_cpu.pack(weight, packed)
 
 

@@ -23,18 +23,18 @@ import torch
 
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
-from mtpc.cache.key import Fields, digest, hash_of
-from mtpc.cache.lookup import KEY, find, key_bytes
-from mtpc.cache.machine import (
+from mtpc.config import cache_directory, cxx_compiler
+from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import Fields, digest, hash_of
+from mtpc.store.lookup import KEY, find, key_bytes
+from mtpc.store.machine import (
     COMPILER,
     cpu_flags,
     machine_fields,
     source_fields,
     version_fields,
 )
-from mtpc.cache.store import Entry, EntryStore
-from mtpc.config import cache_directory, cxx_compiler
-from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 
 LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"
 _RUNNER_SOURCE = SOURCE_DIR / "runner.cpp"

@@ -23,7 +23,7 @@ from mtpc.backends.triton_kernels.ops.quantised_linear import (
     round_rows_launch,
     unpack_bytes,
 )
-from mtpc.packing import TILE, ZERO
+from mtpc.weights.packing import TILE, ZERO
 
 _TILE_ROWS, _DEPTH = 64, 128
 """Rows in a tile at most; inputs in one product."""

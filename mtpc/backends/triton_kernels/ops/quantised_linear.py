@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.packing import LARGEST, TILE, ZERO
+from mtpc.weights.packing import LARGEST, TILE, ZERO
 
 _TILE_ROWS, _DEPTH, _ROUND_BLOCK = 64, 128, 1024
 """Rows in a tile at most; inputs in one product; elements that are rounded at a time."""
