@@ -29,8 +29,8 @@ from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Plan, Tell
-from mtpc.backends.cpu_kernels import NAMES
-from mtpc.backends.cpu_kernels.direct_calls import function_of
+from mtpc.backends.cpu_kernels.generate import c_name
+from mtpc.ops import references
 
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(
@@ -39,7 +39,7 @@ LINEARS = tuple(
                  "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
                  "quantised_linear_max", "quantised_experts")
 )  # fmt: skip
-DIRECT_CALLS = {function_of(name): f"mtpc_cpu::{name}" for name in NAMES}
+DIRECT_CALLS = {c_name(name): f"mtpc_cpu::{name}" for name in references()}
 """What the profiler calls kernels that generated code calls as functions of C."""
 TELL_THE_PROFILER = {"cpp.enable_kernel_profile": True}
 """A setting of Inductor: the profiler hears of such calls, at a fraction of a microsecond each."""

@@ -19,10 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from mtpc.backends.targets import TARGETS, Target
-from mtpc.backends.triton_kernels import plans
 from mtpc.backends.triton_kernels.crosscompile import cross_compile, gpu_target
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.loading import CodeObjects
+from mtpc.backends.triton_kernels.plans import plan
 from mtpc.store.entries import EntryStore
 
 
@@ -77,28 +77,31 @@ def launches() -> list[Launch]:
     )
     turned = (new(8, 4, 64), new(8, 2, 64), new(8, 2, 64))
     made = [
-        plans.plan_write_cache(kv, new(8, 2, 64), slots),
-        plans.plan_paged_attention(new(8, 4, 64), kv, kv, *indices, 0.1),
-        plans.plan_paged_attention(new(1, 4, 64), kv, kv, *one, 0.1, 32, 5.0, new(4)),
-        plans.plan_latent_attention(new(8, 4, 80), latent, *indices, 0.1, 64),
-        plans.plan_experts(new(1, 64), new(6, 64, 64), new(6, 64, 32), *choices, 7.0, True),
-        plans.plan_gated_delta_rule(*delta),
-        plans.plan_quantised_linear(
-            new(8, 64), new(2, 16, 32, 4, dtype=torch.uint8), new(64, dtype=float32)
+        plan("write_cache", kv, new(8, 2, 64), slots),
+        plan("paged_attention", new(8, 4, 64), kv, kv, *indices, 0.1),
+        plan("paged_attention", new(1, 4, 64), kv, kv, *one, 0.1, 32, 5.0, new(4)),
+        plan("latent_attention", new(8, 4, 80), latent, *indices, 0.1, 64),
+        plan("experts", new(1, 64), new(6, 64, 64), new(6, 64, 32), *choices, 7.0, True),
+        plan("gated_delta_rule", *delta),
+        plan(
+            "quantised_linear",
+            new(8, 64),
+            new(2, 16, 32, 4, dtype=torch.uint8),
+            new(64, dtype=float32),
         ),
-        plans.plan_sample(*rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
-        plans.plan_count_tokens(tokens[2], *emitted),
-        plans.plan_write_logprobs(*reports, rows[0], *emitted, numbers[1]),
-        plans.plan_accept(*accepted),
-        plans.plan_accept(*accepted, *(new(2, dtype=torch.bool) for _ in range(2))),
-        plans.plan_rms_norm(new(8, 80)[:, :64], new(64), 1e-6),
-        plans.plan_add_rms_norm(new(1, 80), new(1, 80), new(80), 1e-6, True),
-        plans.plan_draft_entry(new(8, 64), new(64), new(8, 96)[:, 32:], new(64), 1e-6),
-        plans.plan_silu_and_mul(new(8, 128)),
-        plans.plan_rotate(new(8, 4, 64), new(8, 48), new(8, 48)),
-        plans.plan_rotate_and_write(*turned, new(8, 24), new(8, 24), kv, kv, slots),
-        plans.plan_choose_slots(new(8, 4, 64), new(8, 4), kv[:, :, 0], *indices, 16),
-        plans.plan_sinkhorn(new(8, 4, 4, dtype=float32), 20, 1e-6),
+        plan("sample", *rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
+        plan("count_tokens", tokens[2], *emitted),
+        plan("write_logprobs", *reports, rows[0], *emitted, numbers[1]),
+        plan("accept", *accepted),
+        plan("accept", *accepted, *(new(2, dtype=torch.bool) for _ in range(2))),
+        plan("rms_norm", new(8, 80)[:, :64], new(64), 1e-6),
+        plan("add_rms_norm", new(1, 80), new(1, 80), new(80), 1e-6, True),
+        plan("draft_entry", new(8, 64), new(64), new(8, 96)[:, 32:], new(64), 1e-6),
+        plan("silu_and_mul", new(8, 128)),
+        plan("rotate", new(8, 4, 64), new(8, 48), new(8, 48)),
+        plan("rotate_and_write", *turned, new(8, 24), new(8, 24), kv, kv, slots),
+        plan("choose_slots", new(8, 4, 64), new(8, 4), kv[:, :, 0], *indices, 16),
+        plan("sinkhorn", new(8, 4, 4, dtype=float32), 20, 1e-6),
     ]
     return [launch for plan, _ in made for launch in plan]
 

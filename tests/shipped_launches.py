@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtpc.backends.targets import Target
-from mtpc.backends.triton_kernels import plans
 from mtpc.backends.triton_kernels.crosscompile import Specialisation
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.launch import Choice, Launch
+from mtpc.backends.triton_kernels.plans import plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -37,7 +37,7 @@ def gqa(
 ) -> list[Launch]:
     q = _fake(reqs * rows, heads[0], dims[0], dtype=dtype)
     k, v = (_fake(4096, 16, heads[1], dim, dtype=dtype) for dim in dims)
-    return plans.plan_paged_attention(q, k, v, *_indices(reqs, 2048), 0.09)[0]
+    return plan("paged_attention", q, k, v, *_indices(reqs, 2048), 0.09)[0]
 
 
 def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
@@ -45,14 +45,22 @@ def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
     q, kv, sinks = (
         _fake(*shape, dtype=FP16) for shape in ((reqs * rows, 64, 64), (4096, 16, 8, 64), (64,))
     )
-    return plans.plan_paged_attention(
-        q, kv, kv, *_indices(reqs, 2048), 0.1, sliding_window=128, softcap=30.0, sinks=sinks
+    return plan(
+        "paged_attention",
+        q,
+        kv,
+        kv,
+        *_indices(reqs, 2048),
+        0.1,
+        sliding_window=128,
+        softcap=30.0,
+        sinks=sinks,
     )[0]
 
 
 def _mla(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
     q, latents = (_fake(*x, 576, dtype=dtype) for x in ((reqs * rows, 128), (4096, 16)))
-    return plans.plan_latent_attention(q, latents, *_indices(reqs, 2048), 0.07, 512)[0]
+    return plan("latent_attention", q, latents, *_indices(reqs, 2048), 0.07, 512)[0]
 
 
 def _experts(
@@ -73,18 +81,18 @@ def _experts(
         )
     )
     ids = _fake(tokens, chosen, dtype=torch.int64)
-    return plans.plan_experts(x, gate_up, down, ids, weights, *limit)[0]
+    return plan("experts", x, gate_up, down, ids, weights, *limit)[0]
 
 
 def write(tokens: int, dtype: torch.dtype = BF16) -> list[Launch]:
     cache, rows = (_fake(*x, 8, 128, dtype=dtype) for x in ((4096, 16), (tokens,)))
-    return plans.plan_write_cache(cache, rows, _fake(tokens, dtype=torch.int64))[0]
+    return plan("write_cache", cache, rows, _fake(tokens, dtype=torch.int64))[0]
 
 
 def far_write(pages: int) -> list[Launch]:
     """Into a cache of which more than 2 GB may lie before a row, or not."""
     slots = _fake(16, dtype=torch.int64)
-    return plans.plan_write_cache(_fake(pages, 16, 128), _fake(16, 128), slots)[0]
+    return plan("write_cache", _fake(pages, 16, 128), _fake(16, 128), slots)[0]
 
 
 def write_for(target: Target) -> Specialisation:
@@ -102,7 +110,7 @@ def _rotate(
     shapes += [(tokens, turned)] * 2
     shapes += [(4096, 16, kv_count, dim) for dim in (width, v_width)]
     slots = _fake(tokens, dtype=torch.int64)
-    return plans.plan_rotate_and_write(*(_fake(*x, dtype=dtype) for x in shapes), slots)[0]
+    return plan("rotate_and_write", *(_fake(*x, dtype=dtype) for x in shapes), slots)[0]
 
 
 def _norms(tokens: int, width: int, plus_one: bool = False, dtype=BF16) -> list[Launch]:  # type: ignore[no-untyped-def]
@@ -110,24 +118,24 @@ def _norms(tokens: int, width: int, plus_one: bool = False, dtype=BF16) -> list[
     x, weight = _fake(tokens, width, dtype=dtype), _fake(width, dtype=dtype)
     options = (1e-6, plus_one)
     return [
-        *plans.plan_rms_norm(x, weight, *options)[0],
-        *plans.plan_add_rms_norm(x, x, weight, *options)[0],
-        *plans.plan_draft_entry(x, weight, x, weight, *options)[0],
+        *plan("rms_norm", x, weight, *options)[0],
+        *plan("add_rms_norm", x, x, weight, *options)[0],
+        *plan("draft_entry", x, weight, x, weight, *options)[0],
     ]
 
 
 def _norm_of_parts(tokens: int, joint: int, *shape: int) -> list[Launch]:
     """Of the first so many features of a projection: heads, or a latent beside its rotary part."""
     part = _fake(tokens, joint)[:, : math.prod(shape)].unflatten(1, shape)
-    return plans.plan_rms_norm(part, _fake(shape[-1]), 1e-6)[0]
+    return plan("rms_norm", part, _fake(shape[-1]), 1e-6)[0]
 
 
 def _elementwise(tokens: int, width: int, heads: int, dims: tuple[int, int]) -> list[Launch]:
     """SwiGLU's activation; rotary angles of heads, of which some features are turned."""
     angles = [_fake(tokens, dims[1]) for _ in range(2)]
     return [
-        *plans.plan_silu_and_mul(_fake(tokens, 2 * width))[0],
-        *plans.plan_rotate(_fake(tokens, heads, dims[0]), *angles)[0],
+        *plan("silu_and_mul", _fake(tokens, 2 * width))[0],
+        *plan("rotate", _fake(tokens, heads, dims[0]), *angles)[0],
     ]
 
 
@@ -135,7 +143,7 @@ def _choose(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
     """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions; dtype of the cache."""
     query = _fake(reqs * rows, 64, 128, dtype=FP32)
     weights, keys = _fake(reqs * rows, 64, dtype=FP32), _fake(4096, 16, 128, dtype=dtype)
-    return plans.plan_choose_slots(query, weights, keys, *_indices(reqs, 2048), 2048)[0]
+    return plan("choose_slots", query, weights, keys, *_indices(reqs, 2048), 2048)[0]
 
 
 def _delta(
@@ -157,14 +165,14 @@ def _delta(
         _fake(reqs, dtype=torch.int32),
     )
     args = (_fake(tokens, fields, dtype=dtype), *weights, *state, *indices)
-    return plans.plan_gated_delta_rule(*args)[0]
+    return plan("gated_delta_rule", *args)[0]
 
 
 def _int8(tokens: int, features: int, inputs: int, dtype: torch.dtype = BF16) -> list[Launch]:
     weight = _fake(-(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8)
     scales = _fake(features, dtype=torch.float32)
     x = _fake(tokens, inputs, dtype=dtype)
-    return plans.plan_quantised_linear(x, weight, scales)[0]
+    return plan("quantised_linear", x, weight, scales)[0]
 
 
 def _int8_experts(
@@ -181,11 +189,11 @@ def _int8_experts(
         )
         for features, inputs in ((2 * inner, hidden), (hidden, inner))
     ]
-    return plans.plan_quantised_experts(x, *forms[0], *forms[1], ids, shares)[0]
+    return plan("quantised_experts", x, *forms[0], *forms[1], ids, shares)[0]
 
 
 def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
-    return plans.plan_sinkhorn(_fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
+    return plan("sinkhorn", _fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
 
 def _sample(
@@ -204,7 +212,7 @@ def _sample(
     mask = _fake(tokens, words, dtype=torch.int32) if with_mask else None
     stops = _fake(65, 8, dtype=int64)
     logits = _fake(tokens, vocab, dtype=dtype)
-    return plans.plan_sample(logits, *rows, *numbers, *bias, *known, stops, mask)[0]
+    return plan("sample", logits, *rows, *numbers, *bias, *known, stops, mask)[0]
 
 
 def _accept(reqs: int, rows: int, is_prompt: bool = False) -> list[Launch]:
@@ -216,7 +224,7 @@ def _accept(reqs: int, rows: int, is_prompt: bool = False) -> list[Launch]:
     prompts = [_fake(reqs, dtype=flag) for _ in range(2 * is_prompt)]
     ids = _fake(reqs * rows, dtype=int64)
     reports = (_fake(reqs, rows, dtype=int64), *(_fake(reqs, dtype=int32) for _ in range(3)))
-    return plans.plan_accept(*reports, *choices, ids, *lengths, *limits, *prompts)[0]
+    return plan("accept", *reports, *choices, ids, *lengths, *limits, *prompts)[0]
 
 
 def _record(reqs: int, rows: int, vocab: int, dtype: torch.dtype = BF16) -> list[Launch]:
@@ -227,10 +235,10 @@ def _record(reqs: int, rows: int, vocab: int, dtype: torch.dtype = BF16) -> list
     top = [_fake(reqs, rows, 20, dtype=dtype) for dtype in (torch.int64, torch.float64)]
     ints = _fake(65, 6, dtype=torch.int64)
     logits = _fake(reqs * rows, vocab, dtype=dtype)
-    counted = plans.plan_count_tokens(counts, ids, emitted, slots)[0]
+    counted = plan("count_tokens", counts, ids, emitted, slots)[0]
     return [
         *counted,
-        *plans.plan_write_logprobs(own, *top, logits, ids, emitted, slots, ints)[0],
+        *plan("write_logprobs", own, *top, logits, ids, emitted, slots, ints)[0],
     ]
 
 
@@ -293,3 +301,9 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "MiMo-V2's rotary of a third, 16 rows": lambda: _rotate(16, (64, 4), (192, 64, 128)),
     "MiMo-7B's rotary, prompt of 512": lambda: _rotate(512, (32, 8), (128, 128, 128)),
 }
+
+
+def kernel_choices() -> dict[str, Choice]:
+    """The kernels that have several configurations, by name."""
+    launches = [launch for shipped in SHIPPED.values() for launch in shipped()]
+    return {launch.name: launch.choice for launch in launches if launch.choice.changes}

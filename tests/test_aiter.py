@@ -19,7 +19,7 @@ from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter
-from mtpc.backends.aiter_ops import page_lists
+from mtpc.backends.aiter.ops import page_lists
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph

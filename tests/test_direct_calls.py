@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpc.backends.cpu import compile_settings
 from mtpc.backends.cpu_kernels import build_kernels, direct_calls, load_kernels
 from mtpc.backends.cpu_kernels.build import LIBRARY
-from mtpc.backends.cpu_kernels.direct_calls import function_of
+from mtpc.backends.cpu_kernels.generate import c_name
 from mtpc.backends.package import CALLS
 from mtpc.layout import StepKey
 from mtpc.weights.packing import pack
@@ -33,7 +33,7 @@ def test_the_library_has_the_functions_and_torch_has_none_of_their_names() -> No
     theirs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     names = [op.__name__.removesuffix(".default") for op in direct_calls()]
     assert len(names) > 10
-    for name in map(function_of, names):
+    for name in map(c_name, names):
         assert hasattr(library, name)
         assert not hasattr(theirs, name)
 

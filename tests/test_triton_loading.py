@@ -29,7 +29,7 @@ from mtpc.backends.cross import CrossBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.targets import TARGETS
-from mtpc.backends.triton_kernels import crosscompile, load_kernels
+from mtpc.backends.triton_kernels import crosscompile, load_kernels, triton_bindings
 from mtpc.backends.triton_kernels.configs import Config, all_configured
 from mtpc.backends.triton_kernels.crosscompile import (
     METADATA,
@@ -37,7 +37,6 @@ from mtpc.backends.triton_kernels.crosscompile import (
     compiler_fields,
     cross_compile,
 )
-from mtpc.backends.triton_kernels.limits import triton_bindings
 from mtpc.backends.triton_kernels.loading import (
     CodeObjects,
     built_by_another,

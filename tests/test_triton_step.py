@@ -25,8 +25,9 @@ from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels.limits import refuses, triton_bindings
-from mtpc.backends.triton_kernels.plans import PLANS, step_launches
+from mtpc.backends.triton_kernels import refuses, triton_bindings
+from mtpc.backends.triton_kernels.ops import OPERATORS
+from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -254,4 +255,4 @@ def test_float64_stays_with_the_reference_and_is_noted(checkpoint: Callable[...,
         graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
     assert BindKernels(triton_bindings(), notes.append).apply(graph) == 1, "of integers: accept"
     assert any("mtpc::paged_attention does not run on triton (float64; it" in n for n in notes)
-    assert len(PLANS) == len(triton_bindings())
+    assert len(OPERATORS) == len(triton_bindings())

@@ -26,7 +26,8 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.triton_kernels import load_kernels, trial
 from mtpc.backends.triton_kernels.configs import configs_of
 from mtpc.backends.triton_kernels.launch import Launch, run
-from mtpc.backends.triton_kernels.plans import PLANS, node_launches, op_name
+from mtpc.backends.triton_kernels.ops import OPERATORS
+from mtpc.backends.triton_kernels.plans import node_launches, op_name
 from mtpc.backends.triton_kernels.trial import DeviceTimer, trial_arguments
 from mtpc.backends.triton_kernels.tuning import Call
 from mtpc.errors import BackendError
@@ -115,7 +116,7 @@ def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[.
         graph = compiler.rewritten(key)
         buffers = {t.untyped_storage().data_ptr() for t in graph.buffers().values()}
         for node in graph.graph.nodes:
-            if not str(node.target).startswith("mtpc.") or op_name(node) not in PLANS:
+            if not str(node.target).startswith("mtpc.") or op_name(node) not in OPERATORS:
                 continue
             call, name = Call(node, graph), op_name(node)
             with torch.no_grad():

@@ -23,6 +23,7 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
 
 from batches import close, make_batch, make_mixture
 from deltas import two_steps
+from shipped_launches import kernel_choices
 from test_triton_step import OPTIONS, PROMPTS, _compile
 from tuned_calls import DEVICE, names_of, paged_call
 
@@ -31,16 +32,15 @@ from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels import launch as launching
-from mtpc.backends.triton_kernels import load_kernels
+from mtpc.backends.triton_kernels import load_kernels, triton_bindings
 from mtpc.backends.triton_kernels.configs import (
-    CHOICES,
     Config,
     all_configured,
     apply_configs,
     configs_of,
 )
-from mtpc.backends.triton_kernels.limits import triton_bindings
-from mtpc.backends.triton_kernels.plans import PLANS, node_launches
+from mtpc.backends.triton_kernels.ops import OPERATORS
+from mtpc.backends.triton_kernels.plans import node_launches
 from mtpc.backends.triton_kernels.tuning import KIND, ROW, Call, Tuner, fastest, tuning_fields
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
@@ -94,7 +94,7 @@ class _Configured:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            launches = PLANS[name](*args, **kwargs)[0]
+            launches = OPERATORS[name].plan(*args, **kwargs)[0]
             words = []
             for launch in launches:
                 configs = configs_of(launch)
@@ -128,7 +128,8 @@ def test_every_configuration_computes_the_same(place: int) -> None:
     int8 = (torch.randn(5, 64), pack(quantise(weight)), row_scales(weight))
     assert torch.equal(ops.quantised_linear(*int8), OURS.quantised_linear(*int8))
     kernels = {word.partition(":")[0] for word in ops.used}
-    assert kernels == {name for name, choice in CHOICES.items() if len(choice.changes) >= place}
+    choices = kernel_choices()
+    assert kernels == {name for name in choices if len(choices[name].changes) >= place}
 
 
 def test_configurations_change_tiles_and_threads_only() -> None:

@@ -72,7 +72,7 @@ def _load(
     machine: Machine, directory: Path, options: CompileOptions, target: Target, row: Row
 ) -> None:
     """Captured steps on those kernels, with ATen's between them: Inductor has no part in this."""
-    from mtpc.backends.triton_kernels.limits import triton_bindings
+    from mtpc.backends.triton_kernels import triton_bindings
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
 
     assert options.cache_dir is not None

@@ -179,7 +179,7 @@ class GpuMachine:
 
     def direct(self) -> CudaBackend:
         """Without Inductor, tuning or capture."""
-        from mtpc.backends.triton_kernels.limits import triton_bindings
+        from mtpc.backends.triton_kernels import triton_bindings
 
         return CudaBackend(DirectGraphs(), EagerBackend().lower, triton_bindings())
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mtpc.backends.base import Report
-from mtpc.capture.graph import StepGraph, arguments
+from mtpc.capture.graph import StepGraph
+from mtpc.ops.signatures import arguments_of
 from mtpc.passes.base import Policy
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
@@ -85,7 +86,7 @@ class BindKernels:
         name = str(node.target).removesuffix(".default").replace(".", "::")
         candidates = [b for b in self.bindings if b.reference is node.target]
         for index, binding in enumerate(candidates):
-            reason = _refused_argument(node) or binding.refuses(node, graph)
+            reason = _refused_argument(node, binding.target) or binding.refuses(node, graph)
             if reason is None:
                 return binding
             if binding.expected:
@@ -97,6 +98,9 @@ class BindKernels:
         return None
 
 
-def _refused_argument(node: fx.Node) -> str | None:
-    """Why no GPU kernel can take a call: only cpu kernels have the argument of skip-idle-rows."""
-    return None if arguments(node).get("rows") is None else "it takes no number of rows"
+def _refused_argument(node: fx.Node, target: Any) -> str | None:
+    """Arguments of a call that the kernel lacks: only cpu kernels take that of skip-idle-rows."""
+    taken = {argument.name for argument in target._schema.arguments}
+    given = [name for name, value in arguments_of(node).items() if value is not None]
+    refused = [name for name in given if name not in taken]
+    return f"it takes no {', '.join(refused)}" if refused else None

@@ -7,7 +7,7 @@ from collections import Counter
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import ENABLES
-from mtpc.backends.triton_kernels.limits import triton_bindings
+from mtpc.backends.triton_kernels import triton_bindings
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass

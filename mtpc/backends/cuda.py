@@ -102,7 +102,7 @@ def open_cuda(report: Report = lambda line: None, store: EntryStore | None = Non
 
     check_device()
     # Imported after the check, so that a machine without a GPU gets the message about the GPU.
-    from mtpc.backends.triton_kernels.limits import triton_bindings
+    from mtpc.backends.triton_kernels import triton_bindings
 
     bindings: list[Binding] = []
     if torch.version.hip:

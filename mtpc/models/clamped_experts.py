@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mtpc import ops
+from mtpc.ops.experts import experts
 
 
 class ClampedExperts(nn.Module):
@@ -26,4 +26,4 @@ class ClampedExperts(nn.Module):
         """x [T, H], expert_ids int64 [T, k], expert_weights [T, k]; returns [T, H]."""
         limit = [self.limit] if self.limit else []
         weights = (self.gate_up_proj, self.down_proj)
-        return ops.experts(x, *weights, expert_ids, expert_weights, *limit)
+        return experts(x, *weights, expert_ids, expert_weights, *limit)

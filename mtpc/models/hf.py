@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
 from mtpc.models.family import Canonical, ModelFamily, MTPWiring
+from mtpc.ops.experts import experts
 
 SEAM_NAME = "mtpc"
 
@@ -82,9 +82,9 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
     weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
     limit = getattr(module, "limit", None)
     if limit is None:
-        return ops.experts(x, *weights)
+        return experts(x, *weights)
     # Modules with a limit clamp the gate in `_apply_gate`; the last argument asks for the same.
-    return ops.experts(x, *weights, float(limit), True)
+    return experts(x, *weights, float(limit), True)
 
 
 def model_class(family: ModelFamily) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtpc import ops
+from mtpc.ops.sinkhorn import sinkhorn
 
 
 class HyperConnection(nn.Module):
@@ -50,6 +50,6 @@ class HyperConnection(nn.Module):
         pre = torch.sigmoid(pre * self.scale[0] + pre_base) + self.epsilon
         post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
         logits = (mix * self.scale[2] + mix_base).view(-1, n, n)
-        mix = ops.sinkhorn(logits, self.rounds, self.epsilon)
+        mix = sinkhorn(logits, self.rounds, self.epsilon)
         joined = (pre.unsqueeze(-1) * streams).sum(2).to(streams.dtype)
         return post, mix.view(*post.shape, n), joined

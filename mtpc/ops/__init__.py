@@ -1,42 +1,46 @@
-"""Custom ops: the few operations a step contains beyond ATen.
+"""Custom operators: the few operations that a step contains beyond ATen.
 
-Each is a `torch.library` op `mtpc::name` with honest mutation annotations, a fake, and a plain
-PyTorch reference that IS its specification. Backends register faster kernels for a device and
-are tested against the reference. Importing this package registers the ops.
+Each is a `torch.library` operator `mtpc::NAME`: a plain PyTorch function that is its specification.
+The function's signature is the only place where the operator's arguments, their defaults and what
+it writes are declared. Backends derive their own operators from its schema (`references`), and
+their kernels are tested against it. A fake gives the shapes and dtypes of the results; an operator
+without results needs none. Importing this package registers every operator of its modules.
 """
 
-from mtpc.ops.accept import accept
-from mtpc.ops.attention import (
-    expanded_latent_attention,
-    latent_attention,
-    paged_attention,
-    write_cache,
-)
-from mtpc.ops.choose_slots import choose_slots
-from mtpc.ops.experts import experts
-from mtpc.ops.float32_linear import float32_linear
-from mtpc.ops.gated_delta import gated_delta_rule
-from mtpc.ops.packed import (
-    packed_experts,
-    packed_head_linear,
-    packed_linear,
-    packed_linear_max,
-)
-from mtpc.ops.sinkhorn import sinkhorn
+from __future__ import annotations
 
-__all__ = [
-    "accept",
-    "choose_slots",
-    "expanded_latent_attention",
-    "experts",
-    "float32_linear",
-    "gated_delta_rule",
-    "latent_attention",
-    "packed_experts",
-    "packed_head_linear",
-    "packed_linear",
-    "packed_linear_max",
-    "paged_attention",
-    "sinkhorn",
-    "write_cache",
-]
+import sys
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch.library import CustomOpDef
+
+Kind = TypeVar("Kind")
+
+
+def members(package: ModuleType, kind: type[Kind]) -> dict[str, Kind]:
+    """All objects of a type that the modules of a package hold, by name and in its order."""
+    found: dict[str, Kind] = {}
+    for module in iter_modules(package.__path__):
+        names = vars(import_module(f"{package.__name__}.{module.name}"))
+        found |= {name: value for name, value in names.items() if isinstance(value, kind)}
+    return dict(sorted(found.items()))
+
+
+def references() -> dict[str, Any]:
+    """The overload of every operator, by the operator's name."""
+    return {name: getattr(torch.ops.mtpc, name).default for name in _DEFINITIONS}
+
+
+def __getattr__(name: str) -> Any:
+    # Operators are attributes of this module, but type checkers do not see them.
+    raise AttributeError(f"mtpc.ops has no operator {name!r}")
+
+
+_DEFINITIONS = members(sys.modules[__name__], CustomOpDef)
+globals().update(_DEFINITIONS)
+
+__all__ = ["members", "references", *_DEFINITIONS]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mtpc.layout import RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
 
 REPORTS = ("out_token_ids", "num_accepted", "num_emitted", "stop_reason")
-"""Arguments that are written: what the host reads of a step."""
+"""The arguments that `accept` writes: what the host reads after a step."""
 
 
 @torch.library.custom_op("mtpc::accept", mutates_args=REPORTS)
@@ -29,33 +31,34 @@ def accept(
     is_prompt: Tensor | None = None,
     goes_on: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept the longest prefix of drafts that equals the target's choices; stop where one must.
+    """Accept the longest prefix of drafts that equals the target's choices, and apply the stops.
 
-    R >= 1, W = K + 1. A request that decodes has W rows, the last emitted token and its drafts, and
-    a choice for each. One with a prompt's rows has no drafts, and the same choice W times.
+    R >= 1, W = K + 1. A decoding request has W rows, the last emitted token and its drafts, and one
+    choice for each row. A request in prefill has no drafts, and the same choice W times.
 
     Args:
-        out_token_ids: int64 [R, W'], W' >= W; gets the choices, of which the first num_emitted
-            count.
-        num_accepted: int32 [R]; gets how many drafts were.
-        num_emitted: int32 [R]; gets how many choices are emitted, through a stop token.
-        stop_reason: int32 [R]; gets why no more will be, see `mtpc.layout`.
+        out_token_ids: int64 [R, W'], W' >= W; gets the choices. The first num_emitted of them
+            are emitted.
+        num_accepted: int32 [R]; gets the number of accepted drafts.
+        num_emitted: int32 [R]; gets the number of emitted choices, a stop token included.
+        stop_reason: int32 [R]; gets the reason why the request stops, see `mtpc.layout`.
         chosen: int64 [R * W], the target's choices.
-        finite: bool [R * W], whether the logits behind each were.
-        ids: int64 [T], T >= 1, the rows' tokens.
-        query_start_loc: int32 [R+1], a request's rows in `ids`.
-        context_lens: int32 [R], 0 of requests that are off.
+        finite: bool [R * W], whether the logits behind each choice are finite.
+        ids: int64 [T], T >= 1, the tokens of the rows.
+        query_start_loc: int32 [R+1], where the rows of each request begin in `ids`.
+        context_lens: int32 [R], 0 for requests that are off.
         active: bool [R].
-        remaining_tokens: int32 [S], how many more each request may emit.
+        remaining_tokens: int32 [S], how many more tokens each request may emit.
         stop_ids: int64 [S, E], -1 where unused.
-        state_indices: int64 [R], rows of the two before.
-        is_prompt: bool [R], active requests whose rows are a prompt's. None: nobody's.
-        goes_on: bool [R], those of them whose prompt has more rows to come: they emit nothing.
+        state_indices: int64 [R], the row of each request in `remaining_tokens` and `stop_ids`.
+        is_prompt: bool [R], the active requests in prefill. None: there are none.
+        goes_on: bool [R], the requests in prefill whose prompt has more rows after this step. They
+            emit nothing. None: there are none.
 
     Returns:
-        anchors int64 [R], in 0..T-1: the last accepted row, or the last of a prompt; of a request
-        that is off, any row;
-        remaining int32 [R], 0 once finished;
+        anchors int64 [R], in 0..T-1: the last accepted row, or the last row of a prompt; any row
+        for a request that is off;
+        remaining int32 [R], 0 for a finished request;
         new_lens int32 [R], the committed lengths after this step.
     """
     num_reqs = context_lens.shape[0]
@@ -101,7 +104,7 @@ def stop(
         choices: int64 [R, W], candidates in order; the first `num_candidates` count.
         num_candidates: int [R].
         emits: bool [R].
-        finite: bool [R, W], whether the logits behind each candidate were finite.
+        finite: bool [R, W], whether the logits behind each candidate are finite.
         remaining: int32 [R], new tokens the request may still emit.
         stop_ids: int64 [R, E], -1 where unused.
 
@@ -130,18 +133,20 @@ def stop(
 
 
 @accept.register_fake
-def fake_accept(  # type: ignore[no-untyped-def]
-    out_token_ids, num_accepted, num_emitted, stop_reason,
-    chosen, finite, ids, query_start_loc, context_lens: Tensor, *_,
+def _(
+    out_token_ids: Tensor, num_accepted: Tensor, num_emitted: Tensor, stop_reason: Tensor,
+    chosen: Tensor, finite: Tensor, ids: Tensor, query_start_loc: Tensor, context_lens: Tensor,
+    *_: Any, **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Shapes and dtypes of the results."""
     return empty_outcome(context_lens)
 
 
 def empty_outcome(context_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised results for requests whose lengths are given."""
-    anchors, remaining, lens = (
-        context_lens.new_empty(context_lens.shape, dtype=dtype)
-        for dtype in (torch.int64, torch.int32, torch.int32)
-    )
-    return anchors, remaining, lens
+    """The results of `accept`, uninitialised.
+
+    Args:
+        context_lens: int32 [R].
+    """
+    anchors = context_lens.new_empty(context_lens.shape, dtype=torch.int64)
+    remaining, new_lens = (anchors.new_empty(anchors.shape, dtype=torch.int32) for _ in range(2))
+    return anchors, remaining, new_lens

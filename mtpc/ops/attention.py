@@ -1,15 +1,18 @@
 """Paged attention for several query rows per request, and its latent (MLA) forms.
 
-Shared conventions: T flat query rows; request r owns rows query_start_loc[r] to
-query_start_loc[r+1]; its row j stands at position seq_lens[r] - query_len[r] + j and attends to
-cache positions 0..that. Position p of request r lives in page block_table[r, p // P] at offset
-p % P. Rows that belong to no request, and rows of a request with seq_lens 0, come out as zeros.
-Cache contents outside the attended positions may be anything, NaN included.
+Shared conventions: there are T flat query rows. Request r owns rows query_start_loc[r] to
+query_start_loc[r+1]. Its row j stands at position seq_lens[r] - query_len[r] + j and attends to
+all cache positions up to its own. Position p of request r lies in page block_table[r, p // P] at
+offset p % P. The results of rows that belong to no request, and of rows of a request with
+seq_lens 0, are zeros. Cache contents outside the attended positions may be anything, even NaN.
 
-References compute in float32, or float64 where the inputs are float64, and never leave the device.
+References compute in float32, or in float64 where the inputs are float64. They copy nothing from
+the device to the host.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,18 +32,13 @@ def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
         slot_mapping: int64 [T], page * P + offset, or -1. Slots of live rows are distinct.
     """
     flat = cache.view(-1, *cache.shape[2:])
-    # Rows without a slot all go to slot 0, with the value that is there: page 0 is the null
-    # page, which no live row writes, so this neither changes it nor needs a host-side filter.
+    # Rows without a slot write the value of slot 0 back to slot 0. Page 0 is the null page, which
+    # no live row writes, so its contents stay, and the host need not filter rows.
     live = slot_mapping >= 0
     slots = torch.where(live, slot_mapping, 0)
     shape = (-1, *([1] * (rows.dim() - 1)))
     values = torch.where(live.view(shape), rows.to(cache.dtype), flat[0])
     flat.index_copy_(0, slots, values)
-
-
-@write_cache.register_fake
-def _(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
-    return None
 
 
 def visible_positions(
@@ -51,7 +49,7 @@ def visible_positions(
     request: int,
     sliding_window: int,
 ) -> Tensor:
-    """bool [T, C]: which cache positions of one request each flat row attends to."""
+    """bool [T, C]: the cache positions of one request that each flat row attends to."""
     token = torch.arange(num_tokens, device=seq_lens.device)
     start, end = query_start_loc[request], query_start_loc[request + 1]
     position = seq_lens[request] - (end - token)
@@ -64,9 +62,9 @@ def visible_positions(
 
 
 def _softmax_rows(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
-    """Masked softmax over the last dim of scores [T, N, C]; fully masked rows are zeros.
+    """Masked softmax over the last dim of scores [T, N, C]; rows that are all masked are zeros.
 
-    A sink is a logit that takes part in the normalisation and contributes no value.
+    A sink is a logit that takes part in the normalisation and has no value.
     """
     scores = torch.where(visible[:, None], scores, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
@@ -81,7 +79,7 @@ def _softmax_rows(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tens
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, request: int) -> Tensor:
-    """[C, ...]: one request's pages in order, C = M * P."""
+    """[C, ...]: the pages of one request in order, C = M * P."""
     pages = block_table[request].long().clamp(0, cache.shape[0] - 1)
     return cache[pages].flatten(0, 1)
 
@@ -109,7 +107,7 @@ def paged_attention(
         seq_lens: int32 [R].
         query_start_loc: int32 [R+1].
         scale: multiplies the scores.
-        sliding_window: attend to this many last positions, own included; 0 is all.
+        sliding_window: a row attends to this many last positions, its own included; 0 is all.
         softcap: s -> softcap * tanh(s / softcap) on the scores; 0 is off.
         sinks: [N] sink logits, or None.
 
@@ -139,18 +137,7 @@ def paged_attention(
 
 
 @paged_attention.register_fake
-def _(  # type: ignore[no-untyped-def]
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    seq_lens,
-    query_start_loc,
-    scale,
-    sliding_window=0,
-    softcap=0.0,
-    sinks=None,
-):
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
 
 
@@ -187,7 +174,10 @@ def latent_attention(
 
 
 @latent_attention.register_fake
-def _(q, latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank):  # type: ignore[no-untyped-def]
+def _(
+    q: Tensor, latent_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, scale: float, latent_rank: int,
+) -> Tensor:  # fmt: skip
     return q.new_empty((q.shape[0], q.shape[1], latent_rank))
 
 
@@ -222,7 +212,7 @@ def expanded_latent_attention(
     heads, rank = q.shape[1], kv_up.shape[1]
     up = kv_up.view(heads, -1, rank)
     latent, rope = latent_cache[..., :rank], latent_cache[..., rank:]
-    # Expanded in the accumulation dtype: rounding here is the model's, in float64 there is none.
+    # Expanded in the accumulation dtype, which is where the model rounds.
     expanded = torch.einsum(
         "npr,hdr->nphd", latent.to(_accumulate_dtype(q)), up.to(_accumulate_dtype(q))
     )
@@ -233,6 +223,9 @@ def expanded_latent_attention(
 
 
 @expanded_latent_attention.register_fake
-def _(q, latent_cache, kv_up, block_table, seq_lens, query_start_loc, scale, nope_dim):  # type: ignore[no-untyped-def]
+def _(
+    q: Tensor, latent_cache: Tensor, kv_up: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, scale: float, nope_dim: int,
+) -> Tensor:  # fmt: skip
     value_dim = kv_up.shape[0] // q.shape[1] - nope_dim
     return q.new_empty((q.shape[0], q.shape[1], value_dim))

@@ -1,4 +1,4 @@
-"""Linear layers and norms in a row, as one operator: all that is between two attentions."""
+"""Linear layers and norms in a row, as one operator: everything between two attentions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def linear_chain(
     epsilon: float,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each stage reads what the one before it gave; a norm adds it to the residual stream first.
+    """Each stage reads the result of the stage before; a norm first adds it to the residual stream.
 
     Args:
         x: bfloat16 [..., K].
@@ -50,11 +50,12 @@ def linear_chain(
             [features / 32, inputs / 2, 32, 2], or [N] of a norm), after it the bias [features] if
             it has one. Gated layers have a multiple of 64 features, before a norm there are N.
         epsilon: of all norms.
-        rows: int32 or int64 [1], how many leading rows are in use; what the others give is not
-            said (`mtpc.ops.ragged.clear_idle_rows`).
+        rows: int32 or int64 [1], how many leading rows are in use. The results of the others are
+            undefined (`mtpc.ops.ragged.clear_idle_rows`).
 
     Returns:
-        The residual stream behind the last norm, [..., N]; and what the last stage gives, [..., M].
+        The residual stream after the last norm, [..., N]; and the result of the last stage,
+        [..., M].
 
     Raises:
         ValueError: an unknown kind, no norm, or too few or many operands.
@@ -71,10 +72,9 @@ def linear_chain(
 
 
 @linear_chain.register_fake
-def fake_linear_chain(
+def _(
     x: Tensor, residual: Tensor, kinds: str, operands: Sequence[Tensor], *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    """Shapes and dtypes of the results."""
     width = x.shape[-1]
     for kind, weight, _bias in _stages(kinds, operands):
         features = weight.shape[0] * TILE

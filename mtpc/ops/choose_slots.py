@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpc.ops.attention import gather_pages, visible_positions
 
 _ROWS = 64
-"""Scored at a time by the reference, which holds a score for each of their heads and positions."""
+"""Rows that the reference scores at a time: it holds a score for each head and position of them."""
 
 
 @torch.library.custom_op("mtpc::choose_slots", mutates_args=())
@@ -21,7 +21,7 @@ def choose_slots(
     query_start_loc: Tensor,
     count: int,
 ) -> Tensor:
-    """The `count` positions of highest score that a row sees, as slots of the cache.
+    """The `count` positions with the highest scores that a row sees, as slots of the cache.
 
     The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): the
     score of position s for row t is sum_h weights[t, h] * relu(query[t, h] . key[s]). Rows, pages
@@ -38,8 +38,8 @@ def choose_slots(
 
     Returns:
         int32 [T, min(count, M * P)]: slots, page * P + offset, positions ascending; then -1, where
-        a row sees fewer, and all -1 for rows that attend to nothing. Which of several positions of
-        equal score are chosen is not promised.
+        a row sees fewer. Rows that attend to nothing have -1 only. Which of several positions with
+        equal scores are chosen is undefined.
     """
     context, place = block_table.shape[1] * index_cache.shape[1], index_cache.shape[1]
     out = query.new_full((query.shape[0], min(count, context)), -1, dtype=torch.int32)
@@ -72,15 +72,9 @@ def _scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 @choose_slots.register_fake
-def fake_choose_slots(
-    query: Tensor,
-    weights: Tensor,
-    index_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    count: int,
-) -> Tensor:
-    """Shape and dtype of the result."""
+def _(
+    query: Tensor, weights: Tensor, index_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, count: int,
+) -> Tensor:  # fmt: skip
     context = block_table.shape[1] * index_cache.shape[1]
     return query.new_empty((query.shape[0], min(count, context)), dtype=torch.int32)

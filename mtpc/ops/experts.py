@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,8 +21,7 @@ def experts(
 ) -> Tensor:
     """Weighted sum of the chosen experts' SwiGLU feed-forwards, per row.
 
-    Rows are independent: a row's result depends on no other row. The sum runs over experts in
-    index order.
+    A row's result depends on no other row. The sum runs over the experts in index order.
 
     Args:
         x: [T, H].
@@ -34,7 +35,7 @@ def experts(
     Returns:
         [T, H], dtype of x.
     """
-    out = torch.zeros_like(x)
+    out = x.new_zeros(x.shape)
     for expert in range(gate_up.shape[0]):
         chosen = expert_ids == expert
         weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
@@ -56,5 +57,5 @@ def swiglu(gate_up: Tensor, limit: float, limit_input: bool) -> Tensor:
 
 
 @experts.register_fake
-def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0, limit_input=False):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty(x.shape)

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 @torch.library.custom_op("mtpc::float32_linear", mutates_args=())
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias, all in float32, of operands as they are stored.
+    """x W^T + bias, computed in float32 from operands as they are stored.
 
-    Widening 16 bits is exact, so that a weight stored in them need not be copied to float32 first.
-    The cpu kernel adds each row up in an order of its own, whatever the rows beside it: F.linear
-    does not, and a router whose logits move by a rounding may choose another expert.
+    Widening 16 bits is exact, so a weight that is stored in 16 bits need not be copied to float32.
+    The cpu kernel sums each row in an order that does not depend on the other rows. F.linear does
+    not, and a router whose logits differ by a rounding may choose another expert.
 
     Args:
         x: [..., K], of 16 or 32 bits.
@@ -27,6 +27,5 @@ def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 @float32_linear.register_fake
-def fake_float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Shape and dtype of the result."""
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)

@@ -1,10 +1,12 @@
-"""What stands between linears, one operator for each chain of elementwise ones.
+"""What stands between linear layers: one operator for each chain of elementwise operators.
 
-Each rounds where the chain that it stands for rounds, so that fusing changes no more than the order
-in which a norm adds up.
+Each rounds where the chain that it replaces rounds, so fusing changes only the order in which a
+norm sums.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +28,8 @@ def rms_norm(
         epsilon: added to the mean square.
         plus_one: scale by 1 + weight, in float32 (Gemma's and Qwen3-Next's form), instead of
             rounding first and scaling by weight (Llama's).
-        rows: int32 or int64 [1], how many leading rows of x are in use; what the others give
-            is not said (`mtpc.ops.ragged.clear_idle_rows`).
+        rows: int32 or int64 [1], how many leading rows of x are in use. The results of the others
+            are undefined (`mtpc.ops.ragged.clear_idle_rows`).
 
     Returns:
         As x.
@@ -39,10 +41,7 @@ def rms_norm(
 
 
 @rms_norm.register_fake
-def fake_rms_norm(
-    x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, rows: Tensor | None = None
-) -> Tensor:
-    """Shape and dtype of the result."""
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -60,10 +59,10 @@ def add_rms_norm(
     Args:
         x: [..., N], of 16 bits.
         added: as x.
-        weight: as in `rms_norm`, like what follows.
+        weight: as in `rms_norm`, like the arguments that follow.
         epsilon: as there.
         plus_one: as there.
-        rows: as there, of both results.
+        rows: as there, for both results.
 
     Returns:
         x + added, and its norm; both as x.
@@ -73,15 +72,7 @@ def add_rms_norm(
 
 
 @add_rms_norm.register_fake
-def fake_add_rms_norm(
-    x: Tensor,
-    added: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    plus_one: bool = False,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Shapes and dtypes of the results."""
+def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -94,16 +85,16 @@ def draft_entry(
     epsilon: float,
     plus_one: bool = False,
 ) -> Tensor:
-    """What an MTP layer's projection reads: the norms of an embedding and of a hidden state, side
-    by side, in the order that the family's authors chose.
+    """The input of an MTP layer's projection: the norms of an embedding and of a hidden state, side
+    by side, in the order of the model family.
 
     Args:
         left: [..., N], of 16 bits.
         left_weight: as in `rms_norm`.
         right: as left.
         right_weight: as left_weight.
-        epsilon: as there, of both.
-        plus_one: as there, of both.
+        epsilon: as there, for both.
+        plus_one: as there, for both.
 
     Returns:
         [..., 2N], left's norm first.
@@ -113,8 +104,7 @@ def draft_entry(
 
 
 @draft_entry.register_fake
-def fake_draft_entry(left: Tensor, *_: Tensor | float) -> Tensor:
-    """Shape and dtype of the result."""
+def _(left: Tensor, *_: Any, **__: Any) -> Tensor:
     return left.new_empty((*left.shape[:-1], 2 * left.shape[-1]))
 
 
@@ -133,8 +123,7 @@ def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 @silu_and_mul.register_fake
-def fake_silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Shape and dtype of the result."""
+def _(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
@@ -146,7 +135,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> T
         x: [T, heads, D].
         cos: [T, C] of x's dtype, C even and at most D; a head's features from C on stay.
         sin: as cos.
-        rows: int32 or int64 [1], how many of the T are in use; what the others give is not said.
+        rows: int32 or int64 [1], how many of the T are in use. The results of the others are
+            undefined.
 
     Returns:
         As x.
@@ -160,8 +150,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> T
 
 
 @rotate.register_fake
-def fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Shape and dtype of the result."""
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -177,7 +166,7 @@ def rotate_and_write(
     slot_mapping: Tensor,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """All between an attention's projections and itself: `rotate` q and k, `write_cache` k and v.
+    """All between the projections and an attention: `rotate` q and k, `write_cache` k and v.
 
     Args:
         q: [T, N, D].
@@ -188,8 +177,8 @@ def rotate_and_write(
         k_cache: [pages, P, H_kv, D] of k's dtype; gets the rotated k.
         v_cache: [pages, P, H_kv, D_v] of v's dtype.
         slot_mapping: int64 [T], of both caches; -1 writes nothing.
-        rows: int32 or int64 [1], how many of the T are in use; what the others' queries come out
-            as is not said. What is written depends on slot_mapping alone.
+        rows: int32 or int64 [1], how many of the T are in use. The queries of the others are
+            undefined. The cache writes depend on slot_mapping alone.
 
     Returns:
         q, rotated.
@@ -200,6 +189,5 @@ def rotate_and_write(
 
 
 @rotate_and_write.register_fake
-def fake_rotate_and_write(q: Tensor, *_: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Shape and dtype of the result."""
+def _(q: Tensor, *_: Any, **__: Any) -> Tensor:
     return q.new_empty(q.shape)

@@ -1,26 +1,25 @@
-"""The gated delta rule (Gated DeltaNet) for several rows per request, over state that rolls back.
+"""The gated delta rule (Gated DeltaNet) for several rows a request, with state that rolls back.
 
 Yang et al., Gated Delta Networks (arXiv:2412.06464), as transformers computes it for Qwen3-Next.
 Rows and requests are as in `mtpc.ops.attention`; row j of a request stands at position
 L + j, L = seq_lens - query_len, the committed length.
 
-State of a request, in the row `state_slots` of three tensors:
+A request has one row of each of three state tensors, the row `state_slots`:
 
-- `recurrent`, the state matrices after `standing` positions; every one of them is certain.
-- `history`, inputs of the last B positions, that of position p at p % B: what the convolution looks
-  back at, and what is replayed. B = W - 1 + (the most rows of a step that are not certain).
-- `standing`, how many positions `recurrent` has seen.
+- `recurrent`: the state matrices after `standing` positions, all of which are certain.
+- `history`: the inputs of the last B positions, with position p at p % B. The convolution looks
+  back at them, and they are replayed. B = W - 1 + (the most rows of a step that are uncertain).
+- `standing`: the number of positions that `recurrent` has seen.
 
-A step first replays positions standing..L-1, which the last step had as drafts and which were
-accepted; then runs its rows; `recurrent` keeps what it was after the certain rows, and `history`
-takes all rows. So rejected rows are undone by nothing but position: they were never in `recurrent`,
-and in `history` they are overwritten before anything reads them. L = 0 is a fresh request: its
-state is zero, whatever the slot holds.
+A step first replays positions standing..L-1, which are the accepted drafts of the step before. Then
+it runs its rows. `recurrent` keeps the state after the certain rows, and `history` takes all rows.
+Rejected rows need no undoing: they never reach `recurrent`, and `history` overwrites them before
+anything reads them. L = 0 is a fresh request: its state is zero, whatever the slot holds.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +28,11 @@ from torch.nn import functional as F
 from mtpc.ops.ragged import request_of
 
 _EPSILON = 1e-6
-"""Of the norms of queries and keys, as in the flash-linear-attention library."""
+"""Epsilon of the norms of queries and keys, as in the flash-linear-attention library."""
 
 
 class _Weights(NamedTuple):
-    """What a layer's rows are computed with, and its head dims."""
+    """The weights of a layer, and its head dims."""
 
     conv: Tensor  # [C, W]
     a_log: Tensor  # [HV]
@@ -43,7 +42,7 @@ class _Weights(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """Rows as the recurrence takes them: query, key [..., HV, Dk], value, decay, beta [..., HV]."""
+    """The inputs of the recurrence: query, key [..., HV, Dk], value, decay, beta [..., HV]."""
 
     query: Tensor
     key: Tensor
@@ -80,16 +79,16 @@ def gated_delta_rule(
     Args:
         rows: [T, C + 2 HV]: queries [HK Dk], keys [HK Dk], values [HV Dv] before the convolution
             (C in all), then b and a, each [HV]. Value head h uses key head h // (HV / HK).
-        conv_weight: [C, W]; its last column meets the row itself.
+        conv_weight: [C, W]; its last column multiplies the row itself.
         a_log: [HV].
         dt_bias: [HV].
         recurrent: [S, HV, Dk, Dv], float32, or float64 for float64 rows; written.
         history: [S, B, C + 2 HV], of rows' dtype; written.
         standing: int32 [S]; written.
         state_slots: int64 [R]; 0 where seq_lens is 0, else distinct and above 0.
-        seq_lens: int32 [R]; 0: request off, its state is left as it is.
+        seq_lens: int32 [R]; 0: the request is off, and its state stays as it is.
         query_start_loc: int32 [R+1].
-        certain_lens: int32 [R], a request's first rows that no later step takes back.
+        certain_lens: int32 [R], the number of first rows that no later step rolls back.
 
     Returns:
         [T, HV, Dv], dtype of rows; zeros for rows that belong to no request that is on.
@@ -126,10 +125,10 @@ def gated_delta_rule(
 
 
 @gated_delta_rule.register_fake
-def fake_gated_delta_rule(
-    rows: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor, recurrent: Tensor, *_: Tensor
-) -> Tensor:
-    """Shape and dtype of the result."""
+def _(
+    rows: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor, recurrent: Tensor,
+    *_: Any, **__: Any,
+) -> Tensor:  # fmt: skip
     return rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
 
 
@@ -167,7 +166,7 @@ def _update(state: Tensor, terms: _Terms) -> Tensor:
 def _replay(state: Tensor, past: Tensor, weights: _Weights, stood: Tensor, until: Tensor) -> Tensor:
     """State [R, ...] after positions stood..until-1, from the inputs that were kept."""
     length, width = past.shape[1], weights.conv.shape[1]
-    if length < width:  # Every row is certain: there is nothing to replay, ever.
+    if length < width:  # Every row is certain: there is never anything to replay.
         return state
     offset = torch.arange(length, device=past.device) - (width - 1)
     position = stood[:, None] + offset
@@ -185,7 +184,7 @@ def _replay(state: Tensor, past: Tensor, weights: _Weights, stood: Tensor, until
 def _taps(
     inputs: Tensor, past: Tensor, request: Tensor, index: Tensor, position: Tensor, width: int
 ) -> Tensor:
-    """What the convolution sees at each row: inputs of W positions, its own last, [T, W, C]."""
+    """The inputs of the convolution at each row: W positions, its own the last, [T, W, C]."""
     channels, taps = inputs.shape[1], []
     for back in range(width - 1, -1, -1):
         there = position - back
@@ -213,7 +212,7 @@ def _run(
 def _remember(
     history: Tensor, rows: Tensor, slots: Tensor, position: Tensor, wanted: Tensor
 ) -> None:
-    """Keep inputs where they are `wanted`; all others write slot 0's first entry as it is."""
+    """Keep inputs where `wanted`; all others write the first entry of slot 0 back."""
     flat = history.view(-1, history.shape[2])
     target = torch.where(wanted, slots * history.shape[1] + position % history.shape[1], 0)
     flat.index_copy_(0, target, torch.where(wanted[:, None], rows, flat[0]))

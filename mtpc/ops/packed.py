@@ -1,4 +1,5 @@
-"""Linear layers, one for all rows or one a head, and experts on packed weights."""
+"""Packing of weights; and on packed weights linear layers, one for all rows or one a head, and
+experts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from torch.nn import functional as F
 from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
-from mtpc.weights.packing import unpack
+from mtpc.weights.packing import fill_packed, unpack
+
+
+@torch.library.custom_op("mtpc::pack", mutates_args=("packed",))
+def pack(weight: Tensor, packed: Tensor) -> None:
+    """Write the packed form of a weight to memory at hand.
+
+    Args:
+        weight: bfloat16 or uint8 [..., N, K], K a multiple of g.
+        packed: [..., ceil(N / 32), K / g, 32, g] of weight's dtype, see `mtpc.weights.packing`.
+    """
+    fill_packed(weight, packed)
 
 
 @torch.library.custom_op("mtpc::packed_linear", mutates_args=())
@@ -29,8 +41,8 @@ def packed_linear(
         weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.weights.packing.pack` makes it.
         features: N.
         bias: bfloat16 [N].
-        rows: int32 or int64 [1], how many leading rows of x are in use; what the others give
-            is not said (`mtpc.ops.ragged.clear_idle_rows`).
+        rows: int32 or int64 [1], how many leading rows of x are in use. The results of the others
+            are undefined (`mtpc.ops.ragged.clear_idle_rows`).
 
     Returns:
         bfloat16 [..., N].
@@ -39,14 +51,7 @@ def packed_linear(
 
 
 @packed_linear.register_fake
-def fake_packed_linear(
-    x: Tensor,
-    weight: Tensor,
-    features: int,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Shape and dtype of the result."""
+def _(x: Tensor, weight: Tensor, features: int, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
 
 
@@ -58,36 +63,33 @@ def packed_linear_max(
     bias: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest feature of `packed_linear`: greedy choice from a head, whose logits nobody needs.
+    """The largest feature of `packed_linear`: greedy choice by a head whose logits nothing reads.
 
     Args:
-        x: as there, like what follows.
+        x: as in `packed_linear`, like the arguments that follow.
         weight: as there.
         features: as there, at least one.
         bias: as there.
-        rows: as there, of both results.
+        rows: as there, for both results.
 
     Returns:
-        Values bfloat16 [...] and features int64 [...] of all rows. The first of equals is the
-        largest, and NaN larger than any number, as torch has it.
+        Values bfloat16 [...] and features int64 [...] of all rows. As in torch, the first of equals
+        is the largest, and NaN is larger than any number.
     """
     values, indices = packed_linear(x, weight, features, bias, rows).max(-1)
     return values, indices
 
 
-def fake_linear_max(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Shapes and dtypes of the largest feature and its index, of any linear layer."""
+@packed_linear_max.register_fake
+def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
-
-
-packed_linear_max.register_fake(fake_linear_max)
 
 
 @torch.library.custom_op("mtpc::packed_gated_linear", mutates_args=())
 def packed_gated_linear(
     x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
 ) -> Tensor:
-    """silu(x G^T) * (x U^T): `silu_and_mul` of a `packed_linear`, each rounded as there.
+    """silu(x G^T) * (x U^T): `silu_and_mul` of a `packed_linear`, rounded where they round.
 
     Args:
         x: bfloat16 [..., K].
@@ -102,10 +104,7 @@ def packed_gated_linear(
 
 
 @packed_gated_linear.register_fake
-def fake_packed_gated_linear(
-    x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
-) -> Tensor:
-    """Shape and dtype of the result."""
+def _(x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], features // 2))
 
 
@@ -130,10 +129,7 @@ def packed_head_linear(
 
 
 @packed_head_linear.register_fake
-def fake_packed_head_linear(
-    x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
-) -> Tensor:
-    """Shape and dtype of the result."""
+def _(x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
 
 
@@ -158,7 +154,7 @@ def packed_experts(
         expert_weights: [T, k].
         limit: as in `mtpc::experts`.
         limit_input: as there.
-        rows: as in `packed_linear`; who is not in use chooses no expert.
+        rows: as in `packed_linear`; a row that is not in use chooses no expert.
 
     Returns:
         bfloat16 [T, H].
@@ -170,5 +166,5 @@ def packed_experts(
 
 
 @packed_experts.register_fake
-def _(x, gate_up, down, expert_ids, expert_weights, limit=0.0, limit_input=False, rows=None):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty(x.shape)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mtpc.ops.experts import swiglu
-from mtpc.ops.packed import fake_linear_max
 from mtpc.ops.ragged import keep_rows
 from mtpc.weights.packing import LARGEST, ZERO, unpack
 
@@ -19,7 +20,7 @@ def quantised_linear(
     bias: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias, W with one scale a row; x is rounded to int8 with one scale a row, too.
+    """x W^T + bias. W has one scale a row, and x is rounded to int8 with one scale a row, too.
 
     Sums of products are exact integers. (Dettmers et al., LLM.int8(), arXiv:2208.07339, without
     its outlier columns.)
@@ -36,7 +37,7 @@ def quantised_linear(
     """
     numbers = x.float()
     largest = numbers.abs().amax(-1, keepdim=True)
-    # Divided as the kernel does: a number over a tensor would be multiplied by its reciprocal.
+    # Divided as the kernel divides: torch multiplies a number over a tensor by its reciprocal.
     inverse = torch.full_like(largest, LARGEST) / largest
     integers = torch.round(numbers * torch.where(largest == 0, 0.0, inverse))
     wide = unpack(weight, scales.shape[0]).double() - ZERO
@@ -47,14 +48,7 @@ def quantised_linear(
 
 
 @quantised_linear.register_fake
-def fake_quantised_linear(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Shape and dtype of the result."""
+def _(x: Tensor, weight: Tensor, scales: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], scales.shape[0]))
 
 
@@ -71,7 +65,9 @@ def quantised_linear_max(
     return values, indices
 
 
-quantised_linear_max.register_fake(fake_linear_max)
+@quantised_linear_max.register_fake
+def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
 
 
 @torch.library.custom_op("mtpc::quantised_experts", mutates_args=())
@@ -99,7 +95,7 @@ def quantised_experts(
         expert_weights: [T, k].
         limit: as in `mtpc::experts`.
         limit_input: as there.
-        rows: as in `packed_linear`; who is not in use chooses no expert.
+        rows: as in `packed_linear`; a row that is not in use chooses no expert.
 
     Returns:
         [T, H], of x's dtype.
@@ -116,5 +112,5 @@ def quantised_experts(
 
 
 @quantised_experts.register_fake
-def _(x, *_, **__):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,4 +1,4 @@
-"""Flat rows of several requests, one behind the other."""
+"""Flat rows of several requests, one request after the other."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from torch import Tensor
 
 
 def request_of(token: Tensor, query_start_loc: Tensor) -> Tensor:
-    """Whose row each flat token is: the requests that end at or before it, counted.
+    """The request that each flat token belongs to: the number of requests that end before it.
 
-    No device-side search, so that it may stand in a captured step.
+    It searches nothing on the device, so a captured step may contain it.
 
     Args:
         token: int [T], flat indices.
         query_start_loc: int [R+1], ascending from 0.
 
     Returns:
-        int64 [T]; R for tokens behind the last request's, which are padding.
+        int64 [T]; R for tokens after the last request, which are padding.
     """
     return (token[:, None] >= query_start_loc[None, 1:]).sum(1)
 
 
 def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """x with zeros in rows that are not in use: what operators that are told how many rows are give
-    by their references. Their kernels may leave anything there, and `clear_idle_rows` be needed.
+    """x with zeros in the rows that are not in use.
+
+    The references of operators with an argument `rows` return this. Kernels may leave anything in
+    these rows, and `clear_idle_rows` clears them where it matters.
 
     Args:
         x: [..., N], rows of N.
@@ -43,13 +45,8 @@ def clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
     Args:
         x: [..., F...], dense.
         rows: int32 or int64 [1], how many leading rows are in use.
-        features: how many last dimensions are a row's.
+        features: how many last dimensions a row has.
     """
     lead = x.shape[: x.dim() - features]
     flat = x.view(lead.numel(), -1)
     flat.copy_(keep_rows(flat, rows))
-
-
-@clear_idle_rows.register_fake
-def fake_clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
-    """It has no result."""

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, per request's own parameters; see docs/sampling.md.
+"""Choosing tokens from logits by the parameters of each request; see docs/sampling.md.
 
 Per-request rows, shared by these ops (S request slots, V tokens, W = ceil(V / 32)):
 
@@ -9,10 +9,12 @@ Per-request rows, shared by these ops (S request slots, V tokens, W = ceil(V / 3
 - output_counts int32 [S, V]: how often each token was emitted; read only where `penalised`
 - stop_ids int64 [S, E] (-1: unused)
 
-References compute in float64 and never leave the device.
+References compute in float64. They copy nothing from the device to the host.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,19 +40,20 @@ def sample(
     stop_ids: Tensor,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """One token a row: the argmax of what is left of the logits, plus Gumbel noise where sampled.
+    """One token a row: the argmax of the logits that the filters keep, with Gumbel noise for
+    requests that sample.
 
     In this order: masks (the request's own, `token_mask`, stop tokens before `first_stop`), bias,
-    penalties, temperature, min-p, top-k, top-p, noise. Ties at a filter's edge stay.
+    penalties, temperature, min-p, top-k, top-p, noise. Ties at the edge of a filter stay.
 
     Args:
         logits: [N, V], N = R * Q: Q rows a request.
-        ids: int64 [N], the token each row was fed. Row j of a request has seen those of its rows
-            1..j beyond what output_counts says: they are drafts.
-        positions: int64 [N], where in its sequence the chosen token will stand; below 0 in a row
-            that is to choose none.
+        ids: int64 [N], the input token of each row. Row j of a request has seen the tokens of its
+            rows 1..j in addition to those that output_counts counts: they are drafts.
+        positions: int64 [N], the position of the chosen token in its sequence; below 0 in a row
+            that chooses no token.
         state_slots: int64 [R]; SCRATCH_SLOT where a request is off.
-        floats: rows by slot, as all that follow but the last; see above.
+        floats: one row a slot, like all arguments that follow except the last; see above.
         ints: see above.
         bias_ids: see above.
         bias_values: see above.
@@ -61,8 +64,8 @@ def sample(
         token_mask: int32 [N, W], one more mask; None allows all.
 
     Returns:
-        int64 [N]; -1 where the request is off, no token is to be chosen, a logit is NaN, the
-        greatest is not finite, or nothing is allowed.
+        int64 [N]; -1 where the request is off, the row chooses no token, a logit is NaN, the
+        greatest logit is not finite, or no token is allowed.
     """
     rows_each = logits.shape[0] // state_slots.shape[0]
     slots = state_slots.repeat_interleave(rows_each)
@@ -76,7 +79,7 @@ def sample(
     stops = stop_ids[slots]
     early = (positions[:, None] < flag["first_stop"]) & (stops >= 0) & (stops < x.shape[1])
     allowed &= ~_marked(stops, early, x.shape[1])
-    # Whatever stands in the scratch slot must not index a vocabulary.
+    # The contents of the scratch slot must not index the vocabulary.
     biased = (bias_ids[slots] >= 0) & (bias_ids[slots] < x.shape[1])
     bias = torch.where(biased, bias_values[slots], 0)
     x = x.scatter_add(1, torch.where(biased, bias_ids[slots], 0), bias)
@@ -95,8 +98,7 @@ def sample(
 
 
 @sample.register_fake
-def fake_sample(logits: Tensor, ids: Tensor, *_: Tensor | None) -> Tensor:
-    """Shape and dtype of the result."""
+def _(logits: Tensor, ids: Tensor, *_: Any, **__: Any) -> Tensor:
     return ids.new_empty(logits.shape[0])
 
 
@@ -118,7 +120,7 @@ def _marked(ids: Tensor, on: Tensor, vocab_size: int) -> Tensor:
 
 
 def _drafts_before(ids: Tensor, vocab_size: int) -> Tensor:
-    """int32 [R * Q, V]: how often each token is among a request's ids 1..j, for each row j."""
+    """int32 [R * Q, V]: for each row j, how often each token is among ids 1..j of its request."""
     requests, rows = ids.shape
     shape = (requests, rows, vocab_size)
     one_hot = torch.zeros(shape, dtype=torch.int32, device=ids.device)
@@ -137,9 +139,9 @@ def _penalise(x: Tensor, counts: Tensor, seen: Tensor, number: dict[str, Tensor]
 
 
 def _cut(x: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least logit that all three filters keep, [N, 1]: each keeps what is above a threshold."""
+    """The least logit that all three filters keep, [N, 1]: each filter is a threshold."""
     falling = x.sort(-1, descending=True).values
-    # In order: the nucleus is that of the tokens which the first two leave.
+    # In this order: top-p applies to the tokens that the first two filters keep.
     cut = falling[:, :1] + min_p.log()
     last = (top_k.clamp(1, x.shape[1]) - 1).clamp(min=0)
     kth = falling.gather(1, last)
@@ -160,7 +162,7 @@ def count_tokens(
 
     Args:
         output_counts: int32 [S, V].
-        ids: int64 [R, W], of which the first num_emitted count.
+        ids: int64 [R, W]; the first num_emitted are counted.
         num_emitted: int32 [R].
         state_slots: int64 [R], distinct; a request that is off changes nothing.
     """
@@ -168,11 +170,6 @@ def count_tokens(
     live = (column < num_emitted[:, None]) & (state_slots[:, None] != SCRATCH_SLOT)
     flat = state_slots[:, None] * output_counts.shape[1] + torch.where(live, ids, 0)
     output_counts.view(-1).index_add_(0, flat.flatten(), live.flatten().to(output_counts.dtype))
-
-
-@count_tokens.register_fake
-def fake_count_tokens(*_: Tensor) -> None:
-    """It returns nothing."""
 
 
 @torch.library.custom_op(
@@ -188,16 +185,16 @@ def write_logprobs(
     state_slots: Tensor,
     ints: Tensor,
 ) -> None:
-    """Log-probabilities of emitted tokens, and the most probable ones, by the logits as they are.
+    """Log-probabilities of emitted tokens and of the most probable tokens, by unadjusted logits.
 
-    Rows of requests that asked for none, or that emitted less, are left as they were.
+    Rows of requests that ask for none, and rows of tokens that are not emitted, stay as they are.
 
     Args:
         logprobs: float64 [R, W'], W' >= W.
         top_ids: int64 [R, W', n].
         top_logprobs: float64 [R, W', n], falling.
         logits: [R * W, V].
-        ids: int64 [R, W], of which the first num_emitted count.
+        ids: int64 [R, W]; the first num_emitted are recorded.
         num_emitted: int32 [R].
         state_slots: int64 [R].
         ints: int64 [S, len(INTS)].
@@ -217,8 +214,3 @@ def write_logprobs(
     ):
         held = target[:, :width]
         held.copy_(torch.where(wanted, value, held))
-
-
-@write_logprobs.register_fake
-def fake_write_logprobs(*_: Tensor) -> None:
-    """It returns nothing."""

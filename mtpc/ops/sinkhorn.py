@@ -1,4 +1,4 @@
-"""Sinkhorn-Knopp normalisation, of the weights by which residual streams are mixed."""
+"""Sinkhorn-Knopp normalisation of the weights that mix residual streams."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
     """Make square matrices nearly doubly stochastic.
 
-    softmax over rows plus epsilon; columns normalised; then rounds - 1 times rows and columns, each
-    by its sum plus epsilon. As DeepSeek-V4's hyper-connections compute it (Xie et al., 2026).
-    Matrices are independent of each other.
+    First a softmax over rows, plus epsilon, and columns divided by their sums plus epsilon. Then,
+    rounds - 1 times, rows and columns are divided by their sums plus epsilon. DeepSeek-V4's
+    hyper-connections compute it this way (Xie et al., 2026). A matrix's result depends on no other
+    matrix.
 
     Args:
         logits: [T, n, n], float32 or float64.
         rounds: >= 1.
-        epsilon: keeps sums from zero.
+        epsilon: keeps sums above zero.
 
     Returns:
         [T, n, n], dtype of logits.
@@ -31,6 +32,5 @@ def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
 
 
 @sinkhorn.register_fake
-def fake_sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
-    """Shape and dtype of the result."""
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+def _(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
+    return logits.new_empty(logits.shape)

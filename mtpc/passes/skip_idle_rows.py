@@ -8,14 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-import mtpc.ops.chain
-import mtpc.ops.fused
-import mtpc.ops.packed
-import mtpc.ops.quantised
-import mtpc.ops.ragged  # noqa: F401  (these register the ops that this pass names)
 from mtpc.capture.graph import StepGraph, arguments, first_argument
 from mtpc.config import SKIP_IDLE_ROWS
 from mtpc.layout import StepKey
+from mtpc.ops import references
+from mtpc.ops.signatures import may_omit
 from mtpc.passes.base import GETITEM, Policy, emit, is_call
 
 aten = torch.ops.aten
@@ -24,21 +21,16 @@ _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Metadata buffers of a forward, in the order in which the step writes them."""
 _LOGITS = "batch.logits_start_loc"
 """Buffer of a prefill step, [R+1]: where each request's rows of logits begin, and the total."""
+_OF_HEADS = (
+    torch.ops.mtpc.packed_head_linear.default,
+    torch.ops.mtpc.rotate.default,
+    torch.ops.mtpc.rotate_and_write.default,
+)
+"""Operators whose first argument has a dimension of heads behind its rows."""
 _SKIPPING: dict[Any, int] = {
-    torch.ops.mtpc.packed_linear.default: 1,
-    torch.ops.mtpc.packed_linear_max.default: 1,
-    torch.ops.mtpc.packed_gated_linear.default: 1,
-    torch.ops.mtpc.linear_chain.default: 1,
-    torch.ops.mtpc.packed_head_linear.default: 2,
-    torch.ops.mtpc.packed_experts.default: 1,
-    torch.ops.mtpc.quantised_linear.default: 1,
-    torch.ops.mtpc.quantised_linear_max.default: 1,
-    torch.ops.mtpc.quantised_experts.default: 1,
-    torch.ops.mtpc.rms_norm.default: 1,
-    torch.ops.mtpc.add_rms_norm.default: 1,
-    torch.ops.mtpc.silu_and_mul.default: 1,
-    torch.ops.mtpc.rotate.default: 2,
-    torch.ops.mtpc.rotate_and_write.default: 2,
+    operator: 2 if operator in _OF_HEADS else 1
+    for operator in references().values()
+    if may_omit(operator, "rows")
 }
 """Operators with an argument `rows` -> how many trailing dimensions of their input are features."""
 

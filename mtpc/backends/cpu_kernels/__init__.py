@@ -1,13 +1,8 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
-`mtpc_cpu::` has `write_cache`, `paged_attention`, `latent_attention`, `choose_slots`,
-`gated_delta_rule`, `sinkhorn`, `experts`, `float32_linear`; between linears `rms_norm`,
-`add_rms_norm`, `silu_and_mul`, `clear_idle_rows`, `rotate`, `rotate_and_write`; on packed weights
-`packed_linear`, `packed_linear_max`, `packed_gated_linear`, `linear_chain`, `packed_head_linear`,
-`packed_experts` and, in int8, `quantised_linear`, `quantised_linear_max` and `quantised_experts`,
-and `pack`, which packs them; for sampling `sample`, `count_tokens` and `write_logprobs`; `accept`.
-They take what the reference ops in `mtpc::` take and mean the same; a backend's pass exchanges one
-for the other, so the meaning of a traced graph never depends on what has been loaded.
+`mtpc_cpu::` has the operators of `mtpc.ops` that have a kernel here. They take what the references
+take and mean the same. A backend's pass exchanges one for the other, so the meaning of a traced
+graph never depends on what has been loaded.
 
 They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`, for the
 best level of instructions that the processor has, see `levels`. What they guarantee beyond the
@@ -29,6 +24,7 @@ will do, but a tensor whose last dimension is not adjacent in memory is copied.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,44 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mtpc.ops.attention
-import mtpc.ops.experts  # noqa: F401  (these register references that kernel_table names)
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
-from mtpc.backends.cpu_kernels.direct_calls import declarations, open_to_packages
-from mtpc.ops.accept import fake_accept
-from mtpc.ops.chain import fake_linear_chain
-from mtpc.ops.choose_slots import fake_choose_slots
-from mtpc.ops.float32_linear import fake_float32_linear
-from mtpc.ops.fused import (
-    fake_add_rms_norm,
-    fake_rms_norm,
-    fake_rotate,
-    fake_rotate_and_write,
-    fake_silu_and_mul,
-)
-from mtpc.ops.gated_delta import fake_gated_delta_rule
-from mtpc.ops.packed import (
-    fake_linear_max,
-    fake_packed_gated_linear,
-    fake_packed_head_linear,
-    fake_packed_linear,
-)
-from mtpc.ops.quantised import fake_quantised_linear
-from mtpc.ops.ragged import fake_clear_idle_rows
-from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
-from mtpc.ops.sinkhorn import fake_sinkhorn
+from mtpc.backends.cpu_kernels.generate import c_declaration
+from mtpc.ops import references
 from mtpc.store.entries import Entry, EntryStore
-
-NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
-         "packed_linear", "packed_linear_max", "packed_gated_linear", "linear_chain",
-         "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
-         "quantised_linear_max", "quantised_experts", "rms_norm", "add_rms_norm", "silu_and_mul",
-         "clear_idle_rows", "rotate", "rotate_and_write", "gated_delta_rule", "sinkhorn", "sample",
-         "count_tokens", "write_logprobs", "accept")  # fmt: skip
-"""Every op exists as mtpc::NAME, the reference, and as mtpc_cpu::NAME."""
-
-_DISPATCHED = ("experts", "sample", "count_tokens", "write_logprobs")
-"""Generated code calls these through torch's dispatcher, all others past it (`shims.cpp`)."""
 
 
 def load_kernels(
@@ -100,13 +62,14 @@ def load_library(built: Entry | Path) -> None:
     directory = built.parent if isinstance(built, Path) else built.directory
     torch.classes.load_library(str(directory / RUNNER))
     torch.ops.load_library(directory / LIBRARY)
-    open_to_packages(directory)
-    for name, fake in _FAKES.items():
-        torch.library.register_fake(f"mtpc_cpu::{name}", fake)
+    # Packages that are loaded later find the kernels' C functions by name.
+    ctypes.CDLL(str(directory / LIBRARY), mode=ctypes.RTLD_GLOBAL)
+    for reference, ours in kernel_table().items():
+        torch.library.register_fake(ours.name(), reference)
 
 
 def _is_loaded() -> bool:
-    return hasattr(torch.ops.mtpc_cpu, "write_cache")
+    return bool(kernel_table())
 
 
 def fill_packed(weight: Tensor, packed: Tensor) -> None:
@@ -115,74 +78,27 @@ def fill_packed(weight: Tensor, packed: Tensor) -> None:
 
 
 def kernel_table() -> dict[Any, Any]:
-    """Reference op overload -> our op overload; `load_kernels` must have been called."""
+    """Reference overload -> our overload, of every operator that has a kernel.
+
+    It is empty until `load_kernels` was called.
+    """
+    ours = torch.ops.mtpc_cpu
     return {
-        getattr(torch.ops.mtpc, name).default: getattr(torch.ops.mtpc_cpu, name).default
-        for name in NAMES
+        reference: getattr(ours, name).default
+        for name, reference in references().items()
+        if hasattr(ours, name)
     }
 
 
 def direct_calls() -> dict[Any, list[str]]:
-    """Our op overload -> its C function's declaration; `load_kernels` must have been called."""
-    return declarations(name for name in NAMES if name not in _DISPATCHED)
+    """Our overload -> the declaration of its C function, AOTInductor's `custom_ops_to_c_shims`.
 
+    It is empty until `load_kernels` was called.
+    """
+    return {ours: [c_declaration(ours._schema)] for ours in kernel_table().values()}
 
-def _fake_write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
-    return None
-
-
-def _fake_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
-
-
-def _fake_latent_attention(
-    q: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    latent_rank: int,
-) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], latent_rank))
-
-
-def _fake_experts(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-_FAKES: dict[str, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
-    "write_cache": _fake_write_cache,
-    "paged_attention": _fake_paged_attention,
-    "latent_attention": _fake_latent_attention,
-    "choose_slots": fake_choose_slots,
-    "experts": _fake_experts,
-    "packed_linear": fake_packed_linear,
-    "packed_linear_max": fake_linear_max,
-    "packed_gated_linear": fake_packed_gated_linear,
-    "linear_chain": fake_linear_chain,
-    "packed_head_linear": fake_packed_head_linear,
-    "packed_experts": _fake_experts,
-    "float32_linear": fake_float32_linear,
-    "quantised_linear": fake_quantised_linear,
-    "quantised_linear_max": fake_linear_max,
-    "quantised_experts": _fake_experts,
-    "rms_norm": fake_rms_norm,
-    "add_rms_norm": fake_add_rms_norm,
-    "silu_and_mul": fake_silu_and_mul,
-    "clear_idle_rows": fake_clear_idle_rows,
-    "rotate": fake_rotate,
-    "rotate_and_write": fake_rotate_and_write,
-    "gated_delta_rule": fake_gated_delta_rule,
-    "sinkhorn": fake_sinkhorn,
-    "sample": fake_sample,
-    "count_tokens": fake_count_tokens,
-    "write_logprobs": fake_write_logprobs,
-    "accept": fake_accept,
-}
 
 __all__ = [
-    "NAMES",
     "build_kernels",
     "direct_calls",
     "fill_packed",

@@ -1,5 +1,5 @@
 // Acceptance of drafts, and stops, see mtpc/ops/accept.py.
-#include "kernels.h"
+#include "operators.h"
 #include "tensors.h"
 
 namespace mtpc {
@@ -150,7 +150,7 @@ void check_size(const Tensor& t, const char* name, int64_t size) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> accept(
+MTPC_OPERATOR std::tuple<Tensor, Tensor, Tensor> accept(
     const Tensor& out_token_ids, const Tensor& num_accepted, const Tensor& num_emitted,
     const Tensor& stop_reason, const Tensor& chosen, const Tensor& finite, const Tensor& ids,
     const Tensor& query_start_loc, const Tensor& context_lens, const Tensor& active,

@@ -11,7 +11,7 @@
 #if defined(__AMX_TILE__)
 #include "attention_amx.h"
 #endif
-#include "kernels.h"
+#include "operators.h"
 
 namespace mtpc {
 namespace {
@@ -378,7 +378,7 @@ Tensor attend(const Problem& problem) {
 
 }  // namespace
 
-Tensor paged_attention(
+MTPC_OPERATOR Tensor paged_attention(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
     const Tensor& seq_lens, const Tensor& query_start_loc, double scale, int64_t sliding_window,
     double softcap, const std::optional<Tensor>& sinks) {
@@ -389,7 +389,7 @@ Tensor paged_attention(
        block_table.size(1) * k_cache.size(1), scale, sliding_window, softcap, sinks});
 }
 
-Tensor latent_attention(
+MTPC_OPERATOR Tensor latent_attention(
     const Tensor& q, const Tensor& latent_cache, const Tensor& block_table,
     const Tensor& seq_lens, const Tensor& query_start_loc, double scale, int64_t latent_rank) {
   STD_TORCH_CHECK(

@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 
+from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.store.key import Fields, digest
+from mtpc.store.key import Fields, digest, hash_of
 from mtpc.store.lookup import KEY, find, key_bytes
 from mtpc.store.machine import (
     COMPILER,
@@ -35,7 +36,6 @@ from mtpc.store.machine import (
 )
 from mtpc.store.sources import source_fields
 
-SOURCE_DIR = Path(__file__).parent
 LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"
 _RUNNER_SOURCE = SOURCE_DIR / "runner.cpp"
 _RUNNER_FLAGS = ("-std=c++20", "-O1", "-fvisibility=hidden", "-fPIC")
@@ -106,14 +106,17 @@ def build_kernels(
 
 
 def kernel_fields(level: Level, environment: Fields | None = None) -> dict[str, str]:
-    """The key of a library: its sources, how and with what they are compiled, for what level."""
+    """The key of a library: its sources, the generated ones among them, how and with what they are
+    compiled, for what level."""
     if environment is None:
         environment = {**version_fields(), **source_fields(), **machine_fields()}
     decisive = {name: environment[name] for name in _DECISIVE if name in environment}
     if level == NATIVE:
         decisive |= {name: environment[name] for name in _DECISIVE_IF_NATIVE}
     flags = " ".join((*_FLAGS, *level.flags, "runner:", *_RUNNER_FLAGS))
-    return {"kind": "kernels", "flags": flags, "machine.level": level.name, **decisive}
+    generated = hash_of(text.encode() for text in generate().values())
+    own = {"flags": flags, "source.generated": generated, "machine.level": level.name}
+    return {"kind": "kernels", **own, **decisive}
 
 
 def _find(store: EntryStore, fields: Fields, report: Callable[[str], None]) -> Entry | None:
@@ -134,6 +137,13 @@ def _find_compiler() -> str:
 
 def _sources() -> list[Path]:
     return sorted(path for path in SOURCE_DIR.glob("*.cpp") if path != _RUNNER_SOURCE)
+
+
+def _write_generated(directory: Path) -> Path:
+    """The generated files, and which of them is to be compiled."""
+    for name, text in generate().items():
+        (directory / name).write_text(text)
+    return directory / "operators.cpp"
 
 
 @dataclass(frozen=True)
@@ -162,14 +172,16 @@ class _Build:
 
     def _compile(self, into: Path) -> None:
         """Sources side by side, one a core; then the libraries of them."""
-        flags = (*_FLAGS, *self.level.flags)
-        jobs = [(source, flags) for source in _sources()] + [(_RUNNER_SOURCE, _RUNNER_FLAGS)]
         what = f"the cpu kernels for {self.level.name} with {self.compiler}"
         self.report(f"compiling {what} (once, about a minute of one core)")
         with (
             tempfile.TemporaryDirectory(prefix="mtpc-objects-") as scratch,
             ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
         ):
+            generated = _write_generated(Path(scratch))
+            flags = (*_FLAGS, *self.level.flags)
+            jobs = [(source, flags) for source in (*_sources(), generated)]
+            jobs.append((_RUNNER_SOURCE, _RUNNER_FLAGS))
             running = [pool.submit(self._object, *job, Path(scratch)) for job in jobs]
             try:
                 for done, job in enumerate(as_completed(running), 1):
@@ -187,13 +199,15 @@ class _Build:
         from torch.utils.cpp_extension import include_paths
 
         output = into / f"{source.stem}.o"
-        includes = [f"-I{path}" for path in include_paths()]
+        includes = [f"-I{path}" for path in (into, SOURCE_DIR, *include_paths())]
         _run([self.compiler, *flags, *includes, "-c", str(source), "-o", str(output)])
         return output
 
     def _link(self, objects: list[Path], library: Path) -> None:
         libraries = Path(torch.__file__).parent / "lib"
-        link = ("-shared", f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
+        # A kernel that is not defined as it is declared is an error here, not when it is loaded.
+        checks = "-Wl,--no-undefined"
+        link = ("-shared", checks, f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
         _run([self.compiler, *map(str, objects), "-o", str(library), *link])
 
 

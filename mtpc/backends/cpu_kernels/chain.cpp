@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "gated_tiles.h"
-#include "kernels.h"
+#include "operators.h"
 #include "linear_result.h"
 #include "norm.h"
 #include "stages.h"
@@ -217,7 +217,7 @@ bool go_by_tiles(const std::vector<Stage>& stages, int64_t rows) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> linear_chain(
+MTPC_OPERATOR std::tuple<Tensor, Tensor> linear_chain(
     const Tensor& x, const Tensor& residual, std::string kinds, std::vector<Tensor> operands,
     double epsilon, const std::optional<Tensor>& rows) {
   check_rows(x, residual);

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "attention_tiles.h"
-#include "kernels.h"
+#include "operators.h"
 
 namespace mtpc {
 namespace {
@@ -212,7 +212,7 @@ void check(const Tensor& query, const Tensor& weights, const Tensor& cache, int6
 
 }  // namespace
 
-Tensor choose_slots(
+MTPC_OPERATOR Tensor choose_slots(
     const Tensor& query, const Tensor& weights, const Tensor& index_cache,
     const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
     int64_t count) {

@@ -5,7 +5,7 @@
 
 #include "choices.h"
 #include "dots.h"
-#include "kernels.h"
+#include "operators.h"
 #include "simd.h"
 #include "tensors.h"
 
@@ -152,7 +152,7 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 }  // namespace
 
-Tensor experts(
+MTPC_OPERATOR Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights, double limit, bool limit_input) {
   const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});

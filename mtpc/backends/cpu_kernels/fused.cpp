@@ -1,10 +1,12 @@
-// What stands between linears: norms and activations. See mtpc/ops/fused.py.
+// What stands between linears: norms, activations, and zeros where rows are idle. See
+// mtpc/ops/fused.py and mtpc/ops/ragged.py.
 #include <torch/csrc/stable/ops.h>
 
+#include <cstring>
 #include <optional>
 #include <tuple>
 
-#include "kernels.h"
+#include "operators.h"
 #include "norm.h"
 
 namespace mtpc {
@@ -20,9 +22,15 @@ Norm check_norm(const Tensor& x, const Tensor& weight, double epsilon, bool plus
           static_cast<float>(epsilon), plus_one};
 }
 
+void check_clear(const Tensor& x, int64_t features) {
+  STD_TORCH_CHECK(
+      x.is_contiguous() && features >= 0 && features <= x.dim(),
+      "mtpc_cpu::clear_idle_rows: expected a dense x of at least ", features, " dimensions");
+}
+
 }  // namespace
 
-Tensor rms_norm(
+MTPC_OPERATOR Tensor rms_norm(
     const Tensor& x, const Tensor& weight, double epsilon, bool plus_one,
     const std::optional<Tensor>& rows) {
   const Norm norm = check_norm(x, weight, epsilon, plus_one);
@@ -36,7 +44,7 @@ Tensor rms_norm(
   return out;
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(
+MTPC_OPERATOR std::tuple<Tensor, Tensor> add_rms_norm(
     const Tensor& x, const Tensor& added, const Tensor& weight, double epsilon, bool plus_one,
     const std::optional<Tensor>& rows) {
   const Norm norm = check_norm(x, weight, epsilon, plus_one);
@@ -55,7 +63,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(
   return {total, out};
 }
 
-Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows) {
+MTPC_OPERATOR Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows) {
   const int64_t both = gate_up.dim() == 0 ? 1 : gate_up.size(gate_up.dim() - 1), width = both / 2;
   STD_TORCH_CHECK(
       both % 2 == 0 && gate_up.scalar_type() == ScalarType::BFloat16,
@@ -73,6 +81,15 @@ Tensor silu_and_mul(const Tensor& gate_up, const std::optional<Tensor>& rows) {
     });
   });
   return out;
+}
+
+MTPC_OPERATOR void clear_idle_rows(const Tensor& x, const Tensor& rows, int64_t features) {
+  check_clear(x, features);
+  int64_t width = x.element_size();
+  for (int64_t dim = x.dim() - features; dim < x.dim(); ++dim) width *= x.size(dim);
+  const int64_t bytes = x.numel() * x.element_size();
+  const int64_t used = used_rows(rows, width == 0 ? 0 : bytes / width) * width;
+  std::memset(static_cast<char*>(x.mutable_data_ptr()) + used, 0, bytes - used);
 }
 
 }  // namespace mtpc

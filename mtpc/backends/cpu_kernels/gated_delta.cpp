@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "kernels.h"
+#include "operators.h"
 #include "tensors.h"
 
 namespace mtpc {
@@ -250,7 +250,7 @@ std::vector<Request> requests(
 
 }  // namespace
 
-Tensor gated_delta_rule(
+MTPC_OPERATOR Tensor gated_delta_rule(
     const Tensor& rows, const Tensor& conv_weight, const Tensor& a_log, const Tensor& dt_bias,
     const Tensor& recurrent, const Tensor& history, const Tensor& standing,
     const Tensor& state_slots, const Tensor& seq_lens, const Tensor& query_start_loc,

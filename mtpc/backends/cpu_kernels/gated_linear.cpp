@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "gated_tiles.h"
-#include "kernels.h"
+#include "operators.h"
 #include "tensors.h"
 
 namespace mtpc {
@@ -23,7 +23,7 @@ void run(InputRows x, int64_t rows, const BFloat16* weight, int64_t width, BFloa
 
 }  // namespace
 
-Tensor packed_gated_linear(
+MTPC_OPERATOR Tensor packed_gated_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows) {
   const int64_t width = features / 2, inputs = x.dim() == 0 ? 0 : x.size(x.dim() - 1);
   STD_TORCH_CHECK(

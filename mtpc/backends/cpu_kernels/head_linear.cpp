@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "kernels.h"
+#include "operators.h"
 #include "packed.h"
 #include "tensors.h"
 
@@ -44,7 +44,7 @@ HeadLinear check(const Tensor& x, const Tensor& weight, int64_t features,
 
 }  // namespace
 
-Tensor packed_head_linear(
+MTPC_OPERATOR Tensor packed_head_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& rows) {
   const HeadLinear s = check(x, weight, features, rows);
   const Tensor out = dense_empty(x, {s.rows, s.heads, features});

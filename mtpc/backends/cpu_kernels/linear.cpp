@@ -4,7 +4,7 @@
 #include <optional>
 #include <tuple>
 
-#include "kernels.h"
+#include "operators.h"
 #include "linear_result.h"
 #include "maxima.h"
 #include "packed.h"
@@ -44,7 +44,7 @@ void for_results(const Tensor& x, const Tensor& weight, int64_t features, int64_
 
 }  // namespace
 
-Tensor packed_linear(
+MTPC_OPERATOR Tensor packed_linear(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& rows) {
   check(x, weight, features, bias);
@@ -57,7 +57,7 @@ Tensor packed_linear(
   return out;
 }
 
-std::tuple<Tensor, Tensor> packed_linear_max(
+MTPC_OPERATOR std::tuple<Tensor, Tensor> packed_linear_max(
     const Tensor& x, const Tensor& weight, int64_t features, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& rows) {
   check(x, weight, features, bias);

@@ -9,7 +9,7 @@
 #include <unistd.h>
 #endif
 
-#include "kernels.h"
+#include "operators.h"
 #include "packed.h"
 #include "tensors.h"
 
@@ -121,7 +121,7 @@ void check(const Tensor& weight, const Tensor& packed) {
 
 }  // namespace
 
-void pack(const Tensor& weight, const Tensor& packed) {
+MTPC_OPERATOR void pack(const Tensor& weight, const Tensor& packed) {
   check(weight, packed);
   const int64_t dim = weight.dim();
   const Packing packing{static_cast<const char*>(weight.const_data_ptr()),

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "choices.h"
-#include "kernels.h"
+#include "operators.h"
 #include "packed.h"
 #include "tensors.h"
 
@@ -136,7 +136,7 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 }  // namespace
 
-Tensor packed_experts(
+MTPC_OPERATOR Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights, double limit, bool limit_input,
     const std::optional<Tensor>& rows) {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "dots.h"
-#include "kernels.h"
+#include "operators.h"
 #include "tensors.h"
 
 namespace mtpc {
@@ -61,7 +61,7 @@ void check(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& b
 
 }  // namespace
 
-Tensor float32_linear(
+MTPC_OPERATOR Tensor float32_linear(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   check(x, weight, bias);
   const int64_t features = weight.size(0), inputs = weight.size(1);

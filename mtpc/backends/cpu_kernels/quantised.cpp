@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "int8_rows.h"
-#include "kernels.h"
+#include "operators.h"
 #include "maxima.h"
 #include "packed.h"
 #include "tensors.h"
@@ -61,7 +61,7 @@ void for_results(const Tensor& x, const Tensor& weight, const Tensor& scales,
 
 }  // namespace
 
-Tensor quantised_linear(
+MTPC_OPERATOR Tensor quantised_linear(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
   check(x, weight, scales, bias);
@@ -76,7 +76,7 @@ Tensor quantised_linear(
   return out;
 }
 
-std::tuple<Tensor, Tensor> quantised_linear_max(
+MTPC_OPERATOR std::tuple<Tensor, Tensor> quantised_linear_max(
     const Tensor& x, const Tensor& weight, const Tensor& scales,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
   check(x, weight, scales, bias);

@@ -7,7 +7,7 @@
 
 #include "choices.h"
 #include "int8_rows.h"
-#include "kernels.h"
+#include "operators.h"
 #include "packed.h"
 #include "tensors.h"
 
@@ -137,7 +137,7 @@ Stack stack_of(const Tensor& weight, const Tensor& scales, const char* name) {
 
 }  // namespace
 
-Tensor quantised_experts(
+MTPC_OPERATOR Tensor quantised_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& gate_up_scales, const Tensor& down,
     const Tensor& down_scales, const Tensor& expert_ids, const Tensor& expert_weights,
     double limit, bool limit_input, const std::optional<Tensor>& rows) {

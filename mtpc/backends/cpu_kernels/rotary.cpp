@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "kernels.h"
+#include "operators.h"
 #include "row_steps.h"
 
 namespace mtpc {
@@ -99,7 +99,7 @@ void check_slots(const Indices& slots, int64_t count, int64_t capacity) {
 
 }  // namespace
 
-Tensor rotate(
+MTPC_OPERATOR Tensor rotate(
     const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& rows) {
   STD_TORCH_CHECK(
       x.dim() == 3 && is_heads(x, x.size(0)) && is_angles(cos, x) && is_angles(sin, x) &&
@@ -119,7 +119,7 @@ Tensor rotate(
   return out;
 }
 
-Tensor rotate_and_write(
+MTPC_OPERATOR Tensor rotate_and_write(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping,
     const std::optional<Tensor>& rows) {

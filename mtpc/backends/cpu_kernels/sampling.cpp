@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels.h"
+#include "operators.h"
 #include "philox.h"
 #include "tensors.h"
 
@@ -304,7 +304,7 @@ void check_dtype(const Tensor& t, ScalarType dtype, int64_t dim, const char* nam
 
 }  // namespace
 
-Tensor sample(
+MTPC_OPERATOR Tensor sample(
     const Tensor& logits, const Tensor& ids, const Tensor& positions, const Tensor& state_slots,
     const Tensor& floats, const Tensor& ints, const Tensor& bias_ids, const Tensor& bias_values,
     const Tensor& allowed_tokens, const Tensor& prompt_tokens, const Tensor& output_counts,
@@ -363,7 +363,7 @@ Tensor sample(
   return out;
 }
 
-void count_tokens(
+MTPC_OPERATOR void count_tokens(
     const Tensor& output_counts, const Tensor& ids, const Tensor& num_emitted,
     const Tensor& state_slots) {
   check_dtype(output_counts, ScalarType::Int, 2, "output_counts");
@@ -413,7 +413,7 @@ void report_token(const T* x, int64_t vocabulary, int64_t chosen, const Report& 
 
 }  // namespace
 
-void write_logprobs(
+MTPC_OPERATOR void write_logprobs(
     const Tensor& logprobs, const Tensor& top_ids, const Tensor& top_logprobs,
     const Tensor& logits, const Tensor& ids, const Tensor& num_emitted,
     const Tensor& state_slots, const Tensor& ints) {

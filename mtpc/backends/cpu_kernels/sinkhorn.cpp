@@ -1,7 +1,7 @@
 // Sinkhorn-Knopp normalisation of a few small matrices, see mtpc/ops/sinkhorn.py.
 #include <cmath>
 
-#include "kernels.h"
+#include "operators.h"
 #include "tensors.h"
 
 namespace mtpc {
@@ -37,7 +37,7 @@ void sinkhorn_matrix(A* matrix, int64_t n, int64_t rounds, A epsilon) {
 
 }  // namespace
 
-Tensor sinkhorn(const Tensor& logits, int64_t rounds, double epsilon) {
+MTPC_OPERATOR Tensor sinkhorn(const Tensor& logits, int64_t rounds, double epsilon) {
   STD_TORCH_CHECK(
       logits.dim() == 3 && logits.size(1) == logits.size(2) && logits.size(1) > 0 && rounds >= 1,
       "mtpc_cpu::sinkhorn: expected logits [T, n, n] and rounds >= 1");

@@ -1,11 +1,9 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
-`mtpc_triton::` has `write_cache`, `rotate_and_write`, `rotate`, `paged_attention`,
-`latent_attention`, `choose_slots`, `experts`, `gated_delta_rule`, `quantised_linear`,
-`quantised_experts`, `rms_norm`, `add_rms_norm`, `draft_entry`, `silu_and_mul`, `sample`,
-`count_tokens`, `write_logprobs`, `accept`, `sinkhorn`; `mtpc_loaded::` has the same, for code that
-was compiled elsewhere. They take what the reference ops in `mtpc::` take and mean the same. This
-module imports no Triton, which only torch's builds for GPUs bring along; all others here do.
+`mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here; `mtpc_loaded::` has
+the same, for code that was compiled elsewhere. They take what the references take and mean the
+same. This module imports no Triton, which only torch's builds for GPUs bring along; all others here
+do.
 
 What they guarantee:
 
@@ -26,10 +24,12 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import fx
 
-import mtpc.ops
-import mtpc.ops.fused  # noqa: F401  (these register the references that kernel_table names)
+from mtpc.backends.bindings import Binding, Configure, by_default
+from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
+from mtpc.ops import references
 
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 """What the kernels compute with."""
@@ -46,7 +46,7 @@ def load_kernels() -> None:
         BackendError: there is no Triton.
     """
     try:
-        import_module("mtpc.backends.triton_kernels.ops")
+        import_module("mtpc.backends.triton_kernels.register")
     except ImportError as error:
         if not (error.name or "").startswith("triton"):
             raise
@@ -54,11 +54,39 @@ def load_kernels() -> None:
 
 
 def kernel_table(namespace: str = "mtpc_triton") -> dict[Any, Any]:
-    """Reference op overload -> our op overload; `load_kernels` must have been called."""
-    from mtpc.backends.triton_kernels.plans import PLANS
+    """Reference overload -> our overload, of every operator that has kernels.
 
+    It is empty until `load_kernels` was called.
+    """
     ours = getattr(torch.ops, namespace)
-    return {getattr(torch.ops.mtpc, name).default: getattr(ours, name).default for name in PLANS}
+    return {
+        reference: getattr(ours, name).default
+        for name, reference in references().items()
+        if hasattr(ours, name)
+    }
 
 
-__all__ = ["ELEMENTS", "kernel_table", "load_kernels"]
+def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
+    """A candidate for each operator that has kernels.
+
+    Args:
+        configure: chooses how each is run.
+
+    Raises:
+        BackendError: there is no Triton.
+    """
+    load_kernels()
+    return tuple(
+        Binding("triton", reference, target, refuses, configure=configure)
+        for reference, target in kernel_table().items()
+    )
+
+
+def refuses(node: fx.Node, graph: StepGraph) -> str | None:
+    """Why our kernels cannot take a call of a reference; None where they can."""
+    from mtpc.backends.triton_kernels.plans import operator_of
+
+    return operator_of(node).refuses(node)
+
+
+__all__ = ["ELEMENTS", "kernel_table", "load_kernels", "refuses", "triton_bindings"]

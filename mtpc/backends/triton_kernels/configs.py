@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.launch import Change, Launch
 from mtpc.errors import BackendError
 
 
@@ -36,73 +36,6 @@ class Config:
         return ",".join(f"{name}={value}" for name, value in words)
 
 
-@dataclass(frozen=True)
-class Change:
-    """A difference from the default.
-
-    Attributes:
-        threads: if another number.
-        num_stages: if another number.
-        factors: by which tile sizes are multiplied.
-        bounded: constants whose product must be at most `bound`: what a program accumulates.
-        bound: their bound.
-    """
-
-    threads: int | None = None
-    num_stages: int | None = None
-    factors: Mapping[str, float] = field(default_factory=dict)
-    bounded: tuple[str, ...] = ()
-    bound: int = 0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a kernel's launches can be changed in.
-
-    Attributes:
-        changes: of the default; few, for each is compiled for each target and measured.
-        axes: axis of the grid, by the tile size that cuts it, and the constant that is cut.
-    """
-
-    changes: tuple[Change, ...]
-    axes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-
-
-CHOICES: dict[str, Choice] = {
-    "paged_attention_kernel": Choice(
-        (
-            Change(threads=128, bounded=("BLOCK_M", "BLOCK_DV"), bound=4096),
-            Change(factors={"BLOCK_N": 0.5}),
-            Change(num_stages=3),
-        )
-    ),
-    "latent_attention_kernel": Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1))),
-    "expert_gate_up_kernel": Choice(
-        (
-            Change(threads=64, factors={"BLOCK_F": 0.5}),
-            Change(num_stages=3, factors={"BLOCK_K": 0.5}),
-            Change(threads=256),
-        ),
-        {"BLOCK_F": (1, "INNER")},
-    ),
-    "expert_down_kernel": Choice(
-        (
-            Change(threads=64, factors={"BLOCK_F": 0.5}),
-            Change(num_stages=3, factors={"BLOCK_K": 0.5}),
-            Change(threads=256),
-        ),
-        {"BLOCK_F": (1, "H")},
-    ),
-    "delta_state_kernel": Choice(
-        (Change(factors={"BLOCK_V": 0.5}), Change(threads=256, factors={"BLOCK_V": 2})),
-        {"BLOCK_V": (2, "DV")},
-    ),
-    "int8_linear_kernel": Choice((Change(num_stages=3), Change(threads=256))),
-    "int8_gate_up_kernel": Choice((Change(num_stages=3), Change(threads=64))),
-    "int8_down_kernel": Choice((Change(num_stages=3), Change(threads=64))),
-}
-"""By kernel; one that is not here has its default only. Chosen on paper, kept where they fit and
-hardly spill on every target (tests/test_triton_crosscompile.py)."""
 _LEAST = 16
 """Of a tile size that is an operand of a product."""
 _PART = re.compile(r"(\w+):((?:\w+=\d+,?)+)")
@@ -110,9 +43,7 @@ _PART = re.compile(r"(\w+):((?:\w+=\d+,?)+)")
 
 def configs_of(launch: Launch) -> tuple[Config, ...]:
     """The default of a launch, then all else that it may be run with."""
-    choice = CHOICES.get(launch.name)
-    if choice is None:
-        return (Config(launch.threads, launch.num_stages),)
+    choice = launch.choice
     names = sorted({name for change in choice.changes for name in change.factors})
     found: dict[Config, None] = {}
     for change in (Change(), *choice.changes):
@@ -129,7 +60,7 @@ def configs_of(launch: Launch) -> tuple[Config, ...]:
 def configured(launch: Launch, config: Config) -> Launch:
     """A launch in another of its configurations."""
     grid, constants = list(launch.grid), {**launch.constants, **dict(config.sizes)}
-    for size, (axis, extent) in CHOICES[launch.name].axes.items() if config.sizes else ():
+    for size, (axis, extent) in launch.choice.axes.items() if config.sizes else ():
         grid[axis] = -(-constants[extent] // constants[size])
     return replace(
         launch,

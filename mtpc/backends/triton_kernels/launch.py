@@ -7,7 +7,7 @@ the same function serves real tensors, fake tensors of a traced graph, and the c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,43 @@ FUSION: Mapping[str, Any] = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
+class Change:
+    """A difference from the default.
+
+    Attributes:
+        threads: if another number.
+        num_stages: if another number.
+        factors: by which tile sizes are multiplied.
+        bounded: constants whose product must be at most `bound`: what a program accumulates.
+        bound: their bound.
+    """
+
+    threads: int | None = None
+    num_stages: int | None = None
+    factors: Mapping[str, float] = field(default_factory=dict)
+    bounded: tuple[str, ...] = ()
+    bound: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a kernel's launches can be changed in. Changes are chosen on paper, and kept where they
+    fit and hardly spill on every target (tests/test_triton_crosscompile.py).
+
+    Attributes:
+        changes: of the default; few, for each is compiled for each target and measured.
+        axes: axis of the grid, by the tile size that cuts it, and the constant that is cut.
+    """
+
+    changes: tuple[Change, ...] = ()
+    axes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+
+NO_CHOICE = Choice()
+"""Of a kernel that is always run by default."""
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel over one grid.
 
@@ -39,6 +76,7 @@ class Launch:
         constants: `tl.constexpr` parameters.
         threads: in a program; as many warps on NVIDIA are half as many wavefronts on AMD.
         num_stages: depth of software pipelining.
+        choice: how else it may be run.
     """
 
     kernel: Any
@@ -47,6 +85,7 @@ class Launch:
     constants: Mapping[str, Any]
     threads: int = 256
     num_stages: int = 2
+    choice: Choice = NO_CHOICE
 
     @property
     def name(self) -> str:

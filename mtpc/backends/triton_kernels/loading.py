@@ -17,7 +17,7 @@ from triton.runtime.cache import get_cache_manager
 
 from mtpc.backends.bindings import Binding, Configure, Limits, by_default
 from mtpc.backends.targets import TARGETS, Target
-from mtpc.backends.triton_kernels import kernel_table, load_kernels
+from mtpc.backends.triton_kernels import kernel_table, load_kernels, refuses
 from mtpc.backends.triton_kernels.crosscompile import (
     KIND,
     METADATA,
@@ -25,7 +25,6 @@ from mtpc.backends.triton_kernels.crosscompile import (
     compiler_fields,
 )
 from mtpc.backends.triton_kernels.launch import Launch
-from mtpc.backends.triton_kernels.limits import refuses
 from mtpc.backends.triton_kernels.plans import node_launches
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of

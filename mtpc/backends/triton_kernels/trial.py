@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from mtpc.backends.triton_kernels.configs import Config, configured
 from mtpc.backends.triton_kernels.launch import Launch, run
 from mtpc.backends.triton_kernels.loading import CodeObjects
-from mtpc.backends.triton_kernels.plans import op_name, plan
+from mtpc.backends.triton_kernels.plans import operator_of
 from mtpc.backends.triton_kernels.tuning import Call
 from mtpc.errors import BackendError
 
@@ -58,7 +58,7 @@ class DeviceTimer:
         """
         try:
             args, kwargs = trial_arguments(call, self.device)
-            launches, _ = plan(op_name(call.node), *args, **kwargs)
+            launches, _ = operator_of(call.node).plan(*args, **kwargs)
             run(launches)  # Each reads what others before it wrote.
             return [self._seconds(configured(launches[index], config)) for config in configs]
         except torch.OutOfMemoryError as error:

@@ -177,7 +177,7 @@ class _Trial:
 
 def kernel_sources() -> str:
     """A digest of this package: kernels, what they share, and their configurations."""
-    return hash_of(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hash_of(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
 
 
 def tuning_fields(launch: Launch, device: str) -> dict[str, str]:

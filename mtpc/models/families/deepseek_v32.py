@@ -25,6 +25,7 @@ from mtpc.layout.buffers import P
 from mtpc.models.caches import paged_latent_specs, paged_spec
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.glm4_moe import nextn_layers
+from mtpc.ops.choose_slots import choose_slots
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class SparseLatentAttention(nn.Module):
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         indices = (context.block_table, context.seq_lens, context.query_start_loc)
-        return ops.choose_slots(query.float(), weights, keys, *indices, indexer.index_topk)
+        return choose_slots(query.float(), weights, keys, *indices, indexer.index_topk)
 
 
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

@@ -15,13 +15,29 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
-from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.launch import (
+    Change,
+    Choice,
+    Launch,
+    adjacent,
+    power_of_two,
+    widen,
+)
+from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operator
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
 _TILES = {2: {128: (64, 64), 1024: (32, 32)}, 4: {64: (64, 32), 1024: (16, 16)}}
 """Query rows times heads that a program holds, where the group is not larger by itself, and
 positions at a time; by bytes of an element and the largest head dim that this is for. More of wide
 heads, and of float32, spill on NVIDIA."""
+
+_CHOICE = Choice(
+    (
+        Change(threads=128, bounded=("BLOCK_M", "BLOCK_DV"), bound=4096),
+        Change(factors={"BLOCK_N": 0.5}),
+        Change(num_stages=3),
+    )
+)
 
 
 @triton.jit
@@ -81,26 +97,22 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(acc_ptr + out_at, acc, mask=seen[:, None] & (dv < DV)[None])
 
 
-def paged_attention_launches(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    indices: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    options: tuple[float, int, float],
+@operator(limit=attention_limit)
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, scale: float, sliding_window: int, softcap: float,
     sinks: Tensor | None,
-) -> list[Launch]:
-    """Launches of `mtpc::paged_attention`.
+) -> Plan:  # fmt: skip
+    """Attention by splits, then the sum of the splits.
 
-    Args:
-        tensors: q [T, N, D], k_cache [pages, P, H_kv, D], v_cache [pages, P, H_kv, D_v].
-        indices: block_table [R, M], seq_lens [R], query_start_loc [R+1].
-        out: [T, N, D_v], contiguous; all of it is written.
-        options: scale, sliding_window, softcap.
-        sinks: [N] or None.
+    Raises:
+        BackendError: elements of a cache's row are not adjacent in memory.
     """
-    q, k, v = tensors
+    out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
     q = q if q.stride(-1) == 1 else q.contiguous()
-    k, v = adjacent(k, "k_cache"), adjacent(v, "v_cache")
-    table, seq_lens, starts = (t.contiguous() for t in indices)
+    k, v = adjacent(k_cache, "k_cache"), adjacent(v_cache, "v_cache")
+    table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
+    starts = query_start_loc.contiguous()
     (num_tokens, heads, dim), (num_reqs, width) = q.shape, table.shape
     kv_heads, page_size, value_dim = k.shape[2], k.shape[1], v.shape[3]
     group = heads // kv_heads
@@ -120,13 +132,13 @@ def paged_attention_launches(
         k_page=k.stride(0), k_row=k.stride(1), k_head=k.stride(2),
         v_page=v.stride(0), v_row=v.stride(1), v_head=v.stride(2),
     )  # fmt: skip
-    scale, window, softcap = options
     constants = dict(
         GROUP=group, D=dim, DV=value_dim, PAGE=page_size,
-        SCALE=scale, WINDOW=window, SOFTCAP=softcap,
+        SCALE=scale, WINDOW=sliding_window, SOFTCAP=softcap,
         SPLITS=splits, TILE_ROWS=tile_rows, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=power_of_two(dim, 16), BLOCK_DV=power_of_two(value_dim, 16),
         R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(paged_attention_kernel, q, v),
     )  # fmt: skip
-    attend = Launch(paged_attention_kernel, (tiles, kv_heads, splits), arguments, constants)
-    return [attend, combine_launch(acc, stats, (seq_lens, starts), out, sinks)]
+    grid = (tiles, kv_heads, splits)
+    attend = Launch(paged_attention_kernel, grid, arguments, constants, choice=_CHOICE)
+    return [attend, combine_launch(acc, stats, (seq_lens, starts), out, sinks)], out

@@ -2,7 +2,7 @@
 
 A block of latents is loaded once and serves as key and, its first `rank` entries, as value. The
 rotary part is a dot product of its own, so that 512 + 64 is not padded to 1024. Splits as in
-`attention`. (DeepSeek-V2, arXiv:2405.04434, section 2.1.2.)
+`paged_attention`. (DeepSeek-V2, arXiv:2405.04434, section 2.1.2.)
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
-from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.launch import (
+    Change,
+    Choice,
+    Launch,
+    adjacent,
+    power_of_two,
+    widen,
+)
+from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operator
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
 _TILE = 16
 """Rows times heads that a program holds: with a rank of 512, twice as many spill on NVIDIA (each
 warp holds all queries), four times as many on gfx942. Every tile reads the latents again, from L2
 where all is well: what to look at first on a device."""
+
+_CHOICE = Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1)))
 
 
 @triton.jit
@@ -74,27 +84,23 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(acc_ptr + out_at, acc, mask=seen[:, None] & (c < RANK)[None])
 
 
-def latent_attention_launches(
-    q: Tensor,
-    cache: Tensor,
-    indices: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    scale: float,
-) -> list[Launch]:
-    """Launches of `mtpc::latent_attention`.
+@operator(limit=attention_limit)
+def latent_attention(
+    q: Tensor, latent_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, scale: float, latent_rank: int,
+) -> Plan:  # fmt: skip
+    """Attention by splits, then the sum of the splits.
 
-    Args:
-        q: [T, N, rank + rope].
-        cache: [pages, P, rank + rope].
-        indices: block_table [R, M], seq_lens [R], query_start_loc [R+1].
-        out: [T, N, rank], contiguous; all of it is written.
-        scale: multiplies the scores.
+    Raises:
+        BackendError: elements of a cache's row are not adjacent in memory.
     """
+    out = q.new_empty((q.shape[0], q.shape[1], latent_rank))
     q = q if q.stride(-1) == 1 else q.contiguous()
-    cache = adjacent(cache, "latent_cache")
-    table, seq_lens, starts = (t.contiguous() for t in indices)
+    cache = adjacent(latent_cache, "latent_cache")
+    table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
+    starts = query_start_loc.contiguous()
     (num_tokens, heads, width), (num_reqs, blocks) = q.shape, table.shape
-    rank, page_size = out.shape[2], cache.shape[1]
+    rank, page_size = latent_rank, cache.shape[1]
     tile_rows = min(
         power_of_two(-(-num_tokens // num_reqs)), _TILE // min(power_of_two(heads), _TILE)
     )
@@ -117,5 +123,5 @@ def latent_attention_launches(
         R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(latent_attention_kernel, q, cache),
     )  # fmt: skip
     grid = (tiles, head_blocks, splits)
-    attend = Launch(latent_attention_kernel, grid, arguments, constants)
-    return [attend, combine_launch(acc, stats, (seq_lens, starts), out, None)]
+    attend = Launch(latent_attention_kernel, grid, arguments, constants, choice=_CHOICE)
+    return [attend, combine_launch(acc, stats, (seq_lens, starts), out, None)], out

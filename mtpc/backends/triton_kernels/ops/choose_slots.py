@@ -9,12 +9,16 @@ ones, as there is room for. A row that sees no more than it may choose is given 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.tiles import dot, locate, num_tiles
 
 _POSITIONS = 64
@@ -25,6 +29,8 @@ _BLOCK = 1024
 """Scores gone over together."""
 _BITS = 8
 """Of a digit."""
+_MAX_QUERY = 64 * 128
+"""Numbers of a row's query, all of which a program has."""
 
 
 @triton.jit
@@ -139,26 +145,30 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + token * COUNT + place, page * PAGE + position % PAGE, mask=chosen)
 
 
-def choose_slots_launches(
-    query: Tensor,
-    weights: Tensor,
-    index_cache: Tensor,
-    indices: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-) -> list[Launch]:
-    """Launches of `mtpc::choose_slots`.
+def _limit(call: Mapping[str, Any]) -> str | None:
+    heads, dim = call["query"].shape[1:]
+    if heads * dim > _MAX_QUERY:
+        return f"{heads} heads of {dim}; it takes {_MAX_QUERY} numbers a row"
+    return None
 
-    Args:
-        query: [T, H, D].
-        weights: [T, H].
-        index_cache: [N, P, D].
-        indices: block_table [R, M], seq_lens [R], query_start_loc [R+1].
-        out: int32 [T, min(count, M * P)], contiguous, full of -1.
+
+@operator(limit=_limit)
+def choose_slots(
+    query: Tensor, weights: Tensor, index_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, count: int,
+) -> Plan:  # fmt: skip
+    """Scores, then the choice.
+
+    Raises:
+        BackendError: elements of a cache's row are not adjacent in memory.
     """
+    most = min(count, block_table.shape[1] * index_cache.shape[1])
+    out = query.new_full((query.shape[0], most), -1, dtype=torch.int32)
     query = query if query.stride(-1) == 1 else query.contiguous()
     weights = weights if weights.stride(-1) == 1 else weights.contiguous()
     cache = adjacent(index_cache, "index_cache")
-    table, seq_lens, starts = (t.contiguous() for t in indices)
+    table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
+    starts = query_start_loc.contiguous()
     (num_tokens, heads, dim), (num_reqs, blocks) = query.shape, table.shape
     num_pages, page_size = cache.shape[:2]
     context, tiles = blocks * page_size, num_tiles(num_tokens, num_reqs, 1)
@@ -180,7 +190,8 @@ def choose_slots_launches(
     grid = (tiles, -(-context // _POSITIONS), 1)
     choice = dict(out_ptr=out, **shared)
     radix = dict(BLOCK=_BLOCK, BITS=_BITS, DIGITS=1 << _BITS)
-    return [
+    launches = [
         Launch(score_positions_kernel, grid, shared | scored, sizes | products),
         Launch(choose_slots_kernel, (tiles, 1, 1), choice, sizes | radix),
     ]
+    return launches, out

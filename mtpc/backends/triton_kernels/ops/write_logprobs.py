@@ -1,4 +1,4 @@
-"""What is kept of emitted tokens: how often each was, and log-probabilities for those who asked."""
+"""Log-probabilities of emitted tokens, for the requests that ask for them: a program a row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import INTS
 
@@ -15,26 +16,6 @@ _CHUNK = 4096
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
 _NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
 _LOGPROBS: tl.constexpr = tl.constexpr(INTS.index("logprobs"))
-
-
-@triton.jit
-def count_tokens_kernel(  # type: ignore[no-untyped-def]
-    counts_ptr, ids_ptr, emitted_ptr, slots_ptr, vocab, W: tl.constexpr, W_PAD: tl.constexpr
-):
-    """counts int32 [S, V]; a program has one request, and each token once."""
-    request = tl.program_id(0).to(tl.int64)
-    slot, emitted = tl.load(slots_ptr + request), tl.load(emitted_ptr + request)
-    if slot == _SCRATCH:
-        return
-    column = tl.arange(0, W_PAD)
-    live = (column < W) & (column < emitted)
-    ids = tl.load(ids_ptr + request * W + column, mask=live, other=-1)
-    same = (ids[:, None] == ids[None, :]) & live[:, None] & live[None, :]
-    times = tl.sum(same.to(tl.int32), 1)
-    is_first = tl.sum((same & (column[None, :] < column[:, None])).to(tl.int32), 1) == 0
-    at = counts_ptr + slot * vocab + ids
-    before = tl.load(at, mask=live & is_first, other=0)
-    tl.store(at, before + times, mask=live & is_first)
 
 
 @triton.jit
@@ -87,49 +68,18 @@ def write_logprobs_kernel(  # type: ignore[no-untyped-def]
         tl.store(top_ptr + at * COUNT + place, last)
 
 
-def count_tokens_launches(
-    output_counts: Tensor, ids: Tensor, num_emitted: Tensor, state_slots: Tensor
-) -> list[Launch]:
-    """Launches of `mtpc::count_tokens`.
-
-    Args:
-        output_counts: int32 [S, V], contiguous.
-        ids: int64 [R, W].
-        num_emitted: int32 [R].
-        state_slots: int64 [R].
-    """
-    requests, width = ids.shape
-    arguments = dict(
-        counts_ptr=output_counts, ids_ptr=ids.contiguous(), emitted_ptr=num_emitted.contiguous(),
-        slots_ptr=state_slots.contiguous(), vocab=output_counts.shape[1],
-    )  # fmt: skip
-    constants = dict(W=width, W_PAD=power_of_two(width))
-    return [Launch(count_tokens_kernel, (requests, 1, 1), arguments, constants, threads=64)]
-
-
-def write_logprobs_launches(
-    reports: tuple[Tensor, Tensor, Tensor],
-    logits: Tensor,
-    emitted: tuple[Tensor, Tensor],
-    state_slots: Tensor,
-    ints: Tensor,
-) -> list[Launch]:
-    """Launches of `mtpc::write_logprobs`.
-
-    Args:
-        reports: logprobs [R, W'], top_ids and top_logprobs [R, W', n], contiguous.
-        logits: [R * W, V].
-        emitted: ids int64 [R, W], num_emitted int32 [R].
-        state_slots: int64 [R].
-        ints: int64 [S, len(INTS)].
-    """
-    logprobs, top_ids, top = reports
+@operator(any_element=True)
+def write_logprobs(
+    logprobs: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor,
+    num_emitted: Tensor, state_slots: Tensor, ints: Tensor,
+) -> Plan:  # fmt: skip
+    """One launch; what is written is contiguous."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    ids, num_emitted = (t.contiguous() for t in emitted)
     arguments = dict(
-        logprobs_ptr=logprobs, top_ids_ptr=top_ids, top_ptr=top, logits_ptr=logits, ids_ptr=ids,
-        emitted_ptr=num_emitted, slots_ptr=state_slots.contiguous(), ints_ptr=ints.contiguous(),
+        logprobs_ptr=logprobs, top_ids_ptr=top_ids, top_ptr=top_logprobs, logits_ptr=logits,
+        ids_ptr=ids.contiguous(), emitted_ptr=num_emitted.contiguous(),
+        slots_ptr=state_slots.contiguous(), ints_ptr=ints.contiguous(),
         vocab=logits.shape[1], logits_row=logits.stride(0), width=logprobs.shape[1],
     )  # fmt: skip
-    constants = dict(W=ids.shape[1], COUNT=top.shape[2], CHUNK=_CHUNK)
-    return [Launch(write_logprobs_kernel, (ids.numel(), 1, 1), arguments, constants, 512)]
+    constants = dict(W=ids.shape[1], COUNT=top_ids.shape[2], CHUNK=_CHUNK)
+    return [Launch(write_logprobs_kernel, (ids.numel(), 1, 1), arguments, constants, 512)], None

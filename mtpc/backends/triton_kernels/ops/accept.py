@@ -7,7 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.layout import RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
+from mtpc.ops.accept import empty_outcome
 
 _RUNNING: tl.constexpr = tl.constexpr(RUNNING)
 _LENGTH: tl.constexpr = tl.constexpr(STOPPED_BY_LENGTH)
@@ -78,45 +80,37 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(lens_ptr + request, tl.load(context_ptr + request) + certain)
 
 
-def accept_launches(
-    reports: tuple[Tensor, Tensor, Tensor, Tensor],
-    choices: tuple[Tensor, Tensor],
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    limits: tuple[Tensor, Tensor, Tensor],
-    prompts: tuple[Tensor | None, Tensor | None],
-    out: tuple[Tensor, Tensor, Tensor],
-) -> list[Launch]:
-    """Launches of `mtpc::accept`.
-
-    Args:
-        reports: out_token_ids int64 [R, W'], rows adjacent; three of int32 [R].
-        choices: chosen int64, finite bool [R * W].
-        rows: ids int64 [T], query_start_loc int32 [R+1], context_lens int32 and active bool [R].
-        limits: remaining_tokens int32 [S], stop_ids int64 [S, E], state_indices int64 [R].
-        prompts: is_prompt and goes_on, bool [R] or None.
-        out: its results, contiguous.
+@operator()
+def accept(
+    out_token_ids: Tensor, num_accepted: Tensor, num_emitted: Tensor, stop_reason: Tensor,
+    chosen: Tensor, finite: Tensor, ids: Tensor, query_start_loc: Tensor, context_lens: Tensor,
+    active: Tensor, remaining_tokens: Tensor, stop_ids: Tensor, state_indices: Tensor,
+    is_prompt: Tensor | None, goes_on: Tensor | None,
+) -> Plan:  # fmt: skip
+    """One launch.
 
     Raises:
-        BackendError: a report's elements, or those of its rows, are not adjacent in memory.
+        BackendError: elements of a written argument, or of a row of it, are not adjacent in memory.
     """
-    chosen, finite = (t.contiguous() for t in choices)
-    ids, starts, context_lens, active = (t.contiguous() for t in rows)
-    remaining, stop_ids, slots = (t.contiguous() for t in limits)
-    is_prompt, goes_on = (active if t is None else t.contiguous() for t in prompts)
+    reports = (out_token_ids, num_accepted, num_emitted, stop_reason)
     out_ids, accepted, emitted, reason = (adjacent(t, "a report of a step") for t in reports)
-    anchors, left, lens = out
+    stop_ids, active = stop_ids.contiguous(), active.contiguous()
+    anchors, left, lens = out = empty_outcome(context_lens)
     requests, stops = len(context_lens), stop_ids.shape[1]
     width = len(chosen) // requests
     arguments = dict(
-        chosen_ptr=chosen, finite_ptr=finite, ids_ptr=ids, starts_ptr=starts,
-        context_ptr=context_lens, active_ptr=active, remaining_ptr=remaining, stops_ptr=stop_ids,
-        slots_ptr=slots, prompts_ptr=is_prompt, going_ptr=goes_on,
+        chosen_ptr=chosen.contiguous(), finite_ptr=finite.contiguous(), ids_ptr=ids.contiguous(),
+        starts_ptr=query_start_loc.contiguous(), context_ptr=context_lens.contiguous(),
+        active_ptr=active, remaining_ptr=remaining_tokens.contiguous(), stops_ptr=stop_ids,
+        slots_ptr=state_indices.contiguous(),
+        prompts_ptr=active if is_prompt is None else is_prompt.contiguous(),
+        going_ptr=active if goes_on is None else goes_on.contiguous(),
         out_ids_ptr=out_ids, accepted_ptr=accepted, emitted_ptr=emitted,
         reason_ptr=reason, anchors_ptr=anchors, left_ptr=left, lens_ptr=lens,
         out_row=out_ids.stride(0), tokens=len(ids),
     )  # fmt: skip
     constants = dict(
         W=width, W_PAD=power_of_two(width), E=stops, E_PAD=power_of_two(stops),
-        HAS_PROMPTS=prompts[0] is not None, GOES_ON=prompts[1] is not None,
+        HAS_PROMPTS=is_prompt is not None, GOES_ON=goes_on is not None,
     )  # fmt: skip
-    return [Launch(accept_kernel, (requests, 1, 1), arguments, constants, threads=64)]
+    return [Launch(accept_kernel, (requests, 1, 1), arguments, constants, threads=64)], out

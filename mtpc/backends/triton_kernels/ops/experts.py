@@ -14,11 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.launch import (
+    Change,
+    Choice,
+    Launch,
+    adjacent,
+    power_of_two,
+    widen,
+)
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.tiles import dot
 
 _TILE, _FEATURES, _DEPTH, _SUM_BLOCK = 64, 32, 128, 1024
 """Rows in a tile at most; output features of a program; inputs in one product; sums a program."""
+_CHANGES = (
+    Change(threads=64, factors={"BLOCK_F": 0.5}),
+    Change(num_stages=3, factors={"BLOCK_K": 0.5}),
+    Change(threads=256),
+)
 
 
 @triton.jit
@@ -130,24 +143,21 @@ def expert_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=column < H)
 
 
-def expert_launches(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor],
-    choices: tuple[Tensor, Tensor],
-    out: Tensor,
-    limit: tuple[float, bool] = (0.0, False),
-) -> list[Launch]:
-    """Launches of `mtpc::experts`.
+@operator()
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    limit: float, limit_input: bool,
+) -> Plan:  # fmt: skip
+    """Gate and up with the activation, the way down, and the sum over experts.
 
-    Args:
-        x: [T, H].
-        weights: gate_up [E, 2I, H] and down [E, H, I], contiguous.
-        choices: expert_ids int64 [T, k], distinct per row, and expert_weights [T, k].
-        out: [T, H], contiguous.
-        limit: of the activations, and whether it bounds what goes into silu.
+    Raises:
+        BackendError: elements of a weight's row are not adjacent in memory.
     """
-    gate_up, down = (adjacent(w, "expert weights").contiguous() for w in weights)
-    ids, scales = (t.contiguous() for t in choices)
+    out = x.new_empty(x.shape)
+    if x.shape[0] == 0:
+        return [], out
+    gate_up, down = (adjacent(w, "expert weights").contiguous() for w in (gate_up, down))
+    ids, scales = expert_ids.contiguous(), expert_weights.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_tokens, width), (count, _, inner) = x.shape, down.shape
     picks = ids.shape[1]
@@ -159,18 +169,20 @@ def expert_launches(
     shared = dict(sizes, INNER=inner, BLOCK_T=tile, BLOCK_F=_FEATURES,
                   BLOCK_K=_DEPTH if x.dtype.itemsize == 2 else _DEPTH // 2,
                   WIDEN=widen(expert_down_kernel, x))  # fmt: skip
-    bounded = dict(shared, LIMIT=float(limit[0]), LIMIT_INPUT=limit[1])
+    bounded = dict(shared, LIMIT=float(limit), LIMIT_INPUT=limit_input)
     first = dict(x_ptr=x, weight_ptr=gate_up, ids_ptr=ids, hidden_ptr=hidden,
                  num_tokens=num_tokens, x_stride=x.stride(0))  # fmt: skip
     second = dict(hidden_ptr=hidden, weight_ptr=down, ids_ptr=ids, scale_ptr=scales, part_ptr=part,
                   num_tokens=num_tokens)  # fmt: skip
     grid_up = (count, -(-inner // _FEATURES), row_tiles)
     grid_down = (count, -(-width // _FEATURES), row_tiles)
-    return [
-        Launch(expert_gate_up_kernel, grid_up, first, bounded, threads=128),
-        Launch(expert_down_kernel, grid_down, second, shared, threads=128),
+    by_inner, by_width = (Choice(_CHANGES, {"BLOCK_F": (1, cut)}) for cut in ("INNER", "H"))
+    launches = [
+        Launch(expert_gate_up_kernel, grid_up, first, bounded, threads=128, choice=by_inner),
+        Launch(expert_down_kernel, grid_down, second, shared, threads=128, choice=by_width),
         expert_sum_launch(part, ids, out, count),
     ]
+    return launches, out
 
 
 def expert_sum_launch(part: Tensor, ids: Tensor, out: Tensor, num_experts: int) -> Launch:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import ALIGNMENT, Launch, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.errors import BackendError
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
@@ -267,26 +268,22 @@ def choose_token_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row, chosen.to(tl.int64))
 
 
-def sample_launches(
-    logits: Tensor,
-    ids: Tensor,
-    positions: Tensor,
-    state_slots: Tensor,
-    state: tuple[Tensor, ...],
-    token_mask: Tensor | None,
-    out: Tensor,
-) -> list[Launch]:
-    """Launches of `mtpc::sample`.
+@operator(any_element=True)
+def sample(
+    logits: Tensor, ids: Tensor, positions: Tensor, state_slots: Tensor, floats: Tensor,
+    ints: Tensor, bias_ids: Tensor, bias_values: Tensor, allowed_tokens: Tensor,
+    prompt_tokens: Tensor, output_counts: Tensor, stop_ids: Tensor, token_mask: Tensor | None,
+) -> Plan:  # fmt: skip
+    """Logits adjusted, then the choice.
 
-    Args:
-        logits: [N, V].
-        ids: int64 [N].
-        positions: int64 [N].
-        state_slots: int64 [R].
-        state: rows by slot, in the operator's order: floats to stop_ids.
-        token_mask: int32 [N, ceil(V / 32)], or None.
-        out: int64 [N], full of -1.
+    Raises:
+        BackendError: a shape or dtype is not the reference's.
     """
+    out = ids.new_full((logits.shape[0],), -1)
+    if len(ids) == 0:
+        return [], out
+    state = (floats, ints, bias_ids, bias_values, allowed_tokens, prompt_tokens, output_counts,
+             stop_ids)  # fmt: skip
     _check(logits, state_slots, state, token_mask)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids, positions, slots = (t.contiguous() for t in (ids, positions, state_slots))
@@ -315,10 +312,11 @@ def sample_launches(
     )  # fmt: skip
     chosen = dict(ROWS=rows, BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks), BLOCK=_BLOCK,
                   CHUNK=_CHUNK)  # fmt: skip
-    return [
+    launches = [
         Launch(adjust_logits_kernel, (count, blocks, 1), shared | adjusted, sizes),
         Launch(choose_token_kernel, (count, 1, 1), shared | dict(out_ptr=out), chosen, 512),
     ]
+    return launches, out
 
 
 def _aligned(mask: Tensor) -> Tensor:

@@ -1,24 +1,33 @@
 """Experts on int8 weights: rows are rounded before each product, then multiplied as integers.
 
-Which program has what is as in `experts`, how weights lie and what is exact as in `quantised`. Five
-launches: rows are rounded; gate and up, with the activation in float32; its rows are rounded; the
-way down; and the sum over experts.
+Programs share the work as in `experts`; weights lie, and sums are exact, as in `quantised_linear`.
+Five launches: rows are rounded; gate and up, with the activation in float32; its rows are rounded;
+the way down; and the sum over experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.experts import chosen, expert_sum_launch, glu
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two
-from mtpc.backends.triton_kernels.quantised import round_rows_launch, unpack_bytes
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
+from mtpc.backends.triton_kernels.ops.experts import chosen, expert_sum_launch, glu
+from mtpc.backends.triton_kernels.ops.quantised_linear import (
+    limit_inputs,
+    round_rows_launch,
+    unpack_bytes,
+)
 from mtpc.weights.packing import TILE, ZERO
 
 _TILE_ROWS, _DEPTH = 64, 128
 """Rows in a tile at most; inputs in one product."""
+_CHOICE = Choice((Change(num_stages=3), Change(threads=64)))
 _ZERO: tl.constexpr = tl.constexpr(ZERO)
 _TILE: tl.constexpr = tl.constexpr(TILE)
 
@@ -103,27 +112,22 @@ def int8_down_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, value * share[:, None], mask=hit[:, None] & (feature < H)[None])
 
 
-def quantised_expert_launches(
-    x: Tensor,
-    gate_up: tuple[Tensor, Tensor],
-    down: tuple[Tensor, Tensor],
-    choices: tuple[Tensor, Tensor],
-    out: Tensor,
-    limit: tuple[float, bool] = (0.0, False),
-) -> list[Launch]:
-    """Launches of `mtpc::quantised_experts`.
+def _limit(call: Mapping[str, Any]) -> str | None:
+    return limit_inputs(max(call["x"].shape[-1], call["gate_up_scales"].shape[-1] // 2))
 
-    Args:
-        x: [T, H], T > 0.
-        gate_up: uint8 [E, 2I / 32, H / 4, 32, 4] and scales, float32 [E, 2I].
-        down: uint8 [E, ceil(H / 32), I / 4, 32, 4] and scales, float32 [E, H].
-        choices: expert_ids int64 [T, k], distinct per row, and expert_weights [T, k].
-        out: [T, H], contiguous.
-        limit: of the activations, and whether it bounds what goes into silu.
-    """
-    ids, shares = (t.contiguous() for t in choices)
-    wide, wide_scales = (t.contiguous() for t in gate_up)
-    narrow, narrow_scales = (t.contiguous() for t in down)
+
+@operator(limit=_limit)
+def quantised_experts(
+    x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, down: Tensor, down_scales: Tensor,
+    expert_ids: Tensor, expert_weights: Tensor, limit: float, limit_input: bool,
+) -> Plan:  # fmt: skip
+    """Five launches."""
+    out = x.new_empty(x.shape)
+    if x.shape[0] == 0:
+        return [], out
+    ids, shares = expert_ids.contiguous(), expert_weights.contiguous()
+    wide, wide_scales = gate_up.contiguous(), gate_up_scales.contiguous()
+    narrow, narrow_scales = down.contiguous(), down_scales.contiguous()
     (num_tokens, width), picks = x.shape, ids.shape[1]
     count, inner = wide.shape[0], wide_scales.shape[1] // 2
     hidden = x.new_empty((num_tokens * picks, inner), dtype=torch.float32)
@@ -133,7 +137,7 @@ def quantised_expert_launches(
     tile = power_of_two(min(num_tokens, _TILE_ROWS), 16)
     constants = dict(H=width, INNER=inner, CHOICES=picks, C_PAD=power_of_two(picks),
                      BLOCK_T=tile, BLOCK_K=_DEPTH)  # fmt: skip
-    bounded = dict(constants, LIMIT=float(limit[0]), LIMIT_INPUT=limit[1])
+    bounded = dict(constants, LIMIT=float(limit), LIMIT_INPUT=limit_input)
     first = dict(integers_ptr=integers, row_scales_ptr=row_scales, weight_ptr=wide,
                  scales_ptr=wide_scales, ids_ptr=ids, hidden_ptr=hidden,
                  num_tokens=num_tokens)  # fmt: skip
@@ -142,10 +146,11 @@ def quantised_expert_launches(
                   num_tokens=num_tokens)  # fmt: skip
     row_tiles = -(-num_tokens // tile)
     grid_up, grid_down = (count, inner // TILE, row_tiles), (count, -(-width // TILE), row_tiles)
-    return [
+    launches = [
         rounding,
-        Launch(int8_gate_up_kernel, grid_up, first, bounded, threads=128),
+        Launch(int8_gate_up_kernel, grid_up, first, bounded, threads=128, choice=_CHOICE),
         rounding_again,
-        Launch(int8_down_kernel, grid_down, second, constants, threads=128),
+        Launch(int8_down_kernel, grid_down, second, constants, threads=128, choice=_CHOICE),
         expert_sum_launch(part, ids, out, count),
     ]
+    return launches, out

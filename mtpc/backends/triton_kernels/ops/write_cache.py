@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.errors import BackendError
 
 _BLOCK = 1024
@@ -27,13 +28,9 @@ def write_cache_kernel(  # type: ignore[no-untyped-def]
         tl.store(target, value.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-def write_cache_launches(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> list[Launch]:
-    """Launches of `mtpc::write_cache`.
-
-    Args:
-        cache: [N, P, ...], contiguous.
-        rows: [T, ...].
-        slot_mapping: int64 [T].
+@operator()
+def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> Plan:
+    """One launch.
 
     Raises:
         BackendError: the cache is not contiguous.
@@ -49,4 +46,5 @@ def write_cache_launches(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> l
         row_stride=rows.stride(0), num_slots=cache.shape[0] * cache.shape[1],
     )  # fmt: skip
     grid = (rows.shape[0], -(-width // block), 1)
-    return [Launch(write_cache_kernel, grid, arguments, dict(WIDTH=width, BLOCK=block), threads=64)]
+    constants = dict(WIDTH=width, BLOCK=block)
+    return [Launch(write_cache_kernel, grid, arguments, constants, threads=64)], None

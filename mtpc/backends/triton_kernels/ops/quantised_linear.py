@@ -7,16 +7,23 @@ them shows in the result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, flat_rows, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.weights.packing import LARGEST, TILE, ZERO
 
 _TILE_ROWS, _DEPTH, _ROUND_BLOCK = 64, 128, 1024
 """Rows in a tile at most; inputs in one product; elements that are rounded at a time."""
+_MAX_INPUTS = (2**31 - 1) // LARGEST**2
+"""Products of int8 that an int32 sum surely holds."""
+_CHOICE = Choice((Change(num_stages=3), Change(threads=256)))
 # Adding and taking away 1.5 * 2^23 leaves the nearest integer, of two equally near the even one.
 _ROUNDING: tl.constexpr = tl.constexpr(12582912.0)
 _LARGEST: tl.constexpr = tl.constexpr(float(LARGEST))
@@ -93,21 +100,26 @@ def int8_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def quantised_linear_launches(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor
-) -> list[Launch]:
-    """Launches of `mtpc::quantised_linear`.
+def limit_inputs(inputs: int) -> str | None:
+    """Why a product of int8 cannot have as many inputs; None where it can."""
+    return f"{inputs} inputs; its int32 sums hold {_MAX_INPUTS}" if inputs > _MAX_INPUTS else None
 
-    Args:
-        x: [T, K], T > 0.
-        weight: uint8 [ceil(N / 32), K / 4, 32, 4].
-        scales: float32 [N].
-        bias: [N] or None.
-        out: [T, N], contiguous.
-    """
+
+def _limit(call: Mapping[str, Any]) -> str | None:
+    return limit_inputs(call["x"].shape[-1])
+
+
+@operator(limit=_limit)
+def quantised_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Plan:
+    """Rounding, then the products."""
+    num_features = scales.shape[0]
+    out = x.new_empty((*x.shape[:-1], num_features))
+    if out.numel() == 0:
+        return [], out
     weight, scales = weight.contiguous(), scales.contiguous()
-    (num_tokens, inputs), num_features = x.shape, scales.shape[0]
-    rounding, integers, row_scales = round_rows_launch(x)
+    rows = flat_rows(x)
+    num_tokens, inputs = rows.shape
+    rounding, integers, row_scales = round_rows_launch(rows)
     arguments = dict(
         integers_ptr=integers, row_scales_ptr=row_scales, weight_ptr=weight, scales_ptr=scales,
         bias_ptr=scales if bias is None else bias.contiguous(), out_ptr=out,
@@ -116,8 +128,10 @@ def quantised_linear_launches(
     tile = power_of_two(min(num_tokens, _TILE_ROWS), 16)
     constants = dict(K=inputs, BLOCK_T=tile, BLOCK_K=_DEPTH, HAS_BIAS=bias is not None)
     grid = (-(-num_features // TILE), -(-num_tokens // tile), 1)
-    products = Launch(int8_linear_kernel, grid, arguments, constants, threads=128, num_stages=4)
-    return [rounding, products]
+    products = Launch(
+        int8_linear_kernel, grid, arguments, constants, threads=128, num_stages=4, choice=_CHOICE
+    )
+    return [rounding, products], out
 
 
 def round_rows_launch(x: Tensor) -> tuple[Launch, Tensor, Tensor]:

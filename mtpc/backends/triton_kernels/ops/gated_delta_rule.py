@@ -9,16 +9,26 @@ what the others read. Prompts take as many turns as they have rows: there is no 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.errors import BackendError
 
 _COLUMNS, _REMEMBERED = 32, 1024
 """Columns of the state that a program has; inputs that a program remembers."""
+_MAX_KEY_DIM = 256
+"""A program has whole columns of the state in registers."""
+_CHOICE = Choice(
+    (Change(factors={"BLOCK_V": 0.5}), Change(threads=256, factors={"BLOCK_V": 2})),
+    {"BLOCK_V": (2, "DV")},
+)
 _EPSILON: tl.constexpr = tl.constexpr(1e-6)
 """As in `mtpc.ops.gated_delta`."""
 
@@ -176,32 +186,31 @@ def remember_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(to, zeros, mask=column < tl.where(is_row, OUT, 0))
 
 
-def gated_delta_launches(
-    rows: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    state: tuple[Tensor, Tensor, Tensor],
-    indices: tuple[Tensor, Tensor, Tensor, Tensor],
-    out: Tensor,
-) -> list[Launch]:
-    """Launches of `mtpc::gated_delta_rule`.
+def _limit(call: Mapping[str, Any]) -> str | None:
+    dim = call["recurrent"].shape[2]
+    return f"key head dim {dim}; it takes up to {_MAX_KEY_DIM}" if dim > _MAX_KEY_DIM else None
 
-    Args:
-        rows: [T, C + 2 HV], T > 0.
-        weights: conv_weight [C, W], a_log [HV], dt_bias [HV].
-        state: recurrent [S, HV, Dk, Dv], history [S, B, C + 2 HV], standing [S]; contiguous.
-        indices: state_slots [R], seq_lens [R], query_start_loc [R+1], certain_lens [R].
-        out: [T, HV, Dv], contiguous; all of it is written.
+
+@operator(limit=_limit)
+def gated_delta_rule(
+    rows: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor, recurrent: Tensor,
+    history: Tensor, standing: Tensor, state_slots: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, certain_lens: Tensor,
+) -> Plan:  # fmt: skip
+    """Three launches; T > 0.
 
     Raises:
         BackendError: the state is not contiguous.
     """
-    for tensor in state:
+    for tensor in (recurrent, history, standing):
         if not tensor.is_contiguous():
             raise BackendError(
                 f"recurrent state with strides {tuple(tensor.stride())}; expected contiguous"
             )
-    recurrent, history, standing = state
-    rows, (conv, a_log, bias) = rows.contiguous(), (t.contiguous() for t in weights)
+    out = rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
+    rows, conv = rows.contiguous(), conv_weight.contiguous()
+    a_log, bias = a_log.contiguous(), dt_bias.contiguous()
+    indices = (state_slots, seq_lens, query_start_loc, certain_lens)
     slots, lens, starts, certain = (t.contiguous() for t in indices)
     heads, dim, value_dim = recurrent.shape[1:]
     (num_tokens, fields), num_reqs = rows.shape, slots.shape[0]
@@ -222,12 +231,13 @@ def gated_delta_launches(
     block = min(power_of_two(fields), _REMEMBERED)
     third = dict(KEPT=kept, FIELDS=fields, OUT=heads * value_dim, BLOCK=block,
                  R_PAD=power_of_two(num_reqs))  # fmt: skip
-    return [
+    launches = [
         Launch(delta_terms_kernel, (entries, 2 * key_heads + heads, 1),
                dict(held, conv_ptr=conv, terms_ptr=terms, num_reqs=num_reqs), first, threads=64),
         Launch(delta_state_kernel, (num_reqs, heads, -(-value_dim // _COLUMNS)),
                dict(held, terms_ptr=terms, a_log_ptr=a_log, bias_ptr=bias, state_ptr=recurrent,
-                    certain_ptr=certain, out_ptr=out), second, threads=128),
+                    certain_ptr=certain, out_ptr=out), second, threads=128, choice=_CHOICE),
         Launch(remember_rows_kernel, (num_tokens + num_reqs, -(-fields // block), 1),
                dict(held, certain_ptr=certain, out_ptr=out, num_reqs=num_reqs), third, threads=128),
     ]  # fmt: skip
+    return launches, out

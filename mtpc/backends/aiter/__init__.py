@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import mtpc.ops.fused  # noqa: F401  (registers the references)
-from mtpc.backends import aiter_ops
+from mtpc.backends.aiter import ops
 from mtpc.backends.bindings import Binding, Limits
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import dtype_name
+from mtpc.ops import references
+from mtpc.ops.signatures import arguments_of
 
 DISTRIBUTION, MODULE = "amd-aiter", "aiter"
 MAX_MLA_ROWS = 4
@@ -40,7 +41,7 @@ class Kernel:
     """A function of aiter and how we call it.
 
     Attributes:
-        reference: name of the `mtpc::` op.
+        operator: our operator around it, whose name is that of the `mtpc::` op.
         modules: where it may be; it has moved between releases.
         function: its name.
         parameters: what we pass, by name, in the published order; all of them may be given by
@@ -49,7 +50,7 @@ class Kernel:
         defaults: those of `parameters`, where they are published.
     """
 
-    reference: str
+    operator: ops.Function
     modules: tuple[str, ...]
     function: str
     parameters: tuple[str, ...]
@@ -110,7 +111,7 @@ def aiter_bindings() -> Found:
             # Importing it may ask for the architecture, or compile, and so raise anything.
             faults.append(f"{kernel.function}: {type(error).__name__}: {error}")
             continue
-        reference = getattr(torch.ops.mtpc, kernel.reference).default
+        reference = references()[kernel.operator.__name__]
         bindings.append(Binding("aiter", reference, target, kernel.limits))
     if faults:
         message += f"; Triton stands in for {'; '.join(faults)}"
@@ -127,7 +128,7 @@ def _bind(kernel: Kernel) -> Any:
     """
     function = _find(kernel)
     check_signature(function, kernel.parameters, kernel.defaults)
-    return aiter_ops.OPERATORS[kernel.reference](function)
+    return ops.define(kernel.operator, function)
 
 
 def _find(kernel: Kernel) -> Callable[..., Any]:
@@ -179,18 +180,14 @@ def check_signature(
         )
 
 
-def _value(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    """An argument of a call, by position or name."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
 def _gqa_limits(node: fx.Node, graph: StepGraph) -> str | None:
-    q, k, v = (node.args[i].meta["val"] for i in range(3))  # type: ignore[union-attr]
+    call = arguments_of(node)
+    q, k, v = call["q"], call["k_cache"], call["v_cache"]
     if q.dtype not in _HALF or k.dtype != q.dtype:
         return f"{dtype_name(q.dtype)} queries on a {dtype_name(k.dtype)} cache"
     if k.shape[3] != v.shape[3]:
         return f"heads of {k.shape[3]} and {v.shape[3]}; it takes equal ones"
-    if graph.key.phase == "prefill" and node.args[3].meta["val"].shape[0] > 1:  # type: ignore[union-attr]
+    if graph.key.phase == "prefill" and call["block_table"].shape[0] > 1:
         return "a ragged batch; it must be told its longest request"
     if k.shape[1] < 16:
         return f"pages of {k.shape[1]} tokens; it takes at least 16"
@@ -198,8 +195,10 @@ def _gqa_limits(node: fx.Node, graph: StepGraph) -> str | None:
 
 
 def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
-    q, cache, table = (node.args[i].meta["val"] for i in range(3))  # type: ignore[union-attr]
-    rank = _value(node, 6, "latent_rank", None)
+    call = arguments_of(node)
+    q, cache, table, rank = (
+        call[name] for name in ("q", "latent_cache", "block_table", "latent_rank")
+    )
     tokens, heads, width = q.shape
     if q.dtype != torch.bfloat16:
         return f"{dtype_name(q.dtype)}; it takes bfloat16"
@@ -218,13 +217,11 @@ def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
 
 
 def _norm_limits(node: fx.Node, graph: StepGraph) -> str | None:
-    x = node.args[0].meta["val"]  # type: ignore[union-attr]
-    overload: Any = node.target
-    names = [argument.name for argument in overload._schema.arguments]
-    weight = node.args[names.index("weight")].meta["val"]  # type: ignore[union-attr]
+    call = arguments_of(node)
+    x, weight = call["x"], call["weight"]
     if x.dtype not in _HALF or weight.dtype != x.dtype:
         return f"{dtype_name(x.dtype)} rows with {dtype_name(weight.dtype)} weights"
-    if _value(node, names.index("plus_one"), "plus_one", False):
+    if call.get("plus_one", False):
         return "1 + weight; it scales by the weight"
     if x.shape[-1] > _MAX_NORM or x.shape[-1] % _NORM_STEP:
         return f"rows of {x.shape[-1]}; it takes multiples of {_NORM_STEP} up to {_MAX_NORM}"
@@ -233,7 +230,7 @@ def _norm_limits(node: fx.Node, graph: StepGraph) -> str | None:
 
 KERNELS = (
     Kernel(
-        "paged_attention",
+        ops.paged_attention,
         ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention"),
         "unified_attention",
         ("q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k",
@@ -242,7 +239,7 @@ KERNELS = (
         _gqa_limits,
     ),
     Kernel(
-        "latent_attention",
+        ops.latent_attention,
         ("aiter.mla",),
         "mla_decode_fwd",
         ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens",
@@ -251,14 +248,14 @@ KERNELS = (
         {"page_size": 1, "nhead_kv": 1},
     ),
     Kernel(
-        "rms_norm",
+        ops.rms_norm,
         ("aiter.ops.rmsnorm",),
         "rmsnorm2d_fwd",
         ("input", "weight", "epsilon", "use_model_sensitive_rmsnorm"),
         _norm_limits,
     ),
     Kernel(
-        "add_rms_norm",
+        ops.add_rms_norm,
         ("aiter.ops.rmsnorm",),
         "rmsnorm2d_fwd_with_add",
         ("out", "input", "residual_in", "residual_out", "weight", "epsilon",

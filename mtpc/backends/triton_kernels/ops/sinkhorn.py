@@ -5,14 +5,20 @@ A program has a few matrices, each of them whole, so that no round reads what an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
 
 _ELEMENTS = 512
 """Of the matrices that a program has: a few registers a thread. Four streams: 32 matrices."""
+_MAX_SIZE = 64
+"""Rows of a matrix that is normalised in registers."""
 
 
 @triton.jit
@@ -41,15 +47,21 @@ def sinkhorn_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, mixed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def sinkhorn_launches(logits: Tensor, rounds: int, epsilon: float, out: Tensor) -> list[Launch]:
-    """Launches of `mtpc::sinkhorn`.
+def _limit(call: Mapping[str, Any]) -> str | None:
+    size, epsilon = call["logits"].shape[-1], call["epsilon"]
+    if size > _MAX_SIZE:
+        return f"matrices of {size} rows; it takes up to {_MAX_SIZE}"
+    if not isinstance(epsilon, float) or epsilon <= 0:
+        return f"epsilon {epsilon}; it takes one above 0"  # Padding would divide by zero.
+    return None
 
-    Args:
-        logits: [T, n, n].
-        rounds: >= 1.
-        epsilon: above 0, or padding would divide by zero.
-        out: [T, n, n], contiguous.
-    """
+
+@operator(limit=_limit)
+def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
+    """One launch."""
+    out = logits.new_empty(logits.shape)
+    if len(logits) == 0:
+        return [], out
     logits = logits.contiguous()
     count, size, _ = logits.shape
     padded = power_of_two(size)
@@ -59,4 +71,4 @@ def sinkhorn_launches(logits: Tensor, rounds: int, epsilon: float, out: Tensor) 
         N=size, N_PAD=padded, BLOCK=block, ROUNDS=rounds, EPSILON=float(epsilon)
     )  # fmt: skip
     grid = (-(-count // block), 1, 1)
-    return [Launch(sinkhorn_kernel, grid, arguments, constants, threads=64)]
+    return [Launch(sinkhorn_kernel, grid, arguments, constants, threads=64)], out

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
 
 _BLOCK = 1024
 
@@ -26,16 +27,16 @@ def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * WIDTH + i, (active.to(tl.float32) * up).to(gate.dtype), mask=mask)
 
 
-def silu_and_mul_launches(gate_up: Tensor, out: Tensor) -> list[Launch]:
-    """Launches of `mtpc::silu_and_mul`.
-
-    Args:
-        gate_up: [..., 2I], at least one row.
-        out: [..., I], contiguous.
-    """
-    gate_up, width = flat_rows(gate_up), out.shape[-1]
+@operator()
+def silu_and_mul(gate_up: Tensor) -> Plan:
+    """One launch."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    if out.numel() == 0:
+        return [], out
+    rows = flat_rows(gate_up)
     block = min(power_of_two(width), _BLOCK)
-    arguments = dict(gate_up_ptr=gate_up, out_ptr=out, gate_up_row=gate_up.stride(0))
+    arguments = dict(gate_up_ptr=rows, out_ptr=out, gate_up_row=rows.stride(0))
     constants = dict(WIDTH=width, BLOCK=block)
-    grid = (gate_up.shape[0], -(-width // block), 1)
-    return [Launch(silu_and_mul_kernel, grid, arguments, constants, threads=128)]
+    grid = (rows.shape[0], -(-width // block), 1)
+    return [Launch(silu_and_mul_kernel, grid, arguments, constants, threads=128)], out

@@ -1,0 +1,106 @@
+"""How an operator's file says what it launches, and what it cannot take.
+
+A file in `ops` holds one operator's kernels, and a function with the operator's name and arguments
+behind `@operator`: its plan. Wrappers, fakes, limits and lists of names follow from it and from the
+reference's schema.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx
+
+from mtpc.backends.triton_kernels import ELEMENTS
+from mtpc.backends.triton_kernels.configs import apply_configs
+from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.layout import dtype_name
+from mtpc.ops import references
+from mtpc.ops.signatures import arguments_of, signature_of
+
+Plan = tuple[list[Launch], Tensor | tuple[Tensor, ...] | None]
+"""What an operator launches, in order, and its results. Nothing is launched yet."""
+Limit = Callable[[Mapping[str, Any]], str | None]
+"""Why a kernel cannot take arguments, by name; None where it can. Tensors are fake."""
+_MAX_HEAD_DIM = 1024
+"""A row of a head must fit into registers, as part of a tile."""
+
+
+def no_limit(call: Mapping[str, Any]) -> str | None:
+    """Every size will do."""
+    return None
+
+
+def attention_limit(call: Mapping[str, Any]) -> str | None:
+    """Why a head of the first argument is too wide; None where it is not."""
+    dim = next(iter(call.values())).shape[-1]
+    return f"head dim {dim}; it takes up to {_MAX_HEAD_DIM}" if dim > _MAX_HEAD_DIM else None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of ours.
+
+    Attributes:
+        function: the plan, of the arguments that the reference has, by its names. Arguments that
+            have a default there may be left out here: then the operator does not take them.
+        limit: what it cannot take.
+        any_element: whether it takes floating point of any dtype, not of `ELEMENTS` only.
+    """
+
+    function: Callable[..., Plan]
+    limit: Limit
+    any_element: bool
+
+    @property
+    def name(self) -> str:
+        """Its name, without a namespace."""
+        return self.function.__name__
+
+    @cached_property
+    def reference(self) -> Any:
+        """The overload of `mtpc::NAME`."""
+        return references()[self.name]
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """The reference's arguments, as far as the plan takes them."""
+        return signature_of(self.reference, inspect.signature(self.function).parameters)
+
+    def plan(self, *args: Any, configs: str = "", **kwargs: Any) -> Plan:
+        """What it launches, in the configurations that `configs` names.
+
+        Args:
+            *args: as of the reference, real or fake.
+            configs: as `apply_configs` takes them.
+            **kwargs: as of the reference.
+
+        Raises:
+            BackendError: they are not configurations of these launches, or a tensor has a layout
+                that the kernels cannot take.
+        """
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        launches, out = self.function(**bound.arguments)
+        return apply_configs(launches, configs), out
+
+    def refuses(self, node: fx.Node) -> str | None:
+        """Why it cannot take a call; None where it can."""
+        tensors = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
+        for tensor in () if self.any_element else tensors:
+            if tensor.is_floating_point() and tensor.dtype not in ELEMENTS:
+                return (
+                    f"{dtype_name(tensor.dtype)}; it takes {', '.join(map(dtype_name, ELEMENTS))}"
+                )
+        return self.limit(arguments_of(node))
+
+
+def operator(
+    limit: Limit = no_limit, any_element: bool = False
+) -> Callable[[Callable[..., Plan]], Operator]:
+    """Make an operator of its plan; see `Operator`."""
+    return lambda function: Operator(function, limit, any_element)

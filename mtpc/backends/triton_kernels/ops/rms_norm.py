@@ -1,0 +1,37 @@
+"""Root mean square norm: a program has a few rows, see `norms`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import flat_rows
+from mtpc.backends.triton_kernels.norms import block_of, norm_launch, norm_limit, normalise
+from mtpc.backends.triton_kernels.operator import Plan, operator
+
+
+@triton.jit
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, out_ptr, count, x_row,
+    N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """x [count, N] of any distance between rows, out [count, N]."""
+    row, i, mask = block_of(count, N, N_PAD, BLOCK)
+    weight = tl.load(weight_ptr + i, mask=i < N, other=0.0)
+    x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
+    tl.store(out_ptr + row * N + i, normalise(x, weight, N, EPSILON, PLUS_ONE), mask=mask)
+
+
+@operator(limit=norm_limit)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool) -> Plan:
+    """One launch."""
+    out = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return [], out
+    rows = flat_rows(x)
+    arguments = dict(
+        x_ptr=rows, weight_ptr=weight.contiguous(), out_ptr=out, x_row=rows.stride(0)
+    )  # fmt: skip
+    return [norm_launch(rms_norm_kernel, rows, arguments, epsilon, plus_one)], out

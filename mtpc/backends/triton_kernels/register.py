@@ -1,0 +1,44 @@
+"""The kernels as operators of torch; importing this needs Triton and registers them.
+
+Each exists twice. `mtpc_triton::` leaves its launches visible to Inductor, which then plans their
+memory, and compiles them itself. `mtpc_loaded::` launches as a plain Triton program does, so that
+Triton uses the code objects that it finds in its cache (`loading`); inside a device graph, where
+launches cost nothing, there is no other difference. Both take the arguments of the reference that
+the plan takes, and one more, `configs`, which says how kernels that have a choice are run
+(`configs`; "" runs them by default).
+"""
+
+from __future__ import annotations
+
+from inspect import Parameter
+from typing import Any
+
+from torch.library import custom_op, triton_op
+
+from mtpc.backends.triton_kernels.launch import run
+from mtpc.backends.triton_kernels.operator import Operator
+from mtpc.backends.triton_kernels.ops import OPERATORS
+from mtpc.ops.signatures import with_signature, written_by
+
+_CONFIGS = Parameter("configs", Parameter.KEYWORD_ONLY, default="", annotation=str)
+
+
+def _register(operator: Operator) -> None:
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        launches, out = operator.plan(*args, **kwargs)
+        run(launches)
+        return out
+
+    def fake(*args: Any, configs: str = "", **kwargs: Any) -> Any:
+        return operator.reference(*args, **kwargs)
+
+    parameters = [*operator.signature.parameters.values(), _CONFIGS]
+    function = with_signature(launch, operator.signature.replace(parameters=parameters))
+    written = written_by(operator.reference)
+    triton_op(f"mtpc_triton::{operator.name}", function, mutates_args=written)
+    loaded = custom_op(f"mtpc_loaded::{operator.name}", function, mutates_args=written)
+    loaded.register_fake(fake)
+
+
+for _operator in OPERATORS.values():
+    _register(_operator)

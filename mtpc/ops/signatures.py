@@ -1,0 +1,79 @@
+"""Signatures that follow from an operator's schema, for functions that replace its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+from torch import Tensor, fx
+
+_TYPES: dict[str, Any] = {
+    "Tensor": Tensor,
+    "Optional[Tensor]": Tensor | None,
+    "List[Tensor]": Sequence[Tensor],
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+}
+_RESULTS: tuple[Any, ...] = (None, Tensor)
+
+
+def signature_of(reference: Any, taken: Iterable[str]) -> Signature:
+    """The Python signature of a reference, of the arguments that are taken.
+
+    Args:
+        reference: the overload of an operator.
+        taken: names of arguments; those that have no default must be among them.
+
+    Raises:
+        TypeError: the operator has no argument of a name, or needs one that is not taken.
+    """
+    schema, taken = reference._schema, list(taken)
+    parameters = [
+        Parameter(
+            argument.name,
+            Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else Parameter.empty,
+            annotation=_TYPES[str(argument.type)],
+        )
+        for argument in schema.arguments
+        if argument.name in taken or not argument.has_default_value()
+    ]
+    if [parameter.name for parameter in parameters] != taken:
+        raise TypeError(f"{schema} cannot be called with {', '.join(taken)}")
+    count = len(schema.returns)
+    result = tuple[(Tensor,) * count] if count > 1 else _RESULTS[count]  # type: ignore[misc]
+    return Signature(parameters, return_annotation=result)
+
+
+def with_signature(function: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
+    """A function of any arguments, for those who ask it for its signature: `torch.library`."""
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def may_omit(reference: Any, name: str) -> bool:
+    """Whether an operator has an argument of a name that calls may leave out."""
+    arguments = reference._schema.arguments
+    return any(a.name == name and a.has_default_value() for a in arguments)
+
+
+def written_by(reference: Any) -> tuple[str, ...]:
+    """The arguments that an operator writes."""
+    arguments = reference._schema.arguments
+    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, defaults left out; of nodes the (fake) values."""
+    overload: Any = node.target
+    names = [argument.name for argument in overload._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return dict(fx.node.map_aggregate(given, value_of))
+
+
+def value_of(argument: Any) -> Any:
+    """What an argument of a call is; of a node its (fake) value."""
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
