@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+
+# Where an assert of a helper fails, pytest shows what it compared, as in a test.
+pytest.register_assert_rewrite("helpers")
+
 import torch
-from oracles import Oracle
-from store_writer import DIGEST, filled
-from word_model import word_checkpoint
+from helpers import tiny
+from helpers.oracles import Oracle
+from helpers.store_writer import DIGEST, filled
+from helpers.word_model import word_checkpoint
 
 import mtpc
 from mtpc.ahead import CachingCompiler
@@ -29,9 +33,6 @@ from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
-
-# Where an assert of theirs fails, what it compared is shown, as in a test.
-pytest.register_assert_rewrite("side_by_side", "turns", "watched_host")
 
 FAMILY_NAMES = (
     "mimo",

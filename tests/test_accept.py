@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accept_cases import make_call, make_reports, run
+from helpers.accept_cases import make_call, make_reports, run
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import close, make_batch
+from helpers.batches import close, make_batch
 from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the references)
@@ -306,7 +306,7 @@ def _names(graph: StepGraph) -> list[str]:
 
 @pytest.fixture(scope="module")
 def wide_mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny
+    from helpers import tiny
 
     return tiny.make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("wide"), **LARGE)
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers
 from conftest import CPU_OPTIONS, CpuBuilt, give_kernels, in_turn
-from oracles import Oracle
+from helpers.oracles import Oracle
+from helpers.warm_starts import BATCH, DECODE, PREFILL, copied, edit_weights, warm
 from safetensors.torch import load_file
-from warm_starts import BATCH, DECODE, PREFILL, copied, edit_weights, warm
 
 import mtpc
 from mtpc.cache.opening import open_cache

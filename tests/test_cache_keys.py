@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU_OPTIONS, CpuBuilt
-from warm_starts import DECODE, copied, edit_weights
+from helpers.warm_starts import DECODE, copied, edit_weights
 
 import mtpc
 from mtpc.ahead import CachingCompiler

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import store_writer
-from store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, put
+from helpers import store_writer
+from helpers.store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, put
 
 from mtpc.cache import store as store_module
 from mtpc.cache.lookup import KEY, find, peek

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import CPU_OPTIONS, CpuBuilt
-from warm_starts import BATCH, DECODE, warm
+from helpers.warm_starts import BATCH, DECODE, warm
 
 import mtpc
 from mtpc.cache.steps import CachedStep

@@ -17,10 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import store_writer
+from helpers import store_writer
+from helpers.store_writer import (
+    DIGEST,
+    FIRST,
+    attempt,
+    filled,
+    generation,
+    in_tmp,
+    no_wait,
+    refusal,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, refusal
 
 from mtpc.cache.key import digest
 from mtpc.cache.lookup import KEY, find, key_of, nearest, readable

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import transformers
 from conftest import TINY
+from helpers import tiny
 from test_theorem import PROMPTS
 
 import mtpc

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import DTYPES, Batch, make_batch
 from conftest import run_on
-from index_batches import LENGTHS, batch, choose, plainly, weights_of
+from helpers.batches import DTYPES, Batch, make_batch
+from helpers.index_batches import LENGTHS, batch, choose, plainly, weights_of
 
 from mtpc.backends.cpu_kernels import load_kernels
 

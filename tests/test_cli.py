@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 
 import pytest
 import tokenizers
+from helpers.tiny import make_checkpoint
 from packaging.requirements import Requirement
-from tiny import make_checkpoint
 
 import mtpc
 from mtpc.cli import doctor

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import EACH_FAMILY, NUM_PAGES, TINY, CpuBuilt
-from oracles import Oracle
+from helpers.oracles import Oracle
+from helpers.warm_starts import BATCH, warm
 from test_theorem import PROMPTS, poison
-from warm_starts import BATCH, warm
 
 from mtpc.backends import cpu as cpu_module
 from mtpc.backends.cpu import CpuBackend

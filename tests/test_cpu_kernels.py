@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import DTYPES, WILD, close, make_batch, make_mixture
+from helpers.batches import DTYPES, WILD, close, make_batch, make_mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

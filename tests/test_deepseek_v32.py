@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from conftest import TINY
-from oracles import Oracle
+from helpers import tiny
+from helpers.oracles import Oracle
 from test_theorem import PROMPTS, check_theorem, poison
 
 import mtpc

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accept_cases import make_call, make_reports
 from conftest import CpuBuilt
+from helpers.accept_cases import make_call, make_reports
 from torch import Tensor
 
 from mtpc.backends.cpu import compile_settings

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from torch import Tensor, nn
 
 from mtpc import ops

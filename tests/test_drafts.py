@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILY_NAMES
-from oracles import FLOAT32_INSIDE, DraftOracle, QwenDraftOracle, TransformersDraftOracle
+from helpers.oracles import FLOAT32_INSIDE, DraftOracle, QwenDraftOracle, TransformersDraftOracle
 from test_theorem import PROMPTS, check_theorem, poison
 from transformers.modeling_layers import MtpModel
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.oracles import DraftOracle, QwenDraftOracle
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,7 +19,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from oracles import DraftOracle, QwenDraftOracle
 from test_theorem import poison
 
 import mtpc

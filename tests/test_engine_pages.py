@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from turns import PAGE, make, play, request
+from helpers.turns import PAGE, make, play, request
 
 from mtpc.engine.lock import FairLock
 from mtpc.engine.pages import FreeList, PagePool

@@ -6,9 +6,9 @@ import math
 import random
 
 import pytest
+from helpers.turns import CHUNK, SPEC_TOKENS, make, pages_for, play, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turns import CHUNK, SPEC_TOKENS, make, pages_for, play, request
 
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Scheduler, Turn

@@ -5,10 +5,20 @@ from __future__ import annotations
 import copy
 
 import pytest
-import tiny
 import torch
 from conftest import run_on
-from deltas import CHANNELS, DRAFTS, HEADS, TOLERANCE, Layer, close, make_rows, plain, two_steps
+from helpers import tiny
+from helpers.deltas import (
+    CHANNELS,
+    DRAFTS,
+    HEADS,
+    TOLERANCE,
+    Layer,
+    close,
+    make_rows,
+    plain,
+    two_steps,
+)
 
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.buffers import K_MAX, S

@@ -13,10 +13,18 @@ import host as example
 import pytest
 import torch
 from conftest import CPU_FAMILY_NAMES, FAMILY_NAMES
-from oracles import Oracle
+from helpers.oracles import Oracle
+from helpers.watched_host import (
+    Server,
+    bind_poisoned,
+    finish,
+    hosted,
+    layers_of,
+    serve,
+    tensors_for,
+)
 from test_theorem import PROMPTS
 from torch import Tensor
-from watched_host import Server, bind_poisoned, finish, hosted, layers_of, serve, tensors_for
 
 import mtpc
 from mtpc.capture.effects import analyse

@@ -10,9 +10,9 @@ from typing import Any
 import host as example
 import pytest
 import torch
-from oracles import Oracle
+from helpers.oracles import Oracle
+from helpers.watched_host import finish, hosted, tensors_for
 from test_theorem import PROMPTS
-from watched_host import finish, hosted, tensors_for
 
 import mtpc
 from mtpc.errors import HostError, OptionError

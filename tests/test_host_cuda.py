@@ -14,11 +14,11 @@ import host as example
 import pytest
 import torch
 from conftest import FAMILY_NAMES
-from oracles import Oracle
-from tapes import storages, taken
+from helpers.oracles import Oracle
+from helpers.tapes import storages, taken
+from helpers.watched_host import OPTIONS, Server, bind_poisoned, bits, finish, serve, tensors_for
 from test_cuda_backend import lower_eagerly
 from test_theorem import PROMPTS
-from watched_host import OPTIONS, Server, bind_poisoned, bits, finish, serve, tensors_for
 
 import mtpc
 from mtpc.backends import BACKENDS

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import make_mixture
 from conftest import EACH_FAMILY_OF_FEW, TINY
+from helpers.batches import make_mixture
 from test_packed_weights import bf16
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

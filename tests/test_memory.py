@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
+from helpers import tiny
 
 from mtpc.buffers import N, P
 from mtpc.layout import Layout

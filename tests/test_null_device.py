@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import EACH_FAMILY_OF_FEW
-from sampling_cases import make_rows
-from tapes import storages, taken
+from helpers.sampling_cases import make_rows
+from helpers.tapes import storages, taken
 from test_theorem import PROMPTS
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only

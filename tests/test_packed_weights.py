@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Mixture, make_mixture
 from conftest import TINY, run_on
+from helpers.batches import Mixture, make_mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

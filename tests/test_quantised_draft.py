@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import Mixture, make_mixture
 from conftest import EACH_FAMILY, TINY, run_on
+from helpers.batches import Mixture, make_mixture
+from helpers.places import TESTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packed_weights import bf16
@@ -189,7 +190,7 @@ def test_rows_of_experts_do_not_depend_on_rows() -> None:
 
 def test_experts_that_nobody_chose_are_not_read() -> None:
     """Their weights lie in memory that may not be read: a process that does dies."""
-    done = subprocess.run([sys.executable, "-c", _GUARDED], cwd=Path(__file__).parent, check=False)
+    done = subprocess.run([sys.executable, "-c", _GUARDED], cwd=TESTS, check=False)
     assert done.returncode == 0
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import transformers
 from conftest import TINY
-from oracles import Oracle, QwenDraftOracle
+from helpers import tiny
+from helpers.oracles import Oracle, QwenDraftOracle
 from safetensors.torch import load_file, save_file
 from test_drafts import check_drafts
 from test_theorem import PROMPTS, check_after_rejection, check_theorem, poison

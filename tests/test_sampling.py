@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, in_turn
-from oracles import MIN_MARGIN, Oracle
+from helpers.oracles import MIN_MARGIN, Oracle
 from test_philox import scalar_uniform
 from test_theorem import PROMPTS, poison
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from conftest import EACH_FAMILY
+from helpers import tiny
 from safetensors.torch import load_file
 
 from mtpc.errors import CheckpointError

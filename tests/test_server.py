@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai_client import (
+from helpers.openai_client import (
     CHAT,
     CHAT_IDS,
     NAME,
@@ -23,9 +23,9 @@ from openai_client import (
     server,
     spec,
 )
+from helpers.served import is_idle, until
+from helpers.word_model import word, words
 from prometheus_client.parser import text_string_to_metric_families
-from served import is_idle, until
-from word_model import word, words
 
 import mtpc
 from mtpc.server.answers import Answer

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import (
+from helpers.served import (
     connect,
     exchange,
     is_idle,
@@ -19,8 +19,8 @@ from served import (
     status_of,
     until,
 )
-from small_server import LIMIT, NAME, QUICK, body, nothing_is_left, server
-from word_model import words
+from helpers.small_server import LIMIT, NAME, QUICK, body, nothing_is_left, server
+from helpers.word_model import words
 
 import mtpc
 from mtpc.server.connections import GuardedProtocol

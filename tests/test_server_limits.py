@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import (
+from helpers.served import (
     connect,
     exchange,
     is_empty,
@@ -19,7 +19,7 @@ from served import (
     serving,
     status_of,
 )
-from small_server import LIMIT, NAME, QUICK, body, error_of, nothing_is_left, server
+from helpers.small_server import LIMIT, NAME, QUICK, body, error_of, nothing_is_left, server
 
 import mtpc
 from mtpc.server.run import Running

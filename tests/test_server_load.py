@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import is_idle, serving, until
-from word_model import words
+from helpers.served import is_idle, serving, until
+from helpers.word_model import words
 
 import mtpc
 from mtpc.server.run import Running

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai_client import (
+from helpers.openai_client import (
     CHAT_IDS,
     NAME,
     chat,
@@ -18,7 +18,7 @@ from openai_client import (
     server,
     spec,
 )
-from word_model import words
+from helpers.word_model import words
 
 import mtpc
 from mtpc.server.run import Running

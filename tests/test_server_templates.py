@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from word_model import TEMPLATE
+from helpers.word_model import TEMPLATE
 
 import mtpc
 from mtpc.errors import CheckpointError, RequestError

@@ -104,7 +104,7 @@ def test_a_finished_request_keeps_its_row(compiler: StepCompiler) -> None:
 
 def test_several_prompts_in_one_prefill(compiler: StepCompiler, oracle: Callable[..., Any]) -> None:
     """Packed ragged prompts with a wild padded row between: first tokens and drafts are right."""
-    from oracles import DraftOracle
+    from helpers.oracles import DraftOracle
 
     key = StepKey.prefill(4, 8, 2)
     step = compiler.capture(key)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import transformers
-from oracles import DraftOracle, Oracle
+from helpers import tiny
+from helpers.oracles import DraftOracle, Oracle
 from safetensors.torch import load_file, save_file
 from test_drafts import check_drafts
 from test_theorem import PROMPTS, check_after_rejection, check_theorem

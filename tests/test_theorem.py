@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from conftest import CPU_FAMILY_NAMES, FAMILY_NAMES
+from helpers.oracles import Oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracles import Oracle
 
 import mtpc
 from mtpc.layout import SCRATCH_SLOT

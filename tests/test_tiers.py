@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from oracles import DraftOracle
+from helpers.oracles import DraftOracle
 from test_theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from oracles import DraftOracle, Oracle
+from helpers.oracles import DraftOracle, Oracle
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

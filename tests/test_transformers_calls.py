@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import TINY
-from side_by_side import EOS, RAGGED, Streamer, batch, generator, letters, same
+from helpers.side_by_side import EOS, RAGGED, Streamer, batch, generator, letters, same
 from test_theorem import PROMPTS
 from transformers import generation
 

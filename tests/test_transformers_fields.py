@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from transformers import DynamicCache, generation
 from transformers.generation import GenerationConfig
 

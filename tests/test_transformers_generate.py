@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from side_by_side import EOS, RAGGED, batch, generator, letters, same
+from helpers.side_by_side import EOS, RAGGED, batch, generator, letters, same
 from test_theorem import PROMPTS
 from transformers import generation
 

@@ -7,7 +7,7 @@ from importlib import util
 
 import pytest
 import torch
-from accept_cases import make_call, run
+from helpers.accept_cases import make_call, run
 
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)

@@ -8,8 +8,8 @@ from importlib import util
 
 import pytest
 import torch
-from batches import make_batch
-from index_batches import LENGTHS, batch, choose, plainly
+from helpers.batches import make_batch
+from helpers.index_batches import LENGTHS, batch, choose, plainly
 
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)

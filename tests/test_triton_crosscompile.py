@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +22,8 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1"
     pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
 
 import triton
-from shipped_launches import FP32, SHIPPED, far_write, gqa, write, write_for
+from helpers.places import TESTS
+from helpers.shipped_launches import FP32, SHIPPED, far_write, gqa, write, write_for
 
 from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels import crosscompile
@@ -175,20 +177,23 @@ def test_build_for_a_target_prints_a_table(
     assert "gpu-kernel" in capsys.readouterr().out
 
 
+def _printed_by(program: str) -> Any:
+    """What a program among the helpers prints last, as JSON."""
+    command = [sys.executable, "-m", f"helpers.{program}"]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_inductor_copies_no_cache_before_a_launch() -> None:
     """Of a step that writes its caches, reads them, and writes them again, thrice."""
-    script = Path(__file__).parent / "reinplacing.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    before, copied = json.loads(done.stdout.splitlines()[-1])
+    before, copied = _printed_by("reinplacing")
     assert all(before), "unless somebody looks, all that is written is copied"
     assert copied == [[]] * (3 * 4 + 3), "3 layers of 4 launches, and 3 of the delta rule"
 
 
 def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
     """Else it would copy a whole cache, or all experts, before every launch."""
-    script = Path(__file__).parent / "mutation_analysis.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [
+    assert _printed_by("mutation_analysis") == [
         ["cache_ptr"],
         ["acc_ptr", "stats_ptr"],
         ["out_ptr"],

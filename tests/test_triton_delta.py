@@ -15,7 +15,17 @@ import torch
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
 
-from deltas import CHANNELS, DRAFTS, HEADS, TOLERANCE, Layer, close, make_rows, plain, two_steps
+from helpers.deltas import (
+    CHANNELS,
+    DRAFTS,
+    HEADS,
+    TOLERANCE,
+    Layer,
+    close,
+    make_rows,
+    plain,
+    two_steps,
+)
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.errors import BackendError

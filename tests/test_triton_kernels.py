@@ -12,7 +12,7 @@ from importlib import util
 
 import pytest
 import torch
-from batches import WILD, Batch, close, make_batch, make_mixture
+from helpers.batches import WILD, Batch, close, make_batch, make_mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

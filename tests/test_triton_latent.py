@@ -7,7 +7,7 @@ from importlib import util
 
 import pytest
 import torch
-from batches import close, make_batch
+from helpers.batches import close, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -22,7 +22,8 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1"
 
 import torch
 import triton
-from shipped_launches import write, write_for
+from helpers.places import HELPERS
+from helpers.shipped_launches import write, write_for
 
 from mtpc.backends.bindings import BindKernels, Configure, by_default
 from mtpc.backends.cross import CrossBackend
@@ -99,8 +100,8 @@ def test_code_of_another_triton_is_not_loaded(
 
 
 def _child(action: str, store: Path, target: str, triton_cache: Path) -> list[list[Any]]:
-    """tests/loaded_kernels.py with a cache of Triton's that it has for itself."""
-    script = Path(__file__).parent / "loaded_kernels.py"
+    """helpers/loaded_kernels.py with a cache of Triton's that it has for itself."""
+    script = HELPERS / "loaded_kernels.py"
     environment = {**os.environ, "TRITON_CACHE_DIR": str(triton_cache)}
     done = subprocess.run(
         [sys.executable, str(script), action, str(store), target],

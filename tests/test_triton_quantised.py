@@ -7,7 +7,7 @@ from importlib import util
 
 import pytest
 import torch
-from batches import WILD, close, make_mixture
+from helpers.batches import WILD, close, make_mixture
 
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)

@@ -12,7 +12,7 @@ from importlib import util
 
 import pytest
 import torch
-from sampling_cases import CASES, call, compare_records, make_logits, make_rows
+from helpers.sampling_cases import CASES, call, compare_records, make_logits, make_rows
 
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)

@@ -21,10 +21,11 @@ import torch
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
 
-from batches import close, make_batch, make_mixture
-from deltas import two_steps
+from helpers.batches import close, make_batch, make_mixture
+from helpers.deltas import two_steps
+from helpers.places import HELPERS
+from helpers.tuned_calls import DEVICE, names_of, paged_call
 from test_triton_step import OPTIONS, PROMPTS, _compile
-from tuned_calls import DEVICE, names_of, paged_call
 
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
@@ -297,7 +298,7 @@ def test_what_cannot_be_measured_runs_by_default(store: EntryStore) -> None:
 
 def test_two_processes_choose_alike_and_one_measures(store: EntryStore) -> None:
     """Each would choose another: who comes second waits, and takes what the first found."""
-    script = str(Path(__file__).parent / "tuned_calls.py")
+    script = str(HELPERS / "tuned_calls.py")
     children = [
         subprocess.Popen(
             [sys.executable, script, str(store.root), str(place)],

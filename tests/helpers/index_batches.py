@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from batches import Batch, make_batch
 from torch import Tensor
+
+from helpers.batches import Batch, make_batch
 
 LENGTHS = [(37, 4), (1, 1), (0, 3), (9, 5), (300, 2), (20, 3)]
 

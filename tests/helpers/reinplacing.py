@@ -1,5 +1,5 @@
 """Buffers that Inductor would copy before our kernels write them, before and after it looked which
-it need not copy, printed as JSON; run by test_triton_crosscompile.
+it need not copy, printed as JSON; run by the tests of cross-compiling.
 
 In a process of its own: the analysis asks Triton's driver for a target, so one is put in its
 place that only says "sm_90".
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import triton
-from mutation_analysis import Target
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from helpers.mutation_analysis import Target
 from mtpc.backends.triton_kernels import load_kernels
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import openai
 import pytest
-from served import is_idle, serving, until
 
 import mtpc
+from helpers.served import is_idle, serving, until
 from mtpc.server.run import Running
 
 NAME = "tiny"
 CHAT = [{"role": "user", "content": "w7 w8"}]
 CHAT_IDS = [5, 11, 7, 8, 91]
-"""What the template of tests/word_model.py makes of it: bos, a number, the content, who is next."""
+"""The same by the template of helpers/word_model.py: bos, a number, the content, the next role."""
 
 
 @pytest.fixture(scope="module")

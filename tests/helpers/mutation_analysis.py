@@ -1,4 +1,4 @@
-"""What Inductor takes our kernels to write, printed as JSON; run by test_triton_crosscompile.
+"""What Inductor takes our kernels to write, printed as JSON; run by the tests of cross-compiling.
 
 In a process of its own: the analysis asks Triton's driver for a target, so one is put in its
 place that only says "sm_90".

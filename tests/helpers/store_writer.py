@@ -1,4 +1,4 @@
-"""What tests/test_cache_store.py puts into entries, does to them, and runs in other processes.
+"""What the tests of the store put into entries, do to them, and run in other processes.
 
 python store_writer.py build ROOT              one digest a line: found | waited | wrote
 python store_writer.py replace ROOT FROM       replaces DIGEST for ever; prints each generation

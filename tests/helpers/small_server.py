@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import is_idle, serving, until
 
 import mtpc
+from helpers.served import is_idle, serving, until
 from mtpc.server.run import Running
 
 NAME = "tiny"

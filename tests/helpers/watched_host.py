@@ -13,11 +13,11 @@ import host as example
 import pytest
 import torch
 from conftest import TINY
-from oracles import Oracle
 from test_theorem import PROMPTS
 from torch import Tensor
 
 import mtpc
+from helpers.oracles import Oracle
 from mtpc.host.contract import term_of
 from mtpc.layout import StepKey
 

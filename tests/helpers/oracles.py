@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tiny import (
+
+from helpers.tiny import (
     family_of,
     logits_of,
     num_layers,
@@ -17,7 +18,6 @@ from tiny import (
     target_features,
     text_config,
 )
-
 from mtpc.checkpoint import Checkpoint
 from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import load_mtp_layer
