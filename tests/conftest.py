@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +12,29 @@ import pytest
 # Where an assert of a helper fails, pytest shows what it compared, as in a test.
 pytest.register_assert_rewrite("helpers")
 
+import tokenizers
 import torch
 from helpers import tiny
+from helpers.compiled import CpuBuilt, give_kernels
+from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
+from helpers.sampling_oracle import SamplingOracle
 from helpers.store_writer import DIGEST, filled
+from helpers.tiny import make_checkpoint
+from helpers.watched_host import OPTIONS
 from helpers.word_model import word_checkpoint
 
 import mtpc
 from mtpc.ahead import CachingCompiler
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
-from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.cache.opening import open_cache
-from mtpc.cache.store import Entry, EntryStore
-from mtpc.capture.program import CapturedStep
+from mtpc.cache.store import EntryStore
 from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
-
-FAMILY_NAMES = (
-    "mimo",
-    "glm4_moe",
-    "deepseek_v3",
-    "qwen3_next",
-    "mimo_v2",
-    "step3p7",
-    "deepseek_v4",
-    "deepseek_v32",
-)
-"""Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
-CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
-"""What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
-EACH_FAMILY = [
-    *CPU_FAMILY_NAMES,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[4:]),
-]
-"""For what is not the theorem: the default run takes those, the slow run all."""
-EACH_FAMILY_OF_FEW = [
-    *CPU_FAMILY_NAMES[:2],
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[2:]),
-]
-"""For one pass, or one way of running, each family of which takes ten seconds and more."""
-TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
-"""Small pages and chunks, so that short sequences cross their edges."""
-FEWER_BUCKETS: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {"batch_buckets": (1, 4)},
-    "deepseek_v32": {"batch_buckets": (1, 4)},
-}
-"""Of families whose graphs are large: a bucket costs five seconds."""
-NUM_PAGES = 89
-"""A prime that is no other size of these models: found in generated code, it is the pool's."""
-CPU_OPTIONS: dict[str, Any] = {
-    **TINY,
-    **dict(spec_tokens=3, batch_buckets=(2,), num_pages=NUM_PAGES, backend="cpu", dtype="float64"),
-}
-"""What is compiled for the cpu, once for the whole session."""
-
-
-@contextmanager
-def run_on(threads: int) -> Iterator[None]:
-    """That many of torch's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -201,16 +154,6 @@ def store(tmp_path: Path) -> EntryStore:
     return made
 
 
-def give_kernels(root: Path) -> None:
-    """Put the user's compiled kernels into a new cache: they take half a minute to compile."""
-    kernels = build_kernels()
-    assert isinstance(kernels, Entry)
-    target = root / "entries" / kernels.digest
-    if not target.exists():
-        (root / "entries").mkdir(mode=0o755, parents=True, exist_ok=True)
-        shutil.copytree(kernels.directory, target)
-
-
 @pytest.fixture(scope="session")
 def cpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A graph cache of this session; CPU_OPTIONS of every family is in it once asked for."""
@@ -218,15 +161,6 @@ def cpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root.chmod(0o755)
     give_kernels(root)
     return root
-
-
-@dataclass(frozen=True)
-class CpuBuilt:
-    """A model compiled for the cpu in this process, with all that took part."""
-
-    spec: SpecModel
-    backend: CpuBackend
-    compiler: CachingCompiler
 
 
 @pytest.fixture(scope="session")
@@ -249,11 +183,71 @@ def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str
     return get
 
 
-def in_turn(verify: CapturedStep, propose: CapturedStep) -> CapturedStep:
-    """The halves of a split step as one: what a host that schedules itself replays."""
+@pytest.fixture(scope="session")
+def sampling_oracle(oracle: Callable[..., Oracle]) -> Callable[[str], SamplingOracle]:
+    """sampling_oracle(family): plain sampling of its trained checkpoint."""
+    made: dict[str, SamplingOracle] = {}
 
-    def replay() -> None:
-        verify.replay()
-        propose.replay()
+    def get(family: str) -> SamplingOracle:
+        return made.setdefault(family, SamplingOracle(oracle(family)))
 
-    return CapturedStep(verify.key, verify.layout, verify.buffers, replay, 0.0)
+    return get
+
+
+@pytest.fixture(scope="session")
+def word_model(tmp_path_factory) -> Path:
+    """A tiny model whose vocabulary is the words w0 to w95."""
+    directory = make_checkpoint("mimo", tmp_path_factory.mktemp("cli"))
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture
+def warm(
+    checkpoint: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
+) -> Callable[..., mtpc.SpecModel]:
+    """warm(family, directory): restored from what `cpu_built` left; building is an error."""
+
+    def get(family: str, directory: Path | None = None, **changes: Any) -> mtpc.SpecModel:
+        cpu_built(family)
+        options = {**CPU_OPTIONS, "cache_dir": cpu_cache, "frozen": True, **changes}
+        return mtpc.compile(directory or checkpoint(family), **options)
+
+    return get
+
+
+@pytest.fixture
+def copied(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
+    """copied(family): its checkpoint in another place, to be changed."""
+
+    def get(family: str) -> Path:
+        return Path(shutil.copytree(checkpoint(family), tmp_path / f"copy-of-{family}"))
+
+    return get
+
+
+@pytest.fixture
+def generator(hf_generator: Callable[..., Any]) -> Iterator[Any]:
+    made = hf_generator("mimo", 2)
+    yield made
+    engine = made.spec.engine
+    assert not engine.has_work
+    assert engine.slots.num_free == engine.program.max_reqs
+
+
+@pytest.fixture(scope="module")
+def hosted(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.HostedModel]:
+    """hosted(family, K): halves and whole steps, compiled once."""
+    made: dict[Any, mtpc.HostedModel] = {}
+
+    def get(family: str, spec_tokens: int = 3, **changes: Any) -> mtpc.HostedModel:
+        key = (family, spec_tokens, *sorted(changes.items()))
+        if key not in made:
+            options = {**OPTIONS, **changes, "spec_tokens": spec_tokens}
+            made[key] = mtpc.compile_host(checkpoint(family), form="both", **options)
+        return made[key]
+
+    return get

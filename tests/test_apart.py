@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, give_kernels
+from helpers.compiled import give_kernels
+from helpers.families import TINY
 from safetensors.torch import load_file, save_file
 
 from mtpc import apart

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import LATER_FAMILIES, PRESSED, PROMPTS, Session, run_schedules
-from test_grammar import MASKED, NEW, STOP, Records, run, wanted
-from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
+from helpers.records import MASKED, NEW, STOP, Records, run, wanted
+from helpers.sampling_oracle import FILTERS, SamplingOracle
+from helpers.schedules import LATER_FAMILIES, PRESSED, PROMPTS, Session, run_schedules
 from torch import Tensor
 
 import mtpc
@@ -202,7 +202,7 @@ def test_the_host_reads_nothing_but_results(
     which: str,
     compiled: Callable[..., Any],
     oracle: Callable[..., Any],
-    sampling_oracle: Callable[[str], SamplingOracle],  # noqa: F811
+    sampling_oracle: Callable[[str], SamplingOracle],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device that is always late texts are the same: all that the host needs is in them."""
@@ -254,7 +254,7 @@ def test_sampling_and_grammars(
     spec_tokens: int,
     compiled: Callable[..., Any],
     oracle: Callable[..., Any],
-    sampling_oracle: Callable[[str], SamplingOracle],  # noqa: F811
+    sampling_oracle: Callable[[str], SamplingOracle],
 ) -> None:
     """Penalties count in the graph; a grammar's masks wait until it was told what came before."""
     session = Session(read_late(compiled("mimo", spec_tokens, **MASKED)), oracle("mimo"))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TINY
+from helpers.families import TINY
+from helpers.theorem import PROMPTS
 from safetensors.torch import load_file, save_file
-from test_theorem import PROMPTS
 
 import mtpc
 from mtpc.errors import (

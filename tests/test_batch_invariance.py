@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, run_on
+from helpers.compiled import run_on
+from helpers.families import TINY
+from helpers.theorem import poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_theorem import poison
 from torch import Tensor, nn
 
 import mtpc

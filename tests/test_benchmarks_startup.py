@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import give_kernels
+from helpers.compiled import give_kernels
 
 from benchmarks import startup, startup_child
 from benchmarks.startup import Case, Row, Sample

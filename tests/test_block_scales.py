@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CPU_OPTIONS, TINY, give_kernels
+from helpers.compiled import give_kernels
+from helpers.families import CPU_OPTIONS, TINY
+from helpers.theorem import PROMPTS
 from safetensors.torch import load_file, save_file
-from test_theorem import PROMPTS
 from torch import Tensor
 
 import mtpc

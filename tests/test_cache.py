@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CPU_OPTIONS, CpuBuilt, give_kernels, in_turn
+from helpers.compiled import CpuBuilt, give_kernels, in_turn
+from helpers.families import CPU_OPTIONS
 from helpers.oracles import Oracle
-from helpers.warm_starts import BATCH, DECODE, PREFILL, copied, edit_weights, warm
+from helpers.warm_starts import BATCH, DECODE, PREFILL, edit_weights
 from safetensors.torch import load_file
 
 import mtpc
@@ -27,8 +28,6 @@ from mtpc.capture.program import Program
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CheckpointError
-
-__all__ = ["copied", "warm"]
 
 
 def test_a_warm_start_needs_no_compiler_and_traces_nothing(

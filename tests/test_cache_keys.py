@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU_OPTIONS, CpuBuilt
-from helpers.warm_starts import DECODE, copied, edit_weights
+from helpers.compiled import CpuBuilt
+from helpers.families import CPU_OPTIONS
+from helpers.warm_starts import DECODE, edit_weights
 
 import mtpc
 from mtpc.ahead import CachingCompiler
@@ -23,8 +24,6 @@ from mtpc.cache.store import EntryStore
 from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
-
-__all__ = ["copied"]
 
 
 def fields_of(directory: Path, **changes: Any) -> dict[str, str]:

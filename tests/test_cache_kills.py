@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CPU_OPTIONS, CpuBuilt, give_kernels
-from test_cli_cache import option_words
-from test_theorem import PROMPTS
+from helpers.compiled import CpuBuilt, give_kernels
+from helpers.families import CPU_OPTIONS
+from helpers.theorem import PROMPTS
+from helpers.warm_starts import option_words
 
 import mtpc
 from mtpc.cache.lookup import readable

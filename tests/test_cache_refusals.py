@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CPU_OPTIONS, CpuBuilt
-from helpers.warm_starts import BATCH, DECODE, warm
+from helpers.compiled import CpuBuilt
+from helpers.families import CPU_OPTIONS
+from helpers.warm_starts import BATCH, DECODE, damage
 
 import mtpc
-from mtpc.cache.steps import CachedStep
 from mtpc.cache.store import SUMS
 from mtpc.errors import CacheError, OptionError
-
-__all__ = ["warm"]
 
 
 def test_frozen_says_what_is_missing(
@@ -49,15 +47,6 @@ def test_pinned_entries(warm: Callable[..., Any]) -> None:
 def own_copy(cache: Path, target: Path) -> Path:
     """A cache of one's own, to be damaged."""
     return Path(shutil.copytree(cache, target / "cache"))
-
-
-def damage(cache: Path, step: CachedStep, file: str) -> None:
-    """Flip one bit in the middle of a file of a step's entry."""
-    assert step.entry is not None
-    path = cache / "entries" / step.entry.digest / file
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(

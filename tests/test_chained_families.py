@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TINY
 from helpers import tiny
-from test_theorem import PROMPTS
+from helpers.families import TINY
+from helpers.theorem import PROMPTS
 
 import mtpc
 from mtpc.backends import make_backend

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import run_on
 from helpers.batches import DTYPES, Batch, make_batch
+from helpers.compiled import run_on
 from helpers.index_batches import LENGTHS, batch, choose, plainly, weights_of
 
 from mtpc.backends.cpu_kernels import load_kernels

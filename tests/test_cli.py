@@ -15,8 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import tokenizers
-from helpers.tiny import make_checkpoint
+from helpers.word_model import SMALL_MODEL
 from packaging.requirements import Requirement
 
 import mtpc
@@ -28,19 +27,7 @@ from mtpc.cli.progress import show_progress
 from mtpc.cli.tables import format_bytes
 
 ROOT = Path(__file__).parent.parent
-SMALL_MODEL = ["--backend", "eager", "--max-len", "64"]
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]
-
-
-@pytest.fixture(scope="session")
-def word_model(tmp_path_factory) -> Path:
-    """A tiny model whose vocabulary is the words w0 to w95."""
-    directory = make_checkpoint("mimo", tmp_path_factory.mktemp("cli"))
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 def run_python(code: str) -> str:

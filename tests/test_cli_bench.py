@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_cli import SMALL_MODEL, word_model  # noqa: F401  (a fixture)
+from helpers.word_model import SMALL_MODEL
 
 from mtpc.cli import bench
 from mtpc.cli.main import main
@@ -24,7 +24,7 @@ def table(out: str) -> list[list[str]]:
     return [cells for cells in lines if cells[0].isdigit()]
 
 
-def test_every_variant_has_a_row(word_model: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_every_variant_has_a_row(word_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the order asked for; a pass to compare has its own, beside each K that drafts."""
     arguments = ["--spec-tokens", "0,2", "--compare", "quantise-draft", "--repeats", "1"]
     prompts = ["-p", "w5 w6 w7", "--ids", "8 9", "-n", "6", "--dtype", "float32"]
@@ -53,7 +53,7 @@ def test_every_variant_has_a_row(word_model: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_what_it_refuses(
-    word_model: Path,  # noqa: F811
+    word_model: Path,
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CPU_OPTIONS, CpuBuilt
-from test_cache_refusals import damage
-from test_theorem import PROMPTS
+from helpers.compiled import CpuBuilt
+from helpers.families import CPU_OPTIONS
+from helpers.theorem import PROMPTS
+from helpers.warm_starts import damage, option_words
 
 import mtpc
 from mtpc.cache.store import EntryStore
@@ -19,15 +20,6 @@ from mtpc.cli.main import main
 from mtpc.layout import StepKey
 
 DECODE = StepKey.decode(2, 3)
-
-
-def option_words(**changes: object) -> list[str]:
-    """CPU_OPTIONS as they are typed."""
-    words: list[str] = []
-    for name, value in {**CPU_OPTIONS, **changes}.items():
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        words += [f"--{name.replace('_', '-')}", text]
-    return words
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY, NUM_PAGES, TINY, CpuBuilt
+from helpers.compiled import CpuBuilt
+from helpers.families import EACH_FAMILY, NUM_PAGES, TINY
 from helpers.oracles import Oracle
-from helpers.warm_starts import BATCH, warm
-from test_theorem import PROMPTS, poison
+from helpers.theorem import PROMPTS, poison
+from helpers.warm_starts import BATCH
 
 from mtpc.backends import cpu as cpu_module
 from mtpc.backends.cpu import CpuBackend
@@ -28,8 +29,6 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-
-__all__ = ["warm"]
 
 Tensors = Callable[[str], torch.Tensor]
 DECODE = StepKey.decode(2, 3)

@@ -15,8 +15,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from test_null_device import _graph
-from test_theorem import PROMPTS
+from helpers.tapes import counting_graph, lower_eagerly
+from helpers.theorem import PROMPTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -37,10 +37,6 @@ from mtpc.models.load import load, place
 from mtpc.recipes import Conversion, Convert, Join, make
 
 OPTIONS = dict(spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
-
-
-def lower_eagerly(graph: StepGraph) -> Any:
-    return EagerBackend().lower(graph)
 
 
 @pytest.fixture
@@ -106,7 +102,7 @@ def test_a_moved_buffer_is_seen(on_null: Callable[..., Any]) -> None:
     ids=["item", "mask"],
 )
 def test_what_a_graph_would_freeze_is_refused(function: Any, message: str) -> None:
-    graph = _graph(function)
+    graph = counting_graph(function)
     with pytest.raises(CaptureError, match=message):
         CudaBackend(NullGraphs(), lower_eagerly, ()).capture(graph.module, graph)
 
@@ -153,7 +149,7 @@ class _Cuda:
 
 def test_a_graphs_bytes_are_those_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not less what warm-ups had left, which a capture gives back before it begins."""
-    cuda, graph = _Cuda(monkeypatch), _graph(lambda counter: counter.add_(1))
+    cuda, graph = _Cuda(monkeypatch), counting_graph(lambda counter: counter.add_(1))
     captured = capture_step(graph.module, graph, TorchGraphs(torch.device("cpu")))
     assert captured.pool_bytes == cuda.pool == 64
 

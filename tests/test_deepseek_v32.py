@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from helpers import tiny
+from helpers.families import TINY
 from helpers.oracles import Oracle
-from test_theorem import PROMPTS, check_theorem, poison
+from helpers.theorem import PROMPTS, check_theorem, poison
 
 import mtpc
 from mtpc.buffers import N, P

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conftest import CpuBuilt
 from helpers.accept_cases import make_call, make_reports
+from helpers.compiled import CpuBuilt
 from torch import Tensor
 
 from mtpc.backends.cpu import compile_settings

@@ -7,29 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES
+from helpers.families import FAMILY_NAMES
 from helpers.oracles import FLOAT32_INSIDE, DraftOracle, QwenDraftOracle, TransformersDraftOracle
-from test_theorem import PROMPTS, check_theorem, poison
+from helpers.theorem import PROMPTS, check_drafts, check_theorem, poison
 from transformers.modeling_layers import MtpModel
-
-
-def check_drafts(spec: Any, oracle: DraftOracle, prompts: list[list[int]], new: int) -> int:
-    """Compare the drafts in the state buffers with the oracle's; returns comparisons made."""
-    poison(spec)
-    compared = 0
-    texts = {spec.engine.add(prompt, new): list(prompt) for prompt in prompts}
-    while spec.engine.has_work:
-        for output in spec.engine.step():
-            texts[output.request_id] += output.token_ids
-        for request in spec.engine.running:
-            if not request.is_prefilled:
-                continue
-            found = spec.program.shared["state.token_ids"][request.slot].tolist()
-            text = texts[request.request_id]
-            assert found[0] == text[-1]
-            assert found[1:] == oracle.drafts(text, spec.options.spec_tokens)
-            compared += 1
-    return compared
 
 
 @pytest.mark.parametrize(

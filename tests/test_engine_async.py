@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_theorem import PROMPTS, poison
+from helpers.theorem import PROMPTS, poison
 
 import mtpc
 from mtpc.engine.async_engine import AsyncEngine

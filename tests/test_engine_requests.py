@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import PRESSED, Session
-from test_theorem import PROMPTS, poison
+from helpers.schedules import PRESSED, Session
+from helpers.theorem import PROMPTS, poison
 
 import mtpc
 from mtpc.engine.engine import Engine

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW, run_on
+from helpers.batches import bf16
+from helpers.compiled import run_on
+from helpers.families import EACH_FAMILY_OF_FEW
+from helpers.whole_steps import check_no_token_changes, named, rewritten
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fuse_elementwise import check_no_token_changes, named, rewritten
-from test_packed_weights import bf16
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels import load_kernels

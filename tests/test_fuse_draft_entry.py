@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW
-from test_fuse_elementwise import check_no_token_changes, rewritten
-from test_packed_weights import bf16
-from test_passes import check_pass, small_graph
+from helpers.batches import bf16
+from helpers.families import EACH_FAMILY_OF_FEW
+from helpers.small_graphs import check_pass, small_graph
+from helpers.whole_steps import check_no_token_changes, rewritten
 from torch import Tensor
 
 from mtpc.backends.eager import EagerBackend

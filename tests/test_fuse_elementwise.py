@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW, TINY, run_on
+from helpers.batches import bf16
+from helpers.compiled import run_on
+from helpers.families import EACH_FAMILY_OF_FEW
+from helpers.whole_steps import check_no_token_changes, named, rewritten
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packed_weights import bf16
 from torch import Tensor
 from torch.nn import functional as F
 
-import mtpc
-from mtpc.backends.base import Backend
-from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.capture.graph import StepGraph
-from mtpc.compiler import StepCompiler
-from mtpc.config import CompileOptions
-from mtpc.models.load import load
 from mtpc.packing import pack, unpack
 from mtpc.passes.fuse_elementwise import FuseElementwise
 
@@ -217,21 +211,6 @@ FUSED = {
 norm each head, DeepSeek its latents; its rotary pairs neighbours, which is another operator."""
 
 
-def rewritten(
-    directory: Path, dtype: str = "bfloat16", backend: Backend | None = None, **options: Any
-) -> StepGraph:
-    """A decode step's graph after the passes, the cpu backend's unless told otherwise."""
-    chosen = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, **options)
-    compiler = StepCompiler(load(str(directory), dtype, True), chosen, backend or CpuBackend())
-    return compiler.rewritten(compiler.keys[0])
-
-
-def named(graph: StepGraph) -> Counter[str]:
-    names = [str(node.target).split(".")[-2] for node in graph.graph.nodes
-             if str(node.target).startswith("mtpc_cpu.")]  # fmt: skip
-    return Counter(names)
-
-
 @pytest.mark.parametrize("family", FUSED)
 def test_each_chain_is_found(family: str, checkpoint: Callable[..., Path]) -> None:
     # Without passes that would take rotary angles, or norms between linear layers, for themselves.
@@ -258,18 +237,3 @@ def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
         ("pack-weights",),
         ("pack-weights", "fuse-elementwise", "skip-idle-rows"),
     )
-
-
-def check_no_token_changes(directory: Path, *enabled: tuple[str, ...]) -> None:
-    """With these passes and with those, on the reference operators: the same tokens and
-    acceptance."""
-    prompts = [[5, 9, 17, 33], [3], list(range(40, 51))]
-    seen = []
-    for passes in enabled:
-        model = mtpc.compile(
-            directory, backend="eager", dtype="bfloat16", spec_tokens=2, batch_buckets=(5,),
-            enabled_passes=passes, **TINY,
-        )  # fmt: skip
-        seen.append((model.generate(prompts, max_new_tokens=12), tuple(model.stats.accepted)))
-    assert seen[0] == seen[1]
-    assert sum(seen[0][1]) > 0

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from conftest import run_on
 from helpers import tiny
+from helpers.compiled import run_on
 from helpers.deltas import (
     CHANNELS,
     DRAFTS,

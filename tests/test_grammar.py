@@ -9,76 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import PRESSED, Session
-from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
-from test_theorem import PROMPTS
+from helpers.records import MASKED, NEW, STOP, Records, V, run, wanted
+from helpers.sampling_oracle import FILTERS
+from helpers.schedules import Session
+from helpers.theorem import PROMPTS
 
-import mtpc
 from mtpc import SamplingParams
 from mtpc.engine import grammar as engine_grammar
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
-from mtpc.engine.sampling_rows import pack_bits
 from mtpc.engine.stream import Output, check_served
 from mtpc.errors import GrammarError, NumericsError, RequestError
 
-V, NEW, STOP = 96, 22, 1
-DIGITS = range(20, 60)
-STATES: dict[str, dict[int, str]] = {
-    "open": {2: "key"},
-    "key": dict.fromkeys((10, 11, 12), "colon"),
-    "colon": {3: "first"},
-    "first": dict.fromkeys(DIGITS, "more"),
-    "more": {**dict.fromkeys(DIGITS, "last"), 4: "key", 5: "done"},
-    "last": {4: "key", 5: "done"},
-    "done": {STOP: "over"},
-}
-"""Records, { key : digits , key : digits }: places with one token, with few, and with many."""
-MASKED = {**PRESSED, "num_pages": 14, "batch_buckets": (3,), "sampling": True, "token_mask": True}
 KINDS = {
     name: dataclasses.replace(FILTERS[name], banned_ids=(), min_tokens=0)
     for name in ("greedy", "temperature", "everything")
 }
-
-
-class Records:
-    """A grammar by the table above; `mtpc.Grammar`, and what an oracle asks."""
-
-    def __init__(self) -> None:
-        self.states = ["open"]
-
-    @property
-    def allowed(self) -> dict[int, str]:
-        return STATES[self.states[-1]]
-
-    def fill_mask(self, words: torch.Tensor) -> None:
-        assert words.is_contiguous()
-        assert (words == -1).all()
-        words.copy_(pack_bits(self.allowed, V))
-
-    def advance(self, token_id: int) -> bool:
-        assert token_id != STOP, "tokens that end the request are the engine's"
-        if token_id in self.allowed:
-            self.states.append(self.allowed[token_id])
-            return True
-        return False
-
-    def rollback(self, count: int) -> None:
-        assert 0 < count < len(self.states)
-        del self.states[-count:]
-
-
-def wanted(plain: SamplingOracle, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Plain constrained decoding: one token after the other, each under its mask."""
-    grammar, out = Records(), list[int]()
-    while len(out) < NEW:
-        only = dataclasses.replace(params, allowed_ids=tuple(grammar.allowed))
-        out.append(plain.choose(prompt, out, only))
-        if out[-1] == STOP:
-            break
-        assert grammar.advance(out[-1])
-    return out
 
 
 SLOW = [("mimo", k) for k in (0, 2, 4, "auto")] + [("step3p7", 3), ("qwen3_next", 2)]
@@ -100,20 +47,9 @@ def session(
     return Session(compiled(family, spec_tokens, **MASKED), oracle(family))
 
 
-def run(spec: mtpc.SpecModel) -> dict[int, Any]:
-    """To the end; tokens, how each request ended, and its error."""
-    found: dict[int, Any] = {}
-    while spec.engine.has_work:
-        for output in spec.engine.step():
-            text, *_ = found.setdefault(output.request_id, ([], None, None))
-            end = (output.finish_reason, output.error)
-            found[output.request_id] = (text + output.token_ids, *end)
-    return found
-
-
 def test_the_text_is_that_of_plain_constrained_decoding(
     session: Session,
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
 ) -> None:
     """Greedy and sampled, beside requests without grammar, preempted, joining and leaving."""
     spec, plain = session.spec, sampling_oracle(session.plain.name)
@@ -154,7 +90,7 @@ def test_the_text_is_that_of_plain_constrained_decoding(
 def test_masks_of_drafts_raise_acceptance(
     compiled: Callable[..., Any],
     oracle: Callable[..., Any],
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same text, whether drafts follow the few texts that are possible, or are anything."""
@@ -210,7 +146,7 @@ def test_a_broken_grammar_ends_its_own_request(
     kind: type[Exception],
     message: str,
     session: Session,
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
 ) -> None:
     """Its text so far obeys; its neighbours, with and without grammar, hear nothing of it."""
     spec, plain = session.spec, sampling_oracle(session.plain.name)
@@ -233,7 +169,7 @@ def test_a_broken_grammar_ends_its_own_request(
 def test_generate_and_stream(
     compiled: Callable[..., Any],
     oracle: Callable[..., Any],
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
 ) -> None:
     """One prompt or several, each with its own grammar or none."""
     session, plain = Session(compiled("mimo", 3, **MASKED), oracle("mimo")), sampling_oracle("mimo")
@@ -263,7 +199,7 @@ def test_generate_and_stream(
 def test_async(
     compiled: Callable[..., Any],
     oracle: Callable[..., Any],
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
 ) -> None:
     """One whose grammar fails, and one whose grammar is another's, hear of it; others go on."""
     session, plain = Session(compiled("mimo", 3, **MASKED), oracle("mimo")), sampling_oracle("mimo")

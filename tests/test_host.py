@@ -12,18 +12,10 @@ from typing import Any
 import host as example
 import pytest
 import torch
-from conftest import CPU_FAMILY_NAMES, FAMILY_NAMES
+from helpers.families import CPU_FAMILY_NAMES, FAMILY_NAMES
 from helpers.oracles import Oracle
-from helpers.watched_host import (
-    Server,
-    bind_poisoned,
-    finish,
-    hosted,
-    layers_of,
-    serve,
-    tensors_for,
-)
-from test_theorem import PROMPTS
+from helpers.theorem import PROMPTS
+from helpers.watched_host import Server, bind_poisoned, finish, layers_of, serve, tensors_for
 from torch import Tensor
 
 import mtpc
@@ -31,8 +23,6 @@ from mtpc.capture.effects import analyse
 from mtpc.host.contract import term_of
 from mtpc.layout import StepKey
 from mtpc.sampling_params import FLOATS, INTS
-
-__all__ = ["hosted"]
 
 DEFAULT = [("mimo", 0), ("mimo", 3), ("qwen3_next", 3)]
 """Plain and speculative; pages alone, and recurrent state. The slow run takes all families."""

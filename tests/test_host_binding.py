@@ -11,14 +11,12 @@ import host as example
 import pytest
 import torch
 from helpers.oracles import Oracle
-from helpers.watched_host import finish, hosted, tensors_for
-from test_theorem import PROMPTS
+from helpers.theorem import PROMPTS
+from helpers.watched_host import finish, tensors_for
 
 import mtpc
 from mtpc.errors import HostError, OptionError
 from mtpc.layout import StepKey
-
-__all__ = ["hosted"]
 
 DECODE, PREFILL = StepKey.decode(3, 3), StepKey.prefill(4, 2, 3)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_NAMES, TINY
+from helpers.families import FAMILY_NAMES, TINY
 
 import mtpc
 from mtpc.backends import make_backend

@@ -13,12 +13,11 @@ from typing import Any
 import host as example
 import pytest
 import torch
-from conftest import FAMILY_NAMES
+from helpers.families import FAMILY_NAMES
 from helpers.oracles import Oracle
-from helpers.tapes import storages, taken
+from helpers.tapes import lower_eagerly, storages, taken
+from helpers.theorem import PROMPTS
 from helpers.watched_host import OPTIONS, Server, bind_poisoned, bits, finish, serve, tensors_for
-from test_cuda_backend import lower_eagerly
-from test_theorem import PROMPTS
 
 import mtpc
 from mtpc.backends import BACKENDS

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW, TINY
-from helpers.batches import make_mixture
-from test_packed_weights import bf16
+from helpers.batches import bf16, make_mixture
+from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

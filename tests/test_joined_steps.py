@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY
+from helpers.families import EACH_FAMILY
+from helpers.sampling_oracle import FILTERS
+from helpers.schedules import PROMPTS, Session
+from helpers.theorem import poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import PROMPTS, Session
-from test_sampling import FILTERS
-from test_theorem import poison
 
 import mtpc
 from mtpc.layout import StepKey

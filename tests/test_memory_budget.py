@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import EACH_FAMILY_OF_FEW, FEWER_BUCKETS
+from helpers.families import EACH_FAMILY_OF_FEW, FEWER_BUCKETS
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 

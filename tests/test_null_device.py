@@ -7,21 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW
+from helpers.families import EACH_FAMILY_OF_FEW
 from helpers.sampling_cases import make_rows
-from helpers.tapes import storages, taken
-from test_theorem import PROMPTS
-from torch import fx, nn
+from helpers.tapes import counting_graph, storages, taken
+from helpers.theorem import PROMPTS
 from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice, Tape
-from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CaptureError
-from mtpc.layout import Layout, StepKey
+from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.ops.philox import gumbel
 from mtpc.sampling_params import INTS, SamplingParams
@@ -144,25 +142,6 @@ def test_a_moved_buffer_is_refused(null_model: Callable[..., Any]) -> None:
         step.replay()
 
 
-class _Body(nn.Module):
-    """A step of one op over one buffer."""
-
-    def __init__(self, function: Callable[[torch.Tensor], Any]):
-        super().__init__()
-        self.function = function
-        self.register_buffer("counter", torch.arange(4))
-
-    def forward(self) -> None:
-        self.function(self.counter)
-
-
-def _graph(function: Callable[[torch.Tensor], Any]) -> StepGraph:
-    """A step whose Python code runs as it is (so that host reads happen where they stand)."""
-    module: Any = _Body(function)
-    module.graph = fx.Graph()
-    return StepGraph(module, StepKey.decode(1, 0), Layout((), {}), WeightTable({}))
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -176,7 +155,7 @@ def _graph(function: Callable[[torch.Tensor], Any]) -> StepGraph:
     ids=["item", "nonzero", "mask", "masked_select", "tensor", "bool"],
 )
 def test_what_a_graph_would_freeze_is_refused(function: Any, message: str) -> None:
-    graph = _graph(function)
+    graph = counting_graph(function)
     with pytest.raises(CaptureError, match=message):
         NullDevice().capture(graph.module, graph)
 
@@ -184,7 +163,7 @@ def test_what_a_graph_would_freeze_is_refused(function: Any, message: str) -> No
 def test_a_python_scalar_is_frozen_as_on_a_device() -> None:
     """The tape repeats numbers as captured: a step index kept in Python would never advance."""
     steps = iter(range(100))
-    graph = _graph(lambda counter: counter.fill_(next(steps)))
+    graph = counting_graph(lambda counter: counter.fill_(next(steps)))
     replay = NullDevice().capture(graph.module, graph)
     replay()
     replay()
@@ -209,7 +188,7 @@ def test_noise_is_of_seed_and_position_at_each_replay() -> None:
         noise.copy_(gumbel(seeds, positions, 1000))
         tokens.copy_(torch.ops.mtpc.sample(logits, ids, positions, slots, *rows.tuple()))
 
-    graph, device = _graph(step), NullDevice()
+    graph, device = counting_graph(step), NullDevice()
     replay = device.capture(graph.module, graph)
     before = torch.get_rng_state()
 
@@ -245,7 +224,7 @@ def test_no_step_that_samples_takes_from_a_generator(null_model: Callable[..., A
 
 def test_a_generator_on_the_tape_would_be_seen() -> None:
     """What the two tests above rest on."""
-    graph, device = _graph(lambda counter: counter.copy_(torch.rand(4))), NullDevice()
+    graph, device = counting_graph(lambda counter: counter.copy_(torch.rand(4))), NullDevice()
     device.capture(graph.module, graph)
     (tape,) = device.tapes.values()
     assert _drawn(tape) == ["aten.rand.default"]

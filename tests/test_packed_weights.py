@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, run_on
-from helpers.batches import Mixture, make_mixture
+from helpers.batches import WITHIN, Mixture, bf16, make_mixture
+from helpers.compiled import run_on
+from helpers.families import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,8 +34,6 @@ load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu.packed_linear, torch.ops.mtpc.packed_linear
 SIZES = [(64, 64), (32, 2), (1, 64), (31, 66), (33, 130), (1024, 1024)]
 """Output features, inputs."""
-WITHIN = 2**-8
-"""Half a unit in the last place of bfloat16, twice: one rounding here, one in the comparison."""
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +46,6 @@ def compiler(checkpoint: Callable[..., Path]) -> Callable[..., StepCompiler]:
         return StepCompiler(loaded, parsed, make_backend("eager"))
 
     return get
-
-
-def bf16(*shape: int, seed: int = 0) -> Tensor:
-    """Normally distributed numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).bfloat16()
 
 
 @pytest.mark.parametrize("size", SIZES)

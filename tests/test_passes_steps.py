@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW, TINY
+from helpers.families import EACH_FAMILY_OF_FEW, TINY
 
 from mtpc.backends import make_backend
 from mtpc.buffers import Q, R

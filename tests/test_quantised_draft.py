@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EACH_FAMILY, TINY, run_on
-from helpers.batches import Mixture, make_mixture
+from helpers.batches import bf16, mixture
+from helpers.compiled import run_on
+from helpers.families import EACH_FAMILY, TINY
 from helpers.places import TESTS
+from helpers.theorem import PROMPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packed_weights import bf16
-from test_theorem import PROMPTS
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -140,18 +140,6 @@ EXPERTS = [(6, 64, 32), (4, 68, 64), (1, 4, 32)]
 """Experts, hidden size, intermediate size."""
 
 
-def mixture(tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> Mixture:
-    experts, hidden, intermediate = sizes
-    return make_mixture(
-        tokens,
-        dtype=dtype,
-        experts=experts,
-        chosen=min(2, experts),
-        hidden=hidden,
-        intermediate=intermediate,
-    )
-
-
 @pytest.mark.parametrize("limit", [(0.0, False), (0.4, True), (0.4, False)])
 @pytest.mark.parametrize("tokens", [1, 13, 40])
 @pytest.mark.parametrize("sizes", EXPERTS)
@@ -196,7 +184,9 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
 
 _GUARDED = """
 import ctypes, mmap, torch
-from test_quantised_draft import mixture
+from helpers.batches import mixture
+from mtpc.backends.cpu_kernels import load_kernels
+load_kernels()
 mix = mixture(9, (4, 256, 64), torch.bfloat16)
 mix.ids.fill_(1)
 mix.ids[:, 1] = 3

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TINY
 from helpers import tiny
+from helpers.families import TINY
 from helpers.oracles import Oracle, QwenDraftOracle
+from helpers.theorem import PROMPTS, check_after_rejection, check_drafts, check_theorem, poison
 from safetensors.torch import load_file, save_file
-from test_drafts import check_drafts
-from test_theorem import PROMPTS, check_after_rejection, check_theorem, poison
 
 import mtpc
 from mtpc.buffers import K_MAX, S

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import run_on
+from helpers.batches import WITHIN, bf16
+from helpers.compiled import run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packed_weights import WITHIN, bf16
 from torch import Tensor
 from torch.nn import functional as F
 

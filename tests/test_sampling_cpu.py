@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CPU_OPTIONS
-from test_sampling import FILTERS, NEW
-from test_theorem import PROMPTS, poison
+from helpers.families import CPU_OPTIONS
+from helpers.sampling_oracle import FILTERS, NEW
+from helpers.theorem import PROMPTS, poison
 from torch import Tensor
 
 import mtpc

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import run_on
+from helpers.compiled import run_on
 from helpers.sampling_cases import CASES, Rows, call, compare_records, make_logits, make_rows
 
 from mtpc.backends.cpu_kernels import load_kernels

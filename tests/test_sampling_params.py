@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_theorem import PROMPTS
+from helpers.theorem import PROMPTS
 
 from mtpc import CompileOptions, SamplingParams
 from mtpc.errors import OptionError, RequestError

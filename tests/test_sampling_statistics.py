@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_sampling import distribution
+from helpers.sampling_oracle import distribution
 from torch import Tensor, nn
 
 from mtpc import SamplingParams

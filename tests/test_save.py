@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EACH_FAMILY
 from helpers import tiny
+from helpers.families import EACH_FAMILY
 from safetensors.torch import load_file
 
 from mtpc.errors import CheckpointError

@@ -9,16 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.served import (
-    connect,
-    exchange,
-    is_idle,
-    post,
-    read_all,
-    serving,
-    status_of,
-    until,
-)
+from helpers.served import connect, exchange, is_idle, post, read_all, serving, status_of, until
 from helpers.small_server import LIMIT, NAME, QUICK, body, nothing_is_left, server
 from helpers.word_model import words
 

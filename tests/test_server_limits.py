@@ -10,15 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from helpers.served import (
-    connect,
-    exchange,
-    is_empty,
-    post,
-    read_all,
-    serving,
-    status_of,
-)
+from helpers.served import connect, exchange, is_empty, post, read_all, serving, status_of
 from helpers.small_server import LIMIT, NAME, QUICK, body, error_of, nothing_is_left, server
 
 import mtpc

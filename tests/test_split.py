@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW, TINY, in_turn
-from test_theorem import PROMPTS
+from helpers.compiled import in_turn
+from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.theorem import PROMPTS
 
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend

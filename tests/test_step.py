@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from test_theorem import PROMPTS, poison
+from helpers.families import TINY
+from helpers.theorem import PROMPTS, poison
 
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend

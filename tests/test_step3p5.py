@@ -12,9 +12,8 @@ import torch
 import transformers
 from helpers import tiny
 from helpers.oracles import DraftOracle, Oracle
+from helpers.theorem import PROMPTS, check_after_rejection, check_drafts, check_theorem
 from safetensors.torch import load_file, save_file
-from test_drafts import check_drafts
-from test_theorem import PROMPTS, check_after_rejection, check_theorem
 
 import mtpc
 from mtpc.errors import UnsupportedModelError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.oracles import DraftOracle
-from test_theorem import PROMPTS, poison
+from helpers.theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions
 from mtpc.engine.tiers import DWELL, PROBE, TierPolicy

@@ -11,9 +11,9 @@ from typing import Any
 
 import host as example
 import pytest
-from conftest import TINY
-from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401  (a fixture)
-from test_theorem import PROMPTS
+from helpers.families import TINY
+from helpers.sampling_oracle import FILTERS, SamplingOracle
+from helpers.theorem import PROMPTS
 
 import mtpc
 from mtpc import SamplingParams
@@ -96,7 +96,7 @@ def test_drafts_obey_the_mask_of_a_whole_step(
     spec_tokens: int,
     name: str,
     compiled: Callable[..., Any],
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
 ) -> None:
     """The same text with drafts masked and not, plain decoding's; masked, more are accepted."""
     options = {"batch_buckets": (1,), "sampling": True, "token_mask": True}
@@ -167,7 +167,7 @@ def grammar_models(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.Hosted
 def test_drafts_obey_a_mask_written_between_the_halves(
     family: str,
     grammar_models: Callable[..., mtpc.HostedModel],
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
 ) -> None:
     """Ragged batches, chunks, joins and leaves; with one MTP layer and with several."""
     host, plain = GrammarHost(grammar_models(family, "split")), sampling_oracle(family)
@@ -184,7 +184,7 @@ def test_drafts_obey_a_mask_written_between_the_halves(
 
 def test_a_draft_mask_that_allows_nothing(
     compiled: Callable[..., Any],
-    sampling_oracle: Callable[..., Any],  # noqa: F811
+    sampling_oracle: Callable[..., Any],
 ) -> None:
     """Drafts are token 0 then, and the text is what it is without."""
     spec = compiled("mimo", 3, batch_buckets=(1,), sampling=True, token_mask=True)

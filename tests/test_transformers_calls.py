@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TINY
-from helpers.side_by_side import EOS, RAGGED, Streamer, batch, generator, letters, same
-from test_theorem import PROMPTS
+from helpers.families import TINY
+from helpers.side_by_side import EOS, RAGGED, Streamer, batch, letters, same
+from helpers.theorem import PROMPTS
 from transformers import generation
 
 import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import NumericsError, OptionError, RequestError, ServingError
-
-__all__ = ["generator"]
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.side_by_side import EOS, RAGGED, batch, generator, letters, same
-from test_theorem import PROMPTS
+from helpers.side_by_side import EOS, RAGGED, batch, letters, same
+from helpers.theorem import PROMPTS
 from transformers import generation
 
 import mtpc
 from mtpc.ops.philox import gumbel
 from mtpc.sampling_params import MAX_SEED
-
-__all__ = ["generator"]
 
 FAMILIES = [
     pytest.param(family, k, marks=[] if (family, k) in (("mimo", 2), ("qwen3_next", 3)) else slow)

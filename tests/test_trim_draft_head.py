@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EACH_FAMILY_OF_FEW, TINY
+from helpers.batches import bf16
+from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.theorem import PROMPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packed_weights import bf16
-from test_theorem import PROMPTS
 
 import mtpc
 from mtpc import recipes

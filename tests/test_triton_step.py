@@ -20,7 +20,16 @@ from torch import fx
 if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
 
-from mtpc.api import SpecModel
+from helpers.triton_steps import (
+    EACH_FAMILY,
+    EACH_STEP,
+    FAMILIES,
+    OPTIONS,
+    PROMPTS,
+    SLOW,
+    compile_on,
+)
+
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
@@ -34,43 +43,8 @@ from mtpc.models.load import load
 from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
 from mtpc.sampling_params import SamplingParams
 
-PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
-"""Chunks of six: the second one is prefilled in a step that the first one decodes in."""
-OPTIONS = CompileOptions(
-    spec_tokens=2, batch_buckets=(2,), max_len=32, page_size=4, prefill_chunk=6, num_pages=20
-)
-
-
 NORMS = {"rms_norm", "add_rms_norm", "draft_entry"}
 FUSED = ("fuse-elementwise", "fuse-draft-entry")
-
-
-def _compile(
-    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str = "float32"
-) -> SpecModel:
-    loaded = load(directory, dtype, True)
-    program = StepCompiler(loaded, options, backend).compile()
-    return SpecModel(loaded.served(), options, program)
-
-
-FAMILIES = {
-    "glm4_moe": {"paged_attention", "experts"},
-    "deepseek_v3": {"latent_attention", "experts"},
-    "qwen3_next": {"paged_attention", "experts", "gated_delta_rule"},
-    "qwen3_5": {"paged_attention", "gated_delta_rule"},
-    "mimo_v2": {"paged_attention", "experts"},
-    "step3p5": {"paged_attention", "experts"},
-    "step3p7": {"paged_attention", "experts"},
-    "deepseek_v4": {"experts", "sinkhorn"},
-    "deepseek_v32": {"latent_attention", "experts", "choose_slots"},
-}
-"""What the steps of a family call of ours, beside what each step calls."""
-EACH_STEP = {"write_cache", "accept"}
-SLOW = pytest.mark.slow
-EACH_FAMILY = [
-    name if name == "deepseek_v32" else pytest.param(name, marks=SLOW) for name in FAMILIES
-]
-"""Steps take half a minute a family: the fast part has the one that calls most kernels."""
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
@@ -145,9 +119,9 @@ def _compare(
 
     graphs = NullGraphs()
     backend = CudaBackend(graphs, lower, triton_bindings(), device="cpu")
-    ours = _compile(directory, backend, options, dtype)
+    ours = compile_on(directory, backend, options, dtype)
     reference = CudaBackend(NullGraphs(), lower, (), device="cpu")
-    theirs = _compile(directory, reference, options, dtype)
+    theirs = compile_on(directory, reference, options, dtype)
     assert not backend.notes, "everything is bound"
     assert ours.generate(prompts, 6, **arguments) == theirs.generate(prompts, 6, **arguments)
     assert ours.stats.accepted == theirs.stats.accepted

@@ -19,8 +19,8 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
 
 import triton
+from helpers.triton_steps import EACH_FAMILY, EACH_STEP, FAMILIES, OPTIONS
 from helpers.tuned_calls import paged_call
-from test_triton_step import EACH_FAMILY, EACH_STEP, FAMILIES, OPTIONS
 
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.triton_kernels import load_kernels, trial

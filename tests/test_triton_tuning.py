@@ -24,8 +24,8 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
 from helpers.batches import close, make_batch, make_mixture
 from helpers.deltas import two_steps
 from helpers.places import HELPERS
+from helpers.triton_steps import OPTIONS, PROMPTS, compile_on
 from helpers.tuned_calls import DEVICE, names_of, paged_call
-from test_triton_step import OPTIONS, PROMPTS, _compile
 
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
@@ -361,10 +361,10 @@ def test_tuned_steps_emit_the_same_tokens(
         return EagerBackend().lower(graph)
 
     backend = CudaBackend(watched, lower, triton_bindings(tuner), device="cpu")
-    ours = _compile(checkpoint(family), backend, OPTIONS)
+    ours = compile_on(checkpoint(family), backend, OPTIONS)
     measured = len(clock.timed)
     clock.is_recording = True
-    theirs = _compile(checkpoint(family), CudaBackend(NullGraphs(), lower, (), "cpu"), OPTIONS)
+    theirs = compile_on(checkpoint(family), CudaBackend(NullGraphs(), lower, (), "cpu"), OPTIONS)
     assert ours.generate(PROMPTS, 6) == theirs.generate(PROMPTS, 6)
     assert ours.stats.accepted == theirs.stats.accepted
     assert len(clock.timed) == measured > 0, "serving measures nothing"

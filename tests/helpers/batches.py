@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mtpc.packing import pack, quantise, row_scales
+from mtpc.packing import (
+    pack,
+    quantise,
+    row_scales,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TOLERANCE = {
@@ -143,4 +147,26 @@ def make_mixture(
         (torch.randn(experts, hidden, intermediate, generator=gen) / intermediate**0.5).to(dtype),
         torch.rand(tokens, experts, generator=gen).argsort(1)[:, :chosen],
         torch.rand(tokens, chosen, generator=gen).to(dtype),
+    )
+
+
+WITHIN = 2**-8
+"""Half a unit in the last place of bfloat16, twice: one rounding here, one in the comparison."""
+
+
+def bf16(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).bfloat16()
+
+
+def mixture(tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> Mixture:
+    experts, hidden, intermediate = sizes
+    return make_mixture(
+        tokens,
+        dtype=dtype,
+        experts=experts,
+        chosen=min(2, experts),
+        hidden=hidden,
+        intermediate=intermediate,
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import tokenizers
 import torch
 import transformers
-from test_theorem import PROMPTS
 from transformers import generation
+
+from helpers.theorem import PROMPTS
 
 EOS = [8, 24, 45]
 """Ids that the trained models emit often: rows end apart."""
@@ -39,15 +38,6 @@ class Streamer(generation.BaseStreamer):
 
     def end(self) -> None:
         self.got.append("end")
-
-
-@pytest.fixture
-def generator(hf_generator: Callable[..., Any]) -> Iterator[Any]:
-    made = hf_generator("mimo", 2)
-    yield made
-    engine = made.spec.engine
-    assert not engine.has_work
-    assert engine.slots.num_free == engine.program.max_reqs
 
 
 def same(generator: Any, **arguments: Any) -> torch.Tensor:

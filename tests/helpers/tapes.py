@@ -1,13 +1,18 @@
-"""Which memory the operators of a recorded step take."""
+"""Which memory the operators of a recorded step take, and small steps to record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
+from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import Tape
+from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.layout import Layout, StepKey
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -24,3 +29,26 @@ def taken(tape: Tape, known: set[int]) -> set[int]:
         found |= storages(given)
         made |= storages(entry.outputs)
     return found
+
+
+class _Body(nn.Module):
+    """A step of one op over one buffer."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]):
+        super().__init__()
+        self.function = function
+        self.register_buffer("counter", torch.arange(4))
+
+    def forward(self) -> None:
+        self.function(self.counter)
+
+
+def counting_graph(function: Callable[[torch.Tensor], Any]) -> StepGraph:
+    """A step whose Python code runs as it is (so that host reads happen where they stand)."""
+    module: Any = _Body(function)
+    module.graph = fx.Graph()
+    return StepGraph(module, StepKey.decode(1, 0), Layout((), {}), WeightTable({}))
+
+
+def lower_eagerly(graph: StepGraph) -> Any:
+    return EagerBackend().lower(graph)

@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from conftest import CPU_OPTIONS, CpuBuilt
 from safetensors.torch import load_file, save_file
-from test_theorem import PROMPTS
 
-import mtpc
+from helpers.families import CPU_OPTIONS
+from helpers.theorem import PROMPTS
+from mtpc.cache.steps import CachedStep
 from mtpc.layout import StepKey
 
 DECODE, PREFILL = StepKey.decode(2, 3), StepKey.prefill(2, 4, 3)
 BATCH = PROMPTS[2:8]
-
-
-@pytest.fixture
-def warm(
-    checkpoint: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
-) -> Callable[..., mtpc.SpecModel]:
-    """warm(family, directory): restored from what `cpu_built` left; building is an error."""
-
-    def get(family: str, directory: Path | None = None, **changes: Any) -> mtpc.SpecModel:
-        cpu_built(family)
-        options = {**CPU_OPTIONS, "cache_dir": cpu_cache, "frozen": True, **changes}
-        return mtpc.compile(directory or checkpoint(family), **options)
-
-    return get
-
-
-@pytest.fixture
-def copied(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
-    """copied(family): its checkpoint in another place, to be changed."""
-
-    def get(family: str) -> Path:
-        return Path(shutil.copytree(checkpoint(family), tmp_path / f"copy-of-{family}"))
-
-    return get
 
 
 def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -49,3 +23,21 @@ def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], An
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage(cache: Path, step: CachedStep, file: str) -> None:
+    """Flip one bit in the middle of a file of a step's entry."""
+    assert step.entry is not None
+    path = cache / "entries" / step.entry.digest / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def option_words(**changes: object) -> list[str]:
+    """CPU_OPTIONS as they are typed."""
+    words: list[str] = []
+    for name, value in {**CPU_OPTIONS, **changes}.items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{name.replace('_', '-')}", text]
+    return words

@@ -6,18 +6,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import host as example
-import pytest
 import torch
-from conftest import TINY
-from test_theorem import PROMPTS
 from torch import Tensor
 
 import mtpc
+from helpers.families import TINY
 from helpers.oracles import Oracle
+from helpers.theorem import PROMPTS
 from mtpc.host.contract import term_of
 from mtpc.layout import StepKey
 
@@ -27,21 +25,6 @@ OPTIONS: dict[str, Any] = {
 }
 """13 pages of 4 tokens: the longest request alone fits, three do not."""
 WILD = {torch.int32: 2**30, torch.int64: -(2**40)}
-
-
-@pytest.fixture(scope="module")
-def hosted(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.HostedModel]:
-    """hosted(family, K): halves and whole steps, compiled once."""
-    made: dict[Any, mtpc.HostedModel] = {}
-
-    def get(family: str, spec_tokens: int = 3, **changes: Any) -> mtpc.HostedModel:
-        key = (family, spec_tokens, *sorted(changes.items()))
-        if key not in made:
-            options = {**OPTIONS, **changes, "spec_tokens": spec_tokens}
-            made[key] = mtpc.compile_host(checkpoint(family), form="both", **options)
-        return made[key]
-
-    return get
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'w90' if enable_thinking else 'w91' }}{% endif %}"
 )
 SPECIAL = 5
+SMALL_MODEL = ["--backend", "eager", "--max-len", "64"]
+"""Options of the command line that compile in a second."""
 
 
 def word_checkpoint(source: Path, directory: Path) -> Path:
