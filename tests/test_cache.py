@@ -18,6 +18,7 @@ import transformers
 from helpers.compiled import CpuBuilt, give_kernels, in_turn
 from helpers.families import CPU_OPTIONS
 from helpers.oracles import Oracle
+from helpers.places import ROOT
 from helpers.warm_starts import BATCH, DECODE, PREFILL, edit_weights
 from safetensors.torch import load_file
 
@@ -224,7 +225,7 @@ def test_a_host_starts_warm(
     code = f"""
 import sys, json, torch
 torch.set_num_threads(1)
-sys.path.insert(0, {str(Path(__file__).parent.parent / "examples")!r})
+sys.path.insert(0, {str(ROOT / "examples")!r})
 import host, mtpc
 options = json.loads(sys.argv[3])
 model = mtpc.compile_host(sys.argv[1], cache_dir=sys.argv[2], frozen=True, **options)

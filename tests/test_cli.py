@@ -15,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from helpers.places import ROOT
 from helpers.word_model import SMALL_MODEL
 from packaging.requirements import Requirement
 
@@ -26,7 +27,6 @@ from mtpc.cli.main import main
 from mtpc.cli.progress import show_progress
 from mtpc.cli.tables import format_bytes
 
-ROOT = Path(__file__).parent.parent
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]
 
 

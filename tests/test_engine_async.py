@@ -7,10 +7,10 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.places import ROOT
 from helpers.theorem import PROMPTS, poison
 
 import mtpc
@@ -342,7 +342,7 @@ def test_generate_beside_it(spec: mtpc.SpecModel, oracle: Callable[..., Any]) ->
 
 def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/serving.md's asyncio example runs as it stands there, on the eager backend."""
-    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    page = (ROOT / "docs" / "serving.md").read_text()
     (example,) = re.findall(r"```python\n(import asyncio\n.*?)```", page, re.DOTALL)
     assert example.count("spec_tokens=2,") == 1
     exec(example.replace("spec_tokens=2,", 'spec_tokens=2, backend="eager",'), {})

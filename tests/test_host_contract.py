@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import FAMILY_NAMES, TINY
+from helpers.places import ROOT
 
 import mtpc
 from mtpc.backends import make_backend
@@ -22,7 +23,6 @@ from mtpc.host.hosted import _as_stated
 from mtpc.layout import Layout, dtype_name
 from mtpc.models.load import load
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "embedding.md").read_text()
 SIZES = {"R": 4, "S": 5, "M": 17, "K": 2, "V": 96, "L": 5, "N": 89, "P": 4}
 """Letters of the table in the layouts below; others differ from buffer to buffer."""

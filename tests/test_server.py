@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +22,7 @@ from helpers.openai_client import (
     server,
     spec,
 )
+from helpers.places import ROOT
 from helpers.served import is_idle, until
 from helpers.word_model import word, words
 from prometheus_client.parser import text_string_to_metric_families
@@ -317,7 +317,7 @@ def test_examples_in_the_docs(
     server: Running, spec: mtpc.SpecModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """docs/server.md's examples run as they stand there, on this server's address and model."""
-    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    page = (ROOT / "docs" / "server.md").read_text()
     page = page.replace("http://127.0.0.1:8000", server.url).replace('"demo"', f'"{NAME}"')
     (example,) = re.findall(r"```python\n(import openai\n.*?)```", page, re.DOTALL)
     exec(example, {})

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from helpers.places import ROOT
 from helpers.served import is_idle, serving, until
 from helpers.word_model import words
 
@@ -146,8 +147,7 @@ SIZES = ["--max-len", "64", "--page-size", "4", "--prefill-chunk", "8", "--dtype
 def process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`mtpc serve` as users run it, and where it listens."""
     command = [*COMMAND, str(directory), *OPTIONS, *SIZES, *options]
-    root = Path(__file__).parent.parent
-    server = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
         line = server.stdout.readline()
@@ -248,8 +248,7 @@ def test_without_the_extra() -> None:
         "from mtpc.cli.main import main\n"
         "sys.exit(main(['serve']))\n"
     )
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
         "error: the server needs starlette, uvicorn, not installed here: pip install "

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import transformers
+from helpers.places import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
 import mtpc
@@ -32,7 +33,7 @@ from mtpc.server.options import ServerOptions
 from mtpc.server.run import run_server
 from mtpc.serving import ServedModel
 
-PAGE = Path(__file__).parent.parent / "docs" / "server.md"
+PAGE = ROOT / "docs" / "server.md"
 
 
 # --------------------------------------------------------------------------------- answers

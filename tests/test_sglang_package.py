@@ -6,9 +6,8 @@ import ast
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from helpers.places import ROOT
 
 
 def test_sglang_is_imported_by_its_own_package_only() -> None:

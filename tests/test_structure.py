@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.places import ROOT
 
-PACKAGE = Path(__file__).parent.parent / "mtpc"
+PACKAGE = ROOT / "mtpc"
 ORDER = (
     ("errors",),
     ("config", "sampling_params"),

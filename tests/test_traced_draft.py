@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from helpers.oracles import DraftOracle, Oracle
+from helpers.places import ROOT
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -249,7 +250,7 @@ def test_float32_parts_stay_so_in_bfloat16(checkpoint: Callable[..., Path]) -> N
 
 def test_vllms_entry_point_is_there_and_light() -> None:
     """vLLM imports it in each process: neither vLLM nor torch, nor the rest of mtpc."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["entry-points"]["vllm.general_plugins"]["mtpc"].partition(":")
     code = (
         f"import sys; from {module} import {function}; assert callable({function}); "

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from helpers.families import TINY
+from helpers.places import ROOT
 from helpers.side_by_side import EOS, RAGGED, Streamer, batch, letters, same
 from helpers.theorem import PROMPTS
 from transformers import generation
@@ -23,8 +23,6 @@ from transformers import generation
 import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import NumericsError, OptionError, RequestError, ServingError
-
-ROOT = Path(__file__).parent.parent
 
 
 class Listed(generation.StoppingCriteria):

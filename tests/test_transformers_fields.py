@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import tiny
+from helpers.places import ROOT
 from transformers import DynamicCache, generation
 from transformers.generation import GenerationConfig
 
@@ -16,7 +16,7 @@ import mtpc
 from mtpc.errors import RequestError
 from mtpc.integrations.transformers.inputs import check_model_arguments
 
-PAGE = Path(__file__).parent.parent / "docs" / "embedding-transformers.md"
+PAGE = ROOT / "docs" / "embedding-transformers.md"
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 MASK = torch.ones_like(IDS)
 EOS = 1
