@@ -28,6 +28,8 @@ from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 
+pytestmark = pytest.mark.with_triton
+
 REFERENCE = torch.ops.mtpc
 
 UNIFIED = """

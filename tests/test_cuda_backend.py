@@ -36,6 +36,8 @@ from mtpc.layout import StepKey
 from mtpc.models.load import load, place
 from mtpc.recipes import Conversion, Convert, Join, make
 
+pytestmark = pytest.mark.with_triton
+
 OPTIONS = dict(spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from importlib import util
-
 import pytest
 import torch
 from helpers.accept_cases import make_call, run
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import load_kernels
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from importlib import util
 
 import pytest
 import torch
 from helpers.batches import make_batch
 from helpers.index_batches import LENGTHS, batch, choose, plainly
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import load_kernels
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS = torch.ops.mtpc_triton

@@ -6,20 +6,19 @@ Needs Triton, compiling, not interpreting: `tests/run_triton.sh`. Nothing here r
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.triton_here import COMPILES, NO_COMPILER
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
+if not COMPILES:
+    pytest.skip(NO_COMPILER, allow_module_level=True)
 
 import triton
 from helpers.places import TESTS
@@ -36,6 +35,8 @@ from mtpc.backends.triton_kernels.crosscompile import (
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
+
+pytestmark = pytest.mark.gpu_compile
 
 SPILLS = {"hip": 0, "cuda": 96}
 """What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (on sm_80, where

@@ -6,14 +6,12 @@ wherever nothing was written, so that reading it would show.
 
 from __future__ import annotations
 
-import os
-from importlib import util
-
 import pytest
 import torch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from helpers.deltas import (
     CHANNELS,
@@ -30,6 +28,8 @@ from helpers.deltas import (
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.errors import BackendError
 from mtpc.layout import SCRATCH_SLOT
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc

@@ -7,17 +7,15 @@ interpreter's own product of bfloat16 is wrong, so how rounding goes on a device
 
 from __future__ import annotations
 
-import os
-from importlib import util
-
 import pytest
 import torch
 from helpers.batches import WILD, Batch, close, make_batch, make_mixture
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 import itertools
 
@@ -25,6 +23,8 @@ from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.backends.triton_kernels.combine import splits_for
 from mtpc.backends.triton_kernels.tiles import num_tiles
 from mtpc.errors import BackendError
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS = torch.ops.mtpc_triton

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from importlib import util
-
 import pytest
 import torch
 from helpers.batches import close, make_batch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS = torch.ops.mtpc_triton

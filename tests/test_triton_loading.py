@@ -10,15 +10,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.triton_here import COMPILES, NO_COMPILER
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("needs Triton that compiles: tests/run_triton.sh", allow_module_level=True)
+if not COMPILES:
+    pytest.skip(NO_COMPILER, allow_module_level=True)
 
 import torch
 import triton
@@ -54,6 +55,8 @@ from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import Verifier
+
+pytestmark = pytest.mark.gpu_compile
 
 
 def test_code_of_another_triton_is_not_loaded(

@@ -5,20 +5,21 @@ Against the reference ops. Needs Triton: `tests/run_triton.sh`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from importlib import util
 from typing import Any
 
 import pytest
 import torch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import Tensor
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.backends.triton_kernels.plans import plan
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS = torch.ops.mtpc_triton

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from importlib import util
-
 import pytest
 import torch
 from helpers.batches import WILD, close, make_mixture
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.packing import pack, quantise, row_scales
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS = torch.ops.mtpc_triton

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-from importlib import util
 
 import pytest
 import torch
 from helpers.sampling_cases import CASES, call, compare_records, make_logits, make_rows
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import load_kernels
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.errors import BackendError
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc

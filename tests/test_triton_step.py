@@ -5,20 +5,19 @@ Needs Triton's interpreter: `tests/run_triton.sh`.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import fx
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from helpers.triton_steps import (
     EACH_FAMILY,
@@ -42,6 +41,8 @@ from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
 from mtpc.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.triton
 
 NORMS = {"rms_norm", "add_rms_norm", "draft_entry"}
 FUSED = ("fuse-elementwise", "fuse-draft-entry")

@@ -6,17 +6,16 @@ Needs Triton's interpreter: `tests/run_triton.sh`.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 import triton
 from helpers.triton_steps import EACH_FAMILY, EACH_STEP, FAMILIES, OPTIONS
@@ -33,6 +32,8 @@ from mtpc.compiler import StepCompiler
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
-if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from helpers.batches import close, make_batch, make_mixture
 from helpers.deltas import two_steps
@@ -52,6 +51,8 @@ from mtpc.compiler import StepCompiler
 from mtpc.errors import BackendError, CacheWriteError
 from mtpc.models.load import load
 from mtpc.packing import pack, quantise, row_scales
+
+pytestmark = pytest.mark.triton
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc
