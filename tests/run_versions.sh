@@ -14,8 +14,8 @@ for versions in "2.11.0 5.17.0" "2.13.0 5.23.0"; do
         "$venv/bin/pip" install -q "torch==$torch" "transformers==$transformers" -e '.[dev]'
     fi
     echo "torch $torch, transformers $transformers"
-    "$venv/bin/python" -m pytest tests/test_theorem.py tests/test_drafts.py tests/test_recurrent.py \
-        tests/test_chained_families.py tests/test_deepseek_v4.py tests/ops/test_gated_delta.py \
-        tests/test_deepseek_v32.py tests/test_step3p5.py tests/test_memory.py tests/test_save.py \
+    "$venv/bin/python" -m pytest tests/test_theorem.py tests/models/test_drafts.py tests/models/test_recurrent.py \
+        tests/models/test_chained_families.py tests/models/test_deepseek_v4.py tests/ops/test_gated_delta.py \
+        tests/models/test_deepseek_v32.py tests/models/test_step3p5.py tests/models/test_memory.py tests/models/test_save.py \
         tests/ops/test_choose_slots.py tests/test_block_scales.py tests/test_bad_input.py "$@"
 done

@@ -24,10 +24,13 @@ SAPPHIRE_RAPIDS = frozenset.union(*(level.needs for level in X86)) | {"sse2"}
 ZEN4 = SAPPHIRE_RAPIDS - {"amx_tile", "amx_bf16", "amx_int8"}
 NAMES = {level.name: level for level in X86}
 KERNEL_TESTS = [
-    f"test_{name}.py"
-    for name in ("cpu_kernels", "packed_weights", "row_linears", "quantised_draft", "gated_delta",
-                 "sampling_kernels")
-]  # fmt: skip
+    "cpu/test_kernels.py",
+    "ops/test_gated_delta.py",
+    "ops/test_row_linears.py",
+    "passes/test_packed_weights.py",
+    "passes/test_quantised_draft.py",
+    "sampling/test_kernels.py",
+]
 """What compares kernels with references in float64, and rows with themselves."""
 
 

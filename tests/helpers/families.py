@@ -16,7 +16,7 @@ FAMILY_NAMES = (
     "deepseek_v4",
     "deepseek_v32",
 )
-"""Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
+"""Qwen3.5 differs from qwen3_next by its projections and its loading: models/test_recurrent.py."""
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
 """What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
 EACH_FAMILY = [
