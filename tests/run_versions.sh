@@ -17,5 +17,5 @@ for versions in "2.11.0 5.17.0" "2.13.0 5.23.0"; do
     "$venv/bin/python" -m pytest tests/test_theorem.py tests/models/test_drafts.py tests/models/test_recurrent.py \
         tests/models/test_chained_families.py tests/models/test_deepseek_v4.py tests/ops/test_gated_delta.py \
         tests/models/test_deepseek_v32.py tests/models/test_step3p5.py tests/models/test_memory.py tests/models/test_save.py \
-        tests/ops/test_choose_slots.py tests/weights/test_block_scales.py tests/test_bad_input.py "$@"
+        tests/ops/test_choose_slots.py tests/weights/test_block_scales.py tests/program/test_bad_input.py "$@"
 done
