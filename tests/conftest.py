@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from helpers.compiled import CpuBuilt, give_kernels
 from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
 from helpers.sampling_oracle import SamplingOracle
-from helpers.store_writer import DIGEST, filled
 from helpers.tiny import make_checkpoint
 from helpers.watched_host import OPTIONS
 from helpers.word_model import word_checkpoint
@@ -29,7 +27,6 @@ from mtpc.ahead import CachingCompiler
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.cache.opening import open_cache
-from mtpc.cache.store import EntryStore
 from mtpc.checkpoint import Checkpoint
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
@@ -144,16 +141,6 @@ def word_spec(
     )
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> EntryStore:
-    """A store with one entry, of generation 1, that another user can reach from `tmp_path`."""
-    tmp_path.chmod(0o755)
-    made = EntryStore(tmp_path / "store")
-    made.prepare()
-    made.write(DIGEST, filled(1))
-    return made
-
-
 @pytest.fixture(scope="session")
 def cpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A graph cache of this session; CPU_OPTIONS of every family is in it once asked for."""
@@ -215,16 +202,6 @@ def warm(
         cpu_built(family)
         options = {**CPU_OPTIONS, "cache_dir": cpu_cache, "frozen": True, **changes}
         return mtpc.compile(directory or checkpoint(family), **options)
-
-    return get
-
-
-@pytest.fixture
-def copied(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
-    """copied(family): its checkpoint in another place, to be changed."""
-
-    def get(family: str) -> Path:
-        return Path(shutil.copytree(checkpoint(family), tmp_path / f"copy-of-{family}"))
 
     return get
 
