@@ -19,7 +19,6 @@ from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
 from helpers.sampling_oracle import SamplingOracle
 from helpers.tiny import make_checkpoint
-from helpers.watched_host import OPTIONS
 from helpers.word_model import word_checkpoint
 
 import mtpc
@@ -213,18 +212,3 @@ def generator(hf_generator: Callable[..., Any]) -> Iterator[Any]:
     engine = made.spec.engine
     assert not engine.has_work
     assert engine.slots.num_free == engine.program.max_reqs
-
-
-@pytest.fixture(scope="module")
-def hosted(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.HostedModel]:
-    """hosted(family, K): halves and whole steps, compiled once."""
-    made: dict[Any, mtpc.HostedModel] = {}
-
-    def get(family: str, spec_tokens: int = 3, **changes: Any) -> mtpc.HostedModel:
-        key = (family, spec_tokens, *sorted(changes.items()))
-        if key not in made:
-            options = {**OPTIONS, **changes, "spec_tokens": spec_tokens}
-            made[key] = mtpc.compile_host(checkpoint(family), form="both", **options)
-        return made[key]
-
-    return get
