@@ -19,7 +19,6 @@ from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
 from helpers.sampling_oracle import SamplingOracle
 from helpers.tiny import make_checkpoint
-from helpers.word_model import word_checkpoint
 
 import mtpc
 from mtpc.ahead import CachingCompiler
@@ -90,24 +89,6 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
         return made[key]
 
     return get
-
-
-@pytest.fixture(scope="session")
-def word_spec(
-    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> mtpc.SpecModel:
-    """A tiny model with tokenizer, chat template and sampling, as `mtpc serve` compiles it."""
-    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
-    return mtpc.compile(
-        directory,
-        spec_tokens=2,
-        backend="eager",
-        dtype="float64",
-        batch_buckets=(4,),
-        num_pages=22,
-        sampling=True,
-        **TINY,
-    )
 
 
 @pytest.fixture(scope="session")
