@@ -11,14 +11,12 @@ import pytest
 # Where an assert of a helper fails, pytest shows what it compared, as in a test.
 pytest.register_assert_rewrite("helpers")
 
-import tokenizers
 import torch
 from helpers import tiny
 from helpers.compiled import CpuBuilt, give_kernels
 from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
 from helpers.sampling_oracle import SamplingOracle
-from helpers.tiny import make_checkpoint
 
 import mtpc
 from mtpc.ahead import CachingCompiler
@@ -129,17 +127,6 @@ def sampling_oracle(oracle: Callable[..., Oracle]) -> Callable[[str], SamplingOr
         return made.setdefault(family, SamplingOracle(oracle(family)))
 
     return get
-
-
-@pytest.fixture(scope="session")
-def word_model(tmp_path_factory) -> Path:
-    """A tiny model whose vocabulary is the words w0 to w95."""
-    directory = make_checkpoint("mimo", tmp_path_factory.mktemp("cli"))
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 @pytest.fixture
