@@ -102,7 +102,7 @@ CHOICES: dict[str, Choice] = {
     "int8_down_kernel": Choice((Change(num_stages=3), Change(threads=64))),
 }
 """By kernel; one that is not here has its default only. Chosen on paper, kept where they fit and
-hardly spill on every target (tests/test_triton_crosscompile.py)."""
+hardly spill on every target (tests/gpu/test_crosscompile.py)."""
 _LEAST = 16
 """Of a tile size that is an operand of a product."""
 _PART = re.compile(r"(\w+):((?:\w+=\d+,?)+)")
