@@ -1,5 +1,5 @@
 """The graph cache: warm starts, weights stay outside, and other ways to it (that warm equals cold
-is in test_cpu_backend.py, which compiles each family)."""
+is in cpu/test_backend.py, which compiles each family)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acceptance by Triton's interpreter, against the reference op; see test_triton_kernels."""
+"""Acceptance by Triton's interpreter, against the reference op; see gpu/test_kernels.py."""
 
 from __future__ import annotations
 

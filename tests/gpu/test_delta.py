@@ -1,7 +1,7 @@
 """The gated delta rule in Triton, run by its interpreter, against the reference op.
 
-Needs Triton's interpreter: `tests/run_triton.sh`. As in test_gated_delta.py, state is NaN and wild
-wherever nothing was written, so that reading it would show.
+Needs Triton's interpreter: `tests/run_triton.sh`. As in ops/test_gated_delta.py, state is NaN and
+wild wherever nothing was written, so that reading it would show.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a token costs in cache, in every family: the architecture's own minimum, in closed form.
 
-State that does not grow with the text has tests of its own: rings (test_chained_families),
-recurrence (test_recurrent), DeepSeek-V4's windows and entries (test_deepseek_v4).
+State that does not grow with the text has tests of its own: rings (test_chained_families.py),
+recurrence (test_recurrent.py), DeepSeek-V4's windows and entries (test_deepseek_v4.py).
 """
 
 from __future__ import annotations

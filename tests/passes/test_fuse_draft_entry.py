@@ -1,6 +1,6 @@
 """fuse-draft-entry: the operator, what the pass takes and leaves, and whole steps on the CPU.
 
-Its kernel is tested in test_triton_norms.py, steps that are bound to it in test_triton_step.py.
+gpu/test_norms.py tests its kernel, gpu/test_steps.py steps that are bound to it.
 """
 
 from __future__ import annotations
