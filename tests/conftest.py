@@ -19,14 +19,14 @@ from helpers.oracles import Oracle
 from helpers.sampling_oracle import SamplingOracle
 
 import mtpc
-from mtpc.ahead import CachingCompiler
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
-from mtpc.cache.opening import open_cache
-from mtpc.checkpoint import Checkpoint
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.opening import open_cache
+from mtpc.weights.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)

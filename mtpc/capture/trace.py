@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from mtpc.buffers import P
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
+from mtpc.layout.buffers import P
 from mtpc.pieces.accept import Accept, AcceptPrefill
 from mtpc.pieces.advance import Advance
 from mtpc.pieces.chain import KeepLast, MoveUp, Widen

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.store_writer import DIGEST, filled
 
-from mtpc.cache.store import EntryStore
+from mtpc.store.entries import EntryStore
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from helpers.theorem import PROMPTS
 from helpers.warm_starts import option_words
 
 import mtpc
-from mtpc.cache.lookup import readable
-from mtpc.cache.store import EntryStore
+from mtpc.store.entries import EntryStore
+from mtpc.store.lookup import readable
 
 KILLS = 50
 LONGEST_S = 25.0

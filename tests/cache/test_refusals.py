@@ -13,8 +13,8 @@ from helpers.families import CPU_OPTIONS
 from helpers.warm_starts import BATCH, DECODE, damage
 
 import mtpc
-from mtpc.cache.store import SUMS
 from mtpc.errors import CacheError, OptionError
+from mtpc.store.entries import SUMS
 
 
 def test_frozen_says_what_is_missing(

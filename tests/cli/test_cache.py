@@ -15,9 +15,9 @@ from helpers.theorem import PROMPTS
 from helpers.warm_starts import damage, option_words
 
 import mtpc
-from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
 from mtpc.layout import StepKey
+from mtpc.store.entries import EntryStore
 
 DECODE = StepKey.decode(2, 3)
 

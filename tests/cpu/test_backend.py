@@ -24,11 +24,11 @@ from helpers.warm_starts import BATCH
 from mtpc.backends import cpu as cpu_module
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.package import Package, open_package
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 Tensors = Callable[[str], torch.Tensor]
 DECODE = StepKey.decode(2, 3)

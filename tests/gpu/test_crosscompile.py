@@ -33,8 +33,8 @@ from mtpc.backends.triton_kernels.crosscompile import (
     cross_compile,
 )
 from mtpc.backends.triton_kernels.launch import Launch
-from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
+from mtpc.store.entries import EntryStore
 
 pytestmark = pytest.mark.gpu_compile
 

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice, Tape
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CaptureError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.ops.philox import gumbel
+from mtpc.program.compiler import StepCompiler
 from mtpc.sampling_params import INTS, SamplingParams
 
 

@@ -11,7 +11,7 @@ if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
-from mtpc.packing import pack, quantise, row_scales
+from mtpc.weights.packing import pack, quantise, row_scales
 
 pytestmark = pytest.mark.triton
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mtpc.packing import (
+from mtpc.weights.packing import (
     pack,
     quantise,
     row_scales,

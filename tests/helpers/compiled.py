@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from mtpc.ahead import CachingCompiler
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.cache.store import Entry
-from mtpc.capture.program import CapturedStep
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.program import CapturedStep
+from mtpc.store.entries import Entry
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import pytest
 
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
 """Chunks of six: the second one is prefilled in a step that the first one decodes in."""

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from helpers.families import CPU_OPTIONS
 from helpers.theorem import PROMPTS
-from mtpc.cache.steps import CachedStep
 from mtpc.layout import StepKey
+from mtpc.program.step_cache import CachedStep
 
 DECODE, PREFILL = StepKey.decode(2, 3), StepKey.prefill(2, 4, 3)
 BATCH = PROMPTS[2:8]

@@ -11,9 +11,9 @@ from helpers.families import TINY
 from mtpc.backends.base import Backend
 from mtpc.backends.cpu import CpuBackend
 from mtpc.capture.graph import StepGraph
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 
 def rewritten(

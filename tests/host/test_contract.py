@@ -16,12 +16,12 @@ from helpers.places import ROOT
 
 import mtpc
 from mtpc.backends import make_backend
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.host.contract import CONTRACT, HostBuffer, contract_table, host_buffers, term_of
 from mtpc.host.hosted import _as_stated
 from mtpc.layout import Layout, dtype_name
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 PAGE = (ROOT / "docs" / "embedding.md").read_text()
 SIZES = {"R": 4, "S": 5, "M": 17, "K": 2, "V": 96, "L": 5, "N": 89, "P": 4}

@@ -18,14 +18,14 @@ from helpers.theorem import PROMPTS
 
 import mtpc
 from mtpc.backends import make_backend
-from mtpc.checkpoint import Checkpoint
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.clamped_experts import ClampedExperts
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.pieces.chain import KeepLast, MoveUp, Widen
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights.checkpoint import Checkpoint
 
 FAMILIES = ("mimo_v2", "step3p7")
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.packing import pack, unpack
 from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.weights.packing import pack, unpack
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc
