@@ -2,87 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+
+# Where an assert of a helper fails, pytest shows what it compared, as in a test.
+pytest.register_assert_rewrite("helpers")
+
 import torch
-from oracles import Oracle
-from store_writer import DIGEST, filled
-from word_model import word_checkpoint
+from helpers import tiny
+from helpers.compiled import CpuBuilt, give_kernels
+from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
+from helpers.oracles import Oracle
+from helpers.sampling_oracle import SamplingOracle
 
 import mtpc
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
-from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.layout import graph_keys
-from mtpc.models.hf import model_class
 from mtpc.models.load import load
 from mtpc.program.binding import bind_program
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
-from mtpc.program.program import CapturedStep
-from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.checkpoint import Checkpoint
-
-# Where an assert of theirs fails, what it compared is shown, as in a test.
-pytest.register_assert_rewrite("side_by_side", "turns", "watched_host")
-
-FAMILY_NAMES = (
-    "mimo",
-    "glm4_moe",
-    "deepseek_v3",
-    "qwen3_next",
-    "mimo_v2",
-    "step3p7",
-    "deepseek_v4",
-    "deepseek_v32",
-)
-"""Qwen3.5 differs from qwen3_next by its projections and its loading: tests/test_recurrent.py."""
-CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
-"""What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
-EACH_FAMILY = [
-    *CPU_FAMILY_NAMES,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[4:]),
-]
-"""For what is not the theorem: the default run takes those, the slow run all."""
-EACH_FAMILY_OF_FEW = [
-    *CPU_FAMILY_NAMES[:2],
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[2:]),
-]
-"""For one pass, or one way of running, each family of which takes ten seconds and more."""
-TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
-"""Small pages and chunks, so that short sequences cross their edges."""
-FEWER_BUCKETS: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {"batch_buckets": (1, 4)},
-    "deepseek_v32": {"batch_buckets": (1, 4)},
-}
-"""Of families whose graphs are large: a bucket costs five seconds."""
-NUM_PAGES = 89
-"""A prime that is no other size of these models: found in generated code, it is the pool's."""
-CPU_OPTIONS: dict[str, Any] = {
-    **TINY,
-    **dict(spec_tokens=3, batch_buckets=(2,), num_pages=NUM_PAGES, backend="cpu", dtype="float64"),
-}
-"""What is compiled for the cpu, once for the whole session."""
-
-
-@contextmanager
-def run_on(threads: int) -> Iterator[None]:
-    """That many of torch's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -146,88 +92,12 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
 
 
 @pytest.fixture(scope="session")
-def hf_generator(checkpoint: Callable[..., Path]) -> Callable[[str, int], Any]:
-    """hf_generator(family, K): a `mtpc.transformers.Generator` of a float64 model object.
-
-    With transformers' `sdpa`: its eager attention takes softmax in float32, where the mask of
-    float64 overflows, and a left-padded batch becomes NaN. Where it has no other, in float32.
-    """
-    eager_alone = ("mimo_v2", "deepseek_v4")
-    models: dict[str, Any] = {}
-    made: dict[Any, Any] = {}
-
-    def get(family: str, spec_tokens: int) -> Any:
-        if family not in models:
-            models[family] = model_class(tiny.family_of(family)).from_pretrained(
-                checkpoint(family),
-                dtype=torch.float32 if family in eager_alone else torch.float64,
-                attn_implementation="eager" if family in eager_alone else "sdpa",
-                experts_implementation="eager",
-            )
-        if (family, spec_tokens) not in made:
-            options = {"backend": "eager", **TINY, "batch_buckets": (4,), "sampling": True}
-            made[family, spec_tokens] = mtpc.transformers.Generator(
-                models[family], spec_tokens=spec_tokens, **options
-            )
-        return made[family, spec_tokens]
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def word_spec(
-    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> mtpc.SpecModel:
-    """A tiny model with tokenizer, chat template and sampling, as `mtpc serve` compiles it."""
-    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
-    return mtpc.compile(
-        directory,
-        spec_tokens=2,
-        backend="eager",
-        dtype="float64",
-        batch_buckets=(4,),
-        num_pages=22,
-        sampling=True,
-        **TINY,
-    )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> EntryStore:
-    """A store with one entry, of generation 1, that another user can reach from `tmp_path`."""
-    tmp_path.chmod(0o755)
-    made = EntryStore(tmp_path / "store")
-    made.prepare()
-    made.write(DIGEST, filled(1))
-    return made
-
-
-def give_kernels(root: Path) -> None:
-    """Put the user's compiled kernels into a new cache: they take half a minute to compile."""
-    kernels = build_kernels()
-    assert isinstance(kernels, Entry)
-    target = root / "entries" / kernels.digest
-    if not target.exists():
-        (root / "entries").mkdir(mode=0o755, parents=True, exist_ok=True)
-        shutil.copytree(kernels.directory, target)
-
-
-@pytest.fixture(scope="session")
 def cpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A graph cache of this session; CPU_OPTIONS of every family is in it once asked for."""
     root = tmp_path_factory.mktemp("graph-cache")
     root.chmod(0o755)
     give_kernels(root)
     return root
-
-
-@dataclass(frozen=True)
-class CpuBuilt:
-    """A model compiled for the cpu in this process, with all that took part."""
-
-    spec: SpecModel
-    backend: CpuBackend
-    compiler: CachingCompiler
 
 
 @pytest.fixture(scope="session")
@@ -252,11 +122,26 @@ def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str
     return get
 
 
-def in_turn(verify: CapturedStep, propose: CapturedStep) -> CapturedStep:
-    """The halves of a split step as one: what a host that schedules itself replays."""
+@pytest.fixture(scope="session")
+def sampling_oracle(oracle: Callable[..., Oracle]) -> Callable[[str], SamplingOracle]:
+    """sampling_oracle(family): plain sampling of its trained checkpoint."""
+    made: dict[str, SamplingOracle] = {}
 
-    def replay() -> None:
-        verify.replay()
-        propose.replay()
+    def get(family: str) -> SamplingOracle:
+        return made.setdefault(family, SamplingOracle(oracle(family)))
 
-    return CapturedStep(verify.key, verify.layout, verify.buffers, replay, 0.0)
+    return get
+
+
+@pytest.fixture
+def warm(
+    checkpoint: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
+) -> Callable[..., mtpc.SpecModel]:
+    """warm(family, directory): restored from what `cpu_built` left; building is an error."""
+
+    def get(family: str, directory: Path | None = None, **changes: Any) -> mtpc.SpecModel:
+        cpu_built(family)
+        options = {**CPU_OPTIONS, "cache_dir": cpu_cache, "frozen": True, **changes}
+        return mtpc.compile(directory or checkpoint(family), **options)
+
+    return get

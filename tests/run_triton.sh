@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
 # The tests that need Triton, which torch's builds for the CPU do not bring along: kernels in
-# Triton's interpreter, then compiled for GPUs that need not be here. Arguments go to pytest:
-# without any, the fast part runs, every kernel in it; -m '' runs all.
+# Triton's interpreter (marker triton), then compiled for GPUs that need not be here (gpu_compile).
+# Without --all the fast part runs, every kernel in it. Other arguments go to pytest.
 #
 # PYTHON is the project's (`pip install -e '.[dev]'`). Where it has no Triton, that is installed
 # beside it, into a folder of its own: Inductor behaves otherwise where it finds one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+interpreted='triton and not slow' compiled='gpu_compile and not slow'
+if [ "${1:-}" = --all ]; then
+    # Tests that the default run has already, too: where Triton is there, they bind to it.
+    interpreted='triton or with_triton' compiled='gpu_compile'
+    shift
+fi
 
 python=${PYTHON:-python}
 export PYTHONPATH=$PWD
@@ -16,11 +23,7 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
     export PYTHONPATH=$PYTHONPATH:$packages
 fi
 
-files=()
-for name in kernels quantised latent delta rotary norms choose_slots accept sampling step trial tuning; do
-    files+=("tests/test_triton_$name.py")
-done
-# These run by default, too; where Triton is there, they bind to it.
-[ $# -eq 0 ] || files+=(tests/test_cuda_backend.py tests/test_aiter.py)
-TRITON_INTERPRET=1 "$python" -m pytest "${files[@]}" "$@"
-exec "$python" -m pytest tests/test_triton_crosscompile.py tests/test_triton_loading.py "$@"
+# A file or an expression among the arguments may leave nothing to one of the two runs.
+nothing=5
+TRITON_INTERPRET=1 "$python" -m pytest -m "$interpreted" "$@" || [ $# -gt 0 -a $? = $nothing ]
+"$python" -m pytest -m "$compiled" "$@" || [ $# -gt 0 -a $? = $nothing ]

@@ -10,8 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.places import ROOT
 
-PACKAGE = Path(__file__).parent.parent / "mtpc"
+PACKAGE = ROOT / "mtpc"
 ORDER = (
     ("errors",),
     ("config", "sampling_params"),

@@ -14,7 +14,7 @@ from mtpc.backends.cuda import CudaBackend
 from mtpc.config import CompileOptions
 from mtpc.models.load import load, place
 from mtpc.program.compiler import StepCompiler
-from tests import tiny
+from tests.helpers import tiny
 
 FAMILIES = tuple(family.name for family in mtpc.models.FAMILIES)
 PROMPTS = [[7] * 9, [2, 2, 2, 3, 4, 5], [41, 8], [17, 90, 33, 12, 5]]

@@ -34,8 +34,8 @@ import sglang_on_cpu  # noqa: E402
 
 sglang_on_cpu.declare_torchvision_ops()
 
-import tiny  # noqa: E402
 import torch  # noqa: E402
+from helpers import tiny  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed.parallel_state import (  # noqa: E402

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import tiny  # noqa: E402
+from helpers import tiny  # noqa: E402
 
 import mtpc  # noqa: E402
 

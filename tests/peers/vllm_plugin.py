@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "peers")]
 
-import tiny  # noqa: E402
+from helpers import tiny  # noqa: E402
 from vllm_agreement import (  # noqa: E402
     CHANGES,
     NEW_TOKENS,

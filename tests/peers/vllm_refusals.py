@@ -3,8 +3,8 @@
     VENV/bin/python tests/peers/vllm_refusals.py CHECKPOINT DIST
 
 Runs under vLLM's interpreter, over real configs of vLLM's; no engine is started. CHECKPOINT is a
-MiMo checkpoint (`tests/tiny.py` makes one), DIST where mtpc is installed. Exits with 1 at the first
-check that fails.
+MiMo checkpoint (`tests/helpers/tiny.py` makes one), DIST where mtpc is installed. Exits with 1 at
+the first check that fails.
 """
 
 from __future__ import annotations

@@ -1,0 +1,348 @@
+"""Keys of the graph cache: every difference is a miss in its own field; equal graphs are reused."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compiled import CpuBuilt
+from helpers.families import CPU_OPTIONS
+from helpers.warm_starts import DECODE, edit_weights
+
+import mtpc
+from mtpc.config import CompileOptions
+from mtpc.errors import CacheError
+from mtpc.layout import StepKey
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.open_cache import open_cache
+from mtpc.program.step_cache import StepCache, step_fields
+from mtpc.store.entries import EntryStore
+from mtpc.store.lookup import key_of
+from mtpc.store.sources import ENTRY, imports, source_fields, source_files
+from mtpc.weights.checkpoint import Checkpoint
+
+
+def fields_of(directory: Path, **changes: Any) -> dict[str, str]:
+    """The key of the decode step of a checkpoint."""
+    options = CompileOptions(**{**CPU_OPTIONS, **changes})
+    cache = open_cache(Checkpoint(directory), options, print)
+    assert cache is not None
+    return step_fields(cache.program, StepKey.decode(2, options.spec_tokens))
+
+
+def changed_fields(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
+    ({"spec_tokens": 2}, {"options.spec_tokens", "step.spec_tokens", "step.query_len"}),
+    ({"batch_buckets": (2, 4)}, {"options.largest_bucket"}),
+    ({"max_len": 48}, {"options.max_len"}),
+    ({"page_size": 8}, {"options.page_size"}),
+    ({"num_pages": 64}, {"options.num_pages"}),
+    ({"dtype": "float32"}, {"options.dtype"}),
+    ({"sampling": True}, {"options.sampling", "options.max_logprobs"}),
+    (
+        {"token_mask": True, "sampling": True, "max_logprobs": 9},
+        {"options.sampling", "options.max_logprobs", "options.token_mask"},
+    ),
+    ({"draft_vocab": 24}, {"options.draft_vocab"}),
+    ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
+    ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
+]
+NOT_IN_THE_KEY: list[dict[str, Any]] = [
+    {"verify_passes": True},
+    {"strict": True},
+    {"frozen": True},
+    {"backend": "auto"},
+    {"cache_dir": Path("/elsewhere")},
+    {"require_sha256": "0" * 64},
+    {"max_logprobs": 9},  # It sizes what only sampling has.
+    {"prefill_chunk": 16},  # These two are in the key of prefill steps only.
+    {"prefill_rows": 2},
+    {"batch_buckets": (1, 2)},
+    {"spec_tiers": (0, 3)},  # Each has a step of its own.
+    {"prefix_caching": False},  # And these are the engine's.
+    {"busy_prefill_chunk": 2},
+    {"async_scheduling": True},
+]
+
+
+@pytest.mark.parametrize(("change", "fields"), IN_THE_KEY, ids=lambda v: next(iter(v)))
+def test_options_in_the_key(
+    change: dict[str, Any], fields: set[str], checkpoint: Callable[..., Path]
+) -> None:
+    directory = checkpoint("mimo")
+    assert changed_fields(fields_of(directory), fields_of(directory, **change)) == fields
+
+
+@pytest.mark.parametrize("change", NOT_IN_THE_KEY, ids=lambda change: next(iter(change)))
+def test_options_not_in_the_key(change: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint("mimo")
+    assert fields_of(directory) == fields_of(directory, **change)
+
+
+def test_every_option_is_known_to_be_in_the_key_or_not() -> None:
+    known = {next(iter(change)) for change in (*(c for c, _ in IN_THE_KEY), *NOT_IN_THE_KEY)}
+    assert known | {"use_cache"} == {field.name for field in dataclasses.fields(CompileOptions)}
+
+
+def _config(**entries: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    return change
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    return lambda directory: edit_weights(directory, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (_config(rms_norm_eps=1e-5), {"model.config.rms_norm_eps"}),
+        (_config(architectures=["Qwen2ForCausalLM"]), {"model.config.architectures"}),
+        (_config(unheard_of=1), {"model.config.unheard_of"}),
+        (
+            _tensors(lambda t: t.update({"extra": torch.ones(2)})),
+            {"model.weights", "model.weights.extra"},
+        ),
+        (
+            _tensors(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].bfloat16()})),
+            {"model.weights", "model.weights.model.norm.weight"},
+        ),
+        (_config(_name_or_path="elsewhere", transformers_version="5.17"), set()),
+        (_tensors(lambda t: t["model.norm.weight"].mul_(2)), set()),
+        (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": 3}'), set()),
+        (lambda d: (d / "tokenizer.json").write_text("{}"), set()),
+        (lambda d: os.utime(d / "model.safetensors", (1, 1)), set()),
+    ],
+    ids=["eps", "architecture", "unknown", "extra-tensor", "dtype", "provenance", "values", "eos",
+         "tokenizer", "mtime"],
+)  # fmt: skip
+def test_models_in_the_key(
+    change: Callable[[Path], Any],
+    fields: set[str],
+    checkpoint: Callable[..., Path],
+    copied: Callable[..., Path],
+) -> None:
+    """What shapes the graph is in the key; values, names of places and tokenizers are not."""
+    directory = copied("mimo")
+    change(directory)
+    assert changed_fields(fields_of(checkpoint("mimo")), fields_of(directory)) == fields
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "field"),
+    [
+        ("mtpc.__version__", "9.9", "version.mtpc"),
+        ("torch.version.git_version", "9" * 40, "version.torch"),
+        ("mtpc.store.machine.metadata.version", lambda name: "9.9", "version.transformers"),
+        ("torch.get_num_threads", lambda: 7, "machine.threads"),
+        ("torch.are_deterministic_algorithms_enabled", lambda: True, "torch.deterministic"),
+        ("torch.get_float32_matmul_precision", lambda: "low", "torch.float32_matmul_precision"),
+        ("torch.get_default_dtype", lambda: torch.float64, "torch.default_dtype"),
+        ("platform.machine", lambda: "vax", "machine.platform"),
+        ("mtpc.store.machine.compiler_version", lambda: "g++ 99", "machine.compiler"),
+    ],
+)
+def test_the_machine_in_the_key(
+    target: str,
+    value: Any,
+    field: str,
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = fields_of(checkpoint("mimo"))
+    monkeypatch.setattr(target, value)
+    assert changed_fields(before, fields_of(checkpoint("mimo"))) == {field}
+
+
+def test_the_processor_in_the_key(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An AVX-512 machine's code is not for a machine without."""
+    before = fields_of(checkpoint("mimo"))
+    monkeypatch.setattr("mtpc.store.machine._cpu", lambda: ("Zen 9", frozenset({"avx2"})))
+    after = fields_of(checkpoint("mimo"))
+    assert changed_fields(before, after) == {"machine.cpu", "machine.instruction_sets"}
+
+
+def test_inductors_settings_in_the_key(checkpoint: Callable[..., Path]) -> None:
+    """What this process changed, and not what a compilation set and put back."""
+    before = fields_of(checkpoint("mimo"))
+    import torch._inductor.config as settings
+
+    with settings.patch(max_autotune=True):
+        assert changed_fields(before, fields_of(checkpoint("mimo"))) == {"torch.inductor"}
+    assert fields_of(checkpoint("mimo")) == before
+
+
+def test_the_environment_in_the_key(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fields_of(checkpoint("mimo"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert fields_of(checkpoint("mimo")) == before
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    after = fields_of(checkpoint("mimo"))
+    assert changed_fields(before, after) == {"environment.TORCHINDUCTOR_FREEZING"}
+
+
+def copied_package(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(Path(mtpc.__file__).parent, tmp_path / "mtpc"))
+
+
+def test_every_part_of_the_source_is_in_the_key(tmp_path: Path) -> None:
+    """Of every file that has a say in a graph, one changed byte is a miss, in its own field."""
+    package = copied_package(tmp_path)
+    before = source_fields(package)
+    assert before == source_fields()
+    for part, paths in source_files(package).items():
+        for path in paths:
+            with path.open("a") as handle:
+                handle.write("\n")
+            after = source_fields(package)
+            assert changed_fields(before, after) == {f"source.{part}"}, path
+            before = after
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "config.py",
+        "sampling_params.py",
+        "passes/hoist_shared.py",
+        "models/mimo.py",
+        "ops/attention.py",
+        "backends/cpu.py",
+        "backends/cpu_kernels/simd.h",
+    ],
+)
+def test_what_decides_a_package_is_in_the_key(file: str, tmp_path: Path) -> None:
+    package = copied_package(tmp_path)
+    before = source_fields(package)
+    with (package / file).open("a") as handle:
+        handle.write("\n")
+    assert source_fields(package) != before
+
+
+@pytest.mark.parametrize("file", ["engine/engine.py", "server/app.py", "backends/cuda.py"])
+def test_what_runs_packages_is_not_in_the_key(file: str, tmp_path: Path) -> None:
+    package = copied_package(tmp_path)
+    before = source_fields(package)
+    with (package / file).open("a") as handle:
+        handle.write("\n")
+    assert source_fields(package) == before
+
+
+def test_sources_that_are_not_found_are_refused(tmp_path: Path) -> None:
+    """A digest of nothing would be the same for ever."""
+    with pytest.raises(CacheError, match="has no module"):
+        source_fields(tmp_path)
+    package = copied_package(tmp_path)
+    for path in (package / "backends" / "cpu_kernels").iterdir():
+        if path.suffix in (".cpp", ".h"):
+            path.unlink()
+    with pytest.raises(CacheError, match="no files of the part 'kernels'"):
+        source_fields(package)
+
+
+def test_modelling_code_that_is_not_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpc.store import machine
+
+    monkeypatch.setattr(machine, "_MODELLING", ("models/*/modelling_*.py",))
+    with pytest.raises(CacheError, match=r"transformers has no models"):
+        machine.modelling_field()
+
+
+@pytest.mark.parametrize("path", sorted(Path(mtpc.__file__).parent.rglob("*.py")), ids=str)
+def test_imports_are_those_that_python_sees(path: Path) -> None:
+    """Sources are found by the text of import statements; here it is compared with the syntax."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    expected = set()
+    for node in ast.walk(tree):
+        at_top = node in tree.body
+        if isinstance(node, ast.Import):
+            expected |= {(alias.name, at_top) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "sources are found by whole names"
+            expected.add((node.module or "", at_top))
+            expected |= {(f"{node.module}.{alias.name}", at_top) for alias in node.names}
+    missing = {found for found in expected if found[0].startswith("mtpc")} - set(imports(source))
+    assert not missing
+
+
+def test_what_the_entry_loads_is_in_the_key() -> None:
+    """Of a fresh process that imports the entry, every module of mtpc."""
+    code = (
+        f"import {ENTRY}, sys; print(*(m.__file__ for n, m in sys.modules.items() if 'mtpc' in n))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    package = Path(mtpc.__file__).parent
+    loaded = {Path(file) for file in done.stdout.split()} - {package / "__init__.py"}
+    known = {path for paths in source_files().values() for path in paths}
+    assert len(loaded) > 50
+    assert loaded <= known
+
+
+def test_every_field_is_said_where_it_differs(
+    cpu_built: Callable[..., CpuBuilt], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A change of any one field is a miss, and the reason names that field with both values."""
+    entry = cpu_built("mimo").compiler.obtain(DECODE).entry
+    assert entry is not None
+    shutil.copytree(entry.directory, tmp_path / "entries" / entry.digest)
+    cache = open_cache(
+        Checkpoint(checkpoint("mimo")), CompileOptions(**CPU_OPTIONS, cache_dir=tmp_path), print
+    )
+    assert cache is not None
+    assert cache.find(DECODE) is not None
+    for name in cache.program:
+        if name == "kind":
+            continue
+        other = StepCache(cache.store, {**cache.program, name: "something else"})
+        assert other.find(DECODE) is None, name
+        (difference,) = other.reasons(DECODE)
+        assert (difference.field, difference.wanted) == (name, "something else")
+        assert difference.cached == cache.program[name]
+
+
+def test_an_equal_graph_is_not_lowered_again(
+    cpu_cache: Path,
+    cpu_built: Callable[..., CpuBuilt],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A changed source that leads to the same graph: traced anew, the package is reused."""
+    built = cpu_built("mimo")
+    mine = EntryStore(shutil.copytree(cpu_cache, tmp_path / "cache"))
+    program = {**built.compiler.cache.program, "source.passes": "a comment was added"}
+    edited = StepCache(mine, program)
+    again = CachingCompiler(built.compiler.compiler, edited)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("lowered again")
+
+    monkeypatch.setattr(type(built.backend), "package", refuse)
+    step = again.obtain(DECODE)
+    assert step.record.lowering == built.compiler.obtain(DECODE).record.lowering
+    assert step.entry is not None
+    assert key_of(step.entry)["source.passes"] == "a comment was added"
+    elsewhere = StepCache(mine, {**program, "machine.instruction_sets": "none"})
+    there = CachingCompiler(built.compiler.compiler, elsewhere)
+    with pytest.raises(AssertionError, match="lowered again"):
+        there.obtain(DECODE)

@@ -1,0 +1,348 @@
+"""The command line: what it prints, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from helpers.places import ROOT
+from helpers.word_model import SMALL_MODEL
+from packaging.requirements import Requirement
+
+import mtpc
+from mtpc.cli import doctor
+from mtpc.cli.anatomy import number_ranges
+from mtpc.cli.inspect import _write
+from mtpc.cli.main import main
+from mtpc.cli.progress import show_progress
+from mtpc.cli.tables import format_bytes
+
+SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------ run
+
+
+def test_run_samples(word_model, capsys):
+    texts = []
+    for seed in ("3", "3", "4"):
+        command = ["run", str(word_model), *SMALL, "--ids", "8 9", "-n", "9", "--seed", seed]
+        assert main([*command, "--temperature", "2", "--top-k", "50", "--ignore-eos"]) == 0
+        texts.append(capsys.readouterr().out.splitlines()[1])
+    assert texts[0] == texts[1] != texts[2]
+    assert main(["run", str(word_model), "--top-p", "2"]) != 0
+    assert "top_p is 2.0; expected a number in (0, 1]" in capsys.readouterr().err
+
+
+def test_run_prints_results_and_what_happened(word_model, capsys):
+    prompts = ["-p", "w5 w6 w7", "--ids", "8, 9"]
+    assert main(["run", str(word_model), *SMALL, *prompts, "-n", "6", "--ignore-eos"]) == 0
+    out, err = capsys.readouterr()
+    text, ids = re.search(r"\[1\] w5 w6 w7\n(.*)\n\n\[2\] 8 9\n(.*)\n", out).groups()
+    assert len(re.findall(r"w\d+", text)) == 6
+    assert len(ids.split()) == 6
+    assert all(0 <= int(i) < 96 for i in ids.split())
+    assert re.search(r"new tokens +12, 10 of them in decode steps", out)
+    assert re.search(r"acceptance length +[123]\.\d\d tokens per step", out)
+    assert len(re.search(r"acceptance by position(.*)", out)[1].split()) == 2
+    assert re.search(r"replays of prefill\[R=2,Q=32,K=2\] +1,", out)
+    assert re.search(r"replays of decode\[R=2,Q=3,K=2\] +\d+,", out)
+    assert re.search(r"fallbacks +none", out)
+    assert re.search(r"\[ +\d+\.\d s\] 2/2 lower decode\[R=2,Q=3,K=2\]\n", err)
+
+
+def test_run_without_drafts_has_no_acceptance(word_model, capsys):
+    plain = ["--backend", "eager", "--max-len", "64", "--spec-tokens", "0"]
+    assert main(["run", str(word_model), *plain, "--ids", "3 4", "-n", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "acceptance" not in out
+    assert re.search(r"new tokens +1, 0 of them", out)
+
+
+# -------------------------------------------------------------------------------- inspect
+
+
+def inspect(checkpoint: Path, capsys, *arguments: str) -> str:
+    """What `mtpc inspect` prints."""
+    assert main(["inspect", str(checkpoint), *SMALL, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_inspect_before_and_after_resize_metadata(word_model, capsys):
+    before = inspect(word_model, capsys, "--before", "resize-metadata")
+    after = inspect(word_model, capsys, "--after", "resize-metadata")
+    assert re.search(r"batch.slot_mapping +\[R\] .*\[1\] 8 B .*\[8\] 64 B", before)
+    assert re.search(r"batch.slot_mapping +\[R\*Q\] .*\[3\] 24 B .*\[24\] 192 B", after)
+    assert re.search(r"resize-metadata +2 ", after)
+    assert "resize-metadata" not in before
+    assert "fuse-draft-chain  " not in after
+
+
+def test_inspect_shows_counts_effects_and_a_drawing(word_model, capsys, tmp_path):
+    path = tmp_path / "step.svg"
+    out = inspect(word_model, capsys, "--nodes", "--batch", "2", "--svg", str(path))
+    nodes = int(re.search(r"decode\[R=2,Q=3,K=2\] after \S+: (\d+) nodes", out)[1])
+    assert [int(n) for n in re.findall(r"^ +total +(\d+) +$", out, re.M)] == [nodes, nodes]
+    history = re.findall(r"^ +[a-z-]+ +\d+ +\d+\.\d{3} +(\d+) +(\d+)", out, re.M)
+    assert [after for _, after in history][:-1] == [before for before, _ in history][1:]
+    assert int(history[-1][1]) == nodes
+    assert "= get_attr batch.slot_mapping" in out
+    assert re.search(r"kv\.2\.k +w r w r +mtpc.write_cache in drafts.0 x 2", out)
+    assert re.search(r"kv\.0-2\.k +\[N, P, 2, 16\].* x 3 ", out)
+    texts = {t.text for t in ElementTree.parse(path).iter() if t.tag.endswith("text")}
+    assert {"VERIFY", "PROPOSE", "ADVANCE", "begin", "target", "head", "accept"} <= texts
+    assert {"draft 1: MTP layer 0", "draft 2: MTP layer 0", "advance", "kv.0-1.k"} <= texts
+    assert "float32[6, 64], 1.5 KiB" in texts  # the features that the head takes in
+    assert sum(text.endswith(f", {word_model.name}") for text in texts) == 1
+    assert not any(str(word_model) in text for text in texts), "a drawing shows no path"
+
+
+def test_inspect_says_what_a_request_costs(word_model, capsys):
+    """K and V of two layers and the MTP layer, two heads of 16 in float32; rows by request slot."""
+    out = inspect(word_model, capsys, "--before", "resize-metadata")
+    config = json.loads((word_model / "config.json").read_text())
+    layers = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
+    width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    token = layers * 2 * width * 4
+    slots = re.search(r"state.block_table .*\[\d+, (\d+)\] \d", out)
+    assert slots is not None
+    request = 4 * int(slots[1]) + 4 + 8 * 3 + 4 + 8 * 8
+    assert f"A request costs {format_bytes(request)}, whatever its length, and " in out
+    assert f"{format_bytes(token)} per token, in pages of " in out
+
+
+def test_inspect_a_prefill_step(word_model, capsys):
+    out = inspect(
+        word_model, capsys, "--phase", "prefill", "--batch", "4", "--after", "fuse-draft-chain"
+    )
+    assert "prefill[R=4,Q=16,K=2] after fuse-draft-chain" in out
+    assert re.search(r"batch.prompt_ids +\[R\*Q\] +int64 +0 +host +\[64\] 512 B", out)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    with pytest.raises(TypeError):
+        _write(tmp_path / "step.svg", None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------- doctor
+
+
+def lookup(**versions: str):
+    """A metadata lookup that knows these distributions (`_` for `-`)."""
+
+    def version_of(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
+
+    return version_of
+
+
+def test_doctor_finds_this_machine_fit(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"^ok +torch +{re.escape(metadata.version('torch'))}$", out, re.M)
+    assert out.endswith("can run here\n")
+    for row in (
+        "python",
+        "transformers",
+        "C++ compiler",
+        "C++ kernels",
+        "CPU",
+        "GPU",
+        "triton",
+        "GPU kernels",
+    ):
+        assert re.search(rf"^(ok|optional) +{re.escape(row)} ", out, re.M)
+
+
+def test_doctor_tells_amd_aiter_from_its_namesake():
+    assert doctor.check_aiter(lookup(amd_aiter="0.1.7")).found == "amd-aiter 0.1.7"
+    both = doctor.check_aiter(lookup(amd_aiter="0.1.7", aiter="0.13"))
+    assert both.status == "optional"
+    assert both.found == "amd-aiter 0.1.7, and aiter 0.13 of the same import name"
+    assert both.advice.startswith("uninstall both")
+    namesake = doctor.check_aiter(lookup(aiter="0.13.20"))
+    assert namesake.status == "optional"
+    assert "aiter 0.13.20 is the async-iterator helpers" in namesake.found
+    assert "pip uninstall aiter" in namesake.advice
+    assert doctor.check_aiter(lookup()).found == "amd-aiter is not installed"
+
+
+@pytest.mark.parametrize("name", ["triton", "triton_rocm", "pytorch_triton_rocm"])
+def test_doctor_knows_every_name_of_triton(name, monkeypatch):
+    monkeypatch.setattr(doctor, "import_module", lambda name: None)
+    found = doctor.check_triton(lookup(**{name: "3.6.0"}))
+    assert (found.status, found.found) == ("ok", f"{name.replace('_', '-')} 3.6.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.10.1", "wrong"), ("2.11.0+cpu", "ok"), ("2.13.1", "ok"), ("2.14.0a0", "wrong")],
+)
+def test_doctor_holds_versions_to_their_range(version, status):
+    finding = doctor.check_distribution("torch", lookup(torch=version))
+    assert finding.status == status
+    assert bool(finding.advice) == (status == "wrong")
+
+
+def test_doctor_without_torch_says_how_to_get_it():
+    findings = {finding.what: finding for finding in doctor.examine(lookup())}
+    assert findings["torch"].status == "wrong"
+    assert findings["torch"].advice == 'pip install "torch>=2.11,<2.14"'
+    assert "GPU" not in findings
+
+
+def test_doctor_knows_the_requirements_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    checked = {}
+    for name, (low, high) in doctor.RANGES.items():
+        bounds = f">={doctor._dotted(low)}" + (f",<{doctor._dotted(high)}" if high else "")
+        checked[name] = Requirement(name + bounds).specifier
+    assert checked == wanted
+    assert project["requires-python"] == f">={doctor._dotted(doctor.PYTHON)}"
+
+
+# ----------------------------------------------------------------------- errors, interrupts
+
+
+def test_help_and_import_are_light():
+    code = (
+        "import sys, mtpc\n"
+        "from mtpc.cli.main import main\n"
+        "for words in (['--help'], ['run', '--help'], ['inspect', '--help'], ['--version']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "print('heavy:', sorted({'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules)))\n"
+    )
+    out = run_python(code)
+    assert out.endswith(f"mtpc {mtpc.__version__}\nheavy: []\n")
+    assert "--spec-tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "/no/such/checkpoint"], "'/no/such/checkpoint' is not a directory"),
+        (["run", "{bare}"], "has no tokenizer.json; give prompts as token ids"),
+        (["run", "{bare}", "--ids", "1"], "holds no *.safetensors"),
+        (["run", "x", "--spec-tokens", "17"], "spec_tokens is 17; expected an integer in 0..16"),
+        (["run", "{good}", "--backend", "eagre"], "unknown backend 'eagre'; did you mean 'eager'?"),
+        (["inspect", "{good}", "--after", "resize-metdata"], "did you mean 'resize-metadata'?"),
+        (["inspect", "{good}", "--after", "merge-projections"], "add --enable-pass merge-proj"),
+        (["inspect", "{good}", "--batch", "0"], "--batch is 0; expected an integer >= 1"),
+        (["inspect", "{good}", "--svg", "/no/such/x.svg"], "there is no directory /no/such"),
+    ],
+)
+def test_a_known_error_is_one_line(arguments, message, word_model, capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["MiMoForCausalLM"]}')
+    words = [word.format(bare=tmp_path, good=word_model) for word in arguments]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("[")]
+    assert out == ""
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu"], "did you mean run?"),
+        (["run", "--spec-token", "3"], "unrecognized arguments: --spec-token; did you mean --spec"),
+        (["run", "--ids", "1 x"], "--ids: '1 x' is invalid; expected integers such as 1,2,3"),
+        (["run", "-n", "0"], "--max-new-tokens: '0' is invalid; expected an integer >= 1"),
+        (["inspect", "--phase", "decod"], "did you mean decode?"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_usage_is_explained(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_traceback_on_request(capsys):
+    assert main(["run", "/no/such/checkpoint", "--backend", "eager", "--traceback"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_interrupt_ends_quietly(word_model):
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from mtpc.cli.main import main\n"
+        f"sys.exit(main(['run', {str(word_model)!r}, *{SMALL!r}, '--ids', '1 2']))\n"
+    )
+    command = [sys.executable, "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert any("trace model" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert err.endswith("interrupted\n")
+    assert "Traceback" not in err
+
+
+# ------------------------------------------------------------------------ progress, numbers
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_has_no_silent_gap():
+    stream = io.StringIO()
+    with show_progress(stream, heartbeat_s=0.05) as tell:
+        tell("1/2 lower decode[R=1]")
+        for _ in range(400):
+            time.sleep(0.05)
+            if "still running" in stream.getvalue():
+                break
+    lines = [line.split("] ", 1)[1] for line in stream.getvalue().splitlines()]
+    assert lines[0] == "1/2 lower decode[R=1]"
+    assert lines[1] == "still running: 1/2 lower decode[R=1]"
+    assert lines[-1].startswith("done in ")
+
+
+def test_progress_on_a_terminal_leaves_a_line_per_stage():
+    stream = Terminal()
+    with show_progress(stream) as tell:
+        tell("trace model")
+        tell("1/2 lower decode[R=1]")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert re.search(r"\d\.\d s  trace model", text)
+    assert re.search(r"\d\.\d s  1/2 lower decode\[R=1\]", text)
+    assert "done in " in text
+
+
+def test_quantities():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 30)] == [
+        *("0 B", "1023 B", "1.5 KiB", "3.0 GiB")
+    ]
+    assert number_ranges({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"

@@ -1,0 +1,113 @@
+"""bfloat16 on the cpu backend: a request's tokens are the same alone or in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compiled import run_on
+from helpers.families import TINY
+from helpers.theorem import poison
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mtpc
+from mtpc.api import SpecModel
+from mtpc.backends.cpu import compile_settings
+
+NEW_TOKENS = 24
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "plain": dict(spec_tokens=0, batch_buckets=(1,)),
+    "K=3": dict(spec_tokens=3, batch_buckets=(1, 4)),
+    "K=1, small chunks": dict(spec_tokens=1, batch_buckets=(2,), prefill_chunk=3),
+}
+"""Numbers of drafts, buckets and prefill chunks; a program takes half a minute to compile."""
+FEW = ("plain", "K=1, small chunks")
+MODELS = [
+    pytest.param("glm4_moe", FEW, id="glm4_moe"),
+    *(pytest.param(family, (*PROGRAMS,), id=f"{family}-all", marks=pytest.mark.slow)
+      for family in ("glm4_moe", "deepseek_v3", "mimo")),
+    *(pytest.param(family, FEW, id=family, marks=pytest.mark.slow)
+      for family in ("deepseek_v32", "qwen3_next", "mimo_v2", "step3p7")),
+]  # fmt: skip
+"""Routers, experts, shared ones, and a dense layer first; with latent attention; all dense.
+Of the others: sparse attention, recurrent state, sliding windows in rings."""
+PROMPT = st.lists(st.integers(2, 95), min_size=1, max_size=20)
+
+
+@dataclass
+class Programs:
+    """A model's programs, and what plain decoding made of each prompt that was asked for."""
+
+    by_name: dict[str, SpecModel]
+    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def alone(self, prompt: list[int]) -> list[int]:
+        """Plain decoding of one prompt by itself."""
+        key = tuple(prompt)
+        if key not in self.known:
+            (self.known[key],) = decode(self.by_name["plain"], [prompt])
+        return self.known[key]
+
+
+def decode(spec: SpecModel, prompts: list[list[int]]) -> list[list[int]]:
+    return spec.generate(prompts, NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("family", "names"), MODELS)
+def test_batch_invariance(
+    family: str, names: tuple[str, ...], checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    """Over prompts, batches, K, buckets and chunks, against plain decoding of each alone."""
+
+    def compiled(options: dict[str, Any]) -> SpecModel:
+        fixed = dict(dtype="bfloat16", backend="cpu", cache_dir=cpu_cache)
+        spec = mtpc.compile(checkpoint(family), **{**TINY, **fixed, **options})
+        poison(spec)
+        return spec
+
+    programs = Programs({name: compiled(PROGRAMS[name]) for name in names})
+
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(prompts=st.lists(PROMPT, min_size=1, max_size=6), name=st.sampled_from(names))
+    def holds(prompts: list[list[int]], name: str) -> None:
+        found = decode(programs.by_name[name], prompts)
+        assert found == [programs.alone(prompt) for prompt in prompts]
+
+    holds()
+    outputs = {tuple(ids) for ids in programs.known.values()}
+    assert len(outputs) > len(programs.known) // 2  # They do differ.
+    for name in names[1:]:
+        stats = programs.by_name[name].stats
+        assert 0 < sum(stats.accepted) < sum(stats.drafted)
+
+
+class _Norm(nn.Module):
+    """Root mean square, as models write it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_generated_sums_do_not_depend_on_rows(tmp_path: Path) -> None:
+    """Inductor would give the one row of a wide norm to two threads, and add their sums: a third
+    of these rows would differ."""
+    x = torch.randn(64, 8192, generator=torch.Generator().manual_seed(0))
+
+    def lowered(rows: int) -> Callable[[Tensor], Tensor]:
+        program = torch.export.export(_Norm(), (x[:rows],))
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / f"{rows}.pt2"), inductor_configs=compile_settings()
+        )
+        return torch._inductor.aoti_load_package(path)
+
+    with run_on(2):
+        four, one = lowered(4), lowered(1)
+        together = torch.cat([four(part) for part in x.split(4)])
+        assert torch.equal(together, torch.cat([one(part) for part in x.split(1)]))

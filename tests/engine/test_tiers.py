@@ -1,0 +1,170 @@
+"""Choosing K: from costs and acceptance that are known exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.oracles import DraftOracle
+from helpers.theorem import PROMPTS, poison
+
+from mtpc.config import CompileOptions
+from mtpc.engine.tiers import DWELL, PROBE, TierPolicy
+from mtpc.errors import OptionError
+
+TIERS = (0, 1, 2, 3)
+Cost = Callable[[int, int], float]
+
+
+def bandwidth_bound(num_reqs: int, tier: int) -> float:
+    """Weights are read once; a draft reads a little more."""
+    return 1.0 + 0.1 * tier
+
+
+def compute_bound(num_reqs: int, tier: int) -> float:
+    """Every row costs."""
+    return 0.25 * num_reqs * (tier + 1)
+
+
+def run(
+    policy: TierPolicy, cost: Cost, chance: float, steps: int, num_reqs: int = 2, seed: int = 0
+) -> list[int]:
+    """Steps whose drafts are accepted by chance; returns the K of each."""
+    draw, chosen, before = random.Random(seed), [], 3
+    for _ in range(steps):
+        tier = policy.choose(num_reqs)
+        verified = min(tier, before)
+        drafts = []
+        for _ in range(num_reqs):
+            accepted = 0
+            while accepted < verified and draw.random() < chance:
+                accepted += 1
+            drafts.append((verified, accepted))
+        policy.observe(num_reqs, tier, cost(num_reqs, tier))
+        policy.observe_drafts(drafts)
+        chosen.append(tier)
+        before = tier
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("cost", "chance", "expected"),
+    [
+        (bandwidth_bound, 0.95, {3}),
+        (bandwidth_bound, 0.0, {0}),
+        (bandwidth_bound, 0.3, {1, 2}),
+        (compute_bound, 0.9, {0}),
+    ],
+)
+def test_it_settles_on_the_best(cost: Cost, chance: float, expected: set[int]) -> None:
+    """1.3 tokens for 1.1, or 1.39 for 1.2, beat 1; and where rows cost, drafts never pay."""
+    last = run(TierPolicy(TIERS), cost, chance, 600)[-200:]
+    assert sum(tier in expected for tier in last) > 180
+
+
+def test_every_cost_is_measured_first() -> None:
+    policy = TierPolicy(TIERS)
+    assert sorted(run(policy, bandwidth_bound, 0.9, 8)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(run(policy, bandwidth_bound, 0.9, 8, num_reqs=4)) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_it_notices_that_the_text_changed() -> None:
+    """At K = 0 nothing is learnt but by probes."""
+    policy = TierPolicy(TIERS)
+    hard = run(policy, bandwidth_bound, 0.0, 300)
+    assert policy.current == 0
+    assert hard[::-1].index(3) <= PROBE
+    assert hard[100:].count(3) / len(hard[100:]) < 0.06
+    easy = run(policy, bandwidth_bound, 1.0, 40 * PROBE, seed=1)
+    assert policy.current == 3
+    assert easy.index(3) <= PROBE
+
+
+def test_it_does_not_flutter() -> None:
+    """Two tiers as good as each other, measured with noise."""
+    policy, draw = TierPolicy((1, 2)), random.Random(1)
+    run(policy, lambda _, tier: (1 + 0.5 * tier) * draw.uniform(0.97, 1.03), 0.5, 1000)
+    assert policy.switches <= 5
+    assert DWELL > 1
+
+
+def test_what_was_not_drafted_does_not_count() -> None:
+    """After a step of K = 1, a step of K = 3 verifies one real draft."""
+    policy = TierPolicy(TIERS)
+    policy.observe_drafts([(1, 1)])
+    assert policy.acceptance(0) == 1.0
+    assert policy.acceptance(2) == 1.0  # Taken from position 0.
+    policy.observe_drafts([(3, 1)])
+    assert policy.acceptance(1) == 0.0
+    assert policy.length(3) == pytest.approx(2.0)
+
+
+class Scripted(TierPolicy):
+    """Changes K at every step, in an order of its own."""
+
+    def choose(self, num_reqs: int) -> int:
+        self.switches += 1
+        return (0, 2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3)[self.switches % 12]
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next", "step3p7"])
+def test_k_may_change_at_every_step(
+    family: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """Text equals plain decoding's, and drafts those of the uncached oracle, also after steps
+    that drafted nothing, and beside a prompt: MTP layers keep the KV of every row."""
+    spec = compiled(family, "auto", batch_buckets=(2,))
+    drafts = DraftOracle(oracle(family))
+    spec.engine.tiers = Scripted(spec.options.tiers)
+    poison(spec)
+    asked = [(PROMPTS[7], 24), (PROMPTS[10], 12), (PROMPTS[9], 8)]
+    texts = {spec.engine.add(prompt, new): list(prompt) for prompt, new in asked}
+    compared = 0
+    while spec.engine.has_work:
+        for output in spec.engine.step():
+            texts[output.request_id] += output.token_ids
+        for request in [r for r in spec.engine.running if r.is_prefilled]:
+            found = spec.program.shared["state.token_ids"][request.slot].tolist()
+            text = texts[request.request_id]
+            assert found[0] == text[-1]
+            assert found[1 : 1 + request.num_drafts] == drafts.drafts(text, request.num_drafts)
+            compared += request.num_drafts > 0
+    assert compared >= 10
+    for text, (prompt, new) in zip(texts.values(), asked, strict=True):
+        assert text == prompt + oracle(family).generate(prompt, new, stop=False)
+    assert spec.stats.joined.steps > 0
+    used = {key.spec_tokens for key in spec.stats.replays if key.phase == "decode"}
+    assert used == {0, 1, 2, 3}
+    assert sum(spec.stats.drafted) < 3 * spec.stats.request_steps
+
+
+def test_the_engine_chooses(compiled: Callable[..., Any], oracle: Callable[..., Any]) -> None:
+    """With the policy as it is: the same text, whatever it chooses."""
+    spec = compiled("mimo", "auto", batch_buckets=(2,))
+    poison(spec)
+    found = spec.generate(PROMPTS[:5], 20, ignore_eos=True)
+    assert found == [oracle("mimo").generate(prompt, 20, stop=False) for prompt in PROMPTS[:5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec_tokens": "many"}, "spec_tokens is 'many'"),
+        ({"spec_tokens": "auto", "spec_tiers": (2,)}, "spec_tiers is"),
+        ({"spec_tokens": "auto", "spec_tiers": (0, -1)}, "spec_tiers is -1"),
+        ({"spec_tokens": 2, "spec_tiers": (0, 1, 3)}, "spec_tiers is"),
+    ],
+)
+def test_bad_tiers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CompileOptions(**options)
+
+
+def test_tiers_are_settled() -> None:
+    options = CompileOptions(spec_tokens="auto", spec_tiers=(4, 1))  # type: ignore[arg-type]
+    assert (options.spec_tokens, options.tiers) == (4, (1, 4))
+    assert replace(options, max_len=64).tiers == (1, 4)
+    assert CompileOptions(spec_tokens=2).tiers == (2,)

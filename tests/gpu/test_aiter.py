@@ -1,0 +1,392 @@
+"""The binding of aiter's kernels, against fakes: CONTRACT TESTS, nothing of aiter runs here.
+
+A fake distribution `amd-aiter` is put on sys.path whose functions have the published signatures
+and compute with our references what aiter is documented to compute. What is tested is our side:
+detection, signatures, limits, and the translation of arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import close, make_batch
+from torch import fx
+
+import mtpc.ops.fused  # noqa: F401  (registers the references)
+from mtpc.backends import aiter
+from mtpc.backends.aiter.ops import page_lists
+from mtpc.backends.bindings import BindKernels
+from mtpc.backends.eager import EagerBackend
+from mtpc.capture.graph import StepGraph
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
+
+pytestmark = pytest.mark.with_triton
+
+REFERENCE = torch.ops.mtpc
+
+UNIFIED = """
+import torch
+
+def unified_attention(
+    q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal,
+    window_size, block_table, softcap, q_descale, k_descale, v_descale,
+    alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None,
+):
+    assert causal and q.is_contiguous()
+    assert (q_descale, k_descale, v_descale) == (None, None, None)
+    assert max_seqlen_k == block_table.shape[1] * k.shape[1]
+    left, right = window_size
+    assert (left, right) == (-1, -1) or right == 0
+    result = torch.ops.mtpc.paged_attention(
+        q, k, v, block_table, seqused_k, cu_seqlens_q, softmax_scale, left + 1, softcap, sinks
+    )
+    # Rows of no request and of requests without context are left open.
+    open_rows = torch.ones(q.shape[0], dtype=torch.bool)
+    for r in range(len(seqused_k)):
+        assert cu_seqlens_q[r + 1] - cu_seqlens_q[r] <= max_seqlen_q
+        if seqused_k[r] > 0:
+            open_rows[cu_seqlens_q[r]:cu_seqlens_q[r + 1]] = False
+    out.copy_(result)
+    out[open_rows] = float("nan")
+"""
+
+MLA = """
+import torch
+
+def mla_decode_fwd(
+    q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
+    page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None,
+):
+    assert kv_buffer.shape[1:] == (page_size, 1, 576) and nhead_kv == 1
+    assert q.is_contiguous() and max_seqlen_q <= 4
+    assert kv_indices.dtype == kv_indptr.dtype == kv_last_page_lens.dtype == torch.int32
+    for r in range(len(kv_last_page_lens)):
+        rows = slice(int(qo_indptr[r]), int(qo_indptr[r + 1]))
+        pages = kv_indices[kv_indptr[r]:kv_indptr[r + 1]]
+        assert len(pages) > 0, "an empty list of pages"
+        length = (len(pages) - 1) * page_size + kv_last_page_lens[r]
+        starts = torch.tensor([0, rows.stop - rows.start])
+        o[rows] = torch.ops.mtpc.latent_attention(
+            q[rows], kv_buffer[:, :, 0], pages[None], length[None], starts, sm_scale, 512
+        )
+"""
+
+NORMS = """
+import torch
+
+def _check(*tensors):
+    assert all(t.dim() == 2 and t.is_contiguous() for t in tensors)
+
+def rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=0):
+    _check(input)
+    if use_model_sensitive_rmsnorm == 1:
+        return torch.ops.mtpc.rms_norm(input, weight, epsilon)
+    normed = torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), epsilon)
+    return normed.to(input.dtype)
+
+def rmsnorm2d_fwd_with_add(
+    out, input, residual_in, residual_out, weight, epsilon,
+    gemma_norm=False, use_model_sensitive_rmsnorm=0,
+):
+    _check(out, input, residual_in, residual_out)
+    residual_out.copy_(input + residual_in)
+    out.copy_(rmsnorm2d_fwd(residual_out, weight, epsilon, use_model_sensitive_rmsnorm))
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """install(files, distribution): packages on sys.path, gone after the test."""
+
+    def make(files: dict[str, str], distribution: str = "amd_aiter") -> None:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in path.relative_to(tmp_path).parents[:-1]:
+                (tmp_path / folder / "__init__.py").touch()
+            path.write_text(text)
+        info = tmp_path / f"{distribution}-0.1.5.dist-info"
+        info.mkdir()
+        name = distribution.replace("_", "-")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.5\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield make
+    for name in [n for n in sys.modules if n == "aiter" or n.startswith("aiter.")]:
+        del sys.modules[name]
+
+
+ALL = {
+    "aiter/ops/triton/unified_attention.py": UNIFIED,
+    "aiter/mla.py": MLA,
+    "aiter/ops/rmsnorm.py": NORMS,
+}
+
+
+def _operator(found: aiter.Found, name: str) -> Any:
+    reference = getattr(REFERENCE, name).default
+    (binding,) = (b for b in found.bindings if b.reference is reference)
+    return binding.target
+
+
+class _Ours:
+    """The ops of a binding, to be called as `torch.ops.mtpc` is."""
+
+    def __init__(self, found: aiter.Found):
+        self.paged_attention = _operator(found, "paged_attention")
+        self.latent_attention = _operator(found, "latent_attention")
+
+
+# ---- detection -------------------------------------------------------------------------------
+
+
+def test_without_aiter() -> None:
+    found = aiter.aiter_bindings()
+    assert found.bindings == ()
+    assert found.message == "amd-aiter is not installed: Triton kernels only"
+
+
+def test_the_unrelated_aiter_is_recognised(install: Callable[..., None]) -> None:
+    install({"aiter/__init__.py": "def aiter(): ..."}, "aiter")
+    found = aiter.aiter_bindings()
+    assert found.bindings == ()
+    assert "aiter 0.1.5 is the async-iterator helpers" in found.message
+    assert "pip uninstall aiter" in found.message
+    assert "aiter" not in sys.modules, "it is recognised without being imported"
+
+
+def test_both_distributions_of_one_import_name(install: Callable[..., None]) -> None:
+    """What is on disk may be of either; the note says so, whatever its signatures are."""
+    install(ALL)
+    install({}, "aiter")
+    message = aiter.aiter_bindings().message
+    assert message.startswith("amd-aiter 0.1.5, whose files aiter 0.1.5 of the public index")
+    assert "uninstall both, then install amd-aiter" in message
+
+
+def test_both_locations_of_a_function_that_moved(install: Callable[..., None]) -> None:
+    moved = {**ALL, "aiter/ops/triton/attention/unified_attention.py": UNIFIED}
+    del moved["aiter/ops/triton/unified_attention.py"]
+    install(moved)
+    found = aiter.aiter_bindings()
+    assert found.message == "amd-aiter 0.1.5"
+    assert len(found.bindings) == 4
+
+
+# ---- signatures ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_seqlen_q,\n", "max_seqlen_qo,\n", "lacks ['max_seqlen_q']"),
+        ("page_size=1", "page_size=1, *, work_plan", "newly requires ['work_plan']"),
+        ("def mla_decode_fwd", "def mla_decode", "no attribute 'mla_decode_fwd'"),
+        ("import torch", "import torch, no_such_module_of_rocm", "no_such_module_of_rocm"),
+        ("import torch", "import torch; {}['GPU_ARCHS']", "KeyError: 'GPU_ARCHS'"),
+        ("import torch", "raise RuntimeError('no rocminfo')", "RuntimeError: no rocminfo"),
+        ("q, kv_buffer, o,", "q, o, kv_buffer,", "its order is ['q', 'o', 'kv_buffer'"),
+        ("page_size=1", "page_size=16", "page_size is page_size=16, positional or keyword"),
+        ("page_size=1", "*, page_size=1", "page_size is page_size=1, keyword-only"),
+        ("nhead_kv=1", "nhead_kv=None", "nhead_kv is nhead_kv=None"),
+    ],
+    ids=[
+        *("renamed", "required", "gone", "broken", "no architecture", "import fails", "order"),
+        *("default", "kind", "other default"),
+    ],
+)
+def test_a_deviation_leaves_that_op_to_triton_and_says_so(
+    old: str, new: str, message: str, install: Callable[..., None]
+) -> None:
+    assert old in MLA
+    install({**ALL, "aiter/mla.py": MLA.replace(old, new, 1)})
+    found = aiter.aiter_bindings()
+    left = (REFERENCE.paged_attention, REFERENCE.rms_norm, REFERENCE.add_rms_norm)
+    assert [b.reference for b in found.bindings] == [op.default for op in left]
+    assert "; Triton stands in for mla_decode_fwd: " in found.message
+    assert message in found.message
+
+
+# ---- translation of arguments ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 1, 9])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_paged_attention_is_translated(
+    window: int, sinks: bool, install: Callable[..., None]
+) -> None:
+    install(ALL)
+    batch = make_batch([(37, 3), (0, 3), (16, 3)], dtype=torch.bfloat16)
+    batch.window, batch.softcap = window, 5.0
+    batch.sinks = torch.linspace(-3, 3, 4, dtype=torch.bfloat16) if sinks else None
+    close(batch.paged(_Ours(aiter.aiter_bindings())), batch.paged(REFERENCE))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_latent_attention_is_translated(page_size: int, install: Callable[..., None]) -> None:
+    """Requests that are off, page edges, wild entries behind a request's pages."""
+    install(ALL)
+    lengths = [(37, 3), (0, 3), (16, 3), (32, 3), (17, 3)]
+    kinds: dict[str, Any] = dict(dtype=torch.bfloat16, heads=(16, 1), dims=(576, 1))
+    batch = make_batch(lengths, page_size=page_size, **kinds)
+    batch.k[0] = 0  # The null page, which lists of requests that are off name.
+    expected = batch.latent(REFERENCE, 512)
+    close(batch.latent(_Ours(aiter.aiter_bindings()), 512), expected)
+
+
+def test_norms_are_translated(install: Callable[..., None]) -> None:
+    """Bit for bit: aiter is asked to round where we do. Rows of any strides and dimensions."""
+    install(ALL)
+    found = aiter.aiter_bindings()
+    joint = torch.randn(2, 7, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for x in (joint, joint[..., :96], joint[..., 64:160].unflatten(-1, (6, 16))):
+        weight, added = torch.linspace(-2, 2, x.shape[-1]).bfloat16(), x.flip(1)
+        normed = _operator(found, "rms_norm")(x, weight, 1e-6)
+        assert torch.equal(normed, REFERENCE.rms_norm(x, weight, 1e-6))
+        both = _operator(found, "add_rms_norm")(x, added, weight, 1e-6)
+        for ours, theirs in zip(both, REFERENCE.add_rms_norm(x, added, weight, 1e-6), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_page_lists() -> None:
+    table = torch.tensor([[5, 6, -99], [7, 2**30, 2**30], [1, 2, 3]], dtype=torch.int32)
+    indptr, indices, last = page_lists(table, torch.tensor([5, 0, 12], dtype=torch.int32), 4)
+    assert indptr.tolist() == [0, 2, 3, 6]
+    assert indices.tolist() == [5, 6, 0, 1, 2, 3, 0, 0, 0]
+    assert last.tolist() == [1, 1, 4]
+
+
+def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
+    install(ALL)
+    for binding in aiter.aiter_bindings().bindings:
+        assert not binding.target._schema.is_mutable
+        names = [a.name for a in binding.target._schema.arguments]
+        taken = [a.name for a in binding.reference._schema.arguments if a.name != "rows"]
+        assert names == taken
+
+
+# ---- limits ----------------------------------------------------------------------------------
+
+LARGE = dict(
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+)
+"""The latent's released widths on the tiny DeepSeek-V3."""
+
+
+def _bound(
+    directory: Path, spec_tokens: int, dtype: str, found: aiter.Found, **changes: Any
+) -> Any:
+    """A decode step bound to what was found; which libraries' ops it calls, and the notes."""
+    sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 1, **changes}
+    options = CompileOptions(spec_tokens=spec_tokens, **sizes)
+    notes: list[str] = []
+    compiler = StepCompiler(load(directory, dtype, True), options, EagerBackend())
+    with torch.no_grad():
+        graph = compiler.rewrite(compiler.trace(StepKey.decode(2, spec_tokens)))
+    BindKernels(found.bindings, notes.append).apply(graph)
+    return _attentions(graph), sorted(set(notes))
+
+
+def _attentions(graph: StepGraph) -> list[str]:
+    return sorted({name.split(".")[0] for name in _names(graph) if "attention" in name})
+
+
+def _names(graph: StepGraph) -> list[str]:
+    return [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+
+
+@pytest.fixture(scope="module")
+def wide_mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from helpers import tiny
+
+    return tiny.make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("wide"), **LARGE)
+
+
+def test_three_drafts_are_within_the_limits_and_four_are_not(
+    wide_mla: Path, install: Callable[..., None]
+) -> None:
+    """With K = 4, verify's 5 rows go elsewhere and say so; the drafts' single rows do not."""
+    install(ALL)
+    found = aiter.aiter_bindings()
+    libraries, notes = _bound(wide_mla, 3, "bfloat16", found)
+    assert libraries == ["mtpc_aiter"]
+    assert not [note for note in notes if "latent_attention" in note]
+    libraries, notes = _bound(wide_mla, 4, "bfloat16", found)
+    assert libraries == ["mtpc", "mtpc_aiter"]
+    (note,) = (note for note in notes if "latent_attention" in note)
+    assert "does not run on aiter (5 query rows a request; it takes up to 4)" in note
+
+
+def test_other_dtypes_and_widths_are_refused(
+    wide_mla: Path, checkpoint: Callable[..., Path], install: Callable[..., None]
+) -> None:
+    install(ALL)
+    found = aiter.aiter_bindings()
+    libraries, notes = _bound(wide_mla, 2, "float32", found)
+    assert libraries == ["mtpc"]
+    assert any("(float32; it takes bfloat16)" in note for note in notes)
+    libraries, notes = _bound(wide_mla, 2, "bfloat16", found, page_size=16)
+    assert libraries == ["mtpc"]
+    assert any("(pages of 16 tokens; larger ones than 1" in note for note in notes)
+    _, notes = _bound(checkpoint("deepseek_v3"), 2, "bfloat16", found)
+    assert any("rows of 40 with rank 32; it takes 576 and 512" in note for note in notes)
+    libraries, _ = _bound(checkpoint("mimo"), 2, "bfloat16", found, page_size=16)
+    assert libraries == ["mtpc_aiter"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "plus_one", "reason"),
+    [
+        ("bfloat16", 7168, False, None),
+        ("float16", 128, False, None),
+        ("float32", 128, False, "float32 rows with float32 weights"),
+        ("bfloat16", 128, True, "1 + weight; it scales by the weight"),
+        ("bfloat16", 8200, False, "rows of 8200; it takes multiples of 8 up to 8192"),
+        ("bfloat16", 100, False, "rows of 100; it takes multiples of 8 up to 8192"),
+    ],
+)
+def test_limits_of_norms(
+    dtype: str, width: int, plus_one: bool, reason: str | None, install: Callable[..., None]
+) -> None:
+    install(ALL)
+    found = aiter.aiter_bindings()
+    for name, count in (("rms_norm", 1), ("add_rms_norm", 2)):
+        graph = fx.Graph()
+        rows = [graph.placeholder(f"x{i}") for i in range(count)]
+        weight = graph.placeholder("weight")
+        for node, shape in (*((row, (3, width)) for row in rows), (weight, (width,))):
+            node.meta["val"] = torch.empty(shape, dtype=getattr(torch, dtype))
+        reference = getattr(REFERENCE, name).default
+        call = graph.call_function(reference, (*rows, weight, 1e-6, plus_one))
+        (binding,) = (b for b in found.bindings if b.reference is reference)
+        assert binding.refuses(call, None) == reason  # type: ignore[arg-type]
+
+
+def test_fused_norms_are_bound(
+    checkpoint: Callable[..., Path], install: Callable[..., None]
+) -> None:
+    """Where the pass is enabled; the draft's entry is left to Triton."""
+    install(ALL)
+    enabled = ("fuse-elementwise", "fuse-draft-entry")
+    options = CompileOptions(
+        spec_tokens=2, batch_buckets=(2,), max_len=64, enabled_passes=enabled
+    )  # fmt: skip
+    compiler = StepCompiler(load(checkpoint("mimo"), "bfloat16", True), options, EagerBackend())
+    with torch.no_grad():
+        graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
+    BindKernels(aiter.aiter_bindings().bindings).apply(graph)
+    norms = {name for name in _names(graph) if "norm" in name or "entry" in name}
+    assert norms == {
+        "mtpc.draft_entry.default", "mtpc_aiter.rms_norm.default", "mtpc_aiter.add_rms_norm.default"
+    }  # fmt: skip

@@ -1,0 +1,138 @@
+"""The gated delta rule in Triton, run by its interpreter, against the reference op.
+
+Needs Triton's interpreter: `tests/run_triton.sh`. As in ops/test_gated_delta.py, state is NaN and
+wild wherever nothing was written, so that reading it would show.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
+
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
+
+from helpers.deltas import (
+    CHANNELS,
+    DRAFTS,
+    HEADS,
+    TOLERANCE,
+    Layer,
+    close,
+    make_rows,
+    plain,
+    two_steps,
+)
+
+from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
+from mtpc.errors import BackendError
+from mtpc.layout import SCRATCH_SLOT
+
+pytestmark = pytest.mark.triton
+
+load_kernels()
+OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc
+
+
+def layer(dtype: torch.dtype = torch.float32) -> Layer:
+    return Layer(OURS, dtype)
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_equals_the_reference(dtype: torch.dtype) -> None:
+    """Ragged prompts and verify steps of all widths; outputs, and all state behind them."""
+    wanted, reference = two_steps(REFERENCE, dtype)
+    found, ours = two_steps(OURS, dtype)
+    # The interpreter truncates casts to bfloat16, where the reference and devices round.
+    tolerance = TOLERANCE[dtype] * (3 if dtype == torch.bfloat16 else 1)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.isfinite(other).all()
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for one, other in zip(ours.state, reference.state, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("accepted", range(DRAFTS + 1))
+@pytest.mark.parametrize("prompt", [1, 5])
+def test_rejected_rows_leave_no_trace(accepted: int, prompt: int) -> None:
+    """Rounds of drafts, of which `accepted` are right: the very bits of one plain pass."""
+    truth = make_rows(15)
+    wanted, ours = plain(layer(), truth), layer()
+    (found,) = ours.run([truth[:prompt]], [2], [0], [prompt])
+    assert torch.equal(found, wanted[:prompt])
+    length = prompt
+    for round_ in range(2):
+        wrong = make_rows(DRAFTS - accepted, seed=100 + round_)
+        rows = torch.cat([truth[length : length + 1 + accepted], wrong])
+        (found,) = ours.run([rows], [2], [length], [1])
+        assert torch.equal(found[: 1 + accepted], wanted[length : length + 1 + accepted])
+        length += 1 + accepted
+    close(wanted, plain(Layer(REFERENCE, torch.float32), truth))
+
+
+@pytest.mark.parametrize("rows", range(1, DRAFTS + 2))
+def test_rounds_of_any_width(rows: int) -> None:
+    """Plain decoding to K = 4, beside a neighbour with another width, steps passed by."""
+    truth, other = make_rows(18), make_rows(4, seed=3)
+    wanted, ours = plain(layer(), truth), layer()
+    ours.run([truth[:3], other[:2]], [1, 3], [0, 0], [3, 2])
+    length = 3
+    for step in range(3):
+        pair = [truth[length : length + rows], other[2:4]]
+        found = (
+            ours.run(pair, [1, 3], [length, 2], [1, 1])
+            if step % 2
+            else ours.run(pair[:1], [1], [length], [1])
+        )
+        close(found[0], wanted[length : length + rows])
+        length += rows
+
+
+def test_without_drafts_every_row_is_certain() -> None:
+    """A program for plain decoding keeps W - 1 inputs: there is nothing to replay, ever."""
+    truth, results = make_rows(9), []
+    for ops in (REFERENCE, OURS):
+        one = Layer(ops, torch.float32)
+        recurrent, history, standing = one.state
+        one.state = (recurrent, history[:, : history.shape[1] - DRAFTS].contiguous(), standing)
+        outs = one.run([truth[:5]], [2], [0], [5])
+        for position in range(5, 9):
+            outs += one.run([truth[position : position + 1]], [2], [position], [1])
+        results.append(torch.cat(outs))
+    close(results[1], results[0])
+
+
+def test_padded_rows_change_nothing() -> None:
+    """Requests that are off, NaN in their rows and behind the last: live rows, slots as before."""
+    nan = torch.full((3, CHANNELS + 2 * HEADS), torch.nan)
+    rows = [make_rows(5, seed=1), make_rows(2, seed=2)]
+    alone, padded = layer(), layer()
+    wanted = alone.run(rows, [3, 1], [0, 0], [5, 2])
+    off = SCRATCH_SLOT
+    found = padded.run(
+        [nan, rows[0], nan[:1], rows[1]], [off, 3, off, 1], [0, 0, 0, 0], [0, 5, 0, 2], padding=2
+    )
+    assert torch.equal(found[1], wanted[0])
+    assert torch.equal(found[3], wanted[1])
+    assert not found[0].any()
+    assert not found[2].any()
+    for one, other in zip(alone.state, padded.state, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert all(torch.isnan(state[[0, 2, 4]]).all() for state in padded.state[:2])
+
+
+def test_nan_reaches_the_result_of_its_request_only() -> None:
+    rows, ours = [make_rows(4, seed=1), make_rows(3, seed=2)], layer()
+    rows[0][1] = torch.nan
+    found = ours.run(rows, [3, 1], [0, 0], [4, 3])
+    assert torch.isfinite(found[0][0]).all()
+    assert found[0][1:].isnan().all()
+    assert torch.isfinite(found[1]).all()
+
+
+def test_state_with_strides_is_refused() -> None:
+    ours = layer()
+    ours.state = (ours.state[0].mT, *ours.state[1:])
+    with pytest.raises(BackendError, match="expected contiguous"):
+        ours.run([make_rows(2)], [1], [0], [2])

@@ -1,0 +1,230 @@
+"""Capture on the null device: one replay a decode step, no host writes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import EACH_FAMILY_OF_FEW
+from helpers.sampling_cases import make_rows
+from helpers.tapes import counting_graph, storages, taken
+from helpers.theorem import PROMPTS
+from torch.utils._pytree import tree_map_only
+
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.graphs import static_tensors
+from mtpc.backends.null import NullDevice, Tape
+from mtpc.config import CompileOptions
+from mtpc.errors import CaptureError
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.ops.philox import gumbel
+from mtpc.program.compiler import StepCompiler
+from mtpc.sampling_params import INTS, SamplingParams
+
+
+@pytest.fixture
+def null_model(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """null_model(family): a compiled model on a null device of its own, and the device."""
+    from mtpc.api import SpecModel
+
+    def make(family: str, **changes: Any) -> tuple[SpecModel, NullDevice]:
+        options = CompileOptions(
+            **{"spec_tokens": 3, "batch_buckets": (2,), "max_len": 64, "page_size": 4, **changes}
+        )
+        device, loaded = NullDevice(), load(checkpoint(family), "float64", True)
+        return SpecModel(
+            loaded.served(), options, StepCompiler(loaded, options, device).compile()
+        ), device
+
+    return make
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+def test_replay_equals_eager(
+    family: str, null_model: Callable[..., Any], compiled: Callable[..., Any]
+) -> None:
+    """The tape, replayed on captured memory, gives what the eager graph gives, token for token."""
+    spec, _ = null_model(family)
+    eager = compiled(family, 3, batch_buckets=(2,))
+    assert spec.generate(PROMPTS[2:7], 16) == eager.generate(PROMPTS[2:7], 16)
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+def test_nothing_is_taken_but_static_memory_and_the_tapes_own(
+    family: str, null_model: Callable[..., Any]
+) -> None:
+    """No tensor of the host's, or of another step's, however small, is in a captured graph."""
+    spec, device = null_model(family)
+    static = {key: static_tensors(step.graph) for key, step in spec.program.steps.items()}
+    assert {str(key) for key in static} == device.tapes.keys()
+    for key, tensors in static.items():
+        known, tape = storages(tensors.values()), device.tapes[str(key)]
+        assert taken(tape, known) & known
+        made = storages(t for entry in tape.entries for t in entry.outputs) - known
+        for other, rest in device.tapes.items():
+            if other != str(key):
+                theirs = [t for entry in rest.entries for t in entry.outputs]
+                assert not made & storages(theirs), "temporaries are a step's own"
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+@torch.no_grad()
+def test_no_tensor_of_a_step_is_on_another_device(
+    family: str, checkpoint: Callable[..., Any]
+) -> None:
+    """What is made without naming a device would be on the CPU. "meta" stands for a GPU, whose fake
+    tensors torch's builds for the CPU cannot index."""
+    loaded = load(checkpoint(family), "float32", True)
+    for module in (loaded.target, *loaded.mtp_layers):
+        module.to("meta")
+    options = CompileOptions(
+        spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, sampling=True
+    )
+    compiler = StepCompiler(loaded, options, EagerBackend())
+    for key in compiler.keys:
+        tensors: list[torch.Tensor] = []
+        for node in compiler.rewritten(key).graph.nodes:
+            tree_map_only(torch.Tensor, tensors.append, node.meta.get("val"))
+        assert len(tensors) > 100
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_one_replay_a_step_and_a_host_write_a_page(
+    page_size: int, null_model: Callable[..., Any]
+) -> None:
+    """While no request joins or leaves: one replay a step, and a write where one needs a page."""
+    spec, device = null_model("glm4_moe", page_size=page_size)
+    for prompt in PROMPTS[3:5]:
+        spec.engine.add(prompt, 24)
+    while any(not r.is_prefilled for r in spec.engine.running) or spec.engine.waiting:
+        spec.engine.step()
+    spec.engine.step()  # The first decode step points the batch at its slots.
+    tape = device.tapes[str(StepKey.decode(2, 3))]
+    replays, total = tape.replays, sum(spec.program.replays.values())
+    grown = 0
+    for _ in range(4):
+        pages = [len(r.pages) for r in spec.engine.running]
+        writes, counted = tape.host_writes, spec.program.host_writes
+        spec.engine.step()
+        now = sum(len(r.pages) > n for r, n in zip(spec.engine.running, pages, strict=True))
+        assert tape.host_writes - writes == now, "seen by the tensors' own version counters"
+        assert spec.program.host_writes - counted == now, "as counted by the program"
+        grown += now
+    assert tape.replays - replays == 4
+    assert sum(spec.program.replays.values()) - total == 4
+    assert (grown > 0) == (page_size == 4)
+
+
+def test_host_writes_are_seen(null_model: Callable[..., Any]) -> None:
+    """The counter that the test above rests on does count a write behind the program's back."""
+    spec, device = null_model("mimo", page_size=64)  # No page is crossed.
+    spec.engine.add(PROMPTS[3], 24)
+    for _ in range(3):
+        spec.engine.step()
+    tape = device.tapes[str(StepKey.decode(2, 3))]
+    before = tape.host_writes
+    spec.program.shared["state.token_ids"][1, 1] = 5
+    spec.engine.step()
+    assert tape.host_writes == before + 1
+
+
+def test_a_moved_buffer_is_refused(null_model: Callable[..., Any]) -> None:
+    """A device graph would go on using the old address."""
+    spec, _ = null_model("mimo")
+    step = spec.program.steps[StepKey.decode(2, 3)]
+    state = step.graph.module.get_submodule("state")
+    state.token_ids = state.token_ids.clone()
+    with pytest.raises(CaptureError, match=r"state.token_ids moved"):
+        step.replay()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda c: c[0].item(), "host"),
+        (lambda c: c.nonzero(), "depends on data"),
+        (lambda c: c[c > 1], "depends on data"),
+        (lambda c: c.masked_select(c > 1), "depends on data"),
+        (lambda c: c.add_(torch.tensor(3)), "Python value"),
+        (lambda c: bool(c.sum() > 3), "host"),
+    ],
+    ids=["item", "nonzero", "mask", "masked_select", "tensor", "bool"],
+)
+def test_what_a_graph_would_freeze_is_refused(function: Any, message: str) -> None:
+    graph = counting_graph(function)
+    with pytest.raises(CaptureError, match=message):
+        NullDevice().capture(graph.module, graph)
+
+
+def test_a_python_scalar_is_frozen_as_on_a_device() -> None:
+    """The tape repeats numbers as captured: a step index kept in Python would never advance."""
+    steps = iter(range(100))
+    graph = counting_graph(lambda counter: counter.fill_(next(steps)))
+    replay = NullDevice().capture(graph.module, graph)
+    replay()
+    replay()
+    assert graph.module.counter.tolist() == [0, 0, 0, 0]  # type: ignore[union-attr]
+
+
+def _drawn(tape: Tape) -> list[str]:
+    """Operators that take numbers from a generator."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return [str(entry.op) for entry in tape.entries if seeded in entry.op.tags]
+
+
+def test_noise_is_of_seed_and_position_at_each_replay() -> None:
+    """What stands for a generator that is registered with the graph: the same graph gives other
+    noise at other positions, the same at the same, and takes nothing from any generator."""
+    rows = make_rows({"temperature": 1.0}, 1000, False, 0)
+    logits, ids, slots = torch.zeros(4, 1000), torch.zeros(4).long(), torch.tensor([1, 2, 3, 4])
+    seeds, noise = rows.ints[slots, INTS.index("seed")], torch.zeros(4, 1000).double()
+    tokens = torch.zeros(4).long()
+
+    def step(positions: torch.Tensor) -> None:
+        noise.copy_(gumbel(seeds, positions, 1000))
+        tokens.copy_(torch.ops.mtpc.sample(logits, ids, positions, slots, *rows.tuple()))
+
+    graph, device = counting_graph(step), NullDevice()
+    replay = device.capture(graph.module, graph)
+    before = torch.get_rng_state()
+
+    def replay_at(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        graph.module.counter.copy_(torch.arange(first, first + 4))  # type: ignore[operator]
+        replay()
+        return noise.clone(), tokens.clone()
+
+    here, chosen = replay_at(10)
+    there, others = replay_at(50)
+    assert (here != there).all(1).all()
+    assert (chosen != others).all(), "the logits are equal, so noise alone chooses"
+    again, repeated = replay_at(10)
+    assert torch.equal(again, here)
+    assert torch.equal(repeated, chosen)
+    assert torch.equal(torch.get_rng_state(), before)
+    (tape,) = device.tapes.values()
+    assert tape.replays == 3
+    assert not _drawn(tape)
+
+
+def test_no_step_that_samples_takes_from_a_generator(null_model: Callable[..., Any]) -> None:
+    """Whole steps: what is recorded, and what runs."""
+    spec, device = null_model("mimo", sampling=True)
+    before = torch.get_rng_state()
+    params = SamplingParams(temperature=1.0, seed=3)
+    texts = [spec.generate(PROMPTS[3:4], 12, sampling=params) for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert any("mtpc.sample.default" in tape.op_names() for tape in device.tapes.values())
+    assert not [name for tape in device.tapes.values() for name in _drawn(tape)]
+
+
+def test_a_generator_on_the_tape_would_be_seen() -> None:
+    """What the two tests above rest on."""
+    graph, device = counting_graph(lambda counter: counter.copy_(torch.rand(4))), NullDevice()
+    device.capture(graph.module, graph)
+    (tape,) = device.tapes.values()
+    assert _drawn(tape) == ["aten.rand.default"]

@@ -1,0 +1,156 @@
+"""The Triton kernels that choose tokens and keep what was chosen, in Triton's interpreter.
+
+`tests/run_triton.sh` runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from helpers.sampling_cases import CASES, call, compare_records, make_logits, make_rows
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
+
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
+
+from mtpc.backends.triton_kernels import load_kernels
+from mtpc.engine.sampling_rows import pack_bits
+from mtpc.errors import BackendError
+
+pytestmark = pytest.mark.triton
+
+load_kernels()
+OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc
+VOCABS = (5003, 1030, 97, 32, 5)
+"""Around words, pairs, blocks of 1,024 and chunks of 2,048."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_sample_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    """The very tokens, ties at edges and requests that are off included; K = 0 to 4."""
+    for seed, vocab in enumerate(VOCABS):
+        width = 1 + seed
+        rows = make_rows(CASES[name], vocab, seed % 2 == 0, seed)
+        logits = make_logits(3 * width, vocab, dtype, seed)
+        found, wanted = (call(ops, logits, rows, seed) for ops in (OURS, REFERENCE))
+        assert found.tolist() == wanted.tolist()
+        assert found[width : 2 * width].tolist() == [-1] * width
+        assert (found[:width] >= 0).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mask_of_its_own_for_each_row(name: str) -> None:
+    vocab = 70
+    rows, logits = make_rows(CASES[name], vocab, True, 1), make_logits(6, vocab, torch.float32, 1)
+    gen = torch.Generator().manual_seed(2)
+    allowed = [torch.randperm(vocab, generator=gen)[:40].tolist() for _ in range(5)]
+    mask = torch.stack([*(pack_bits(ids, vocab) for ids in allowed), pack_bits([], vocab)])
+    found = call(OURS, logits, rows, 1, mask)
+    assert torch.equal(found, call(REFERENCE, logits, rows, 1, mask))
+    assert int(found[5]) == -1, "nothing is allowed"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_choose_nothing(bad: float) -> None:
+    for name, vocab in itertools.product(("greedy", "sampled", "all"), (20, 1100)):
+        rows = make_rows(CASES[name], vocab, False, 0)
+        logits = make_logits(6, vocab, torch.float32, 0)
+        logits[1, vocab - 3], logits[4] = bad, -float("inf")
+        found = call(OURS, logits, rows, 0)
+        assert torch.equal(found, call(REFERENCE, logits, rows, 0))
+        assert int(found[1]) == int(found[4]) == -1
+        assert int(found[0]) >= 0
+
+
+@pytest.mark.parametrize("case", [{"top_k": 3}, {"top_p": 0.75}, {"top_k": 9, "top_p": 0.4}])
+def test_edges_among_equal_and_extreme_logits(case: dict[str, float]) -> None:
+    """Zeros of both signs, numbers one unit apart, minus infinity, and all of them many times."""
+    values = torch.tensor([0.0, -0.0, 1.0, 1.0 + 2**-23, -1e30, 1e-45, -float("inf"), 0.5])
+    for seed in range(4):
+        gen = torch.Generator().manual_seed(seed)
+        logits = values[torch.randint(0, len(values), (6, 40), generator=gen)]
+        rows = make_rows({"temperature": 1.0, **case}, 40, False, seed)
+        found, wanted = (call(ops, logits, rows, seed) for ops in (OURS, REFERENCE))
+        assert found.tolist() == wanted.tolist()
+
+
+def test_rows_that_choose_nothing_are_skipped() -> None:
+    rows, logits = make_rows(CASES["all"], 40, False, 0), make_logits(2, 40, torch.float32, 0)
+    ids, positions = torch.zeros(2, dtype=torch.int64), torch.tensor([-1, 5])
+    found = OURS.sample(logits, ids, positions, torch.tensor([4]), *rows.tuple())
+    assert int(found[0]) == -1
+    assert int(found[1]) >= 0
+
+
+def test_a_row_depends_on_no_other() -> None:
+    rows, logits = (
+        make_rows(CASES["filters"], 5000, True, 3),
+        make_logits(6, 5000, torch.float32, 3),
+    )
+    ids, positions = torch.arange(6), torch.arange(6) + 40
+    whole = OURS.sample(logits, ids, positions, torch.tensor([4, 2, 6]), *rows.tuple())
+    for row in range(6):
+        one, slot = slice(row, row + 1), torch.tensor([(4, 2, 6)[row // 2]])
+        alone = OURS.sample(logits[one], ids[one], positions[one], slot, *rows.tuple())
+        assert alone.tolist() == whole[one].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", range(1, 6))
+def test_counts_and_reports_equal_the_reference(width: int, dtype: torch.dtype) -> None:
+    compare_records(OURS, width, dtype)
+
+
+def test_the_most_probable_of_many_equals() -> None:
+    """Over chunks of the vocabulary; of equals the first, and minus infinity where all else is
+    taken."""
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 3, (2, 5000), generator=gen).float()
+    logits[1] = float("-inf")
+    logits[1, 4500:4503] = torch.tensor([1.0, 2.0, 1.0])
+    ints = make_rows({"logprobs": 6}, 8, False, 0).ints
+    results = []
+    for ops in (OURS, REFERENCE):
+        reports = (
+            torch.zeros(1, 2, dtype=torch.float64),
+            torch.zeros(1, 2, 6, dtype=torch.int64),
+            torch.zeros(1, 2, 6, dtype=torch.float64),
+        )
+        ids, emitted = torch.tensor([[7, 4501]]), torch.tensor([2], dtype=torch.int32)
+        ops.write_logprobs(*reports, logits, ids, emitted, torch.tensor([4]), ints)
+        results.append(reports)
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_misfits_are_refused() -> None:
+    """A kernel would read what is not there."""
+    rows, logits = make_rows(CASES["all"], 40, True, 0), make_logits(6, 40, torch.float32, 0)
+    changes: list[dict[str, torch.Tensor]] = [
+        {"floats": rows.floats.float()},
+        {"ints": rows.ints[:, :-1]},
+        {"counts": rows.counts[:, :-1]},
+        {"allowed": rows.allowed.long()},
+    ]
+    for change in changes:
+        with pytest.raises(BackendError, match="expected"):
+            call(OURS, logits, dataclasses.replace(rows, **change), 0)
+    with pytest.raises(BackendError, match="token_mask"):
+        call(OURS, logits, rows, 0, torch.zeros(6, 1, dtype=torch.int32))
+    with pytest.raises(BackendError, match="4 rows of logits for 3 requests"):
+        call(OURS, logits[:4], rows, 0)
+
+
+def test_a_mask_that_begins_anywhere_is_the_same() -> None:
+    """A step's part of the masks for drafts, where a word more or less lies before it."""
+    rows, logits = make_rows(CASES["sampled"], 40, False, 0), make_logits(6, 40, torch.float32, 0)
+    masks = torch.stack([pack_bits([3, 9, 31], 40), pack_bits([5, 38], 40)] * 8).flatten()
+    for begin in (0, 2, 4):
+        mask = masks[begin : begin + 12].view(6, 2)
+        assert torch.equal(
+            call(OURS, logits, rows, 0, mask), call(REFERENCE, logits, rows, 0, mask)
+        )

@@ -1,0 +1,233 @@
+"""Whole steps on the Triton kernels, interpreted, captured on the null device: same tokens.
+
+Needs Triton's interpreter: `tests/run_triton.sh`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
+from torch import fx
+
+if not INTERPRETS:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
+
+from helpers.triton_steps import (
+    EACH_FAMILY,
+    EACH_STEP,
+    FAMILIES,
+    OPTIONS,
+    PROMPTS,
+    SLOW,
+    compile_on,
+)
+
+from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.null import NullGraphs
+from mtpc.backends.triton_kernels import refuses, triton_bindings
+from mtpc.backends.triton_kernels.ops import OPERATORS
+from mtpc.backends.triton_kernels.plans import step_launches
+from mtpc.config import CompileOptions
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
+from mtpc.program.compiler import StepCompiler
+from mtpc.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.triton
+
+NORMS = {"rms_norm", "add_rms_norm", "draft_entry"}
+FUSED = ("fuse-elementwise", "fuse-draft-entry")
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[..., Path]) -> None:
+    """Ragged joins, chunks of a prompt, rejections; the acceptance of each step is the same."""
+    _compare(checkpoint(family), OPTIONS, FAMILIES[family])
+
+
+@pytest.mark.parametrize("spec_tokens", [*(pytest.param(k, marks=SLOW) for k in (0, 1)), 4])
+def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]) -> None:
+    """Plain decoding, one draft, and four; all other tests have two."""
+    # A chunk of which half fits beside drafts, or decoding and prefill take turns; and a prompt
+    # of which some is left then.
+    options = replace(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, 2 * spec_tokens + 4))
+    prompts = [PROMPTS[0], PROMPTS[0] + PROMPTS[1]]
+    _compare(checkpoint("mimo"), options, {"paged_attention"}, prompts=prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "of_layers"), [("mimo", set()), ("glm4_moe", {"experts", "quantised_experts"})]
+)
+def test_int8_drafts_are_the_same(
+    family: str, of_layers: set[str], checkpoint: Callable[..., Path]
+) -> None:
+    """The draft's linears, experts and head: what the reference accepts is accepted."""
+    options = replace(OPTIONS, enabled_passes=("quantise-draft",))
+    _compare(checkpoint(family), options, {"paged_attention", "quantised_linear", *of_layers})
+
+
+def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
+    """Filters, penalties and log-probabilities, a request's own each, in verify and in drafts."""
+    options = replace(OPTIONS, sampling=True)
+    params = SamplingParams(
+        temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5,
+        logit_bias={7: 1.5}, logprobs=2,
+    )  # fmt: skip
+    others = [SamplingParams(temperature=1.3, seed=9, top_p=0.8), SamplingParams()]
+    expected = {"paged_attention", "sample", "count_tokens", "write_logprobs"}
+    _compare(checkpoint("mimo"), options, expected, sampling=[params, *others])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_next"])
+def test_fused_norms_emit_the_same_tokens(
+    family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes take bfloat16, which the interpreter rounds wrongly: here they are told to take
+    float16."""
+    for module in (fuse_cache_write, fuse_elementwise, rotary):
+        monkeypatch.setattr(module, "is_narrow", _is_float16)
+    options = replace(OPTIONS, enabled_passes=FUSED)
+    expected = FAMILIES.get(family, {"paged_attention"}) | NORMS | {"rotate_and_write"}
+    _compare(checkpoint(family), options, expected, dtype="float16")
+
+
+def _is_float16(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+
+
+def _compare(
+    directory: Path,
+    options: CompileOptions,
+    expected: set[str],
+    dtype: str = "float32",
+    prompts: list[list[int]] = PROMPTS,
+    **arguments: Any,
+) -> None:
+    def lower(graph):  # type: ignore[no-untyped-def]
+        return EagerBackend().lower(graph)
+
+    graphs = NullGraphs()
+    backend = CudaBackend(graphs, lower, triton_bindings(), device="cpu")
+    ours = compile_on(directory, backend, options, dtype)
+    reference = CudaBackend(NullGraphs(), lower, (), device="cpu")
+    theirs = compile_on(directory, reference, options, dtype)
+    assert not backend.notes, "everything is bound"
+    assert ours.generate(prompts, 6, **arguments) == theirs.generate(prompts, 6, **arguments)
+    assert ours.stats.accepted == theirs.stats.accepted
+    assert ours.stats.drafted == theirs.stats.drafted
+    assert ours.stats.joined.steps > 0
+    called = {name.split(".")[1] for tape in graphs.tapes for name in tape.op_names()
+              if name.startswith("mtpc_triton.")}  # fmt: skip
+    assert "accept" in called
+    assert called - EACH_STEP == expected
+    assert not any(n.startswith("mtpc.") for tape in graphs.tapes for n in tape.op_names())
+
+
+@torch.no_grad()
+def test_grids_and_constants_are_of_the_bucket_alone(checkpoint: Callable[..., Path]) -> None:
+    """No launch knows of lengths: they follow from a traced graph, where there are none."""
+    loaded = load(checkpoint("glm4_moe"), "float32", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    compiler = StepCompiler(loaded, OPTIONS, backend)
+    launches = step_launches(compiler.rewrite(compiler.trace(StepKey.decode(2, 2))))
+    assert {launch.name for launch in launches} == {
+        "write_cache_kernel", "paged_attention_kernel", "combine_kernel",
+        "expert_gate_up_kernel", "expert_down_kernel", "expert_sum_kernel", "accept_kernel",
+    }  # fmt: skip
+    for launch in launches:
+        numbers = [v for v in launch.arguments.values() if not isinstance(v, torch.Tensor)]
+        assert all(type(value) is int for value in (*launch.grid, *numbers))
+
+
+@torch.no_grad()
+def test_a_layer_in_bfloat16_has_one_launch_before_attention(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """What the backend enables: angles and cache writes are one kernel."""
+    loaded = load(checkpoint("glm4_moe"), "bfloat16", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    compiler = StepCompiler(loaded, OPTIONS, backend)
+    launches = step_launches(compiler.rewrite(compiler.trace(StepKey.decode(2, 2))))
+    names = [launch.name for launch in launches]
+    assert names.count("rotate_and_write_kernel") == names.count("paged_attention_kernel") > 0
+    assert "write_cache_kernel" not in names
+    assert not backend.notes
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mimo",
+        *(
+            pytest.param(n, marks=SLOW)
+            for n in ("glm4_moe", "qwen3_next", "deepseek_v3", "step3p7")
+        ),
+    ],
+)
+def test_nothing_that_passes_fuse_is_left_to_references(
+    family: str, checkpoint: Callable[..., Path]
+) -> None:
+    """In bfloat16: norms, entries, activations of joint projections."""
+    for launches in _fused_launches(checkpoint(family)):
+        assert launches["draft_entry_kernel"] == 2
+        assert launches["add_rms_norm_kernel"] > 5
+        assert launches["rms_norm_kernel"] > 2
+        # Qwen3-Next's layers here are all mixtures; Step-3.7 bounds what it multiplies.
+        assert (launches["silu_and_mul_kernel"] > 0) == (family not in ("qwen3_next", "step3p7"))
+        assert not launches["rotate_kernel"], "cache writes follow, or other operators turn"
+
+
+def test_angles_without_cache_writes_have_a_kernel(checkpoint: Callable[..., Path]) -> None:
+    """Of half a head. Cache writes are a pass of their own, which may be off."""
+    for launches in _fused_launches(checkpoint("glm4_moe"), "fuse-cache-write"):
+        assert launches["rotate_kernel"] == launches["write_cache_kernel"] > 0
+
+
+@torch.no_grad()
+def _fused_launches(directory: Path, *disabled: str) -> Iterator[Counter[str]]:
+    """Of a decode step and of the longest prompt's, with all that fuses enabled; all is bound."""
+    loaded = load(directory, "bfloat16", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    enabled = (*FUSED, "merge-projections")
+    options = replace(OPTIONS, enabled_passes=enabled, disabled_passes=disabled)
+    compiler = StepCompiler(loaded, options, backend)
+    for key in (StepKey.decode(2, 2), compiler.keys[-1]):
+        graph = compiler.rewritten(key)
+        assert not backend.notes
+        assert not [n for n in graph.graph.nodes if str(n.target).startswith("mtpc.")]
+        yield Counter(launch.name for launch in step_launches(graph))
+
+
+def test_wide_norms_stay_with_the_reference() -> None:
+    """A row is held in registers."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    call = graph.call_function(torch.ops.mtpc.rms_norm.default, (x, weight, 1e-6))
+    for width, reason in ((16_384, None), (16_392, "rows of 16392; it takes up to 16384")):
+        for node, shape in ((x, (2, width)), (weight, (width,))):
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+        assert refuses(call, None) == reason  # type: ignore[arg-type]
+
+
+def test_float64_stays_with_the_reference_and_is_noted(checkpoint: Callable[..., Path]) -> None:
+    notes: list[str] = []
+    loaded = load(checkpoint("mimo"), "float64", True)
+    compiler = StepCompiler(loaded, OPTIONS, EagerBackend())
+    with torch.no_grad():
+        graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
+    assert BindKernels(triton_bindings(), notes.append).apply(graph) == 1, "of integers: accept"
+    assert any("mtpc::paged_attention does not run on triton (float64; it" in n for n in notes)
+    assert len(OPERATORS) == len(triton_bindings())

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, oracles, cases, hosts and servers; no test stands here."""

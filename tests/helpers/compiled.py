@@ -1,0 +1,58 @@
+"""Models compiled for the cpu with their kernels, and how their steps run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mtpc.api import SpecModel
+from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.program import CapturedStep
+from mtpc.store.entries import Entry
+
+
+@contextmanager
+def run_on(threads: int) -> Iterator[None]:
+    """That many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def give_kernels(root: Path) -> None:
+    """Put the user's compiled kernels into a new cache: they take half a minute to compile."""
+    kernels = build_kernels()
+    assert isinstance(kernels, Entry)
+    target = root / "entries" / kernels.digest
+    if not target.exists():
+        (root / "entries").mkdir(mode=0o755, parents=True, exist_ok=True)
+        shutil.copytree(kernels.directory, target)
+
+
+@dataclass(frozen=True)
+class CpuBuilt:
+    """A model compiled for the cpu in this process, with all that took part."""
+
+    spec: SpecModel
+    backend: CpuBackend
+    compiler: CachingCompiler
+
+
+def in_turn(verify: CapturedStep, propose: CapturedStep) -> CapturedStep:
+    """The halves of a split step as one: what a host that schedules itself replays."""
+
+    def replay() -> None:
+        verify.replay()
+        propose.replay()
+
+    return CapturedStep(verify.key, verify.layout, verify.buffers, replay, 0.0)

@@ -1,0 +1,45 @@
+"""Families and options of the models that tests compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+FAMILY_NAMES = (
+    "mimo",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "mimo_v2",
+    "step3p7",
+    "deepseek_v4",
+    "deepseek_v32",
+)
+"""Qwen3.5 differs from qwen3_next by its projections and its loading: models/test_recurrent.py."""
+CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
+"""What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
+EACH_FAMILY = [
+    *CPU_FAMILY_NAMES,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[4:]),
+]
+"""For what is not the theorem: the default run takes those, the slow run all."""
+EACH_FAMILY_OF_FEW = [
+    *CPU_FAMILY_NAMES[:2],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[2:]),
+]
+"""For one pass, or one way of running, each family of which takes ten seconds and more."""
+TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
+"""Small pages and chunks, so that short sequences cross their edges."""
+FEWER_BUCKETS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"batch_buckets": (1, 4)},
+    "deepseek_v32": {"batch_buckets": (1, 4)},
+}
+"""Of families whose graphs are large: a bucket costs five seconds."""
+NUM_PAGES = 89
+"""A prime that is no other size of these models: found in generated code, it is the pool's."""
+CPU_OPTIONS: dict[str, Any] = {
+    **TINY,
+    **dict(spec_tokens=3, batch_buckets=(2,), num_pages=NUM_PAGES, backend="cpu", dtype="float64"),
+}
+"""What is compiled for the cpu, once for the whole session."""

@@ -1,0 +1,102 @@
+"""Buffers that Inductor would copy before our kernels write them, before and after it looked which
+it need not copy, printed as JSON; run by the tests of cross-compiling.
+
+In a process of its own: the analysis asks Triton's driver for a target, so one is put in its
+place that only says "sm_90".
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from helpers.mutation_analysis import Target
+from mtpc.backends.triton_kernels import load_kernels
+
+
+class Step(nn.Module):
+    """Caches that are written, read, and written again, as layers and drafts do."""
+
+    def forward(self, q, keys, angles, pools, slots, indices, latent, delta):  # type: ignore[no-untyped-def]
+        ops, (cache, rows) = torch.ops.mtpc_triton, latent
+        out = q
+        for _ in range(3):
+            turned = ops.rotate_and_write(out, *keys, *angles, *pools, slots)
+            out = ops.paged_attention(turned, *pools, *indices, 0.1)
+            ops.write_cache(cache, rows, slots)
+        return out, ops.gated_delta_rule(*delta)
+
+
+def arguments() -> tuple[Any, ...]:
+    """Of eight rows of two requests."""
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        # Not on "cuda": torch's builds for the CPU cannot write back what is mutated there.
+        return torch.empty(shape, dtype=dtype)
+
+    int32, int64 = torch.int32, torch.int64
+    lengths = (new(2, dtype=int32), new(3, dtype=int32))
+    return (
+        new(8, 4, 64),
+        (new(8, 2, 64), new(8, 2, 64)),
+        (new(8, 64), new(8, 64)),
+        (new(10, 16, 2, 64), new(10, 16, 2, 64)),
+        new(8, dtype=int64),
+        (new(2, 4, dtype=int32), *lengths),
+        (new(10, 16, 80), new(8, 80)),
+        (
+            *(new(8, 72), new(64, 4), new(4), new(4)),
+            *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=int32)),
+            *(new(2, dtype=int64), *lengths, new(2, dtype=int32)),
+        ),
+    )
+
+
+def copies(graph: torch.fx.Graph) -> list[list[str]]:
+    """What each launch would have copied first."""
+    nodes = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+    return [list(n.kwargs["tensors_to_clone"]) for n in nodes]
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Target())
+    load_kernels()
+    copied: list[list[list[str]]] = []
+
+    def compile_graph(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        copied.append(copies(module.graph))
+        updater = SimpleNamespace(incremental_update=lambda: None)
+        reinplace_inplaceable_ops(updater, module.graph)
+        copied.append(copies(module.graph))
+
+        def run(values: list[Any]) -> tuple[()]:
+            return ()
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with torch.no_grad(), FakeTensorMode():
+        flat, spec = pytree.tree_flatten(arguments())
+
+        class Flat(nn.Module):
+            def forward(self, *values: Any) -> Any:
+                return Step()(*pytree.tree_unflatten(list(values), spec))
+
+        aot_module_simplified(
+            Flat(), flat, fw_compiler=compile_graph, inference_compiler=compile_graph,
+            keep_inference_input_mutations=True,
+        )  # fmt: skip
+    print(json.dumps(copied))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Models and options of the steps that run on Triton kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtpc.api import SpecModel
+from mtpc.backends.cuda import CudaBackend
+from mtpc.config import CompileOptions
+from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
+
+PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
+"""Chunks of six: the second one is prefilled in a step that the first one decodes in."""
+OPTIONS = CompileOptions(
+    spec_tokens=2, batch_buckets=(2,), max_len=32, page_size=4, prefill_chunk=6, num_pages=20
+)
+
+
+def compile_on(
+    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str = "float32"
+) -> SpecModel:
+    loaded = load(directory, dtype, True)
+    program = StepCompiler(loaded, options, backend).compile()
+    return SpecModel(loaded.served(), options, program)
+
+
+FAMILIES = {
+    "glm4_moe": {"paged_attention", "experts"},
+    "deepseek_v3": {"latent_attention", "experts"},
+    "qwen3_next": {"paged_attention", "experts", "gated_delta_rule"},
+    "qwen3_5": {"paged_attention", "gated_delta_rule"},
+    "mimo_v2": {"paged_attention", "experts"},
+    "step3p5": {"paged_attention", "experts"},
+    "step3p7": {"paged_attention", "experts"},
+    "deepseek_v4": {"experts", "sinkhorn"},
+    "deepseek_v32": {"latent_attention", "experts", "choose_slots"},
+}
+"""What the steps of a family call of ours, beside what each step calls."""
+EACH_STEP = {"write_cache", "accept"}
+SLOW = pytest.mark.slow
+EACH_FAMILY = [
+    name if name == "deepseek_v32" else pytest.param(name, marks=SLOW) for name in FAMILIES
+]
+"""Steps take half a minute a family: the fast part has the one that calls most kernels."""

@@ -1,0 +1,45 @@
+"""A tiny model whose vocabulary is words, for tests of text. Imports nothing of the server."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import tokenizers
+
+TEMPLATE = (
+    "{{ bos_token }} {% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% generation %}w{{ loop.index + 10 }} {{ message.content }} {% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w90' if enable_thinking else 'w91' }}{% endif %}"
+)
+SPECIAL = 5
+SMALL_MODEL = ["--backend", "eager", "--max-len", "64"]
+"""Options of the command line that compile in a second."""
+
+
+def word_checkpoint(source: Path, directory: Path) -> Path:
+    """A tiny checkpoint with a vocabulary of words, w0 to w95, and a chat template."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    # As many models have it: a text gets a first token, a conversation has its own.
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="w0 $A", special_tokens=[("w0", 0)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        '{"bos_token": {"__type": "AddedToken", "content": "w5", "special": true}}'
+    )
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def words(ids: list[int]) -> str:
+    """Their text, the special token w5 left out."""
+    return " ".join(f"w{i}" for i in ids if i != SPECIAL)
+
+
+def word(token_id: int) -> str:
+    return words([token_id])

@@ -1,0 +1,195 @@
+"""The draft chain over a host's pools: one graph drafts what uncached single steps draft."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from torch import Tensor, nn
+
+from mtpc import ops
+from mtpc.backends import make_backend
+from mtpc.errors import CapacityError, UnsupportedModelError
+from mtpc.integrations.attention_site import AttentionSite, expand_latent
+from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
+from mtpc.integrations.draft import DraftOptions, TracedDraft
+from mtpc.models.mtp_layers import stored_tensors
+
+STEPS, PAGES = 3, 40
+LENS = (9, 1, 14)
+
+
+class PoolAttention(nn.Module):
+    """A host's attention in the small: stores rows in a pool, attends within one request."""
+
+    def __init__(self, site: AttentionSite, pools: dict[str, Tensor]):
+        super().__init__()
+        self.site, self.pools = site, pools
+        self.slots: Any = None
+
+    def forward(self, q: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        if self.site.kind == "latent":
+            rows = torch.cat([first, second], -1)
+            ops.write_cache(self.pools["latent"], rows, self.slots)
+            first, second = expand_latent(self.site, first, second)
+        else:
+            ops.write_cache(self.pools["k"], first, self.slots)
+            ops.write_cache(self.pools["v"], second, self.slots)
+        shared = q.shape[1] // first.shape[1]
+        keys, values = (t.repeat_interleave(shared, 1).transpose(0, 1) for t in (first, second))
+        scores = q.transpose(0, 1) @ keys.transpose(1, 2) * self.site.scale
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        return (scores.masked_fill(mask, float("-inf")).softmax(-1) @ values).transpose(0, 1)
+
+
+def make_pools(site: AttentionSite, page_size: int) -> dict[str, Tensor]:
+    """Pools full of what must never be read."""
+    widths = {"k": site.head_dim, "v": site.v_head_dim}
+    if site.kind == "latent":
+        shapes: dict[str, tuple[int, ...]] = {"latent": (site.latent_rank + site.rope_head_dim,)}
+    else:
+        shapes = {role: (site.num_kv_heads, width) for role, width in widths.items()}
+    poison = float("nan")
+    return {
+        role: torch.full((PAGES, page_size, *shape), poison, dtype=torch.float64)
+        for role, shape in shapes.items()
+    }
+
+
+class Hosted:
+    """A tiny model whose draft stands over pools, its prompts' rows stored."""
+
+    def __init__(self, family: str, page_size: int):
+        self.family, self.page_size = family, page_size
+        self.target = tiny.build_target(family, experts_implementation="eager").double()
+        self.layer = tiny.build_mtp_layer(family, self.target).double()
+        self.pools: dict[str, Tensor] = {}
+        self.draft = TracedDraft(
+            self.target.config,
+            self._attention,
+            DraftOptions(dtype=torch.float64, architecture=tiny.family_of(family).architectures[0]),
+        )
+        self.draft.embedding = self.target.get_input_embeddings()
+        prefix, row = self.draft.prefix, tiny.family_of(family)
+        self.draft.load_weights((prefix + n, t) for n, t in stored_tensors(self.layer, row))
+        self.head = self.target.get_output_embeddings().weight
+        self.blocks = -(-32 // page_size)
+        free = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(3)) + 1
+        self.table = torch.zeros(len(LENS), self.blocks, dtype=torch.int32)
+        for index, length in enumerate(LENS):
+            used = -(-(length + STEPS) // page_size)
+            self.table[index, :used], free = free[:used], free[used:]
+
+    def _attention(self, site: AttentionSite) -> nn.Module:
+        self.pools = make_pools(site, self.page_size)
+        self.attention = PoolAttention(site, self.pools)
+        return self.attention
+
+    @torch.no_grad()
+    def prompt(self, index: int) -> tuple[Tensor, Tensor]:
+        """Store a prompt's rows; returns the rows' ids and target features, each [1, L, ...]."""
+        length = LENS[index]
+        ids = torch.randint(
+            2, 96, (1, length + 1), generator=torch.Generator().manual_seed(11 + index)
+        )
+        features = tiny.target_features(self.target, ids)[:, :-1]
+        positions = torch.arange(length)
+        page = self.table[index].long()[positions // self.page_size]
+        self.attention.slots = page * self.page_size + positions % self.page_size
+        self.draft(ids[0, 1:], positions, features[0])
+        return ids[:, 1:], features
+
+    def pool_bits(self) -> list[Tensor]:
+        """Copies of the pools, a row a slot, to be compared bit by bit."""
+        return [pool.clone().flatten(0, 1).view(torch.int64) for pool in self.pools.values()]
+
+    def chained_slots(self) -> list[int]:
+        """Where a chain has its rows: behind each request's own."""
+        slots = []
+        for length, pages in zip(LENS, self.table.tolist(), strict=True):
+            for position in range(length, length + STEPS):
+                page = pages[position // self.page_size]
+                slots.append(page * self.page_size + position % self.page_size)
+        return sorted(slots)
+
+    def uncached(self, ids: Tensor, features: Tensor) -> Tensor:
+        """What an MTP layer returns in the last of these rows, [1, H]."""
+        return tiny.run_mtp_uncached(self.family, self.target, self.layer, ids, features)[:, -1]
+
+    def make_chain(self, buckets: tuple[int, ...], backend: str = "eager") -> DraftChain:
+        plan = ChainPlan(STEPS, buckets, vocab_size=96)
+        pools = HostPools(self.pools, self.blocks)
+        return DraftChain(self.draft, self.head.detach(), pools, plan, make_backend(backend))
+
+
+@pytest.mark.parametrize(
+    ("family", "page_size", "backend"),
+    [
+        ("mimo", 1, "eager"),
+        ("mimo", 4, "null"),
+        ("glm4_moe", 4, "eager"),
+        ("deepseek_v3", 1, "eager"),
+        ("deepseek_v3", 4, "null"),
+        ("qwen3_next", 4, "eager"),
+    ],
+)
+@torch.no_grad()
+def test_the_chain_drafts_what_uncached_steps_draft(
+    family: str, page_size: int, backend: str
+) -> None:
+    """A ragged batch in a bucket that is too large, twice: a round may be drafted again."""
+    hosted = Hosted(family, page_size)
+    firsts, fed, expected = [], [], []
+    for index in range(len(LENS)):
+        ids, features = hosted.prompt(index)
+        last = hosted.uncached(ids, features)
+        drafts = [(last @ hosted.head.T).argmax(-1)]
+        firsts.append(drafts[0])
+        fed.append(last)
+        for _ in range(STEPS):
+            ids, features = (
+                torch.cat([ids, drafts[-1][None]], 1),
+                torch.cat([features, last[:, None]], 1),
+            )
+            last = hosted.uncached(ids, features)
+            drafts.append((last @ hosted.head.T).argmax(-1))
+        expected.append(torch.cat(drafts[1:]))
+    chain = hosted.make_chain((1, 4), backend)
+    rows = (torch.cat(firsts), torch.cat(fed), torch.tensor(LENS), hosted.table)
+    before = hosted.pool_bits()
+    for _ in range(2):
+        assert chain.propose(*rows).tolist() == torch.stack(expected).tolist()
+        for old, new in zip(before, hosted.pool_bits(), strict=True):
+            changed = (old != new).flatten(1).any(1).nonzero().flatten().tolist()
+            assert changed == hosted.chained_slots()
+    one = chain.propose(*(row[2:] for row in rows))
+    assert one.tolist() == [expected[2].tolist()]
+    assert len({tuple(drafts.tolist()) for drafts in expected}) > 1
+
+
+def test_a_chain_is_one_flat_graph_that_passes_have_rewritten() -> None:
+    """Nothing is left between the steps: one graph, its shared work hoisted."""
+    graph = Hosted("deepseek_v3", 4).make_chain((2,)).graphs[2]
+    assert graph.is_flat
+    assert graph.part == "propose"
+    done = {record.name: record.rewrites for record in graph.history}
+    assert done["fuse-draft-chain"] == 4 * STEPS
+    assert done["hoist-shared"] > 0
+    assert done["absorb-latent"] == STEPS
+
+
+def test_too_many_requests_are_refused() -> None:
+    hosted = Hosted("mimo", 4)
+    chain = hosted.make_chain((2,))
+    ids, lens = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32)
+    with pytest.raises(CapacityError, match=r"3 requests.*at most 2"):
+        chain.propose(ids, torch.zeros(3, 64, dtype=torch.float64), lens, hosted.table)
+
+
+def test_more_than_one_attention_is_refused() -> None:
+    draft: Any = SimpleNamespace(sites=[None, None], family=SimpleNamespace(name="odd"))
+    with pytest.raises(UnsupportedModelError, match="attends 2 times"):
+        DraftChain(draft, torch.zeros(4, 4), HostPools({}, 1), ChainPlan(1, (1,), 4), Any)  # type: ignore[arg-type]

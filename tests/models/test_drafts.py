@@ -1,0 +1,146 @@
+"""Draft tokens equal an independent, uncached, eager oracle after every single step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import FAMILY_NAMES
+from helpers.oracles import FLOAT32_INSIDE, DraftOracle, QwenDraftOracle, TransformersDraftOracle
+from helpers.theorem import PROMPTS, check_drafts, check_theorem, poison
+from transformers.modeling_layers import MtpModel
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "trained") for family in FAMILY_NAMES),
+        *(pytest.param(family, "random", marks=pytest.mark.slow) for family in FAMILY_NAMES),
+    ],
+)
+def test_drafts_equal_the_wiring(
+    family: str, kind: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """All families against the wiring written out plainly, K = 3, two requests in a bucket of 4."""
+    spec = compiled(family, 3, kind, batch_buckets=(4,))
+    prompts = [PROMPTS[3], PROMPTS[9]]
+    assert check_drafts(spec, DraftOracle(oracle(family, kind)), prompts, 12) >= 6
+
+
+HERE = ("glm4_moe", "deepseek_v3", "step3p7")
+"""Random models that are compiled in this file by default, and whose oracle is float64."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *HERE,
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in FAMILY_NAMES
+            if f not in (*HERE, *FLOAT32_INSIDE)
+        ),
+    ],
+)
+def test_random_models_decode_alike(
+    family: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """The theorem where next to nothing is accepted, and texts are as random as the weights."""
+    spec = compiled(family, 3, "random", batch_buckets=(4,))
+    check_theorem(spec, oracle(family, "random"), max_examples=2)
+
+
+def test_a_random_recurrent_model_decodes_alike(
+    compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """The same for prompts whose texts keep the margin that its oracle's float32 asks for."""
+    spec, plain = (
+        compiled("qwen3_next", 3, "random", batch_buckets=(4,)),
+        oracle("qwen3_next", "random"),
+    )
+    poison(spec)
+    prompts = [PROMPTS[i] for i in (0, 4, 6, 9, 12)]
+    wanted = [plain.generate(prompt, 14, stop=False) for prompt in prompts]
+    assert spec.generate(prompts, 14, ignore_eos=True) == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"),
+    [
+        ("mimo_v2", 1),
+        ("step3p7@3", 2),
+        pytest.param("step3p7", 2, marks=pytest.mark.slow),
+        pytest.param("step3p7@3", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_several_layers_chain_truly(
+    family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """2 and 3 layers, K below, at and above their number; prompts of 1 token and many chunks."""
+    spec = compiled(family, spec_tokens, batch_buckets=(4,))
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[7], PROMPTS[12]]
+    assert check_drafts(spec, DraftOracle(oracle(family)), prompts, 12) >= 16
+    assert 0 < spec.stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize(("family", "spec_tokens"), [("mimo_v2", 3), ("step3p7@3", 4)])
+def test_drafts_after_rejections_at_every_position(
+    family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """Planted drafts: 0..K are accepted in turn, and what is drafted next stays right."""
+    spec, plain = (
+        compiled(family, spec_tokens, "random", batch_buckets=(2,)),
+        oracle(family, "random"),
+    )
+    poison(spec)
+    prompts, new = [PROMPTS[4], PROMPTS[10]], 24
+    truths = [plain.generate(prompt, new, stop=False) for prompt in prompts]
+    texts = {spec.engine.add(prompt, new): list(prompt) for prompt in prompts}
+    tokens, drafts, turn = spec.program.shared["state.token_ids"], DraftOracle(plain), 0
+    while spec.engine.has_work:
+        before = spec.stats.decode_steps
+        outputs = spec.engine.step()
+        stepped = {output.request_id for output in outputs}
+        for output in outputs:
+            texts[output.request_id] += output.token_ids
+        both = spec.stats.decode_steps > before and len(spec.engine.running) == 2
+        for request, prompt, truth in zip(spec.engine.running, prompts, truths, strict=False):
+            text = texts[request.request_id]
+            if both and request.request_id in stepped:
+                assert tokens[request.slot].tolist()[1:] == drafts.drafts(text, spec_tokens)
+            known = len(text) - len(prompt)
+            right = (turn + request.request_id) % (spec_tokens + 1)
+            planted = truth[known : known + spec_tokens]
+            if len(planted) == spec_tokens:
+                wrong = [(token + 1) % 96 for token in planted[right:]]
+                tokens[request.slot, 1:] = torch.tensor([*planted[:right], *wrong])
+        turn += 1
+    assert [
+        text[len(prompt) :] for text, prompt in zip(texts.values(), prompts, strict=True)
+    ] == truths
+    assert all(count > 0 for count in spec.stats.accepted)
+
+
+@pytest.mark.parametrize("kind", ["trained", "random"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "step3p7"])
+def test_drafts_equal_transformers_mtp(
+    family: str, kind: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """Where transformers can build the MTP layer, its own MtpModel is the oracle."""
+    if family == "step3p7" and not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this MtpModel gives Step-3.7's rotary embedding no layer type: it cannot run")
+    spec = compiled(family, 3, kind, batch_buckets=(4,))
+    prompts = [PROMPTS[5], PROMPTS[10]]
+    assert check_drafts(spec, TransformersDraftOracle(oracle(family, kind)), prompts, 10) >= 6
+
+
+@pytest.mark.parametrize("kind", ["trained", "random"])
+def test_drafts_equal_the_released_names(
+    kind: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """qwen3_next: from the stored tensors, with nothing of mtpc's; transformers has no such MTP."""
+    spec = compiled("qwen3_next", 3, kind, batch_buckets=(4,))
+    prompts = [PROMPTS[5], PROMPTS[10]]
+    assert check_drafts(spec, QwenDraftOracle(oracle("qwen3_next", kind)), prompts, 10) >= 6

@@ -1,0 +1,167 @@
+"""Drafts from a part of the vocabulary: recipe, pass, and what must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import bf16
+from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.theorem import PROMPTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mtpc
+from mtpc.backends import make_backend
+from mtpc.cli.main import main
+from mtpc.config import CompileOptions
+from mtpc.errors import OptionError
+from mtpc.layout import StepKey
+from mtpc.models.load import load
+from mtpc.passes import select_passes
+from mtpc.passes.base import is_call
+from mtpc.passes.trim_draft_head import runs
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights import recipes
+from mtpc.weights.packing import pack, quantise
+from mtpc.weights.recipes import Convert, Rows
+
+LISTED = (1, 2, 3, 7, 40, 41, 42, 60, 61, 90)
+
+
+@given(ids=st.sets(st.integers(0, 60), min_size=1))
+def test_runs_are_the_ids(ids: set[int]) -> None:
+    found = runs(tuple(sorted(ids)))
+    assert [i for start, stop in found for i in range(start, stop)] == sorted(ids)
+    gaps = [start - stop for (_, stop), (start, _) in pairwise(found)]
+    assert all(gap > 0 for gap in gaps)  # As few as can be.
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(ids=st.sets(st.integers(0, 69), min_size=1))
+def test_rows_of_a_weight(ids: set[int]) -> None:
+    """Plain, packed and in int8; and through JSON."""
+    weight = bf16(70, 8)
+    rows = Rows(runs(tuple(sorted(ids))), "head")
+    plain = recipes.make(rows, {"head": weight}.__getitem__)
+    assert torch.equal(plain, weight[sorted(ids)])
+    assert plain.data_ptr() != weight.data_ptr()
+    for form, of in (("pack", pack), ("quantise", lambda w: pack(quantise(w)))):
+        recipe = Convert(form, rows)
+        assert torch.equal(recipes.make(recipe, {"head": weight}.__getitem__), of(plain))
+        assert recipes.from_json(recipes.to_json(recipe)) == recipe
+        assert list(recipes.names(recipe)) == ["head"]
+    renamed = recipes.substitute(rows, lambda name: f"model.{name}")
+    assert renamed == Rows(rows.runs, "model.head")
+
+
+@pytest.mark.parametrize("draft_vocab", [24, LISTED])
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+def test_drafts_are_listed_and_what_is_emitted_stays(
+    checkpoint: Callable[..., Path], oracle: Callable[..., Any], family: str, draft_vocab: Any
+) -> None:
+    common = dict(batch_buckets=(4,), backend="eager", dtype="float64", **TINY)
+    spec = mtpc.compile(checkpoint(family), spec_tokens=3, draft_vocab=draft_vocab, **common)
+    allowed = set(spec.options.draft_vocab)
+    outputs: dict[int, list[int]] = {spec.engine.add(p, 20): [] for p in PROMPTS[:4]}
+    drafts: set[int] = set()
+    while spec.engine.has_work:
+        for output in spec.engine.step():
+            outputs[output.request_id] += output.token_ids
+        slots = [r.slot for r in spec.engine.running if r.output_ids]
+        drafts |= set(spec.program.shared["state.token_ids"][slots, 1:].flatten().tolist())
+    assert list(outputs.values()) == [oracle(family).generate(p, 20, False) for p in PROMPTS[:4]]
+    assert drafts <= allowed
+    assert len(drafts) > 1
+    assert sum(spec.stats.accepted) > 0  # The listed tokens do occur.
+
+
+def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> None:
+    """Where the whole head's choice is listed, the trimmed head makes it too."""
+    common = dict(batch_buckets=(1,), backend="eager", dtype="float64", **TINY)
+
+    def first_drafts(spec: mtpc.SpecModel) -> list[int]:
+        drafts = []
+        for prompt in PROMPTS:
+            spec.engine.add(prompt, 1)
+            while spec.engine.has_work:
+                spec.engine.step()
+            drafts.append(int(spec.program.shared["state.token_ids"][1, 1]))
+        return drafts
+
+    whole = first_drafts(mtpc.compile(checkpoint("mimo"), spec_tokens=1, **common))
+    listed = sorted(set(whole[:4]))
+    spec = mtpc.compile(checkpoint("mimo"), spec_tokens=1, draft_vocab=listed, **common)
+    for before, after in zip(whole, first_drafts(spec), strict=True):
+        assert after in listed
+        assert after == before or before not in listed
+    assert not set(whole) <= set(listed)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_target_keeps_its_head(checkpoint: Callable[..., Path], phase: str) -> None:
+    options = CompileOptions(spec_tokens=3, batch_buckets=(2,), **TINY, draft_vocab=LISTED)
+    loaded = load(checkpoint("mimo"), options.dtype, needs_mtp=True)
+    compiler = StepCompiler(loaded, options, make_backend("eager"))
+    key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
+    graph = compiler.rewrite(compiler.trace(key))
+    record = next(r for r in graph.history if r.name == "trim-draft-head")
+    assert record.rewrites == 3
+    heads = [n for n in graph.graph.nodes if is_call(n, torch.ops.aten.linear.default)]
+    features = [n.meta["val"].shape[-1] for n in heads if "lm_head" in str(n.args[1])]
+    assert sorted(features) == [10, 10, 10, 96]
+
+
+def test_with_int8_and_packed_weights(checkpoint: Callable[..., Path]) -> None:
+    """The passes after it take the trimmed rows; the drafts stay listed."""
+    spec = mtpc.compile(
+        checkpoint("mimo"), spec_tokens=2, batch_buckets=(1,), backend="eager", dtype="bfloat16",
+        draft_vocab=LISTED, enabled_passes=("quantise-draft", "pack-weights"), **TINY,
+    )  # fmt: skip
+    spec.generate(PROMPTS[5], 12, ignore_eos=True)
+    step = spec.program.steps[StepKey.decode(1, 2)]
+    assert step.graph is not None
+    recipe = step.graph.weights.recipes["quantised.trimmed_lm_head_weight"]
+    assert recipe == Convert("quantise", Rows(runs(LISTED), "lm_head.weight"))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(0, "draft_vocab is 0"), ((1, -2), "draft_vocab is -2"), ("ab", "draft_vocab is 'a'"),
+     (1.5, "expected token ids, or a number n")],
+)  # fmt: skip
+def test_bad_lists(value: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CompileOptions(draft_vocab=value)
+
+
+def test_a_list_for_another_model(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(OptionError, match=r"draft_vocab names token 96; expected ids in 0\.\.95"):
+        mtpc.compile(checkpoint("mimo"), spec_tokens=1, backend="eager", draft_vocab=97)
+
+
+def test_the_pass_needs_a_list() -> None:
+    with pytest.raises(OptionError, match="needs the option draft_vocab"):
+        select_passes({}, (), ("trim-draft-head",))
+    names = [p.name for p in select_passes({}, ("trim-draft-head",), (), LISTED)]
+    assert "trim-draft-head" not in names
+
+
+def test_a_list_from_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`mtpc vocab` counts, and `--draft-vocab` takes what it wrote."""
+    text, out = tmp_path / "text", tmp_path / "ids"
+    text.write_text("the house and the garden and the sea " * 20)
+    assert main(["vocab", str(text), "-n", "3", "--out", str(out)]) == 0
+    assert "3 of " in capsys.readouterr().out
+    ids = [int(line) for line in out.read_text().split()]
+    assert len(ids) == 3
+    assert ids == sorted(ids)
+    assert main(["vocab", str(tmp_path / "none"), "--out", str(out)]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    text.write_text("")
+    assert main(["vocab", str(text), "--out", str(tmp_path / "new")]) == 2
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,203 @@
+"""The passes over whole steps of the families: their rewrites, and what the verifier notices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.spelled_out import spell_out
+
+from mtpc.backends import make_backend
+from mtpc.capture.graph import operators
+from mtpc.config import CompileOptions
+from mtpc.errors import GraphError
+from mtpc.layout import StepKey
+from mtpc.layout.buffers import Q, R
+from mtpc.models.load import load
+from mtpc.passes import Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes.absorb_latent import AbsorbLatent
+from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.resize_metadata import ResizeMetadata
+from mtpc.passes.select_head_rows import SelectHeadRows
+from mtpc.program.compiler import StepCompiler
+
+
+@pytest.fixture(scope="module")
+def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
+    made: dict[Any, StepCompiler] = {}
+
+    def get(family: str, spec_tokens: int = 3, **changes: Any) -> StepCompiler:
+        key = (family, spec_tokens, *sorted(changes.items()))
+        if key not in made:
+            options = CompileOptions(
+                **{"spec_tokens": spec_tokens, "batch_buckets": (2,), **TINY, **changes}
+            )
+            loaded = load(checkpoint(family), "float64", spec_tokens > 0)
+            made[key] = StepCompiler(loaded, options, make_backend("eager"))
+        return made[key]
+
+    return get
+
+
+PIECES_OF_A_STEP = """
+    module pieces.begin
+    module pieces.target module pieces.target_head module pieces.choose module pieces.accept
+    module pieces.drafts.0 module pieces.target_head module pieces.pick
+    module pieces.chain_metadata
+    module pieces.drafts.0 module pieces.target_head module pieces.pick
+    module pieces.advance
+"""
+
+
+def test_the_traced_step(compiler: Callable[..., StepCompiler]) -> None:
+    """The step before any pass: pieces in order, the draft layer twice for K = 2."""
+    graph = compiler("mimo", 2).trace(StepKey.decode(2, 2))
+    modules = [f"module {n.target}" for n in graph.graph.nodes if n.op == "call_module"]
+    assert " ".join(modules) == " ".join(PIECES_OF_A_STEP.split())
+
+
+def test_sampling_adds_what_it_needs_where_it_is_asked_for(
+    compiler: Callable[..., StepCompiler],
+) -> None:
+    """One more piece, and the ops of sampling: target and each draft choose, the step records."""
+    for sampling in (False, True):
+        graph = compiler("mimo", 2, sampling=sampling).trace(StepKey.decode(2, 2))
+        modules = " ".join(str(n.target) for n in graph.graph.nodes if n.op == "call_module")
+        assert ("pieces.accept pieces.record pieces.drafts.0" in modules) == sampling
+        compiler("mimo", 2, sampling=sampling).rewrite(graph)
+        names = Counter(str(op) for _, op in operators(graph.graph))
+        wanted = {"sample": 3, "count_tokens": 1, "write_logprobs": 1} if sampling else {}
+        found = {
+            n: names[f"mtpc.{n}.default"] for n in ("sample", "count_tokens", "write_logprobs")
+        }
+        assert {n: count for n, count in found.items() if count} == wanted
+
+
+def test_resize_metadata(compiler: Callable[..., StepCompiler]) -> None:
+    """slot_mapping and positions go from num_reqs to num_reqs * query_len; nothing else moves."""
+    graph = compiler("mimo").trace(StepKey.decode(2, 3))
+    assert graph.layout["batch.slot_mapping"].dims == (R,)
+    with pytest.raises(GraphError, match=r"batch.positions has 2 rows .* 8 are used"):
+        Verifier(propagate=False)(graph, "trace")
+    text, others = graph.text(), {n: graph.layout[n].dims for n in graph.layout}
+    run_pipeline(graph, (ResizeMetadata(),), Verifier(propagate=False))
+    assert graph.history[-1].rewrites == 2
+    for name in ("batch.slot_mapping", "batch.positions"):
+        assert graph.layout[name].dims == (R * Q,)
+        assert graph.layout.shape(name) == (8,)
+        assert graph.buffer(name).shape == (8,)
+        del others[name]
+    assert others == {n: graph.layout[n].dims for n in others}
+    assert graph.text() == text, "only sizes change"
+    assert ResizeMetadata().apply(graph) == 0
+
+
+def test_plain_decoding_needs_no_resize(compiler: Callable[..., StepCompiler]) -> None:
+    graph = compiler("mimo", 0).trace(StepKey.decode(2, 0))
+    assert ResizeMetadata().apply(graph) == 0
+
+
+@pytest.mark.parametrize(("spec_tokens", "pieces"), [(0, 6), (1, 9), (2, 13), (3, 17), (4, 21)])
+def test_fuse_draft_chain(
+    spec_tokens: int, pieces: int, compiler: Callable[..., StepCompiler]
+) -> None:
+    """begin, target, head, choose, accept, advance; 3 for the first draft; 4 for each next."""
+    built = compiler("mimo", spec_tokens)
+    graph = built.trace(StepKey.decode(2, spec_tokens))
+    built.rewrite(graph, until="fuse-draft-chain")
+    assert graph.history[-1].rewrites == pieces
+    assert not [n for n in graph.graph.nodes if n.op == "call_module"]
+    writes = [n for n in graph.graph.nodes if n.target is torch.ops.mtpc.write_cache.default]
+    assert len(writes) == 2 * (2 + spec_tokens), "K and V of two layers and of each draft pass"
+    assert FuseDraftChain({}).apply(graph) == 0
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_every_pass_keeps_the_step(
+    family: str, phase: str, compiler: Callable[..., StepCompiler]
+) -> None:
+    """After each pass the verifier holds (shapes, effects, syncs), and a rerun is idle."""
+    enabled = pass_names("backend", "off")
+    built = compiler(family, verify_passes=True, enabled_passes=enabled)
+    key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
+    graph = built.rewrite(built.trace(key))
+    assert [record.name for record in graph.history] == list(pass_names())
+    rewrites = {record.name: record.rewrites for record in graph.history}
+    assert rewrites["absorb-latent"] == (5 if family in ("deepseek_v3", "deepseek_v32") else 0)
+    assert rewrites["select-head-rows"] > 3
+    assert rewrites["hoist-shared"] > 10
+    assert rewrites["quantise-draft"] > 0
+    assert rewrites["pack-weights"] == 0  # These are float64.
+    assert graph.history[-1].nodes_after < graph.history[1].nodes_after
+    # Steps with dead code left by a later pass are canonicalised again for free; all else is idle.
+    for step in (ResizeMetadata(), FuseDraftChain({}), AbsorbLatent(), SelectHeadRows()):
+        assert step.apply(graph) == 0
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+def test_passes_match_however_arguments_are_spelled(
+    family: str, checkpoint: Callable[..., Any]
+) -> None:
+    """By position or by name, with defaults or without: every pass finds the same."""
+    options = CompileOptions(
+        batch_buckets=(2,), dtype="bfloat16", enabled_passes=pass_names(), draft_vocab=24, **TINY
+    )
+    loaded = load(checkpoint(family), "bfloat16", needs_mtp=True)
+    found = []
+    for spelled_out in (False, True):
+        built = StepCompiler(loaded, options, make_backend("eager"))
+        graph = built.rewrite(built.trace(StepKey.decode(2, 3)), until="fuse-draft-chain")
+        if spelled_out:
+            spell_out(graph)
+        names = (built._lowering.buffer_names, (), options.enabled_passes, options.draft_vocab)
+        run_pipeline(graph, select_passes(*names), Verifier(propagate=True))
+        found.append({r.name: r.rewrites for r in graph.history})
+    plain, spelled = found
+    assert plain == spelled
+    assert min(plain[n] for n in ("fuse-elementwise", "pack-weights", "trim-draft-head")) > 0
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+def test_passes_change_no_token(family: str, compiled: Callable[..., Any]) -> None:
+    """Optional passes on or off: the same tokens and the same acceptance."""
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 9, 8]]
+    plain = compiled(
+        family,
+        3,
+        batch_buckets=(2,),
+        disabled_passes=("canonicalise", "select-head-rows", "hoist-shared", "absorb-latent"),
+    )
+    full = compiled(family, 3, batch_buckets=(2,), enabled_passes=("merge-projections",))
+    assert plain.generate(prompts, 16) == full.generate(prompts, 16)
+    assert plain.stats.accepted == full.stats.accepted
+
+
+def test_the_verifier_sees_a_dropped_write(compiler: Callable[..., StepCompiler]) -> None:
+    """Failure class 8: a write that a pass loses, or moves, does not go unnoticed."""
+    built = compiler("mimo")
+    graph = built.trace(StepKey.decode(2, 3))
+    verifier = Verifier(propagate=False)
+    run_pipeline(graph, select_passes(built._lowering.buffer_names, (), ())[:3], verifier)
+    writes = [n for n in graph.graph.nodes if n.target is torch.ops.mtpc.write_cache.default]
+    graph.graph.erase_node(writes[-1])
+    with pytest.raises(GraphError, match=r"effects on kv.2.v changed"):
+        verifier(graph, "a-bad-pass")
+
+
+def test_the_verifier_sees_a_moved_read(compiler: Callable[..., StepCompiler]) -> None:
+    """Attention that runs before the cache is written reads stale keys: noticed."""
+    built = compiler("mimo")
+    graph = built.trace(StepKey.decode(2, 3))
+    verifier = Verifier(propagate=False)
+    run_pipeline(graph, select_passes(built._lowering.buffer_names, (), ())[:3], verifier)
+    nodes = list(graph.graph.nodes)
+    write = next(n for n in nodes if n.target is torch.ops.mtpc.write_cache.default)
+    read = next(n for n in nodes if n.target is torch.ops.mtpc.paged_attention.default)
+    read.append(write)
+    with pytest.raises(GraphError, match=r"effects on kv\.0\.k changed"):
+        verifier(graph, "a-bad-pass")

@@ -1,0 +1,167 @@
+"""Building in a process of its own: the same text, the same errors, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compiled import give_kernels
+from helpers.families import TINY
+from safetensors.torch import load_file, save_file
+
+from mtpc.config import CompileOptions
+from mtpc.errors import BackendError, CheckpointError
+from mtpc.layout.progress import Progress
+from mtpc.program import child_process as apart
+from mtpc.program.child_process import build_in_child
+from mtpc.program.open_cache import open_cache
+from mtpc.weights.checkpoint import Checkpoint
+
+OPTIONS: dict[str, Any] = {
+    **TINY, "spec_tokens": 1, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",
+}  # fmt: skip
+CALLER = """
+import json, sys
+import torch
+import mtpc
+from mtpc.program import child_process as apart
+
+directory, cache, options, large = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+apart.LARGE = int(large)
+stages = []
+model = mtpc.compile(directory, lambda p: stages.append(p.stage), cache_dir=cache, **options)
+text = model.generate([3, 4, 5], 12, ignore_eos=True)
+heavy = {"transformers", "torch._inductor.compile_fx"} & set(sys.modules)
+print(json.dumps([text, stages, sorted(heavy), dict(model.stats.fallbacks)]))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache with kernels and nothing else."""
+    tmp_path.chmod(0o755)
+    give_kernels(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """build(directory, listener, **options): `build_in_child`, however small the checkpoint is."""
+    monkeypatch.setattr(apart, "LARGE", 0)
+
+    def run(directory: Path, listener: Any = lambda progress: None, **changes: Any) -> bool:
+        source = Checkpoint(directory)
+        options = CompileOptions(**{**OPTIONS, "cache_dir": cache, **changes})
+        opened = open_cache(source, options, print)
+        assert opened is not None
+        return build_in_child(source, options, "fused", opened, listener, print)
+
+    return run
+
+
+def _all_children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+@pytest.fixture
+def children() -> Callable[[], set[int]]:
+    """children(): processes that this test has started and not yet waited for."""
+    others = _all_children()  # Those of fixtures that live as long as the session.
+    return lambda: _all_children() - others
+
+
+def _call(directory: Path, cache: Path, large: int) -> list[Any]:
+    """CALLER in a process of its own: a script without a guard around its main part."""
+    options = json.dumps(OPTIONS)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLER, str(directory), str(cache), options, str(large)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_caller_that_had_it_built_is_as_light_as_a_warm_start(
+    checkpoint: Callable[..., Path], cache: Path, tmp_path: Path
+) -> None:
+    """It traced nothing, and says the text that who compiles by itself says."""
+    directory = checkpoint("mimo", "random")
+    text, stages, heavy, fallbacks = _call(directory, cache, 0)
+    assert {"load the model", "trace", "lower", "load"} <= set(stages)
+    assert (heavy, fallbacks) == ([], {})
+    give_kernels(tmp_path / "other")
+    same, _, in_process, _ = _call(directory, tmp_path / "other", apart.LARGE)
+    assert same == text
+    assert "torch._inductor.compile_fx" in in_process, "or the test above shows nothing"
+
+
+def test_its_errors_are_the_callers(
+    checkpoint: Callable[..., Path], tmp_path: Path, build: Callable[..., bool],
+    children: Callable[[], set[int]],
+) -> None:  # fmt: skip
+    directory = tmp_path / "spoilt"
+    directory.mkdir()
+    for path in checkpoint("mimo", "random").iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"hold NaN or infinity: .*mlp.up_proj.weight"):
+        build(directory)
+    assert not children()
+
+
+def test_a_caller_that_gives_up_leaves_nothing_running(
+    checkpoint: Callable[..., Path], build: Callable[..., bool], children: Callable[[], set[int]]
+) -> None:
+    """Ctrl-C reaches the caller alone."""
+    started: set[int] = set()
+
+    def interrupt(progress: Progress) -> None:
+        if progress.stage == "trace":
+            started.update(children())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(checkpoint("mimo", "random"), interrupt)
+    assert started
+    assert not children()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def test_a_process_that_dies_is_an_error(
+    checkpoint: Callable[..., Path], build: Callable[..., bool], children: Callable[[], set[int]]
+) -> None:
+    """As for want of memory; nothing of it is taken for a finished cache."""
+
+    def kill(progress: Progress) -> None:
+        if progress.stage == "trace":
+            for pid in children():
+                os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(BackendError, match=r"ended with status -9.*--jobs 1"):
+        build(checkpoint("mimo", "random"), kill)
+
+
+def test_where_no_process_is_of_use(
+    checkpoint: Callable[..., Path], tmp_path: Path, build: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A cache that cannot be written, and a small checkpoint: who asked compiles by itself."""
+    directory = checkpoint("mimo", "random")
+    (tmp_path / "file").write_bytes(b"")
+    assert not build(directory, cache_dir=tmp_path / "file" / "cache")
+    monkeypatch.setattr(apart, "LARGE", Checkpoint(directory).nbytes + 1)
+    assert not build(directory)

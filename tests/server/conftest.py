@@ -1,0 +1,30 @@
+"""The model that servers of this room serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.families import TINY
+from helpers.word_model import word_checkpoint
+
+import mtpc
+
+
+@pytest.fixture(scope="session")
+def word_spec(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> mtpc.SpecModel:
+    """A tiny model with tokenizer, chat template and sampling, as `mtpc serve` compiles it."""
+    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
+    return mtpc.compile(
+        directory,
+        spec_tokens=2,
+        backend="eager",
+        dtype="float64",
+        batch_buckets=(4,),
+        num_pages=22,
+        sampling=True,
+        **TINY,
+    )
