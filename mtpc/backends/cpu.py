@@ -36,6 +36,8 @@ from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.skip_idle_rows import SkipIdleRows
+from mtpc.store.entries import EntryStore
+from mtpc.store.machine import cpu_flags
 
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,

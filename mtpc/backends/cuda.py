@@ -23,6 +23,7 @@ from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
+from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
     # We capture the whole step ourselves; Inductor's graphs would copy its inputs.

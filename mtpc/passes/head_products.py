@@ -11,6 +11,7 @@ from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.passes.linears import weight_of
 from mtpc.passes.patterns import operands
+from mtpc.weights.packing import can_pack
 from mtpc.weights.recipes import Blocks, Convert
 
 aten = torch.ops.aten

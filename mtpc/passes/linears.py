@@ -50,7 +50,10 @@ class LinearGroup:
         return sum(_features(node) for node in self.nodes)
 
     def weight(self, form: Conversion | None = None) -> fx.Node:
-        """get_attr of their weights as one, in a form of `mtpc.weights.packing`; made once per program."""
+        """get_attr of their weights as one, in a form of `mtpc.weights.packing`.
+
+        It is made once per program.
+        """
         return joined_weight(self.graph, self._operands("weight"), form)
 
     def bias(self) -> fx.Node | None:
