@@ -197,8 +197,8 @@ def test_every_part_of_the_source_is_in_the_key(tmp_path: Path) -> None:
         ("capture/inline.py", "capture"),
         ("models/mimo.py", "models"),
         ("ops/attention.py", "ops"),
-        ("step.py", "step"),
-        ("pieces/accept.py", "step"),
+        ("step/step.py", "step"),
+        ("step/accept.py", "step"),
         ("backends/cpu.py", "backends"),
         ("backends/cpu_kernels/simd.h", "kernels"),
     ):

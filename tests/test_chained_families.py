@@ -25,7 +25,7 @@ from mtpc.layout import StepKey
 from mtpc.models.clamped_experts import ClampedExperts
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
-from mtpc.pieces.chain import KeepLast, MoveUp, Widen
+from mtpc.step.chaining import KeepLast, MoveUp, Widen
 
 FAMILIES = ("mimo_v2", "step3p7")
 

@@ -22,7 +22,7 @@ from mtpc.models.hf import TextRotary, share_model, stand_in, use_seams
 from mtpc.models.load import load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.weight_recipes import weight_recipes
-from mtpc.pieces.metadata import flat_metadata
+from mtpc.step.metadata import flat_metadata
 
 SLOTS, PAGE, DRAFTS = 4, 4, 3
 KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]

@@ -17,7 +17,7 @@ from test_theorem import poison
 
 import mtpc
 from mtpc.layout import StepKey
-from mtpc.pieces.metadata import BeginPrefill, LogitsRows
+from mtpc.step.metadata import BeginPrefill, LogitsRows
 
 WIDE: dict[str, Any] = {"prefill_chunk": 24, "busy_prefill_chunk": 5, "batch_buckets": (3,)}
 """Room for chunks of five tokens beside two requests that decode, whatever K is up to 4."""

@@ -10,7 +10,7 @@ import torch
 from mtpc import buffers
 from mtpc.layout import NO_SLOT, NULL_PAGE
 from mtpc.models.caches import PagedKV, RingKV, RingMetadata, ring_metadata
-from mtpc.pieces.metadata import flat_metadata
+from mtpc.step.metadata import flat_metadata
 
 PAGE, BLOCKS, SLOTS = 4, 12, 4
 HEADS, GROUPS, DIM, VALUE_DIM = 2, 2, 8, 6

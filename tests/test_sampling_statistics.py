@@ -53,7 +53,7 @@ from mtpc.engine.sampling_rows import write_sampling_rows
 from mtpc.layout import Layout, StepKey
 from mtpc.ops.accept import REPORTS
 from mtpc.passes import Verifier, run_pipeline, select_passes
-from mtpc.pieces.accept import Accept
+from mtpc.step.accept import Accept
 
 TOKENS, REQUESTS, ROUNDS, START = 6, 256, 192, 2
 LEVEL = 1e-4

@@ -22,7 +22,6 @@ ORDER = (
     ("buffers", "progress", "serving"),
     ("cache.key", "cache.safety", "cache.machine", "cache.store", "cache.lookup"),
     ("ops",),
-    ("pieces",),
     ("step",),
     ("capture.graph", "capture.effects", "capture.inline"),
     ("capture.trace", "capture.split", "passes", "models"),

@@ -26,7 +26,7 @@ _SOURCES = {
     "models": ("models/*.py", "checkpoint.py", "recipes.py"),
     "ops": ("ops/*.py", "packing.py"),
     "passes": ("passes/*.py",),
-    "step": ("step.py", "pieces/*.py", "layout.py", "buffers.py", "compiler.py"),
+    "step": ("step/*.py", "layout.py", "buffers.py", "compiler.py"),
     "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),
     "kernels": ("backends/cpu_kernels/*.cpp", "backends/cpu_kernels/*.h"),
 }

@@ -19,12 +19,12 @@ from torch.export import Dim
 from mtpc.buffers import P
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
-from mtpc.pieces.accept import Accept, AcceptPrefill
-from mtpc.pieces.advance import Advance
-from mtpc.pieces.chain import KeepLast, MoveUp, Widen
-from mtpc.pieces.choose import Choose, Pick, Record, SampleChoice, SampleDraft
-from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
-from mtpc.step import Step, StepModel, StepPieces
+from mtpc.step.accept import Accept, AcceptPrefill
+from mtpc.step.advance import Advance
+from mtpc.step.chaining import KeepLast, MoveUp, Widen
+from mtpc.step.choose import Choose, Pick, Record, SampleChoice, SampleDraft
+from mtpc.step.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
+from mtpc.step.step import Step, StepModel, StepPieces
 
 TRACE_REQS, TRACE_TOKENS = 3, 7
 """Sizes used while tracing; any two different numbers above 1 that nothing else in a model has."""

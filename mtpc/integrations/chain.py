@@ -27,8 +27,8 @@ from mtpc.layout import BufferSpec, Layout, StepKey
 from mtpc.models.caches import CachePool
 from mtpc.models.hf import StepContext, run_mtp_layer
 from mtpc.passes import Verifier, run_pipeline, select_passes
-from mtpc.pieces.choose import Pick
-from mtpc.pieces.metadata import ChainMetadata
+from mtpc.step.choose import Pick
+from mtpc.step.metadata import ChainMetadata
 
 aten = torch.ops.aten
 

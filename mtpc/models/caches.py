@@ -14,7 +14,7 @@ from mtpc.buffers import N, P, S, ring_pages
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec
 from mtpc.ops.ragged import request_of
-from mtpc.step import Metadata
+from mtpc.step.step import Metadata
 
 
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

@@ -46,7 +46,7 @@ class MTPWiring:
         target_features: which hidden state of the target feeds the draft.
         chain: drafts beyond the number of MTP layers. "recycle" applies the last layer again and
             again on its own output; with one layer these are all drafts but the first. Up to that
-            number, draft i is MTP layer i's, run over all rows (see `mtpc.pieces.chain`).
+            number, draft i is MTP layer i's, run over all rows (see `mtpc.step.chaining`).
     """
 
     embedding_norm: str

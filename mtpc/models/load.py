@@ -72,7 +72,7 @@ class LoadedModel:
 
     @property
     def chain_window(self) -> int:
-        """Rows before a step's own that the MTP layers compute again; see `pieces.chain`."""
+        """Rows before a step's own that the MTP layers compute again; see `mtpc.step.chaining`."""
         return max(len(self.mtp_layers) - 1, 0)
 
     def state_specs(self) -> tuple[BufferSpec, ...]:
@@ -97,7 +97,7 @@ class LoadedModel:
 
 
 class SteppedModel:
-    """A `LoadedModel` on given page pools, in the form that `mtpc.step` wants (a `StepModel`)."""
+    """A `LoadedModel` on given page pools, in the form that a step wants: a `StepModel`."""
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         pool = CachePool(pools, num_slots)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mtpc.layout import StepKey
 from mtpc.ops.ragged import request_of
-from mtpc.pieces.accept import move_up
-from mtpc.pieces.metadata import flat_metadata
+from mtpc.step.accept import move_up
+from mtpc.step.metadata import flat_metadata
 
 
 class Widen(nn.Module):

@@ -4,7 +4,7 @@ verify (target forward on R*Q tokens) -> choose -> accept -> propose (the draft 
 verified rows, then K-1 chained single-row steps) -> advance. `Step.forward` is traced symbolically;
 the modules it calls are leaves that `capture.trace` exports one by one, so that the target and the
 draft layer are traced once for all buckets and all K. The leaves that are not the model's are in
-`pieces`, with what they compute in closed form.
+the modules beside this one, with what they compute in closed form.
 
 L is the committed length, the tokens whose KV is final; after a step that accepted a drafts it is
 L' = L + a + 1, and draft step i >= 1 works on the single row at position L' + i - 1.
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mtpc.layout import StepKey
-from mtpc.pieces.choose import NO_POSITION
+from mtpc.step.choose import NO_POSITION
 
 aten = torch.ops.aten
 
