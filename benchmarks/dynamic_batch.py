@@ -49,6 +49,7 @@ from mtpc.capture.trace import ModelTraces
 from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import SteppedModel, load
+from mtpc.step.records import Metadata
 
 CACHE_SCALE = 0.5
 """Standard deviation of what the caches hold before the first call."""
@@ -96,14 +97,16 @@ class Model:
         table = 1 + torch.arange(reqs * self.blocks).view(reqs, self.blocks)  # Page 0 is nobody's.
         owner = torch.arange(reqs).repeat_interleave(rows)
         slots = table[owner, positions // self.page_size] * self.page_size
-        return (
-            ids,
-            positions,
-            slots + positions % self.page_size,
-            table.int(),
-            torch.full((reqs,), context + rows, dtype=torch.int32),
-            torch.arange(0, reqs * rows + 1, rows, dtype=torch.int32),
+        metadata = Metadata(
+            positions=positions,
+            slot_mapping=slots + positions % self.page_size,
+            seq_lens=torch.full((reqs,), context + rows, dtype=torch.int32),
+            query_start_loc=torch.arange(0, reqs * rows + 1, rows, dtype=torch.int32),
+            block_table=table.int(),
+            state_slots=torch.arange(reqs),
+            certain_lens=torch.ones(reqs, dtype=torch.int32),  # All but the drafts is certain.
         )
+        return (ids, *metadata)
 
 
 def load_model(directory: Path, args: argparse.Namespace) -> Model:
@@ -158,7 +161,7 @@ def build(model: Model, inputs: tuple[Tensor, ...], is_dynamic: bool, directory:
 def _dims() -> tuple[Any, ...]:
     """Dynamic sizes of `Verify`'s arguments: T flat tokens, R requests."""
     tokens, requests = Dim("tokens"), Dim("requests")
-    per_request = ({0: requests}, {0: requests}, {0: requests + 1})
+    per_request = ({0: requests}, {0: requests + 1}, *([{0: requests}] * 3))
     return ({0: tokens}, ({0: tokens}, {0: tokens}, *per_request))
 
 

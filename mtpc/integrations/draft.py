@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim
 
 from mtpc.capture.trace import TRACE_TOKENS, export_piece
 from mtpc.checkpoint import check_finite, listing
@@ -215,7 +214,7 @@ def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
     floats = torch.zeros(TRACE_TOKENS, width, dtype=options.dtype, device=options.device)
     positions = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=options.device)
     example = (floats, positions, torch.zeros_like(floats))
-    traced = export_piece(rows, example, tuple({0: Dim.DYNAMIC} for _ in example))
+    traced = export_piece(rows, example)
     # Besides casts that cast nothing: latents are expanded by the model, and used as they are.
     drop_identities(traced.graph)
     # A plain module, for hosts call eval() on it, which export's refuses; and in it the traced

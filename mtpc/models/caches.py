@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from mtpc.buffers import N, P, S, ring_pages
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec
 from mtpc.ops.ragged import request_of
-from mtpc.step.step import Metadata
+from mtpc.step.records import Metadata
 
 
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
@@ -99,29 +99,15 @@ class PagedKV:
         return out[None]
 
 
-@dataclass
-class RingMetadata:
-    """A forward's metadata as rings see it: pages by arithmetic instead of by the block table.
+def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> Metadata:
+    """Metadata for rings of `pages` pages, from metadata for paged caches.
 
-    Block j of request slot s is page 1 + (s - 1) * n + j % n of a pool with rings of n pages. So
-    the pages a window needs are found, and written, by what works on paged caches; older blocks
-    name pages that hold newer tokens, and the window masks them. A rejected row costs nothing to
-    take back: its place is written again before anything attends to it.
-    """
-
-    positions: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    state_slots: Tensor
-    certain_lens: Tensor
-
-
-def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadata:
-    """Metadata for rings of `pages` pages, from that for paged caches.
-
-    Rows without a slot, requests that are off and blocks without a page have none here either.
+    The block table is computed, not stored: block j of request slot s is page
+    1 + (s - 1) * n + j % n of a pool with rings of n pages. With such a table, operators for paged
+    caches read and write rings. Entries of older blocks name pages that hold newer tokens, which
+    the window masks. A rejected row needs no rollback: its place is written again before any row
+    attends to it. A row without a cache slot, an inactive request and a block without a page stay
+    without one.
     """
     slots = metadata.state_slots
     first = torch.where(slots == SCRATCH_SLOT, 0, (slots - 1) * pages + 1)
@@ -133,15 +119,7 @@ def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadat
     page = first[request] + metadata.positions // page_size % pages
     slot = page * page_size + metadata.positions % page_size
     slot = torch.where(metadata.slot_mapping == NO_SLOT, NO_SLOT, slot)
-    return RingMetadata(
-        metadata.positions,
-        slot,
-        table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        slots,
-        metadata.certain_lens,
-    )
+    return replace(metadata, slot_mapping=slot, block_table=table)
 
 
 @dataclass(frozen=True)

@@ -1,68 +1,89 @@
 """Which tokens a step emits: acceptance of drafts, and stops.
 
-The longest prefix of drafts that equals the target's own choices, then the choice after it as
-bonus token; `choose` has made them, greedily or at random. An accepted draft EQUALS the target's
-choice, so the emitted tokens are the first a + 1 choices, and they are also the draft layer's
-shifted inputs. `mtpc::accept` does it for both phases.
+A step accepts the longest prefix of drafts that equals the target's own choices, and emits the
+choice after it as a bonus token. `choose` has made the choices, greedily or at random. An accepted
+draft EQUALS the target's choice. So the emitted tokens are the first a + 1 choices, and they are
+also the draft layer's inputs, shifted by one. The operator `mtpc::accept` serves both phases.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mtpc.ops.accept  # noqa: F401  (registers the op)
+from mtpc.step.records import Accepted, TensorRecord
+
+
+@dataclass(frozen=True)
+class AcceptInputs(TensorRecord):
+    """The arguments of `mtpc::accept` that both phases have, in its order; see there."""
+
+    out_token_ids: Tensor
+    num_accepted: Tensor
+    num_emitted: Tensor
+    stop_reason: Tensor
+    chosen: Tensor
+    finite: Tensor
+    ids: Tensor
+    query_start_loc: Tensor
+    context_lens: Tensor
+    active: Tensor
+    remaining_tokens: Tensor
+    stop_ids: Tensor
+    state_indices: Tensor
 
 
 class Accept(nn.Module):
-    """Acceptance, stops, and the rows that go on: `mtpc::accept` by its own arguments.
+    """Acceptance in a decode step."""
 
-    Returns next_ids [T] (draft-layer inputs: ids shifted left by one), anchors [R] (flat row of the
-    last accepted token), remaining and new_lens [R], and which row of `chosen` was the last one
-    accepted [R].
-    """
-
-    def forward(  # type: ignore[no-untyped-def]
-        self, out_token_ids, num_accepted, num_emitted, stop_reason, chosen, *rows
-    ):
-        reports = (out_token_ids, num_accepted, num_emitted, stop_reason)
-        anchors, *lens = torch.ops.mtpc.accept(*reports, chosen, *rows)
-        return chosen, anchors, *lens, anchors
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`AcceptInputs` -> `Accepted`."""
+        given = AcceptInputs(*inputs)
+        anchors, remaining, lens = torch.ops.mtpc.accept(*given)
+        return tuple(Accepted(given.chosen, anchors, remaining, lens, anchors))
 
 
 class AcceptPrefill(nn.Module):
-    """Prefill's acceptance: prompt tokens are certain; a request whose prompt ends here emits one.
+    """Acceptance in a prefill step.
 
-    `next_prompt_id` [R] is the prompt token after this chunk, or -1 where the chunk is the last.
-    `chosen` and `finite` [R*W], W = K + 1, are of each request's last row, W times; of who decodes,
-    `is_decoding` [R], they are of all its rows, and its drafts are accepted as ever. Returns as
-    `Accept`.
+    The tokens of a prompt are certain, and a request whose prompt ends in this step emits one
+    token. A request that decodes in this step has its drafts accepted as in a decode step.
     """
 
-    def forward(  # type: ignore[no-untyped-def]
-        self, out_token_ids, num_accepted, num_emitted, stop_reason, chosen, finite, ids,
-        query_start_loc, context_lens, active, remaining_tokens, stop_ids, state_indices,
-        next_prompt_id, is_decoding,
-    ):  # fmt: skip
-        is_prompt = active & (is_decoding == 0)
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`AcceptInputs`, then `next_prompt_id` and `is_decoding` -> `Accepted`.
+
+        `chosen` and `finite` hold W = K + 1 entries a request. Those of a prompt are all of its
+        last row. `next_prompt_id` [R] is the prompt's token after this chunk; -1 after the last
+        chunk. `is_decoding` [R] is 0 where the rows are a prompt's.
+        """
+        *common, next_prompt_id, is_decoding = inputs
+        given = AcceptInputs(*common)
+        is_prompt = given.active & (is_decoding == 0)
         goes_on = is_prompt & (next_prompt_id >= 0)
-        reports = (out_token_ids, num_accepted, num_emitted, stop_reason)
-        rows = (chosen, finite, ids, query_start_loc, context_lens, active)
-        limits = (remaining_tokens, stop_ids, state_indices)
-        anchors, *lens = torch.ops.mtpc.accept(*reports, *rows, *limits, is_prompt, goes_on)
-        num_reqs = active.shape[0]
+        anchors, remaining, lens = torch.ops.mtpc.accept(*given, is_prompt, goes_on)
+        ids, chosen, num_reqs = given.ids, given.chosen, given.active.shape[0]
         firsts = torch.arange(num_reqs, device=ids.device) * (chosen.shape[0] // num_reqs)
-        last = firsts + num_accepted  # As the operator has just written it.
+        last = firsts + given.num_accepted  # As the operator has just written it.
         following = torch.where(goes_on, next_prompt_id, chosen[last])
-        return move_up(ids, anchors, active, following), anchors, *lens, last
+        next_ids = move_up(ids, anchors, given.active, following)
+        return tuple(Accepted(next_ids, anchors, remaining, lens, last))
 
 
-def move_up(
-    ids: torch.Tensor, anchors: torch.Tensor, active: torch.Tensor, following: torch.Tensor
-) -> torch.Tensor:
-    """ids [T] shifted left by one; each active request's anchor row takes its following token [R].
+def move_up(ids: Tensor, anchors: Tensor, active: Tensor, following: Tensor) -> Tensor:
+    """Shift ids to the left by one; the anchor row of each active request takes `following`.
 
-    A comparison, not a scatter: a padded request's anchor may coincide with a live one's.
+    It compares rows and does not scatter, because the anchor of a request that is off may be the
+    same row as the anchor of an active one.
+
+    Args:
+        ids: int64 [T].
+        anchors: int64 [R], flat rows.
+        active: bool [R].
+        following: int64 [R], the token after each anchor.
     """
     row = torch.arange(ids.shape[0], device=ids.device)
     is_anchor = (row[:, None] == anchors[None, :]) & active[None, :]
