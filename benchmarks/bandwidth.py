@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from mtpc.packing import allocate
+from mtpc.weights.packing import allocate
 
 BUFFER_BYTES = 1 << 30
 """More than the caches hold, and as much as a step reads at 0.5B: a Xeon's 480 MB of third level

@@ -54,7 +54,7 @@ from benchmarks.models import (
 from benchmarks.report import COLUMNS, NOTES, cells, print_rows
 from benchmarks.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.vllm_decoder import VllmDecoder, VllmProcess
-from mtpc.progress import Progress
+from mtpc.layout.progress import Progress
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""

@@ -46,7 +46,6 @@ from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.package import LIBRARY
 from mtpc.capture.trace import ModelTraces
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import SteppedModel, load
 from mtpc.step.records import Metadata

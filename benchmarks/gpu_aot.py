@@ -22,10 +22,10 @@ from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.targets import Target, parse_target
-from mtpc.cache.store import EntryStore
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load, place
+from mtpc.program.compiler import StepCompiler
+from mtpc.store.entries import EntryStore
 
 FAMILY, DRAFTS = "deepseek_v3", 3
 """Latent attention, experts and cache writes."""
@@ -45,7 +45,7 @@ def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
             row.note = _build_only(directory, options)
             return row
         from mtpc.backends.triton_kernels.loading import device_target
-        from mtpc.cross import build_kernels
+        from mtpc.program.cross_compile import build_kernels
 
         target = device_target()
         if target is None:
@@ -62,7 +62,7 @@ def _build_only(directory: Path, options: CompileOptions) -> str:
     """Without a device: what there is to say."""
     if not util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
         return "nothing was built: no Triton, or only its interpreter"
-    from mtpc.cross import build_kernels
+    from mtpc.program.cross_compile import build_kernels
 
     built = build_kernels(directory, options, (DRAFTS,), [parse_target(DRY_TARGET)])
     return f"{len(built.kernels)} code objects built for {DRY_TARGET}; no device to load them"

@@ -18,12 +18,12 @@ from benchmarks.models import load_target
 from mtpc.api import SpecModel
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, compile_flat
-from mtpc.capture.program import CapturedStep, Program
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import LoadedModel
 from mtpc.models.save import save_checkpoint
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.program import CapturedStep, Program
 
 OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
 """Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""

@@ -11,9 +11,9 @@ from benchmarks.gpu_machine import Machine
 from benchmarks.gpu_rows import Row
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load, place
+from mtpc.program.compiler import StepCompiler
 from tests import tiny
 
 FAMILIES = tuple(family.name for family in mtpc.models.FAMILIES)

@@ -14,9 +14,9 @@ from mtpc.backends.cuda import CudaBackend, lower_by_inductor, open_cuda
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import Graphs, TorchGraphs
 from mtpc.backends.null import NullGraphs
-from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph
 from mtpc.config import cache_directory
+from mtpc.store.entries import EntryStore
 
 COPY_BYTES = 2 << 30
 """Of the copied buffer; far more than the caches hold."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.layout import SCRATCH_SLOT
-from mtpc.packing import pack, quantise, row_scales
 from mtpc.sampling_params import FLOATS, INTS
+from mtpc.weights.packing import pack, quantise, row_scales
 
 LENGTHS = ((37, 4), (1, 1), (0, 3), (130, 2))
 """Of each request: positions with its rows, and rows; without positions it is off."""

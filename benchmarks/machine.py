@@ -64,17 +64,20 @@ def system_field(path: str, pattern: str) -> str | None:
     return match[1].strip() if match else None
 
 
+def field_bytes(path: str, name: str) -> int | None:
+    """Bytes of a line `name: N kB` in a file of /proc; None where there is no such."""
+    found = system_field(path, rf"{name}:\s*(\d+) kB")
+    return None if found is None else 1024 * int(found)
+
+
 def memory_shortage() -> str | None:
     """What to say where so little memory is left that times would be of paging, else None."""
-    total, free = (
-        int(system_field("/proc/meminfo", rf"{name}:\s*(\d+) kB") or 0)
-        for name in ("MemTotal", "MemAvailable")
-    )
-    if free >= total * _LEAST_FREE:
+    total, free = (field_bytes("/proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
+    if total is None or free is None or free >= total * _LEAST_FREE:
         return None
     return (
-        f"only {free / 2**20:.1f} of {total / 2**20:.1f} GiB of memory are left: what is measured "
-        "will be paging: ask for fewer K, or for fewer engines, in one run"
+        f"only {free / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are left, so that what is "
+        "measured will be paging: ask for fewer K, or for fewer engines, in one run"
     )
 
 

@@ -26,7 +26,7 @@ from benchmarks.command import (
     working_directory,
     write_results,
 )
-from benchmarks.machine import system_field
+from benchmarks.machine import field_bytes
 from benchmarks.models import SHAPES, write_checkpoint
 
 MIB = 2**20
@@ -103,9 +103,9 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 def _status(field: str) -> int:
     """Bytes of this process, by /proc/self/status."""
-    found = system_field("/proc/self/status", rf"{field}:\s*(\d+) kB")
+    found = field_bytes("/proc/self/status", field)
     assert found is not None
-    return 1024 * int(found)
+    return found
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

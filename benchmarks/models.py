@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.models import FAMILIES, ModelFamily
+from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.family import find_norm_class
-from mtpc.models.glm4_moe import GLM4_MOE
 from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.save import save_checkpoint
 

@@ -43,10 +43,10 @@ from benchmarks.command import (
 from benchmarks.machine import CpuWatch
 from benchmarks.models import SHAPES, write_checkpoint
 from benchmarks.sampling import ATTEMPTS, Tell
-from mtpc.capture.program import CapturedStep, Program
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
 from mtpc.layout import StepKey
+from mtpc.program.program import CapturedStep, Program
 from mtpc.server.options import ServerOptions
 from mtpc.server.run import Running, run_server
 

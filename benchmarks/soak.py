@@ -26,7 +26,7 @@ import torch
 
 import mtpc
 from benchmarks.command import new_parser, positive, teller
-from benchmarks.machine import describe_machine, describe_versions, system_field
+from benchmarks.machine import describe_machine, describe_versions, field_bytes
 from benchmarks.sampling import Tell
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
@@ -194,10 +194,10 @@ def count(traffic: Traffic, tokens: int, seconds: float) -> Record:
 
 def resident_mib() -> float:
     """Resident memory of this process."""
-    found = system_field("/proc/self/status", r"VmRSS:\s*(\d+) kB")
-    if found is None:
+    resident = field_bytes("/proc/self/status", "VmRSS")
+    if resident is None:
         raise RuntimeError("/proc/self/status does not say what is resident; soak needs Linux")
-    return int(found) / 1024
+    return resident / 2**20
 
 
 def soak(

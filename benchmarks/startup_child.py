@@ -70,7 +70,7 @@ def start_memory(job: dict[str, Any], reach: Reach) -> Report:
     import safetensors  # noqa: F401
     import torch
 
-    from mtpc.packing import allocate
+    from mtpc.weights.packing import allocate
 
     reach("import")
     size = sum(tensor.nbytes for tensor in _map_weights(job).values())

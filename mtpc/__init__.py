@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mtpc.host.hosted import HostedModel
     from mtpc.host.program import HostProgram
     from mtpc.integrations import transformers
+    from mtpc.layout.progress import Progress
     from mtpc.sampling_params import SamplingParams
 
 # Public names are loaded on first use: `import mtpc` must not import torch.
@@ -37,6 +38,7 @@ _HOMES = {
     "compile_host": "mtpc.host.compile",
     "HostedModel": "mtpc.host.hosted",
     "HostProgram": "mtpc.host.program",
+    "Progress": "mtpc.layout.progress",
     "SamplingParams": "mtpc.sampling_params",
     "Stats": "mtpc.engine.stats",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "Grammar",
     "HostProgram",
     "HostedModel",
+    "Progress",
     "SamplingParams",
     "SpecModel",
     "Stats",

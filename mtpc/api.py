@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtpc.apart import build_apart
 from mtpc.backends import choose_backend
-from mtpc.cache.opening import kernel_store, open_cache
-from mtpc.cache.steps import StepCache
-from mtpc.capture.program import Program
-from mtpc.checkpoint import Checkpoint, stored_dtype
 from mtpc.config import CompileOptions
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
@@ -25,10 +20,15 @@ from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import RequestError
-from mtpc.progress import Listener, Progress, line_reporter
-from mtpc.restore import restore
+from mtpc.layout.progress import Listener, Progress, line_reporter
+from mtpc.program.child_process import build_apart
+from mtpc.program.opening import kernel_store, open_cache
+from mtpc.program.program import Program
+from mtpc.program.restore import restore
+from mtpc.program.step_cache import StepCache
 from mtpc.sampling_params import SamplingParams
-from mtpc.serving import ServedModel
+from mtpc.weights.checkpoint import Checkpoint, stored_dtype
+from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel
@@ -50,7 +50,7 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     Args:
         model: a checkpoint directory (str or Path), or a transformers model loaded from one; a
             model object is shared, not copied, and left as it was.
-        progress: called with a `mtpc.progress.Progress` at each stage of each bucket; by default
+        progress: called with a `mtpc.Progress` at each stage of each bucket; by default
             lines on stderr where that is a terminal.
         **options: fields of `mtpc.config.CompileOptions`, or their aliases
             (`num_speculative_tokens` for `spec_tokens`).
@@ -103,12 +103,12 @@ def _compile(
 ) -> SpecModel:
     """Trace and lower what the cache does not have."""
     # Imported here: a warm start needs none of transformers, export and Inductor.
-    from mtpc.ahead import CachingCompiler
     from mtpc.backends.cpu import CpuBackend
     from mtpc.backends.cuda import CudaBackend
-    from mtpc.budget import settle_pages
-    from mtpc.compiler import StepCompiler
     from mtpc.models.load import load, place
+    from mtpc.program.caching_compiler import CachingCompiler
+    from mtpc.program.compiler import StepCompiler
+    from mtpc.program.memory_plan import settle_pages
 
     # First: that there is no GPU should not be said after minutes of loading.
     store = kernel_store(options, cache)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mtpc.packing import pack, quantise, row_scales
+from mtpc.weights.packing import pack, quantise, row_scales
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TOLERANCE = {

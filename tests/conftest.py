@@ -17,18 +17,18 @@ from store_writer import DIGEST, filled
 from word_model import word_checkpoint
 
 import mtpc
-from mtpc.ahead import CachingCompiler
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.cache.opening import open_cache
-from mtpc.cache.store import Entry, EntryStore
-from mtpc.capture.program import CapturedStep
-from mtpc.checkpoint import Checkpoint
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.opening import open_cache
+from mtpc.program.program import CapturedStep
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.weights.checkpoint import Checkpoint
 
 # Where an assert of theirs fails, what it compared is shown, as in a test.
 pytest.register_assert_rewrite("side_by_side", "turns", "watched_host")

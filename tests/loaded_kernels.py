@@ -23,7 +23,7 @@ from mtpc.backends.triton_kernels import plans
 from mtpc.backends.triton_kernels.crosscompile import cross_compile, gpu_target
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.loading import CodeObjects
-from mtpc.cache.store import EntryStore
+from mtpc.store.entries import EntryStore
 
 
 class Driver:

@@ -18,9 +18,9 @@ from tiny import (
     text_config,
 )
 
-from mtpc.checkpoint import Checkpoint
 from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import load_mtp_layer
+from mtpc.weights.checkpoint import Checkpoint
 
 MIN_MARGIN = 1e-6
 """Least top-1 margin of a logit row that a test may rest on: far above float64 rounding, so a

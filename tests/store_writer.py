@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
-from mtpc.cache.key import digest
-from mtpc.cache.store import SUMS, Entry, EntryStore
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
+from mtpc.store.entries import SUMS, Entry, EntryStore
+from mtpc.store.key import digest
 
 DIGEST = "0123456789abcdef" * 2
 """The entry that most tests are about."""
@@ -192,7 +192,7 @@ TAMPERINGS: dict[str, tuple[Tampering, str]] = {
 
 def put(store: EntryStore, **changes: str) -> Entry:
     """An entry under FIELDS with these changes."""
-    from mtpc.cache.lookup import KEY, key_bytes  # Imports torch, which no other process needs.
+    from mtpc.store.lookup import KEY, key_bytes  # Imports torch, which no other process needs.
 
     fields = {**FIELDS, **changes}
 

@@ -23,10 +23,10 @@ from mtpc.backends.aiter_ops import page_lists
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 REFERENCE = torch.ops.mtpc
 

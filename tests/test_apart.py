@@ -16,13 +16,13 @@ import torch
 from conftest import TINY, give_kernels
 from safetensors.torch import load_file, save_file
 
-from mtpc import apart
-from mtpc.apart import build_apart
-from mtpc.cache.opening import open_cache
-from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CheckpointError
-from mtpc.progress import Progress
+from mtpc.layout.progress import Progress
+from mtpc.program import child_process as apart
+from mtpc.program.child_process import build_apart
+from mtpc.program.opening import open_cache
+from mtpc.weights.checkpoint import Checkpoint
 
 OPTIONS: dict[str, Any] = {
     **TINY, "spec_tokens": 1, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",
@@ -31,7 +31,7 @@ CALLER = """
 import json, sys
 import torch
 import mtpc
-from mtpc import apart
+from mtpc.program import child_process as apart
 
 directory, cache, options, large = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)

@@ -16,11 +16,11 @@ from test_sampling import FILTERS, SamplingOracle, sampling_oracle  # noqa: F401
 from torch import Tensor
 
 import mtpc
-from mtpc.capture.program import Program
 from mtpc.engine import engine as engine_module
 from mtpc.engine.readout import DeviceMoment, HostMoment, Readout
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import RESULT_BUFFERS, StepKey
+from mtpc.program.program import Program
 
 
 def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:

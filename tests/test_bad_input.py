@@ -24,7 +24,7 @@ from mtpc.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from mtpc.progress import Progress
+from mtpc.layout.progress import Progress
 
 EAGER = {"backend": "eager", "dtype": "float64", "batch_buckets": (1,), **TINY}
 

@@ -25,7 +25,7 @@ from benchmarks.models import (
     write_checkpoint,
 )
 from benchmarks.sampling import Case, Plan, Row, Sample, sample_in_turns, summarise
-from mtpc.models.glm4_moe import GLM4_MOE
+from mtpc.models.families.glm4_moe import GLM4_MOE
 
 K = 1
 ARGUMENTS = (

@@ -20,11 +20,11 @@ from test_theorem import PROMPTS
 from torch import Tensor
 
 import mtpc
-from mtpc.checkpoint import Checkpoint
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
-from mtpc.recipes import make
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.recipes import make
 
 EAGER = {"backend": "eager", "dtype": "float64", "batch_buckets": (2,), **TINY}
 NOTE = "block-scaled FP8 weight"

@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 from warm_starts import BATCH, DECODE, PREFILL, copied, edit_weights, warm
 
 import mtpc
-from mtpc.cache.opening import open_cache
-from mtpc.cache.steps import graph_file
-from mtpc.capture.program import Program
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CheckpointError
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.opening import open_cache
+from mtpc.program.program import Program
+from mtpc.program.step_cache import graph_file
 
 __all__ = ["copied", "warm"]
 
@@ -43,7 +43,7 @@ options = json.loads(sys.argv[3])
 spec = mtpc.compile(sys.argv[1], cache_dir=sys.argv[2], frozen=True, **options)
 print(json.dumps(spec.generate({BATCH!r}, 16)))
 heavy = ("transformers", "torch._inductor", "torch._dynamo", "sympy", "networkx",
-         "mtpc.compiler", "mtpc.capture.trace", "mtpc.models")
+         "mtpc.program.compiler", "mtpc.capture.trace", "mtpc.models")
 print(json.dumps([name for name in heavy if name in sys.modules]))
 """
     wanted = cpu_built("glm4_moe").spec.generate(BATCH, 16)
@@ -66,7 +66,7 @@ def test_graphs_are_the_same_text_every_time(
     code = """
 import sys, json
 from mtpc.backends.cpu import CpuBackend
-from mtpc.compiler import StepCompiler
+from mtpc.program.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -234,7 +234,7 @@ requests = [served.add(prompt, 16) for prompt in {BATCH!r}]
 while served.step():
     pass
 heavy = ("transformers", "torch._inductor", "torch._dynamo", "sympy", "networkx",
-         "mtpc.compiler", "mtpc.capture.trace", "mtpc.models")
+         "mtpc.program.compiler", "mtpc.capture.trace", "mtpc.models")
 print(json.dumps([request.output for request in requests]))
 print(json.dumps([name for name in heavy if name in sys.modules]))
 print(json.dumps([dict(model.fallbacks), len(served.accepted)]))

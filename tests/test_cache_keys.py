@@ -15,14 +15,14 @@ from conftest import CPU_OPTIONS, CpuBuilt
 from warm_starts import DECODE, copied, edit_weights
 
 import mtpc
-from mtpc.ahead import CachingCompiler
-from mtpc.cache.lookup import key_of
-from mtpc.cache.opening import open_cache
-from mtpc.cache.steps import StepCache, step_fields
-from mtpc.cache.store import EntryStore
-from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.opening import open_cache
+from mtpc.program.step_cache import StepCache, step_fields
+from mtpc.store.entries import EntryStore
+from mtpc.store.lookup import key_of
+from mtpc.weights.checkpoint import Checkpoint
 
 __all__ = ["copied"]
 
@@ -133,13 +133,13 @@ def test_models_in_the_key(
     [
         ("mtpc.__version__", "9.9", "version.mtpc"),
         ("torch.version.git_version", "9" * 40, "version.torch"),
-        ("mtpc.cache.machine.metadata.version", lambda name: "9.9", "version.transformers"),
+        ("mtpc.store.machine.metadata.version", lambda name: "9.9", "version.transformers"),
         ("torch.get_num_threads", lambda: 7, "machine.threads"),
         ("torch.are_deterministic_algorithms_enabled", lambda: True, "torch.deterministic"),
         ("torch.get_float32_matmul_precision", lambda: "low", "torch.float32_matmul_precision"),
         ("torch.get_default_dtype", lambda: torch.float64, "torch.default_dtype"),
         ("platform.machine", lambda: "vax", "machine.platform"),
-        ("mtpc.cache.machine.compiler_version", lambda: "g++ 99", "machine.compiler"),
+        ("mtpc.store.machine.compiler_version", lambda: "g++ 99", "machine.compiler"),
     ],
 )
 def test_the_machine_in_the_key(
@@ -159,7 +159,7 @@ def test_the_processor_in_the_key(
 ) -> None:
     """An AVX-512 machine's code is not for a machine without."""
     before = fields_of(checkpoint("mimo"))
-    monkeypatch.setattr("mtpc.cache.machine._cpu", lambda: ("Zen 9", frozenset({"avx2"})))
+    monkeypatch.setattr("mtpc.store.machine._cpu", lambda: ("Zen 9", frozenset({"avx2"})))
     after = fields_of(checkpoint("mimo"))
     assert changed_fields(before, after) == {"machine.cpu", "machine.instruction_sets"}
 
@@ -187,7 +187,7 @@ def test_the_environment_in_the_key(
 
 def test_every_part_of_the_source_is_in_the_key(tmp_path: Path) -> None:
     """Of every file that has a say in a graph, one changed byte is a miss, in its own field."""
-    from mtpc.cache.machine import source_fields
+    from mtpc.store.machine import source_fields
 
     package = Path(shutil.copytree(Path(mtpc.__file__).parent, tmp_path / "mtpc"))
     before = source_fields(package)

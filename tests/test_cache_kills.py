@@ -17,8 +17,8 @@ from test_cli_cache import option_words
 from test_theorem import PROMPTS
 
 import mtpc
-from mtpc.cache.lookup import readable
-from mtpc.cache.store import EntryStore
+from mtpc.store.entries import EntryStore
+from mtpc.store.lookup import readable
 
 KILLS = 50
 LONGEST_S = 25.0

@@ -12,10 +12,10 @@ import pytest
 import store_writer
 from store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, put
 
-from mtpc.cache import store as store_module
-from mtpc.cache.lookup import KEY, find, peek
-from mtpc.cache.store import SUMS, Entry, EntryStore
 from mtpc.errors import CacheError, DamagedEntryError
+from mtpc.store import entries as store_module
+from mtpc.store.entries import SUMS, Entry, EntryStore
+from mtpc.store.lookup import KEY, find, peek
 
 NOBODY = 65534
 

@@ -12,9 +12,9 @@ from conftest import CPU_OPTIONS, CpuBuilt
 from warm_starts import BATCH, DECODE, warm
 
 import mtpc
-from mtpc.cache.steps import CachedStep
-from mtpc.cache.store import SUMS
 from mtpc.errors import CacheError, OptionError
+from mtpc.program.step_cache import CachedStep
+from mtpc.store.entries import SUMS
 
 __all__ = ["warm"]
 

@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_writer import DIGEST, FIRST, attempt, filled, generation, in_tmp, no_wait, refusal
 
-from mtpc.cache.key import digest
-from mtpc.cache.lookup import KEY, find, key_of, nearest, readable
-from mtpc.cache.machine import COMPILER
-from mtpc.cache.store import SUMS, EntryStore, _parse_sums, _render_sums
 from mtpc.errors import DamagedEntryError
+from mtpc.store.entries import SUMS, EntryStore, _parse_sums, _render_sums
+from mtpc.store.key import digest
+from mtpc.store.lookup import KEY, find, key_of, nearest, readable
+from mtpc.store.machine import COMPILER
 
 ROOT = os.geteuid() == 0
 NOBODY, STRANGER = 65534, 12345

@@ -18,8 +18,6 @@ from test_theorem import PROMPTS
 
 import mtpc
 from mtpc.backends import make_backend
-from mtpc.checkpoint import Checkpoint
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.clamped_experts import ClampedExperts

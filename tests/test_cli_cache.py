@@ -14,9 +14,9 @@ from test_cache_refusals import damage
 from test_theorem import PROMPTS
 
 import mtpc
-from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
 from mtpc.layout import StepKey
+from mtpc.store.entries import EntryStore
 
 DECODE = StepKey.decode(2, 3)
 

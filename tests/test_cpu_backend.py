@@ -23,11 +23,11 @@ from warm_starts import BATCH, warm
 from mtpc.backends import cpu as cpu_module
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.package import Package, open_package
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 __all__ = ["warm"]
 

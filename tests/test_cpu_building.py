@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.cache.store import EntryStore
 from mtpc.errors import BackendError, CacheError
+from mtpc.store.entries import EntryStore
 
 _TOUCH = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
 

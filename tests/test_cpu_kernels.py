@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtpc.backends.cpu_kernels import build_kernels, kernel_table, load_kernels
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER
-from mtpc.cache.store import Entry
+from mtpc.store.entries import Entry
 
 load_kernels()
 OURS = torch.ops.mtpc_cpu

@@ -14,10 +14,10 @@ import pytest
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.backends.cpu_kernels.build import LIBRARY, _Build, kernel_fields
 from mtpc.backends.cpu_kernels.levels import NATIVE, X86, chosen_level, runnable
-from mtpc.cache.machine import cpu_flags, machine_fields
-from mtpc.cache.store import Entry
 from mtpc.cli.doctor import Finding, examine
 from mtpc.errors import BackendError
+from mtpc.store.entries import Entry
+from mtpc.store.machine import cpu_flags, machine_fields
 
 SAPPHIRE_RAPIDS = frozenset.union(*(level.needs for level in X86)) | {"sse2"}
 ZEN4 = SAPPHIRE_RAPIDS - {"amx_tile", "amx_bf16", "amx_int8"}
@@ -45,9 +45,9 @@ def test_which_levels_run_where() -> None:
 
 def test_tile_registers_are_used_where_linux_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 5.16, and in some sandboxes, it does not, whatever /proc/cpuinfo says."""
-    monkeypatch.setattr("mtpc.cache.machine._cpu", lambda: ("Xeon", SAPPHIRE_RAPIDS))
+    monkeypatch.setattr("mtpc.store.machine._cpu", lambda: ("Xeon", SAPPHIRE_RAPIDS))
     for granted, best in ((True, "amx"), (False, "avx512")):
-        monkeypatch.setattr("mtpc.cache.machine.may_use_tiles", lambda granted=granted: granted)
+        monkeypatch.setattr("mtpc.store.machine.may_use_tiles", lambda granted=granted: granted)
         assert names(cpu_flags())[0] == best
 
 
@@ -67,7 +67,7 @@ def test_the_best_one_is_taken_unless_one_is_named(monkeypatch: pytest.MonkeyPat
 def test_the_key_of_a_level_names_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """One machine's library of a level is every machine's; elsewhere it is this machine's own."""
     before = kernel_fields(NAMES["avx2"]), kernel_fields(NATIVE)
-    monkeypatch.setattr("mtpc.cache.machine._cpu", lambda: ("Zen 9", frozenset({"avx2"})))
+    monkeypatch.setattr("mtpc.store.machine._cpu", lambda: ("Zen 9", frozenset({"avx2"})))
     assert kernel_fields(NAMES["avx2"]) == before[0]
     assert kernel_fields(NATIVE) != before[1]
     assert kernel_fields(NAMES["avx512"]) != before[0]

@@ -29,12 +29,12 @@ from mtpc.backends.graphs import WARM_UPS, Lower, TorchGraphs, capture_step
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.targets import parse_target
 from mtpc.capture.graph import StepGraph
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CaptureError, OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load, place
-from mtpc.recipes import Conversion, Convert, Join, make
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights.recipes import Conversion, Convert, Join, make
 
 OPTIONS = dict(spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
 

@@ -14,10 +14,10 @@ from oracles import Oracle
 from test_theorem import PROMPTS, check_theorem, poison
 
 import mtpc
-from mtpc.buffers import N, P
 from mtpc.engine.rows import unpaged_state
 from mtpc.layout import Layout
-from mtpc.models.deepseek_v32 import SparseLatentAttention
+from mtpc.layout.buffers import N, P
+from mtpc.models.families.deepseek_v32 import SparseLatentAttention
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 

@@ -12,12 +12,12 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpc.buffers import K_MAX, M, P, S
 from mtpc.engine.rows import unpaged_state
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import Layout
+from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool
-from mtpc.models.deepseek_v4 import STORED_PREFIXES, StreamDraft, StreamTarget, cache_specs
+from mtpc.models.families.deepseek_v4 import STORED_PREFIXES, StreamDraft, StreamTarget, cache_specs
 from mtpc.models.hf import TextRotary, share_model, stand_in, use_seams
 from mtpc.models.load import load
 from mtpc.models.mtp_layers import load_mtp_layer

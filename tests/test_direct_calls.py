@@ -18,7 +18,7 @@ from mtpc.backends.cpu_kernels.build import LIBRARY
 from mtpc.backends.cpu_kernels.direct_calls import function_of
 from mtpc.backends.package import CALLS
 from mtpc.layout import StepKey
-from mtpc.packing import pack
+from mtpc.weights.packing import pack
 
 load_kernels()
 OPS = torch.ops.mtpc_cpu

@@ -16,7 +16,7 @@ from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.text import MAX_WAITS, Detokeniser, StopStrings, TextAssembler, stop_strings
 from mtpc.errors import RequestError
-from mtpc.serving import ServedModel
+from mtpc.weights.served_model import ServedModel
 
 SERVED = ServedModel("demo", 2048, (), demo_checkpoint())
 MANY = "ein Löwe – 狮子 🦁 👩‍🚀!"

@@ -21,11 +21,11 @@ from mtpc.backends.base import Backend
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import StepGraph
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
-from mtpc.packing import pack, unpack
 from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights.packing import pack, unpack
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc

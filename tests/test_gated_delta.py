@@ -11,8 +11,8 @@ from conftest import run_on
 from deltas import CHANNELS, DRAFTS, HEADS, TOLERANCE, Layer, close, make_rows, plain, two_steps
 
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.buffers import K_MAX, S
 from mtpc.layout import SCRATCH_SLOT, Layout
+from mtpc.layout.buffers import K_MAX, S
 from mtpc.models.caches import RecurrentState
 from mtpc.models.gated_delta import recurrent_specs
 from mtpc.models.hf import StepContext, share_model

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
-from mtpc.packing import pack, quantise, row_scales
 from mtpc.passes.fuse_head_max import FuseHeadMax
+from mtpc.weights.packing import pack, quantise, row_scales
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc

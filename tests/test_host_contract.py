@@ -15,12 +15,12 @@ from conftest import FAMILY_NAMES, TINY
 
 import mtpc
 from mtpc.backends import make_backend
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.host.contract import CONTRACT, HostBuffer, contract_table, host_buffers, term_of
 from mtpc.host.hosted import _as_stated
 from mtpc.layout import Layout, dtype_name
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "embedding.md").read_text()

@@ -18,7 +18,7 @@ import mtpc
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.ops.ragged import keep_rows
-from mtpc.packing import pack, quantise, row_scales
+from mtpc.weights.packing import pack, quantise, row_scales
 
 load_kernels()
 NAMESPACES = (torch.ops.mtpc_cpu, torch.ops.mtpc)

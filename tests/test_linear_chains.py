@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
-from mtpc.packing import TILE, pack
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.weights.packing import TILE, pack
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc

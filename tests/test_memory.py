@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from mtpc.buffers import N, P
 from mtpc.layout import Layout
+from mtpc.layout.buffers import N, P
 from mtpc.models import FAMILIES
 from mtpc.models.load import load
 

@@ -23,12 +23,12 @@ from mtpc.backends.memory import (
     pool_bytes,
 )
 from mtpc.backends.null import NullGraphs, Tape
-from mtpc.budget import ALLOWANCE, MemoryPlan, fit_pages, plan_memory, settle_pages
 from mtpc.capture.effects import analyse
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.memory_plan import ALLOWANCE, MemoryPlan, fit_pages, plan_memory, settle_pages
 
 OPTIONS = CompileOptions(
     spec_tokens=2, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8

@@ -18,12 +18,12 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice, Tape
 from mtpc.capture.graph import StepGraph, WeightTable
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CaptureError
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
 from mtpc.ops.philox import gumbel
+from mtpc.program.compiler import StepCompiler
 from mtpc.sampling_params import INTS, SamplingParams
 
 

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc import recipes
 from mtpc.backends import make_backend
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import operators
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.packing import TILE, Fill, allocate, can_pack, fill_packed, pack, unpack
 from mtpc.passes.pack_weights import PackWeights
-from mtpc.recipes import Blocks, Convert, Join, Recipe
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights import recipes
+from mtpc.weights.packing import TILE, Fill, allocate, can_pack, fill_packed, pack, unpack
+from mtpc.weights.recipes import Blocks, Convert, Join, Recipe
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu.packed_linear, torch.ops.mtpc.packed_linear

@@ -11,18 +11,18 @@ import torch
 from conftest import EACH_FAMILY_OF_FEW, TINY
 
 from mtpc.backends import make_backend
-from mtpc.buffers import Q, R
 from mtpc.capture.graph import operators
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout import StepKey
+from mtpc.layout.buffers import Q, R
 from mtpc.models.load import load
 from mtpc.passes import OFF_BY_DEFAULT, Verifier, pass_names, run_pipeline, select_passes
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
+from mtpc.program.compiler import StepCompiler
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mtpc
-from mtpc import recipes
 from mtpc.backends import make_backend
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import operators
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.packing import LARGEST, ZERO, can_quantise, pack, quantise, row_scales, unpack
-from mtpc.recipes import Convert, Join
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights import recipes
+from mtpc.weights.packing import LARGEST, ZERO, can_quantise, pack, quantise, row_scales, unpack
+from mtpc.weights.recipes import Convert, Join
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu.quantised_linear, torch.ops.mtpc.quantised_linear

@@ -19,13 +19,13 @@ from test_drafts import check_drafts
 from test_theorem import PROMPTS, check_after_rejection, check_theorem, poison
 
 import mtpc
-from mtpc.buffers import K_MAX, S
-from mtpc.checkpoint import Checkpoint
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import Layout
+from mtpc.layout.buffers import K_MAX, S
 from mtpc.models.gated_delta import GatedDelta
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
+from mtpc.weights.checkpoint import Checkpoint
 
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 FEW: dict[str, Any] = {"batch_buckets": (4,)}

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from mtpc import buffers
-from mtpc.layout import NO_SLOT, NULL_PAGE
+from mtpc.layout import NO_SLOT, NULL_PAGE, buffers
 from mtpc.models.caches import PagedKV, RingKV, ring_metadata
 from mtpc.step.metadata import flat_metadata
 from mtpc.step.records import Metadata

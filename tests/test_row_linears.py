@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.packing import pack
+from mtpc.weights.packing import pack
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc

@@ -19,12 +19,12 @@ from test_theorem import PROMPTS, poison
 from mtpc import SamplingParams
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import pack_bits, write_sampling_rows
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 from mtpc.sampling_params import INTS, MAX_LOGIT_BIAS
 
 V = 96

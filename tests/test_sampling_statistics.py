@@ -27,7 +27,13 @@ from torch import Tensor, nn
 
 from mtpc import SamplingParams
 from mtpc.backends.eager import EagerBackend
-from mtpc.buffers import (
+from mtpc.capture import trace
+from mtpc.capture.graph import WeightTable, set_tensor
+from mtpc.capture.trace import ModelTraces, trace_step
+from mtpc.engine.request import Request
+from mtpc.engine.sampling_rows import write_sampling_rows
+from mtpc.layout import Layout, StepKey
+from mtpc.layout.buffers import (
     K_MAX,
     B,
     E,
@@ -44,13 +50,6 @@ from mtpc.buffers import (
     sampling_specs,
     state_specs,
 )
-from mtpc.capture import trace
-from mtpc.capture.graph import WeightTable, set_tensor
-from mtpc.capture.program import CapturedStep, Program
-from mtpc.capture.trace import ModelTraces, trace_step
-from mtpc.engine.request import Request
-from mtpc.engine.sampling_rows import write_sampling_rows
-from mtpc.layout import Layout, StepKey
 from mtpc.ops.accept import REPORTS
 from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.step.accept import Accept

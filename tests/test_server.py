@@ -31,7 +31,7 @@ import mtpc
 from mtpc.server.answers import Answer
 from mtpc.server.chat import ChatTemplate
 from mtpc.server.run import Running
-from mtpc.serving import ServedModel
+from mtpc.weights.served_model import ServedModel
 
 __all__ = ["client", "nothing_is_left", "server", "spec"]
 

@@ -30,7 +30,7 @@ from mtpc.server.counters import Histogram
 from mtpc.server.fields import NO_OPS, ONE_VALUE, USED
 from mtpc.server.options import ServerOptions
 from mtpc.server.run import run_server
-from mtpc.serving import ServedModel
+from mtpc.weights.served_model import ServedModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "server.md"
 

@@ -12,16 +12,16 @@ from test_theorem import PROMPTS
 
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend
-from mtpc.build import _tasks
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import operators
-from mtpc.capture.program import Program
 from mtpc.capture.split import split_step
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.program.build import _tasks
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.program import Program
 
 
 @pytest.fixture(scope="module")

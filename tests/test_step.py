@@ -12,7 +12,6 @@ from test_theorem import PROMPTS, poison
 
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import (
     NO_SLOT,
@@ -136,7 +135,7 @@ def test_several_prompts_in_one_prefill(compiler: StepCompiler, oracle: Callable
 
 
 def _program(compiler: StepCompiler, step: Any) -> Any:
-    from mtpc.capture.program import Program
+    from mtpc.program.program import Program
 
     steps = {step.key: step, StepKey.decode(4, 2): compiler.capture(StepKey.decode(4, 2))}
     return Program(steps, compiler.shared)

@@ -18,8 +18,8 @@ from test_theorem import PROMPTS, check_after_rejection, check_theorem
 
 import mtpc
 from mtpc.errors import UnsupportedModelError
+from mtpc.models.families.step3p5 import step3p5_class
 from mtpc.models.load import load
-from mtpc.models.step3p5 import step3p5_class
 from mtpc.models.weight_recipes import weight_recipes
 
 FEW: dict[str, Any] = {"batch_buckets": (4,)}

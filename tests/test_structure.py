@@ -14,23 +14,15 @@ PACKAGE = Path(__file__).parent.parent / "mtpc"
 ORDER = (
     ("errors",),
     ("config", "sampling_params"),
-    ("packing",),
-    ("recipes", "tensor_file"),
-    ("block_scales",),
-    ("checkpoint",),
+    ("weights",),
     ("layout",),
-    ("buffers", "progress", "serving"),
-    ("cache.key", "cache.safety", "cache.machine", "cache.store", "cache.lookup"),
+    ("store",),
     ("ops",),
     ("step",),
     ("capture.graph", "capture.effects", "capture.inline"),
     ("capture.trace", "capture.split", "passes", "models"),
-    ("capture.program", "backends"),
-    ("cache.record", "cache.steps", "cache.model", "cache.binding", "cache.opening"),
-    ("compiler", "restore"),
-    ("ahead", "budget"),
-    ("build", "cross"),
-    ("apart",),
+    ("backends",),
+    ("program",),
     ("engine",),
     ("api",),
     ("host",),
@@ -68,10 +60,10 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_left_never_imports_right(path: Path) -> None:
     name = module_name(path)
-    if name in ("", "capture", "cache"):
+    if name in ("", "capture"):
         return
     for imported in imports(path):
-        if imported in ("", "capture", "cache", "__version__"):
+        if imported in ("", "capture", "__version__"):
             continue
         assert rank(imported) <= rank(name), f"mtpc.{name} imports mtpc.{imported}"
 

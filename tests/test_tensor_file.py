@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.tensor_file import _DTYPES, TensorFile
+from mtpc.weights.tensor_file import _DTYPES, TensorFile
 
 LARGE = 1 << 20
 """Elements of a tensor that covers many pages."""

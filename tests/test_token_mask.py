@@ -17,10 +17,10 @@ from test_theorem import PROMPTS
 
 import mtpc
 from mtpc import SamplingParams
-from mtpc.buffers import sampling_specs
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.layout import StepKey
+from mtpc.layout.buffers import sampling_specs
 
 V, NEW = 96, 20
 KINDS = 3

@@ -16,19 +16,19 @@ from test_packed_weights import bf16
 from test_theorem import PROMPTS
 
 import mtpc
-from mtpc import recipes
 from mtpc.backends import make_backend
 from mtpc.cli.main import main
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.packing import pack, quantise
 from mtpc.passes import select_passes
 from mtpc.passes.base import is_call
 from mtpc.passes.trim_draft_head import runs
-from mtpc.recipes import Convert, Rows
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights import recipes
+from mtpc.weights.packing import pack, quantise
+from mtpc.weights.recipes import Convert, Rows
 
 LISTED = (1, 2, 3, 7, 40, 41, 42, 60, 61, 90)
 

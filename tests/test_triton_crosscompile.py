@@ -32,8 +32,8 @@ from mtpc.backends.triton_kernels.crosscompile import (
     cross_compile,
 )
 from mtpc.backends.triton_kernels.launch import Launch
-from mtpc.cache.store import EntryStore
 from mtpc.cli.main import main
+from mtpc.store.entries import EntryStore
 
 SPILLS = {"hip": 0, "cuda": 96}
 """What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (on sm_80, where

@@ -45,14 +45,14 @@ from mtpc.backends.triton_kernels.loading import (
 )
 from mtpc.backends.triton_kernels.plans import plan, step_launches
 from mtpc.backends.triton_kernels.tuning import Call, Tuner
-from mtpc.cache.key import digest
-from mtpc.cache.lookup import KEY, key_bytes
-from mtpc.cache.store import EntryStore
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import Verifier
+from mtpc.program.compiler import StepCompiler
+from mtpc.store.entries import EntryStore
+from mtpc.store.key import digest
+from mtpc.store.lookup import KEY, key_bytes
 
 
 def test_code_of_another_triton_is_not_loaded(

@@ -13,7 +13,7 @@ if util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
     pytest.skip("needs Triton and TRITON_INTERPRET=1: tests/run_triton.sh", allow_module_level=True)
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
-from mtpc.packing import pack, quantise, row_scales
+from mtpc.weights.packing import pack, quantise, row_scales
 
 load_kernels()
 OURS = torch.ops.mtpc_triton

@@ -27,11 +27,11 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels.limits import refuses, triton_bindings
 from mtpc.backends.triton_kernels.plans import PLANS, step_launches
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
+from mtpc.program.compiler import StepCompiler
 from mtpc.sampling_params import SamplingParams
 
 PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]

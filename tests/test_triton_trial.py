@@ -29,10 +29,10 @@ from mtpc.backends.triton_kernels.launch import Launch, run
 from mtpc.backends.triton_kernels.plans import PLANS, node_launches, op_name
 from mtpc.backends.triton_kernels.trial import DeviceTimer, trial_arguments
 from mtpc.backends.triton_kernels.tuning import Call
-from mtpc.compiler import StepCompiler
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc

@@ -42,15 +42,15 @@ from mtpc.backends.triton_kernels.configs import (
 from mtpc.backends.triton_kernels.limits import triton_bindings
 from mtpc.backends.triton_kernels.plans import PLANS, node_launches
 from mtpc.backends.triton_kernels.tuning import KIND, ROW, Call, Tuner, fastest, tuning_fields
-from mtpc.cache.key import digest
-from mtpc.cache.lookup import KEY, peek
-from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
-from mtpc.compiler import StepCompiler
 from mtpc.errors import BackendError, CacheWriteError
 from mtpc.models.load import load
-from mtpc.packing import pack, quantise, row_scales
+from mtpc.program.compiler import StepCompiler
+from mtpc.store.entries import EntryStore
+from mtpc.store.key import digest
+from mtpc.store.lookup import KEY, peek
+from mtpc.weights.packing import pack, quantise, row_scales
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_triton, torch.ops.mtpc

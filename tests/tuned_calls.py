@@ -21,9 +21,9 @@ import mtpc.ops  # noqa: F401  (registers the references)
 from mtpc.backends.triton_kernels.configs import Config, configs_of
 from mtpc.backends.triton_kernels.plans import node_launches
 from mtpc.backends.triton_kernels.tuning import Call, Tuner
-from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
+from mtpc.store.entries import EntryStore
 
 DEVICE = "no device"
 

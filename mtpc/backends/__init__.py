@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable
 
 from mtpc.backends.base import Backend, Report
-from mtpc.cache.store import EntryStore
 from mtpc.errors import BackendError, OptionError
+from mtpc.store.entries import EntryStore
 
 
 def _cpu(report: Report, store: EntryStore | None) -> Backend:

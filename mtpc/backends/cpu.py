@@ -25,13 +25,13 @@ from mtpc.backends.base import Report, Run
 from mtpc.backends.cpu_kernels import direct_calls, kernel_table, load_kernels
 from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.backends.package import CALLS, LIBRARY, Package, open_package, signature
-from mtpc.cache.machine import cpu_flags
-from mtpc.cache.store import EntryStore
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.config import cpu_level
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
+from mtpc.store.entries import EntryStore
+from mtpc.store.machine import cpu_flags
 
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,

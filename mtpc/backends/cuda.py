@@ -19,10 +19,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mtpc.backends.base import Report, Run
 from mtpc.backends.bindings import Binding, BindKernels
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
-from mtpc.cache.store import EntryStore
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
+from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
     # We capture the whole step ourselves; Inductor's graphs would copy its inputs.

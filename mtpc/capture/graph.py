@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
-from mtpc.recipes import Recipe, make, substitute
+from mtpc.weights.recipes import Recipe, make, substitute
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from mtpc.buffers import P
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import NO_SLOT, Layout, StepKey
 from mtpc.step.accept import Accept, AcceptPrefill

@@ -18,8 +18,8 @@ from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 
 if TYPE_CHECKING:
-    from mtpc.build import BuildReport, Built
-    from mtpc.cross import CrossReport
+    from mtpc.program.build import BuildReport, Built
+    from mtpc.program.cross_compile import CrossReport
 
 
 def command(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def command(args: argparse.Namespace) -> int:
     checkpoint = args.checkpoint or demo_checkpoint()
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
-        from mtpc.build import build
+        from mtpc.program.build import build
 
         set_threads(args.threads, checkpoint)
         listener = stage_listener(tell)
@@ -64,7 +64,7 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple
         from mtpc.backends.triton_kernels import load_kernels
 
         load_kernels()  # Says clearly that there is no Triton, where there is none.
-        from mtpc.cross import build_kernels
+        from mtpc.program.cross_compile import build_kernels
 
         set_threads(args.threads, checkpoint)
         report = build_kernels(checkpoint, options, tiers, targets, stage_listener(tell))

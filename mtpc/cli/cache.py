@@ -10,14 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.cache.key import Difference, differences
-from mtpc.cache.lookup import key_of
-from mtpc.cache.machine import COMPILER, environment_fields
-from mtpc.cache.opening import open_cache
-from mtpc.cache.record import FORMAT, StepRecord
-from mtpc.cache.steps import KIND, RECORD, StepCache
-from mtpc.cache.store import Entry, EntryStore
-from mtpc.checkpoint import Checkpoint
 from mtpc.cli.arguments import compile_options
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.run import set_threads
@@ -25,6 +17,14 @@ from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
+from mtpc.program.opening import open_cache
+from mtpc.program.step_cache import KIND, RECORD, StepCache
+from mtpc.program.step_record import FORMAT, StepRecord
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import Difference, differences
+from mtpc.store.lookup import key_of
+from mtpc.store.machine import COMPILER, environment_fields
+from mtpc.weights.checkpoint import Checkpoint
 
 _DAY_S = 86400
 _PER_PROCESS = ("machine.threads", "torch.", "environment.")

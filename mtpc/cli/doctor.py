@@ -152,7 +152,7 @@ def _check_kernels() -> Finding:
     """Which kernels suit this processor, and whether they are in the cache."""
     from mtpc.backends.cpu_kernels.build import build_kernels
     from mtpc.backends.cpu_kernels.levels import chosen_level, runnable
-    from mtpc.cache.machine import cpu_flags
+    from mtpc.store.machine import cpu_flags
 
     names = [level.name for level in runnable(cpu_flags())]
     try:
@@ -169,7 +169,7 @@ def _check_kernels() -> Finding:
 
 def _check_cpu() -> Finding:
     torch = import_module("torch")
-    from mtpc.cache.machine import cpu_flags
+    from mtpc.store.machine import cpu_flags
 
     flags = cpu_flags()
     extra = [f for f in ("avx512_bf16", "amx_tile", "amx_bf16", "amx_int8") if f in flags]

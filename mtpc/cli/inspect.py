@@ -55,11 +55,11 @@ def _build(
     """The graph asked for, and its buffers' layout at every bucket of its phase."""
     tell("import torch and transformers")
     from mtpc.backends import make_backend
-    from mtpc.cache.opening import kernel_store
-    from mtpc.checkpoint import Checkpoint
-    from mtpc.compiler import StepCompiler, step_keys
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
+    from mtpc.program.compiler import StepCompiler, step_keys
+    from mtpc.program.opening import kernel_store
+    from mtpc.weights.checkpoint import Checkpoint
 
     backend = make_backend(options.backend, tell, kernel_store(options, None))
     last = _last_pass(options, backend, args.after, args.before)
@@ -186,9 +186,9 @@ def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]
 
 def _print_growth(console: Console, layout: Layout) -> None:
     """What capacity costs: a request's own rows, and its tokens, which pages hold."""
-    from mtpc.buffers import N, P, S
     from mtpc.cli.anatomy import growth
     from mtpc.cli.tables import format_bytes
+    from mtpc.layout.buffers import N, P, S
 
     page, request = growth(layout, N), growth(layout, S)
     console.print(
@@ -198,7 +198,7 @@ def _print_growth(console: Console, layout: Layout) -> None:
 
 
 def _bucket_heading(layout: Layout, shared: bool) -> str:
-    from mtpc.buffers import Q, R
+    from mtpc.layout.buffers import Q, R
 
     return "size" if shared else f"R={layout.sizes[R]}, Q={layout.sizes[Q]}"
 

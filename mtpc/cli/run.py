@@ -17,7 +17,7 @@ from mtpc.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mtpc.progress import Listener, Progress
+    from mtpc.layout.progress import Listener, Progress
 
 Prompt = str | list[int]
 SMALL_BYTES = 64 * 2**20

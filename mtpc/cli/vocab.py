@@ -6,10 +6,10 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from mtpc.checkpoint import Checkpoint
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.errors import RequestError
-from mtpc.serving import ServedModel
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.served_model import ServedModel
 
 
 def command(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from mtpc.engine.stream import Output, assemble, check_served
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError, ServingError
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
-from mtpc.serving import ServedModel
+from mtpc.weights.served_model import ServedModel
 
 _LAST_STEP_S = 10.0
 """How long the interpreter's end waits for the step that runs."""

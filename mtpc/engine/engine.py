@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
 from mtpc.engine.admission import check_request, longest_request
 from mtpc.engine.grammar import Grammar, GrammarMasks
@@ -37,6 +36,7 @@ from mtpc.engine.stats import DecodeCounts, Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import RequestError
 from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
+from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
 
 Emission = tuple[Request, StepOutput]

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.errors import GrammarError, RequestError
 from mtpc.layout import StepKey
+from mtpc.program.program import Program
 
 FEW = 4
 """Texts that are followed at once to know what a draft may be; where more are possible, the draft

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpc.capture.program import Program
 from mtpc.layout import RESULT_BUFFERS, StepKey
+from mtpc.program.program import Program
 
 
 class Moment(Protocol):

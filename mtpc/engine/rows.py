@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mtpc.capture.program import Program
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
 from mtpc.layout import NULL_PAGE, StepKey
+from mtpc.program.program import Program
 
 REBUILT_ROWS = (
     "state.block_table",

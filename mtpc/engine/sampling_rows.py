@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from mtpc.capture.program import Program
 from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.errors import RequestError
+from mtpc.program.program import Program
 from mtpc.sampling_params import FLOATS, SamplingParams, TokenLogprobs
 
 

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mtpc.api import print_progress
 from mtpc.backends import Backend, choose_backend
-from mtpc.cache.opening import kernel_store, open_cache
-from mtpc.cache.steps import CachedStep, StepCache
 from mtpc.capture.graph import WeightTable, set_tensor
-from mtpc.checkpoint import Checkpoint, stored_dtype
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.host.hosted import Form, HostedModel, parts_of
 from mtpc.host.parts import CachedPart, GraphPart, Lowered, PackagePart
 from mtpc.layout import Layout, Part, StepKey, largest_first, step_keys
-from mtpc.progress import Listener, line_reporter
-from mtpc.restore import open_weights
+from mtpc.layout.progress import Listener, line_reporter
+from mtpc.program.opening import kernel_store, open_cache
+from mtpc.program.restore import open_weights
+from mtpc.program.step_cache import CachedStep, StepCache
+from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 
 if TYPE_CHECKING:
     from mtpc.capture.graph import StepGraph
-    from mtpc.compiler import StepCompiler
+    from mtpc.program.compiler import StepCompiler
 
 Parts = dict[tuple[StepKey, Part], Lowered]
 _ENGINE_OPTIONS = ("busy_prefill_chunk", "prefix_caching", "async_scheduling", "require_sha256")
@@ -43,7 +43,7 @@ def compile_host(
     Args:
         model: as for `mtpc.compile`.
         form: "split" (verify and propose), "fused" (one graph a step), or "both".
-        progress: called with a `mtpc.progress.Progress` at each stage.
+        progress: called with a `mtpc.Progress` at each stage.
         **options: fields of `mtpc.CompileOptions`, but for those that are the engine's.
 
     Raises:
@@ -121,8 +121,8 @@ class _Compilation:
         """Trace and lower what the cache lacks."""
         # Imported here: a warm start needs none of transformers, export and Inductor.
         from mtpc.backends.cpu import CpuBackend
-        from mtpc.compiler import StepCompiler
         from mtpc.models.load import load, place
+        from mtpc.program.compiler import StepCompiler
 
         options, store = self.options, kernel_store(self.options, cache)
         backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
@@ -151,7 +151,7 @@ class _Compilation:
         self, compiler: StepCompiler, backend: Any, cache: StepCache
     ) -> Parts | None:
         """Parts from the cache; None where a start from there needs no model in memory."""
-        from mtpc.ahead import CachingCompiler
+        from mtpc.program.caching_compiler import CachingCompiler
 
         caching = CachingCompiler(compiler, backend, cache)
         parts: Parts = {

@@ -17,7 +17,7 @@ from mtpc.host.contract import HostBuffer, host_buffers
 from mtpc.host.parts import Lowered
 from mtpc.host.program import HostProgram
 from mtpc.layout import Layout, Part, StepKey, step_keys
-from mtpc.serving import ServedModel
+from mtpc.weights.served_model import ServedModel
 
 Form = Literal["split", "fused", "both"]
 """Steps as `verify` and `propose`, as one graph, or as both."""

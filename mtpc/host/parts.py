@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mtpc.backends.base import Backend, Run
 from mtpc.backends.package import Package, open_package
-from mtpc.cache.binding import StepBinder, WeightSource
-from mtpc.cache.steps import CachedStep
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.layout import Layout
+from mtpc.program.binding import StepBinder, WeightSource
+from mtpc.program.step_cache import CachedStep
 
 
 class Lowered(Protocol):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.capture.trace import TRACE_TOKENS, export_piece
-from mtpc.checkpoint import check_finite, listing
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, SiteRecorder
 from mtpc.integrations.draft_config import draft_config
@@ -38,6 +37,7 @@ from mtpc.models.mtp_layers import (
     layer_tensors,
 )
 from mtpc.passes.canonicalise import drop_identities
+from mtpc.weights.checkpoint import check_finite, listing
 
 
 @dataclass(frozen=True)

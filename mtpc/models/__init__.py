@@ -1,15 +1,15 @@
 """Model families, and how a checkpoint or an HF model becomes something to step."""
 
-from mtpc.models.deepseek_v3 import DEEPSEEK_V3
-from mtpc.models.deepseek_v4 import DEEPSEEK_V4
-from mtpc.models.deepseek_v32 import DEEPSEEK_V32
+from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
+from mtpc.models.families.deepseek_v4 import DEEPSEEK_V4
+from mtpc.models.families.deepseek_v32 import DEEPSEEK_V32
+from mtpc.models.families.glm4_moe import GLM4_MOE
+from mtpc.models.families.mimo import MIMO
+from mtpc.models.families.mimo_v2 import MIMO_V2
+from mtpc.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mtpc.models.families.step3p5 import STEP3P5
+from mtpc.models.families.step3p7 import STEP3P7
 from mtpc.models.family import ModelFamily
-from mtpc.models.glm4_moe import GLM4_MOE
-from mtpc.models.mimo import MIMO
-from mtpc.models.mimo_v2 import MIMO_V2
-from mtpc.models.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from mtpc.models.step3p5 import STEP3P5
-from mtpc.models.step3p7 import STEP3P7
 
 FAMILIES: tuple[ModelFamily, ...] = (
     MIMO,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpc import ops
-from mtpc.buffers import N, P, S, ring_pages
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, BufferSpec
+from mtpc.layout.buffers import N, P, S, ring_pages
 from mtpc.ops.ragged import request_of
 from mtpc.step.records import Metadata
 
@@ -188,7 +188,7 @@ class PagedLatent:
 class IndexedLatent:
     """Pools of latents, [N, P, rank + rope], and of indexer keys, [N, P, D].
 
-    `mtpc.models.deepseek_v32` uses it.
+    `mtpc.models.families.deepseek_v32` uses it.
     """
 
     latent: Tensor

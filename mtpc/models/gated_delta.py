@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from mtpc.buffers import K_MAX, S
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
+from mtpc.layout.buffers import K_MAX, S
 
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """mixed queries, keys and values [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""

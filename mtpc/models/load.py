@@ -14,10 +14,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mtpc.buffers import chain_specs
-from mtpc.checkpoint import Checkpoint, as_ids, check_finite, check_repeated, checkpoint_of, listing
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
+from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.caches import CachePool
 from mtpc.models.hf import (
@@ -29,7 +28,15 @@ from mtpc.models.hf import (
     stand_in,
 )
 from mtpc.models.mtp_layers import load_mtp_layer
-from mtpc.serving import ServedModel
+from mtpc.weights.checkpoint import (
+    Checkpoint,
+    as_ids,
+    check_finite,
+    check_repeated,
+    checkpoint_of,
+    listing,
+)
+from mtpc.weights.served_model import ServedModel
 
 
 @dataclass(frozen=True)

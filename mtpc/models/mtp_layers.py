@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtpc.checkpoint import Checkpoint, listing
 from mtpc.errors import CheckpointError
 from mtpc.models.family import ModelFamily, find_norm_class
 from mtpc.models.hf import MTPLayer
+from mtpc.weights.checkpoint import Checkpoint, listing
 
 STACKED_GATE = re.compile(r".*\bmoe\.gate_proj\.weight")
 """Gate projections of all experts as one tensor, as Step-3.5 and 3.7 are stored."""

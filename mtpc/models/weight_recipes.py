@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtpc.checkpoint import Checkpoint
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, repeated_tensors
 from mtpc.models.mtp_layers import layer_names, stored_name
-from mtpc.recipes import Join, Recipe, make, names
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.recipes import Join, Recipe, make, names
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:

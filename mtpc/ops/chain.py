@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtpc.ops.fused import add_rms_norm
 from mtpc.ops.packed import packed_gated_linear, packed_linear
-from mtpc.packing import TILE
+from mtpc.weights.packing import TILE
 
 LINEAR, BIASED, GATED, NORM, NORM_PLUS_ONE = "LBGNP"
 """Kinds of stages: `packed_linear` without and with a bias, `packed_gated_linear`, `add_rms_norm`

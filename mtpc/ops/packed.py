@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
-from mtpc.packing import unpack
+from mtpc.weights.packing import unpack
 
 
 @torch.library.custom_op("mtpc::packed_linear", mutates_args=())
@@ -26,7 +26,7 @@ def packed_linear(
 
     Args:
         x: bfloat16 [..., K].
-        weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.packing.pack` makes it.
+        weight: bfloat16 [ceil(N / 32), K / 2, 32, 2], as `mtpc.weights.packing.pack` makes it.
         features: N.
         bias: bfloat16 [N].
         rows: int32 or int64 [1], how many leading rows of x are in use; what the others give

@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpc.ops.experts import swiglu
 from mtpc.ops.packed import fake_linear_max
 from mtpc.ops.ragged import keep_rows
-from mtpc.packing import LARGEST, ZERO, unpack
+from mtpc.weights.packing import LARGEST, ZERO, unpack
 
 
 @torch.library.custom_op("mtpc::quantised_linear", mutates_args=())
@@ -26,8 +26,8 @@ def quantised_linear(
 
     Args:
         x: floating point [..., K].
-        weight: uint8 [ceil(N / 32), K / 4, 32, 4], as `mtpc.packing.quantise` makes it.
-        scales: float32 [N], as `mtpc.packing.row_scales` makes them.
+        weight: uint8 [ceil(N / 32), K / 4, 32, 4], as `mtpc.weights.packing.quantise` makes it.
+        scales: float32 [N], as `mtpc.weights.packing.row_scales` makes them.
         bias: [N].
         rows: as in `packed_linear`.
 

@@ -14,7 +14,7 @@ from mtpc.capture.effects import eliminate_dead_nodes
 from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import OptionError
-from mtpc.recipes import Recipe
+from mtpc.weights.recipes import Recipe
 
 aten = torch.ops.aten
 

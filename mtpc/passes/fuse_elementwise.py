@@ -11,10 +11,10 @@ from torch import fx
 import mtpc.ops.fused
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.packing import TILE
 from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import cast, either_way, is_narrow, operands
 from mtpc.passes.rotary import match_rotary
+from mtpc.weights.packing import TILE
 
 aten = torch.ops.aten
 

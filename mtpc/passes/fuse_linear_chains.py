@@ -11,8 +11,8 @@ from torch import fx
 import mtpc.ops.chain  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.chain import BIASED, GATED, LINEAR, NORM, NORM_PLUS_ONE
-from mtpc.packing import TILE
 from mtpc.passes.base import GETITEM, emit, is_call, refresh_values, sweep
+from mtpc.weights.packing import TILE
 
 _CHAIN = torch.ops.mtpc.linear_chain.default
 _LINEAR = torch.ops.mtpc.packed_linear.default

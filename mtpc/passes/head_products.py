@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.packing import can_pack
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.passes.linears import weight_of
-from mtpc.recipes import Blocks, Convert
+from mtpc.weights.packing import can_pack
+from mtpc.weights.recipes import Blocks, Convert
 
 aten = torch.ops.aten
 

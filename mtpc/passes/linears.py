@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
-from mtpc.packing import TILE
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
-from mtpc.recipes import Conversion, Convert, Join, Recipe
+from mtpc.weights.packing import TILE
+from mtpc.weights.recipes import Conversion, Convert, Join, Recipe
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class LinearGroup:
         return sum(_features(node) for node in self.nodes)
 
     def weight(self, form: Conversion | None = None) -> fx.Node:
-        """get_attr of their weights as one, in a form of `mtpc.packing`; made once per program."""
+        """get_attr of their weights as one, in a form of `weights.packing`; made once a program."""
         return joined_weight(self.graph, self._operands(1), form)
 
     def bias(self) -> fx.Node | None:
@@ -62,7 +62,7 @@ class LinearGroup:
 
 
 def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | None) -> fx.Node:
-    """get_attr of weights as one, in a form of `mtpc.packing`; made once per program."""
+    """get_attr of weights as one, in a form of `mtpc.weights.packing`; made once per program."""
     names = tuple(str(weight.target) for weight in weights)
     if len(names) == 1 and form is None:
         return weights[0]

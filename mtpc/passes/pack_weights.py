@@ -11,7 +11,6 @@ from torch import fx
 import mtpc.ops.float32_linear
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.packing import can_pack
 from mtpc.passes.base import emit, is_call, sweep
 from mtpc.passes.head_products import pack_head_products
 from mtpc.passes.linears import (
@@ -21,6 +20,7 @@ from mtpc.passes.linears import (
     linear_groups,
     replace_groups,
 )
+from mtpc.weights.packing import can_pack
 
 aten = torch.ops.aten
 

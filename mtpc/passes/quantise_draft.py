@@ -10,7 +10,6 @@ from torch import fx
 
 import mtpc.ops.quantised  # noqa: F401  (registers the ops that take quantised weights)
 from mtpc.capture.graph import StepGraph
-from mtpc.packing import can_quantise
 from mtpc.passes.base import emit
 from mtpc.passes.linears import (
     LinearGroup,
@@ -20,6 +19,7 @@ from mtpc.passes.linears import (
     linear_groups,
     replace_groups,
 )
+from mtpc.weights.packing import can_quantise
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mtpc.buffers import R, T
 from mtpc.capture.graph import StepGraph
+from mtpc.layout.buffers import R, T
 
 aten = torch.ops.aten
 

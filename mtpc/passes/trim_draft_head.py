@@ -12,7 +12,7 @@ from torch import fx
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.passes.base import emit, emit_weight, is_call, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
-from mtpc.recipes import Rows
+from mtpc.weights.recipes import Rows
 
 aten = torch.ops.aten
 

@@ -28,10 +28,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import mtpc  # noqa: E402
 from benchmarks import vllm_host  # noqa: E402
 from mtpc.backends import make_backend  # noqa: E402
-from mtpc.compiler import StepCompiler  # noqa: E402
 from mtpc.config import CompileOptions  # noqa: E402
 from mtpc.layout import StepKey  # noqa: E402
 from mtpc.models.load import load  # noqa: E402
+from mtpc.program.compiler import StepCompiler  # noqa: E402
 
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """vLLM's CPU attention takes heads of 32 and more."""

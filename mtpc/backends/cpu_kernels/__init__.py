@@ -40,7 +40,6 @@ import mtpc.ops.attention
 import mtpc.ops.experts  # noqa: F401  (these register references that kernel_table names)
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.backends.cpu_kernels.direct_calls import declarations, open_to_packages
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.ops.accept import fake_accept
 from mtpc.ops.chain import fake_linear_chain
 from mtpc.ops.choose_slots import fake_choose_slots
@@ -63,6 +62,7 @@ from mtpc.ops.quantised import fake_quantised_linear
 from mtpc.ops.ragged import fake_clear_idle_rows
 from mtpc.ops.sampling import fake_count_tokens, fake_sample, fake_write_logprobs
 from mtpc.ops.sinkhorn import fake_sinkhorn
+from mtpc.store.entries import Entry, EntryStore
 
 NAMES = ("write_cache", "paged_attention", "latent_attention", "choose_slots", "experts",
          "packed_linear", "packed_linear_max", "packed_gated_linear", "linear_chain",
@@ -110,7 +110,7 @@ def _is_loaded() -> bool:
 
 
 def fill_packed(weight: Tensor, packed: Tensor) -> None:
-    """`mtpc.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
+    """`mtpc.weights.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
     torch.ops.mtpc_cpu.pack(weight, packed)
 
 

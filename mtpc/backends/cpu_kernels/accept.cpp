@@ -5,7 +5,7 @@
 namespace mtpc {
 namespace {
 
-/// Values of `batch.stop_reason`, see mtpc/layout.py.
+/// Values of `batch.stop_reason`, see mtpc/layout/specs.py.
 enum Reason : int32_t { kRunning, kLength, kToken, kNonfinite };
 
 /// Reads a bool tensor of one dimension in place.

@@ -22,18 +22,18 @@ from pathlib import Path
 import torch
 
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
-from mtpc.cache.key import Fields, digest
-from mtpc.cache.lookup import KEY, find, key_bytes
-from mtpc.cache.machine import (
+from mtpc.config import cache_directory, cxx_compiler
+from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import Fields, digest
+from mtpc.store.lookup import KEY, find, key_bytes
+from mtpc.store.machine import (
     COMPILER,
     cpu_flags,
     machine_fields,
     source_fields,
     version_fields,
 )
-from mtpc.cache.store import Entry, EntryStore
-from mtpc.config import cache_directory, cxx_compiler
-from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"

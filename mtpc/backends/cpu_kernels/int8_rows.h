@@ -10,7 +10,7 @@
 
 namespace mtpc {
 
-/// As in mtpc/packing.py: the largest magnitude, and what stands for zero in weights.
+/// As in mtpc/weights/packing.py: the largest magnitude, and what stands for zero in weights.
 inline constexpr float kLargest = 127;
 inline constexpr int32_t kZero = 128;
 

@@ -1,5 +1,5 @@
 // The ops; their meaning is that of mtpc::* (mtpc/ops), which see for shapes and dtypes; that of
-// `pack` stands in mtpc/packing.py.
+// `pack` stands in mtpc/weights/packing.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

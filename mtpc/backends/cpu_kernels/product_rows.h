@@ -6,7 +6,7 @@
 
 namespace mtpc {
 
-/// Output features in a tile, as in mtpc/packing.py.
+/// Output features in a tile, as in mtpc/weights/packing.py.
 inline constexpr int kFeatures = 32;
 
 inline int64_t count_tiles(int64_t features) { return (features + kFeatures - 1) / kFeatures; }

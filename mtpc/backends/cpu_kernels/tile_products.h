@@ -3,7 +3,7 @@
 // The layout is that of all levels: 16 groups of a tile of 32 features are 16 rows of 128 bytes,
 // the two halves of which are two registers as the instructions want them. Sums run over the
 // inputs 16 groups at a time, in order; a row's do not depend on how many rows there are. That the
-// process may use the registers was seen to when the level was chosen (mtpc/cache/machine.py).
+// process may use the registers was seen to when the level was chosen (mtpc/store/machine.py).
 #pragma once
 
 #include <algorithm>

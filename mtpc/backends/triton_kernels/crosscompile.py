@@ -27,10 +27,10 @@ from triton.runtime.cache import get_cache_key, triton_key
 
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.launch import ALIGNMENT, FUSION, Launch
-from mtpc.cache.key import digest, hash_of
-from mtpc.cache.lookup import KEY, key_bytes, key_of
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.errors import BackendError, DamagedEntryError
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import digest, hash_of
+from mtpc.store.lookup import KEY, key_bytes, key_of
 
 KIND = "gpu-kernel"
 RESOURCES, METADATA = "kernel.json", "triton.json"

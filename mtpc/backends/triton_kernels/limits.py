@@ -10,7 +10,7 @@ from mtpc.backends.bindings import Binding, Configure, by_default
 from mtpc.backends.triton_kernels import ELEMENTS, kernel_table, load_kernels
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import dtype_name
-from mtpc.packing import LARGEST
+from mtpc.weights.packing import LARGEST
 
 _MAX_HEAD_DIM = 1024
 """A row of a head must fit into registers, as part of a tile."""

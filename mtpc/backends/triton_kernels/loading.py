@@ -27,12 +27,12 @@ from mtpc.backends.triton_kernels.crosscompile import (
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.limits import refuses
 from mtpc.backends.triton_kernels.plans import node_launches
-from mtpc.cache.key import differences, digest
-from mtpc.cache.lookup import key_of, peek
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import CacheError, DamagedEntryError
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import differences, digest
+from mtpc.store.lookup import key_of, peek
 
 
 @dataclass

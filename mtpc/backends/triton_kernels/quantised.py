@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
-from mtpc.packing import LARGEST, TILE, ZERO
+from mtpc.weights.packing import LARGEST, TILE, ZERO
 
 _TILE_ROWS, _DEPTH, _ROUND_BLOCK = 64, 128, 1024
 """Rows in a tile at most; inputs in one product; elements that are rounded at a time."""

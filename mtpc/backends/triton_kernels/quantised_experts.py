@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpc.backends.triton_kernels.experts import chosen, expert_sum_launch, glu
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.quantised import round_rows_launch, unpack_bytes
-from mtpc.packing import TILE, ZERO
+from mtpc.weights.packing import TILE, ZERO
 
 _TILE_ROWS, _DEPTH = 64, 128
 """Rows in a tile at most; inputs in one product."""

@@ -24,13 +24,13 @@ from mtpc.backends.triton_kernels.configs import Config, configs_of
 from mtpc.backends.triton_kernels.crosscompile import triton_fields
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.plans import node_launches
-from mtpc.cache.key import Fields, digest, hash_of
-from mtpc.cache.lookup import KEY, key_bytes, key_of
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import BackendError, CacheError, DamagedEntryError
 from mtpc.layout import dtype_name
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import Fields, digest, hash_of
+from mtpc.store.lookup import KEY, key_bytes, key_of
 
 KIND = "gpu-tuning"
 ROW = "tuning.json"

@@ -10,11 +10,11 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
 from mtpc.backends import Backend, make_backend
-from mtpc.cache.store import EntryStore
 from mtpc.config import cache_directory
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
 from mtpc.integrations.sglang.draft import HostedDraft
+from mtpc.store.entries import EntryStore
 
 _logger = logging.getLogger(__name__)
 

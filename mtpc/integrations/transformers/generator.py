@@ -30,7 +30,7 @@ from mtpc.integrations.transformers.inputs import (
 )
 from mtpc.integrations.transformers.processors import Wanted, sampling_params
 from mtpc.integrations.transformers.stopping import StopPlan, stop_plan
-from mtpc.progress import Listener
+from mtpc.layout.progress import Listener
 from mtpc.sampling_params import MAX_SEED, SamplingParams
 
 LARGEST_BUCKET = 8

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mtpc.backends.package import signature
-from mtpc.cache.key import hash_of
-from mtpc.checkpoint import Checkpoint
+from mtpc.store.key import hash_of
+from mtpc.weights.checkpoint import Checkpoint
 
 _PROVENANCE = ("_name_or_path", "transformers_version")
 """Config entries that say where a model comes from and decide nothing."""

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.backends.base import Backend
-from mtpc.buffers import (
+from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.capture.split import split_step
+from mtpc.capture.trace import ModelTraces, trace_step
+from mtpc.config import CompileOptions
+from mtpc.errors import CapacityError, OptionError
+from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, largest_first, step_keys
+from mtpc.layout.buffers import (
     K_MAX,
     B,
     C,
@@ -30,16 +36,10 @@ from mtpc.buffers import (
     sampling_specs,
     state_specs,
 )
-from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
-from mtpc.capture.program import CapturedStep, Program
-from mtpc.capture.split import split_step
-from mtpc.capture.trace import ModelTraces, trace_step
-from mtpc.config import CompileOptions
-from mtpc.errors import CapacityError, OptionError
-from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, largest_first, step_keys
+from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.passes import Verifier, run_pipeline, select_passes
-from mtpc.progress import Listener, Progress
+from mtpc.program.program import CapturedStep, Program
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 
 Seen = Callable[[str, StepGraph], None]

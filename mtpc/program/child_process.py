@@ -5,7 +5,7 @@ shrink, would stay with a server for as long as it runs: at 0.5B three times wha
 large checkpoint's steps are built by another process, into the cache, from which the caller then
 starts as any later process does.
 
-    caller: job ->          | child: `mtpc.build.build`
+    caller: job ->          | child: `mtpc.program.build.build`
     <- Progress, MtpcError  | the caller's end of the pipe closes: the child ends, too
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.cache.steps import StepCache
-from mtpc.checkpoint import Checkpoint
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import step_keys
-from mtpc.progress import Listener, Progress
+from mtpc.layout.progress import Listener, Progress
+from mtpc.program.step_cache import StepCache
+from mtpc.weights.checkpoint import Checkpoint
 
 LARGE = 256 * 2**20
 """Bytes of weights from which on a process pays: it takes four seconds to start."""
@@ -57,7 +57,7 @@ def build_apart(
         kernels not be compiled, which whoever compiles in this process says and deals with.
 
     Raises:
-        MtpcError: as `mtpc.build.build`.
+        MtpcError: as `mtpc.program.build.build`.
         BackendError: the process died.
     """
     if source.nbytes < LARGE or not sys.executable:
@@ -104,7 +104,7 @@ def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
     ours, theirs = Pipe()
     handle = theirs.fileno()
     # No `multiprocessing.Process`: that would run the caller's main module a second time.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from mtpc.apart import serve; serve({handle})"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({handle})"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.DEVNULL,
@@ -130,7 +130,7 @@ def serve(handle: int) -> None:
     Args:
         handle: file descriptor of its end.
     """
-    from mtpc.build import build
+    from mtpc.program.build import build
 
     pipe = Connection(handle)
     directory, options, threads = pipe.recv()

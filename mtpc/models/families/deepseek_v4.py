@@ -15,12 +15,12 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from mtpc.buffers import K_MAX, M, P, S
 from mtpc.layout import BufferSpec
+from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool
 from mtpc.models.deepseek_v4_attention import WindowedAttention
+from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.glm4_moe import nextn_layers
 from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary
 from mtpc.models.hyper_connections import HyperConnection
 from mtpc.models.slot_rings import SlotRing, WindowMasks

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mtpc.models.step3p7 import STEP3P7
+from mtpc.models.families.step3p7 import STEP3P7
 
 CLASS_NAME = "Step3p5ForCausalLM"
 

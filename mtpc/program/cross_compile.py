@@ -22,14 +22,14 @@ from mtpc.backends.triton_kernels.configs import all_configured
 from mtpc.backends.triton_kernels.crosscompile import Compiled, cross_compile
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.plans import step_launches
-from mtpc.cache.opening import open_store
-from mtpc.cache.store import EntryStore
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import StepKey, largest_first
+from mtpc.layout.progress import Listener
 from mtpc.models.load import load
-from mtpc.progress import Listener
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.opening import open_store
+from mtpc.store.entries import EntryStore
 
 
 @dataclass(frozen=True)

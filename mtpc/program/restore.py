@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
-from mtpc.cache.binding import StepBinder, WeightSource
-from mtpc.cache.record import StepRecord
-from mtpc.cache.steps import CachedStep, StepCache, program_pin
-from mtpc.cache.store import Entry
 from mtpc.capture.graph import WeightTable
-from mtpc.capture.program import Program
-from mtpc.checkpoint import Checkpoint, check_repeated
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import StepKey, step_keys
-from mtpc.progress import Listener, Progress
-from mtpc.serving import ServedModel
+from mtpc.layout.progress import Listener, Progress
+from mtpc.program.binding import StepBinder, WeightSource
+from mtpc.program.program import Program
+from mtpc.program.step_cache import CachedStep, StepCache, program_pin
+from mtpc.program.step_record import StepRecord
+from mtpc.store.entries import Entry
+from mtpc.weights.checkpoint import Checkpoint, check_repeated
+from mtpc.weights.served_model import ServedModel
 
 
 @dataclass(frozen=True)

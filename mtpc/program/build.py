@@ -19,20 +19,20 @@ from typing import Any
 import torch
 
 from mtpc import errors
-from mtpc.ahead import CachingCompiler
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.cache.opening import open_cache
-from mtpc.cache.steps import CachedStep, StepCache
-from mtpc.cache.store import Entry
-from mtpc.checkpoint import Checkpoint
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
 from mtpc.layout import Part, StepKey, largest_first, step_keys
+from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
-from mtpc.progress import Listener, Progress
-from mtpc.restore import pin_of
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.opening import open_cache
+from mtpc.program.restore import pin_of
+from mtpc.program.step_cache import CachedStep, StepCache
+from mtpc.store.entries import Entry
+from mtpc.weights.checkpoint import Checkpoint
 
 _POLL_S = 0.2
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from mtpc import packing
-from mtpc.packing import Fill
+from mtpc.weights import packing
+from mtpc.weights.packing import Fill
 
 Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
 
@@ -60,7 +60,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Convert:
-    """A matrix in a form of `mtpc.packing`: packed; packed in int8; the scales of the latter.
+    """A matrix in a form of `weights.packing`: packed; packed in int8; the scales of the latter.
 
     What is converted is plain: names, joins, rows and blocks of them, not converted again.
     """

@@ -11,13 +11,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mtpc.backends.package import open_package
-from mtpc.cache.record import StepRecord
-from mtpc.cache.steps import CONSTANTS, CachedStep
 from mtpc.capture.graph import WeightTable
-from mtpc.capture.program import CapturedStep
-from mtpc.checkpoint import Checkpoint, is_finite, refuse_not_finite
-from mtpc.packing import Fill
-from mtpc.recipes import make, names, substitute
+from mtpc.program.program import CapturedStep
+from mtpc.program.step_cache import CONSTANTS, CachedStep
+from mtpc.program.step_record import StepRecord
+from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
+from mtpc.weights.packing import Fill
+from mtpc.weights.recipes import make, names, substitute
 
 
 @dataclass

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.cache.safety import DIRECTORY_MODE, FILE_MODE, check_owner
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
+from mtpc.store.safety import DIRECTORY_MODE, FILE_MODE, check_owner
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)")

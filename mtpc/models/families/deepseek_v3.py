@@ -5,8 +5,13 @@ from __future__ import annotations
 import copy
 
 from mtpc.models.caches import paged_latent_specs
+from mtpc.models.families.glm4_moe import (
+    NEXTN_WIRING,
+    SHARED_WITH_TARGET,
+    nextn_layers,
+    nextn_prefix,
+)
 from mtpc.models.family import ModelFamily
-from mtpc.models.glm4_moe import NEXTN_WIRING, SHARED_WITH_TARGET, nextn_layers, nextn_prefix
 
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",

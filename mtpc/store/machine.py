@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import mtpc
-from mtpc.cache.key import hash_of
 from mtpc.config import compiler_environment, cpu_level, cxx_compiler
+from mtpc.store.key import hash_of
 
 COMPILER = "machine.compiler"
 """The one field that may be unknown: where no compiler is installed, any will do."""
@@ -23,8 +23,9 @@ COMPILER = "machine.compiler"
 _PACKAGE = Path(mtpc.__file__).parent
 _SOURCES = {
     "capture": ("capture/*.py",),
-    "models": ("models/*.py", "checkpoint.py", "recipes.py"),
-    "ops": ("ops/*.py", "packing.py"),
+    "models": ("models/*.py", "models/families/*.py"),
+    "weights": ("weights/*.py",),
+    "ops": ("ops/*.py",),
     "passes": ("passes/*.py",),
     "step": ("step/*.py", "layout.py", "buffers.py", "compiler.py"),
     "backends": ("backends/*.py", "backends/cpu_kernels/*.py"),

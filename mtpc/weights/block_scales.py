@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.tensor_file import StoredTensor
+from mtpc.weights.tensor_file import StoredTensor
 
 _SUFFIX = "_scale_inv"
 _BLOCK = (128, 128)

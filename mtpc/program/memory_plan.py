@@ -18,12 +18,12 @@ import torch
 from mtpc.backends.base import Report
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.memory import live_memory, peak_bytes, place_live, pool_bytes
-from mtpc.buffers import N
-from mtpc.compiler import StepCompiler
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
+from mtpc.layout.buffers import N
 from mtpc.models.load import LoadedModel
+from mtpc.program.compiler import StepCompiler
 
 ALLOWANCE = 256 << 20
 """For what no graph tells: libraries' workspaces, the device's own copies of captured graphs, gaps

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mtpc.cache.key import Difference, Fields, differences, digest
-from mtpc.cache.machine import COMPILER
-from mtpc.cache.safety import check_owner
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.errors import DamagedEntryError
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import Difference, Fields, differences, digest
+from mtpc.store.machine import COMPILER
+from mtpc.store.safety import check_owner
 
 KEY = "key.json"
 """File with an entry's key, field by field. The entry's name is its digest."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.block_scales import dequantise, find_block_scales
 from mtpc.errors import CheckpointError
-from mtpc.tensor_file import StoredTensor, TensorFile
+from mtpc.weights.block_scales import dequantise, find_block_scales
+from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 """Entries that multimodal configs may have outside the language model's part of them."""
@@ -36,7 +36,7 @@ class Checkpoint:
     Raises:
         CheckpointError: no such directory, no config.json, no safetensors file, a file whose
             header or length is not what safetensors wrote, or quantised weights that are not
-            those of `mtpc.block_scales`.
+            those of `mtpc.weights.block_scales`.
     """
 
     def __init__(self, directory: Path):

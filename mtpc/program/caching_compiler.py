@@ -21,16 +21,16 @@ from torch import Tensor
 
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.package import Package
-from mtpc.cache.binding import StepBinder
-from mtpc.cache.record import StepRecord, numbered
-from mtpc.cache.steps import CONSTANTS, CachedStep, StepCache, graph_file, reuse_package
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
-from mtpc.capture.program import CapturedStep, Program
 from mtpc.capture.split import split_step
-from mtpc.compiler import StepCompiler
 from mtpc.layout import Part, StepKey, dtype_name
 from mtpc.models.weight_recipes import repeats, weight_recipes
-from mtpc.recipes import Recipe, names
+from mtpc.program.binding import StepBinder
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.program import CapturedStep, Program
+from mtpc.program.step_cache import CONSTANTS, CachedStep, StepCache, graph_file, reuse_package
+from mtpc.program.step_record import StepRecord, numbered
+from mtpc.weights.recipes import Recipe, names
 
 _LOWERING = ("backend", "machine.", "torch.", "environment.", "version.torch", "source.backends",
              "source.kernels")  # fmt: skip

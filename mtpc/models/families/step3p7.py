@@ -22,8 +22,13 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs, ring_kv_specs
 from mtpc.models.clamped_experts import ClampedExperts
+from mtpc.models.families.glm4_moe import (
+    NEXTN_WIRING,
+    SHARED_WITH_TARGET,
+    nextn_layers,
+    nextn_prefix,
+)
 from mtpc.models.family import ModelFamily
-from mtpc.models.glm4_moe import NEXTN_WIRING, SHARED_WITH_TARGET, nextn_layers, nextn_prefix
 
 _SLIDING = "sliding_attention"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mtpc.cache.model import checkpoint_fields, object_fields
-from mtpc.cache.steps import StepCache, program_fields
-from mtpc.cache.store import EntryStore
-from mtpc.checkpoint import Checkpoint, checkpoint_of
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import OptionError
+from mtpc.program.model_key import checkpoint_fields, object_fields
+from mtpc.program.step_cache import StepCache, program_fields
+from mtpc.store.entries import EntryStore
+from mtpc.weights.checkpoint import Checkpoint, checkpoint_of
 
 AHEAD_OF_TIME = ("auto", "cpu")
 """Values of the option `backend` whose steps are files."""

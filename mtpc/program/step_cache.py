@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.package import CALLS, LIBRARY
-from mtpc.cache.key import Difference, Fields, digest, hash_of
-from mtpc.cache.lookup import KEY, find, key_bytes, nearest, peek
-from mtpc.cache.machine import environment_fields
-from mtpc.cache.record import FORMAT, StepRecord
-from mtpc.cache.store import Entry, EntryStore
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Part, StepKey, step_name
+from mtpc.program.step_record import FORMAT, StepRecord
+from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.key import Difference, Fields, digest, hash_of
+from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
+from mtpc.store.machine import environment_fields
 
 _SHOWN = 4
 """Differences that a one-line reason names."""

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from mtpc import ops
-from mtpc.buffers import N, P
 from mtpc.layout import BufferSpec
+from mtpc.layout.buffers import N, P
 from mtpc.models.caches import paged_latent_specs
-from mtpc.models.deepseek_v3 import DEEPSEEK_V3
-from mtpc.models.glm4_moe import nextn_layers
+from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
+from mtpc.models.families.glm4_moe import nextn_layers
 
 
 def _halves_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

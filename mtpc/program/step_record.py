@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from mtpc import recipes
 from mtpc.backends.package import Package
 from mtpc.capture.graph import PassRecord
 from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, step_name
-from mtpc.recipes import Recipe
+from mtpc.weights import recipes
+from mtpc.weights.recipes import Recipe
 
 FORMAT = 1
 """Raised when old records can no longer be read; part of the key."""

@@ -1,0 +1,53 @@
+"""Keys, buffers and sizes of a step: each size is written once and checked everywhere."""
+
+from mtpc.layout.keys import (
+    Bucket,
+    Part,
+    Phase,
+    StepKey,
+    largest_first,
+    step_keys,
+    step_name,
+)
+from mtpc.layout.specs import (
+    MAX_STOP_IDS,
+    NO_SLOT,
+    NULL_PAGE,
+    RESULT_BUFFERS,
+    RUNNING,
+    SCRATCH_SLOT,
+    STOP_REASONS,
+    STOPPED_BY_LENGTH,
+    STOPPED_BY_NONFINITE,
+    STOPPED_BY_TOKEN,
+    BufferSpec,
+    Layout,
+    StopReason,
+    Writer,
+    dtype_name,
+)
+
+__all__ = [
+    "MAX_STOP_IDS",
+    "NO_SLOT",
+    "NULL_PAGE",
+    "RESULT_BUFFERS",
+    "RUNNING",
+    "SCRATCH_SLOT",
+    "STOPPED_BY_LENGTH",
+    "STOPPED_BY_NONFINITE",
+    "STOPPED_BY_TOKEN",
+    "STOP_REASONS",
+    "Bucket",
+    "BufferSpec",
+    "Layout",
+    "Part",
+    "Phase",
+    "StepKey",
+    "StopReason",
+    "Writer",
+    "dtype_name",
+    "largest_first",
+    "step_keys",
+    "step_name",
+]

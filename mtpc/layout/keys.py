@@ -1,0 +1,87 @@
+"""Keys of steps: the shape, the phase and the number of drafts that select a captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from mtpc.config import CompileOptions
+from mtpc.errors import GraphError
+
+Phase = Literal["decode", "prefill"]
+Part = Literal["step", "verify", "propose"]
+"""The whole step, or one half of a split step."""
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A captured shape: `num_reqs` rows of at most `query_len` tokens each."""
+
+    num_reqs: int
+    query_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_reqs * self.query_len
+
+
+@dataclass(frozen=True, order=True)
+class StepKey:
+    """What selects a captured step: its shape, its number of drafts, and its phase.
+
+    A decode step has query_len == spec_tokens + 1 tokens in every row (the last emitted token
+    and the drafts to verify). A prefill step packs up to num_reqs * query_len tokens, of prompts
+    and of requests that decode.
+    """
+
+    phase: Phase
+    bucket: Bucket
+    spec_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.phase == "decode" and self.bucket.query_len != self.spec_tokens + 1:
+            raise GraphError(
+                f"decode step with query_len {self.bucket.query_len} and spec_tokens "
+                f"{self.spec_tokens}; query_len must be spec_tokens + 1"
+            )
+
+    @classmethod
+    def decode(cls, num_reqs: int, spec_tokens: int) -> StepKey:
+        return cls("decode", Bucket(num_reqs, spec_tokens + 1), spec_tokens)
+
+    @classmethod
+    def prefill(cls, num_reqs: int, chunk: int, spec_tokens: int) -> StepKey:
+        return cls("prefill", Bucket(num_reqs, chunk), spec_tokens)
+
+    @property
+    def max_emitted(self) -> int:
+        """Tokens that the step can emit of a request."""
+        return self.spec_tokens + 1
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: of a prompt its last one, of who decodes all."""
+        return self.bucket.num_reqs * self.max_emitted
+
+    def __str__(self) -> str:
+        b = self.bucket
+        return f"{self.phase}[R={b.num_reqs},Q={b.query_len},K={self.spec_tokens}]"
+
+
+def step_name(key: StepKey, part: Part) -> str:
+    """What to call a step, or a half of one, in messages and file names."""
+    return str(key) if part == "step" else f"{key}.{part}"
+
+
+def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
+    """The steps that options ask for: a decode step per bucket and tier, and a prefill step."""
+    decode = tuple(
+        StepKey.decode(num_reqs, k) for k in options.tiers for num_reqs in options.batch_buckets
+    )
+    return (*decode, StepKey.prefill(*options.prefill_shape, options.spec_tokens))
+
+
+def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:
+    """The order to compile in: what takes longest, and most memory, comes first."""
+    return sorted(keys, key=lambda key: key.bucket.num_tokens, reverse=True)

@@ -1,0 +1,1 @@
+"""One file a family: its architectures, MTP wiring, state, and names in checkpoints."""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds: files, tensors, their formats, and recipes for derived weights."""
