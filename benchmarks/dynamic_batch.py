@@ -42,6 +42,7 @@ from mtpc.capture.trace import ModelTraces
 from mtpc.config import CompileOptions
 from mtpc.models.load import SteppedModel, load
 from mtpc.program.compiler import StepCompiler
+from mtpc.step.records import Metadata
 
 MEMBERS = {LIBRARY: ".wrapper.so", CALLS: ".wrapper.json"}
 """What a running package needs, and how its name ends in AOTInductor's archive."""
@@ -91,16 +92,16 @@ class Model:
         table = 1 + torch.arange(reqs * self.blocks).view(reqs, self.blocks)  # Page 0 is nobody's.
         owner = torch.arange(reqs).repeat_interleave(rows)
         slots = table[owner, positions // self.page_size] * self.page_size
-        return (
-            ids,
-            positions,
-            slots + positions % self.page_size,
-            table.int(),
-            torch.full((reqs,), context + rows, dtype=torch.int32),
-            torch.arange(0, reqs * rows + 1, rows, dtype=torch.int32),
-            torch.arange(reqs),
-            torch.full((reqs,), context + 1, dtype=torch.int32),  # All but the drafts is certain.
+        metadata = Metadata(
+            positions=positions,
+            slot_mapping=slots + positions % self.page_size,
+            seq_lens=torch.full((reqs,), context + rows, dtype=torch.int32),
+            query_start_loc=torch.arange(0, reqs * rows + 1, rows, dtype=torch.int32),
+            block_table=table.int(),
+            state_slots=torch.arange(reqs),
+            certain_lens=torch.ones(reqs, dtype=torch.int32),  # All but the drafts is certain.
         )
+        return (ids, *metadata)
 
 
 def load_model(directory: Path, args: argparse.Namespace) -> Model:
@@ -159,7 +160,7 @@ def build(model: Model, inputs: tuple[Tensor, ...], is_dynamic: bool, directory:
 def _dims() -> tuple[Any, ...]:
     """Dynamic sizes of `Verify`'s arguments: T flat tokens, R requests."""
     tokens, requests = Dim("tokens"), Dim("requests")
-    per_request = ({0: requests}, {0: requests}, {0: requests + 1}, {0: requests}, {0: requests})
+    per_request = ({0: requests}, {0: requests + 1}, *([{0: requests}] * 3))
     return ({0: tokens}, ({0: tokens}, {0: tokens}, *per_request))
 
 

@@ -20,7 +20,6 @@ ORDER = (
     ("layout",),
     ("store",),
     ("ops",),
-    ("pieces",),
     ("step",),
     ("capture.graph", "capture.effects", "capture.inline"),
     ("capture.trace", "capture.split", "passes", "models"),

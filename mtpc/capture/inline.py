@@ -1,7 +1,7 @@
-"""Dissolving the pieces of a traced step into one flat graph at the bucket's exact sizes.
+"""Inlining the pieces of a traced step: one flat graph at the bucket's exact sizes.
 
-Symbolic sizes in the model's traces become numbers here, by running each node on fake tensors
-as it is copied; the result is left in `node.meta["val"]`.
+The inliner runs each node on fake tensors while it copies it, so that the symbolic sizes in the
+model's traces become numbers. `node.meta["val"]` keeps each result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SHAPE_GUARDS = {
     "sym_constrain_range_for_size",
     "_assert_async",
 }
-"""Checks that tracing leaves behind; at fixed sizes on fake tensors they have been run."""
+"""Checks that tracing leaves behind; running the graph on fake tensors has already made them."""
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake mode that a flat graph's metadata was made in."""
+    """The fake mode of a flat graph's values, or a new one where it has none."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if hasattr(value, "fake_mode"):
@@ -44,7 +44,7 @@ class Inliner:
 
     Args:
         source: StepGraph with `call_module` nodes.
-        buffer_names: layout name by tensor id, for the state that pieces hold (`kv.*`).
+        buffer_names: tensor id -> layout name, for the state that pieces hold (`kv.*`).
     """
 
     def __init__(self, source: StepGraph, buffer_names: Mapping[int, str]):
@@ -57,7 +57,7 @@ class Inliner:
         self.num_inlined = 0
 
     def run(self) -> fx.GraphModule:
-        """Inline everything; returns the flat module."""
+        """Inline all pieces; returns the flat module."""
         env: dict[fx.Node, Any] = {}
         for node in self.source.graph.nodes:
             if node.op == "output":
@@ -100,15 +100,16 @@ class Inliner:
         return None
 
     def _trace_glue(self, piece: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
+        """A piece that is not the model's, traced at the shapes of its arguments."""
         values = fx.node.map_aggregate(args, _value)
         with self.mode:
             return make_fx(piece, pre_dispatch=True)(*values)
 
     def _attribute(self, tensor: Tensor, name: str | None) -> fx.Node:
-        """The get_attr node of a tensor, one per tensor in the whole graph."""
+        """The get_attr node of a tensor; the graph has one for each tensor."""
         if name is None:
             name = self.buffer_names.get(id(tensor)) or self.weights.name_of(tensor)
-        if name is None:  # A constant that tracing lifted out of the model's code.
+        if name is None:  # A constant in the model's code, which tracing made an attribute.
             name = self.weights.add_constant(tensor)
             tensor = self.weights[name]
         if name not in self.attributes:
@@ -119,7 +120,7 @@ class Inliner:
         return self.attributes[name]
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any], piece: str) -> Any:
-        """Copy one call, or compute its result where that is a number or a known tuple entry."""
+        """Copy one call; a result that is a number, or an entry of a tuple, takes its place."""
         args = _resolve(node.args, env)
         kwargs = {name: _resolve(value, env) for name, value in node.kwargs.items()}
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
@@ -139,7 +140,7 @@ class Inliner:
 
 
 def _resolve(value: Any, env: dict[fx.Node, Any]) -> Any:
-    """Arguments with the source's nodes replaced by what they became."""
+    """Arguments, with each node of the source replaced by what it became."""
     return fx.node.map_aggregate(value, lambda a: env[a] if isinstance(a, fx.Node) else a)
 
 
@@ -148,5 +149,5 @@ def _value(argument: Any) -> Any:
 
 
 def _unwrap(result: Any) -> Any:
-    """Export wraps a single output in a tuple of one."""
+    """The result of a piece; export puts a single one into a tuple."""
     return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result

@@ -1,10 +1,10 @@
-"""Tracing: model pieces once with a symbolic number of tokens, the step around them per bucket.
+"""Tracing: the model's pieces once with symbolic sizes, the step around them once per bucket.
 
-The expensive traces (target, heads, draft layers) are exported once per program, with the flat
-token count and the request count left symbolic; the small glue (metadata, acceptance, advance)
-is traced when it is inlined, at each bucket's exact shapes. `trace_step` then records
-`Step.forward` with all of them as leaves: a StepGraph of a few dozen `call_module` nodes that
-passes turn into one graph.
+The pieces of the model (target, heads, MTP layers) are expensive to trace. A program exports them
+once, with symbolic numbers of flat tokens and of requests. The other pieces (metadata, acceptance,
+advance) are small. `capture.inline` traces them at the exact shapes of each bucket. `trace_step`
+records `Step.forward` with all pieces as leaves. Its result is a StepGraph of a few dozen
+`call_module` nodes, which passes turn into one flat graph.
 """
 
 from __future__ import annotations
@@ -17,59 +17,62 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from mtpc.capture.graph import StepGraph, WeightTable
-from mtpc.layout import Layout, StepKey
+from mtpc.layout import NO_SLOT, Layout, StepKey
 from mtpc.layout.buffers import P
-from mtpc.pieces.accept import Accept, AcceptPrefill
-from mtpc.pieces.advance import Advance
-from mtpc.pieces.chain import KeepLast, MoveUp, Widen
-from mtpc.pieces.choose import Choose, Pick, Record, SampleChoice, SampleDraft
-from mtpc.pieces.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
-from mtpc.step import Step, StepModel, StepPieces
+from mtpc.step.accept import Accept, AcceptPrefill
+from mtpc.step.advance import Advance
+from mtpc.step.chaining import KeepLast, MoveUp, Widen
+from mtpc.step.choose import Choose, Pick
+from mtpc.step.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
+from mtpc.step.model import StepModel
+from mtpc.step.records import Metadata
+from mtpc.step.sampling import Record, SampleChoice, SampleDraft
+from mtpc.step.step import Step, StepPieces
 
 TRACE_REQS, TRACE_TOKENS = 3, 7
-"""Sizes used while tracing; any two different numbers above 1 that nothing else in a model has."""
+"""Numbers of requests and of tokens while tracing.
+
+Any two different numbers above 1 will do that are no other size of a model.
+"""
 
 
 class ModelTraces(nn.Module):
-    """A model's pieces as GraphModules with symbolic [T] and [R], traced once per program."""
+    """A model's pieces as GraphModules with symbolic T and R, traced once per program."""
 
     def __init__(self, model: StepModel, layout: Layout):
         super().__init__()
         device = next(model.target.parameters()).device
-        metadata, metadata_dims = _example_metadata(layout, device)
+        metadata = tuple(_example_metadata(layout, device))
         ids = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=device)
-        token_dim = {0: Dim.DYNAMIC}
-        self.target = export_piece(model.target, (ids, *metadata), (token_dim, *metadata_dims))
+        self.target = export_piece(model.target, (ids, *metadata))
         features = _example_features(self.target)
-        self.target_head = export_piece(model.target_head, (features,), (token_dim,))
+        self.target_head = export_piece(model.target_head, (features,))
         self.drafts = nn.ModuleList(
-            export_piece(draft, (ids, features, *metadata), (token_dim, token_dim, *metadata_dims))
-            for draft in model.drafts
+            export_piece(draft, (ids, features, *metadata)) for draft in model.drafts
         )
         self.draft_heads = nn.ModuleList(
-            self.target_head
-            if head is model.target_head
-            else export_piece(head, (features,), (token_dim,))
+            self.target_head if head is model.target_head else export_piece(head, (features,))
             for head in model.draft_heads
         )
         self.vocab_size = model.vocab_size
         self.draft_index: Callable[[int], int] = model.draft_index
 
 
-def _example_metadata(
-    layout: Layout, device: torch.device
-) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    blocks = layout.shape("state.block_table")[1]
-    tensors = (
-        torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=device),
-        torch.full((TRACE_TOKENS,), -1, dtype=torch.int64, device=device),
-        torch.zeros(TRACE_REQS, blocks, dtype=torch.int32, device=device),
-        torch.zeros(TRACE_REQS, dtype=torch.int32, device=device),
-        torch.zeros(TRACE_REQS + 1, dtype=torch.int32, device=device),
-        torch.zeros(TRACE_REQS, dtype=torch.int64, device=device),
-        torch.zeros(TRACE_REQS, dtype=torch.int32, device=device),
+def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
+    """Metadata of the sizes used while tracing; no row has a slot."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Metadata(
+        positions=zeros(TRACE_TOKENS, dtype=torch.int64),
+        slot_mapping=zeros(TRACE_TOKENS, dtype=torch.int64).fill_(NO_SLOT),
+        seq_lens=zeros(TRACE_REQS),
+        query_start_loc=zeros(TRACE_REQS + 1),
+        block_table=zeros(TRACE_REQS, layout.shape("state.block_table")[1]),
+        state_slots=zeros(TRACE_REQS, dtype=torch.int64),
+        certain_lens=zeros(TRACE_REQS),
     )
-    return tensors, tuple({0: Dim.DYNAMIC} for _ in tensors)
 
 
 def _example_features(target: fx.GraphModule) -> Tensor:
@@ -80,19 +83,18 @@ def _example_features(target: fx.GraphModule) -> Tensor:
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
-def export_piece(
-    module: nn.Module, example: Sequence[Tensor], dims: Sequence[Any] | None
-) -> fx.GraphModule:
-    """Non-strict export to an FX module whose get_attr nodes refer to the module's own tensors.
+def export_piece(module: nn.Module, example: Sequence[Tensor]) -> fx.GraphModule:
+    """Non-strict export, with the first size of each argument symbolic.
 
-    They are named as in `module`, below "inner.".
+    The get_attr nodes of the result refer to the module's own tensors, which are named as in
+    `module`, below "inner.".
     """
     wrapped = _Positional(module)
     with torch.no_grad():
         program = torch.export.export(
             wrapped,
             tuple(example),
-            dynamic_shapes=None if dims is None else (tuple(dims),),
+            dynamic_shapes=(tuple({0: Dim.DYNAMIC} for _ in example),),
             strict=False,
         )
     traced = program.module(check_guards=False)
@@ -112,7 +114,7 @@ class _Positional(nn.Module):
 
 
 class LeafTracer(fx.Tracer):
-    """Records `Step.forward` with every piece as a leaf and every buffer as a get_attr node."""
+    """Records `Step.forward`: each piece is a leaf, each buffer a get_attr node."""
 
     proxy_buffer_attributes = True
 
@@ -132,13 +134,13 @@ def trace_step(
     Args:
         key: phase, bucket and K.
         traces: the model's pieces.
-        layout: buffers of this bucket, metadata as plain decoding has it.
+        layout: buffers of this bucket, with metadata sized as plain decoding needs it.
         shared: module whose submodule `state` holds the shared state tensors.
         weights: the program's weight table.
 
     Returns:
-        A StepGraph whose pieces are `call_module` nodes. It is not valid yet where K > 0: its
-        metadata buffers are one row a request until the pass `resize-metadata` has run.
+        A StepGraph whose pieces are `call_module` nodes. With K > 0 it is not valid yet: its
+        metadata buffers have one row per request until the pass `resize-metadata` has run.
     """
     pieces = _pieces(key, traces, layout)
     buffers = nn.Module()
@@ -152,6 +154,7 @@ def trace_step(
 
 
 def _allocate_batch(layout: Layout, shared: nn.Module) -> nn.Module:
+    """A module that holds the bucket's own buffers, on the device of the shared ones."""
     device = next(shared.buffers()).device
     batch = nn.Module()
     for name, spec in layout.items():
@@ -163,7 +166,7 @@ def _allocate_batch(layout: Layout, shared: nn.Module) -> nn.Module:
 
 
 def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
-    """The step's leaves: the model's traces, and glue for this bucket."""
+    """The step's leaves: the model's traces, and the other pieces for this bucket."""
     page_size = layout.value(P)
     is_decode = key.phase == "decode"
     begin, accept = (BeginDecode, Accept) if is_decode else (BeginPrefill, AcceptPrefill)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim
 
 from mtpc.backends import Backend
 from mtpc.capture.graph import StepGraph, WeightTable
@@ -25,10 +24,11 @@ from mtpc.integrations.draft import TracedDraft
 from mtpc.layout import HOST, BufferSpec, Layout, StepKey
 from mtpc.models.caches import CachePool
 from mtpc.models.hf import StepContext, run_mtp_layer
-from mtpc.pieces.choose import Pick
-from mtpc.pieces.metadata import ChainMetadata
 from mtpc.program.lowering import Lowering
 from mtpc.program.program import CapturedStep
+from mtpc.step.choose import Pick
+from mtpc.step.metadata import ChainMetadata
+from mtpc.step.records import Chained, Rows, unpack
 
 aten = torch.ops.aten
 
@@ -179,8 +179,10 @@ class DraftChain:
 
 
 class _ChainedLayer(nn.Module):
-    """The MTP layer over single rows: (ids, features, positions, slots, block_table, seq_lens,
-    query_start_loc) -> features, its cache the host's pools."""
+    """The MTP layer over single rows: (ids, features, *Rows, block_table) -> features.
+
+    Its cache is the host's pools.
+    """
 
     def __init__(self, draft: TracedDraft, pools: HostPools):
         super().__init__()
@@ -200,15 +202,12 @@ class _ChainedLayer(nn.Module):
         self,
         ids: Tensor,
         features: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        starts: Tensor,
+        *rows_and_table: Tensor,
     ) -> Tensor:
-        none = torch.zeros_like(seq_lens)  # No state by request slot, and no row is certain.
-        metadata = (positions, slots, block_table, seq_lens, starts, none, none)
-        context = StepContext(self.pool.layers(), *metadata)
+        rows, block_table = Rows(*rows_and_table[:-1]), rows_and_table[-1]
+        none = torch.zeros_like(rows.seq_lens)  # No state by request slot, and no row is certain.
+        metadata = (*rows, block_table, none, none)
+        context = StepContext.of(metadata, self.pool.layers())
         embedding = nn.functional.embedding(ids, self.embedding)
         hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)  # type: ignore[arg-type]
         return self.layer.final_norm(hidden)
@@ -253,10 +252,9 @@ class _Chain(nn.Module):
         ids, features, lens = batch.first_ids, batch.features, batch.context_lens
         drafts = []
         for _ in range(self.steps):
-            out = pieces.chain_metadata(lens, batch.active, batch.block_table)
-            positions, slots, seq_lens, starts, lens = (out[i] for i in range(5))
-            metadata = (positions, slots, batch.block_table, seq_lens, starts)
-            features = pieces.drafts[0](ids, features, *metadata)
+            results = pieces.chain_metadata(lens, batch.active, batch.block_table)
+            *rows, lens = unpack(Chained, results)
+            features = pieces.drafts[0](ids, features, *rows, batch.block_table)
             ids = pieces.pick(pieces.draft_heads[0](features))
             drafts.append(ids)
         aten.copy_.default(batch.drafts, aten.stack.default(drafts, 1))
@@ -282,6 +280,6 @@ def _export(
     features = weight.new_zeros(TRACE_TOKENS, weight.shape[1])
     tables = requests.new_zeros(TRACE_REQS, pools.num_blocks)
     starts = requests.new_zeros(TRACE_REQS + 1)
-    example = (rows, features, rows.clone(), rows.clone(), tables, requests, starts)
-    dims = tuple({0: Dim.DYNAMIC} for _ in example)
-    return export_piece(layer, example, dims), export_piece(head, (features,), dims[:1])
+    where = Rows(rows.clone(), rows.clone(), requests, starts)
+    example = (rows, features, *where, tables)
+    return export_piece(layer, example), export_piece(head, (features,))

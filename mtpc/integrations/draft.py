@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim
 
 from mtpc.capture.trace import TRACE_TOKENS, export_piece
 from mtpc.errors import CheckpointError, UnsupportedModelError
@@ -228,7 +227,7 @@ def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
     floats = torch.zeros(TRACE_TOKENS, width, dtype=options.dtype, device=options.device)
     positions = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=options.device)
     example = (floats, positions, torch.zeros_like(floats))
-    traced = export_piece(rows, example, tuple({0: Dim.DYNAMIC} for _ in example))
+    traced = export_piece(rows, example)
     # This also drops the model's own expansion of latents, which sites use unexpanded.
     drop_identities(traced.graph)
     # Hosts call eval(), which export's module refuses, so this makes a plain one. It holds the

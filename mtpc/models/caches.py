@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, STEP, BufferSpec, Writer
 from mtpc.layout.buffers import N, P, S, ring_pages
 from mtpc.ops.ragged import request_of
-from mtpc.step import Metadata
+from mtpc.step.records import Metadata
 
 _BY_LAYER = ". `verify` writes those of the target's layers, `propose` those of MTP layers"
 
@@ -133,29 +133,15 @@ class PagedKV:
         return out[None]
 
 
-@dataclass
-class RingMetadata:
-    """Metadata of a forward whose cache is a ring: the block table is computed, not stored.
-
-    Block j of request slot s is page 1 + (s - 1) * n + j % n of a pool with rings of n pages. With
-    such a table, operators for paged caches read and write rings. Entries of older blocks name
-    pages that hold newer tokens, which the window masks. A rejected row needs no rollback: its
-    place is written again before any row attends to it.
-    """
-
-    positions: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    state_slots: Tensor
-    certain_lens: Tensor
-
-
-def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadata:
+def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> Metadata:
     """Metadata for rings of `pages` pages, from metadata for paged caches.
 
-    A row without a cache slot, an inactive request and a block without a page stay without one.
+    The block table is computed, not stored: block j of request slot s is page
+    1 + (s - 1) * n + j % n of a pool with rings of n pages. With such a table, operators for paged
+    caches read and write rings. Entries of older blocks name pages that hold newer tokens, which
+    the window masks. A rejected row needs no rollback: its place is written again before any row
+    attends to it. A row without a cache slot, an inactive request and a block without a page stay
+    without one.
     """
     slots = metadata.state_slots
     first = torch.where(slots == SCRATCH_SLOT, 0, (slots - 1) * pages + 1)
@@ -167,15 +153,7 @@ def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> RingMetadat
     page = first[request] + metadata.positions // page_size % pages
     slot = page * page_size + metadata.positions % page_size
     slot = torch.where(metadata.slot_mapping == NO_SLOT, NO_SLOT, slot)
-    return RingMetadata(
-        metadata.positions,
-        slot,
-        table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        slots,
-        metadata.certain_lens,
-    )
+    return replace(metadata, slot_mapping=slot, block_table=table)
 
 
 @dataclass(frozen=True)

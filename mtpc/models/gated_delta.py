@@ -19,7 +19,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.layout import VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, S
 from mtpc.models.caches import slot_spec
-from mtpc.step import Metadata
+from mtpc.step.records import Metadata
 
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys and values side by side, [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""

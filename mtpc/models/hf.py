@@ -23,26 +23,24 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
 from mtpc.models.family import Canonical, ModelFamily, MTPWiring
 from mtpc.ops.experts import experts
+from mtpc.step.records import Metadata
 
 SEAM_NAME = "mtpc"
 
 
-@dataclass
-class StepContext:
+@dataclass(frozen=True)
+class StepContext(Metadata):
     """Metadata of one forward and the caches of its layers, in the place of `past_key_values`.
 
-    `layers` holds a `LayerCache`, or state of another kind, by layer index. The other fields are
-    those of `mtpc.step.Metadata`.
+    `layers` holds a `LayerCache`, or state of another kind, by layer index.
     """
 
     layers: dict[int, Any]
-    positions: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    state_slots: Tensor
-    certain_lens: Tensor
+
+    @classmethod
+    def of(cls, metadata: tuple[Tensor, ...], layers: dict[int, Any]) -> StepContext:
+        """From the fields of `Metadata`, in its order."""
+        return cls(**vars(Metadata(*metadata)), layers=layers)
 
     def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values to its cache: the cache protocol of transformers."""
@@ -142,7 +140,7 @@ class HFTarget(nn.Module):
         self.decoder, self.pool = decoder, pool
 
     def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
-        context = StepContext(self.pool.layers(), *metadata)
+        context = StepContext.of(metadata, self.pool.layers())
         out = self.decoder(
             input_ids=ids[None],
             position_ids=context.positions[None],
@@ -276,7 +274,7 @@ class HFDraft(nn.Module):
         self.layer, self.pool = layer, pool
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
-        context = StepContext(self.pool.layers(), *metadata)
+        context = StepContext.of(metadata, self.pool.layers())
         embedding = self.embedding(ids)
         hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)
         return self.layer.final_norm(hidden)

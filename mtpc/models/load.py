@@ -87,7 +87,7 @@ class LoadedModel:
 
     @property
     def chain_window(self) -> int:
-        """Earlier rows of a request that the MTP layers compute again; see `pieces.chain`."""
+        """Earlier rows of a request that the MTP layers compute again; see `mtpc.step.chaining`."""
         return max(len(self.mtp_layers) - 1, 0)
 
     def state_specs(self) -> tuple[BufferSpec, ...]:
@@ -112,7 +112,7 @@ class LoadedModel:
 
 
 class SteppedModel:
-    """A `LoadedModel` over given state tensors, as a `mtpc.step.StepModel`.
+    """A `LoadedModel` over given state tensors, as a `mtpc.step.model.StepModel`.
 
     Args:
         loaded: the model.

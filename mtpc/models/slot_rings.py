@@ -20,7 +20,7 @@ from torch import Tensor
 from mtpc import ops
 from mtpc.layout import NO_SLOT
 from mtpc.ops.ragged import request_of
-from mtpc.step import Metadata
+from mtpc.step.records import Metadata
 
 
 @dataclass(frozen=True)

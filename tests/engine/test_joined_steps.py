@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import mtpc
 from mtpc.layout import StepKey
-from mtpc.pieces.metadata import BeginPrefill, LogitsRows
+from mtpc.step.metadata import BeginPrefill, LogitsRows
+from mtpc.step.records import Begun
 
 WIDE: dict[str, Any] = {"prefill_chunk": 24, "busy_prefill_chunk": 5, "batch_buckets": (3,)}
 """Room for chunks of five tokens beside two requests that decode, whatever K is up to 4."""
@@ -42,7 +43,8 @@ def test_rows(drawn: list[tuple[bool, bool, int]]) -> None:
     out = BeginPrefill(KEY, 4, 96)(
         slots, committed, remaining, token_ids, torch.arange(20), num_input, decodes.int(), table
     )
-    ids, starts, certain = out[0], out[9], out[5]
+    begun = Begun(*out)
+    ids, starts, certain = begun.ids, begun.query_start_loc, begun.certain_lens
     rows, logits_starts, places, is_first = LogitsRows(KEY)(starts, decodes.int())
     begin = packed = chosen = 0
     full = False

@@ -23,8 +23,9 @@ from mtpc.layout import StepKey
 from mtpc.models.clamped_experts import ClampedExperts
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
-from mtpc.pieces.chain import KeepLast, MoveUp, Widen
 from mtpc.program.compiler import StepCompiler
+from mtpc.step.chaining import KeepLast, MoveUp, Widen
+from mtpc.step.records import Widened
 from mtpc.weights.checkpoint import Checkpoint
 
 FAMILIES = ("mimo_v2", "step3p7")
@@ -141,15 +142,16 @@ def test_rows_of_a_round() -> None:
     out = Widen(key, window, 4)(
         next_ids, features, anchors, lens, active, table, slots, starts, last_ids, last_features
     )
-    ids, rows, anchors, positions, slot_mapping, seq_lens, starts = out
+    wide = Widened(*out)
+    ids, rows, anchors, starts = wide.ids, wide.features, wide.anchors, wide.query_start_loc
     used = int(starts[-1])
     assert starts.tolist() == [0, 4, 6, 9, 11]
     assert ids[:used].tolist() == [70, 71, 0, 1, 2, 3, 72, 4, 5, 6, 7]
     assert torch.equal(rows[:2, 0], last_features[3, :, 0])
     assert rows[2:6, 0].tolist() == [0, 1, 2, 3]
-    assert positions[:used].tolist() == [3, 4, 5, 6, 0, 0, 0, 1, 2, 0, 1]
-    assert seq_lens.tolist() == [7, 0, 3, 2]
-    assert slot_mapping[:4].tolist() == [4 + 3, 8 + 0, 8 + 1, 8 + 2]
+    assert wide.positions[:used].tolist() == [3, 4, 5, 6, 0, 0, 0, 1, 2, 0, 1]
+    assert wide.seq_lens.tolist() == [7, 0, 3, 2]
+    assert wide.slot_mapping[:4].tolist() == [4 + 3, 8 + 0, 8 + 1, 8 + 2]
     assert anchors.tolist() == [3, 4, 7, 10]
     moved = MoveUp()(ids, anchors, active, torch.tensor([90, 91, 92, 93]))
     assert moved[:4].tolist() == [71, 0, 1, 90]

@@ -22,7 +22,8 @@ from mtpc.models.hf import TextRotary, share_model, stand_in, use_seams
 from mtpc.models.load import load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.weight_recipes import weight_recipes
-from mtpc.pieces.metadata import flat_metadata
+from mtpc.step.metadata import flat_metadata
+from mtpc.step.records import Metadata
 
 SLOTS, PAGE, DRAFTS = 4, 4, 3
 KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
@@ -63,7 +64,7 @@ class Stepper:
         self.slots, self.lens = torch.tensor([2, 0, 3]), torch.zeros(3, dtype=torch.int32)
         self.table = (torch.arange(3 * blocks) + 1).view(3, blocks).int()
 
-    def metadata(self, counts: list[int]) -> tuple[torch.Tensor, ...]:
+    def metadata(self, counts: list[int]) -> Metadata:
         """Of `counts` rows a request, and one padded row; the request in the middle is off."""
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         tokens, active = int(starts[-1]) + 1, self.slots != 0
@@ -71,7 +72,7 @@ class Stepper:
             self.lens, active, self.table, starts, tokens, PAGE
         )
         certain = torch.tensor(counts, dtype=torch.int32)
-        return positions, slots, self.table, seq_lens, starts, self.slots, certain
+        return Metadata(positions, slots, seq_lens, starts, self.table, self.slots, certain)
 
 
 @torch.no_grad()

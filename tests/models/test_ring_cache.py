@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mtpc.layout import NO_SLOT, NULL_PAGE, buffers
-from mtpc.models.caches import PagedKV, RingKV, RingMetadata, ring_metadata
-from mtpc.pieces.metadata import flat_metadata
+from mtpc.models.caches import PagedKV, RingKV, ring_metadata
+from mtpc.step.metadata import flat_metadata
+from mtpc.step.records import Metadata
 
 PAGE, BLOCKS, SLOTS = 4, 12, 4
 HEADS, GROUPS, DIM, VALUE_DIM = 2, 2, 8, 6
@@ -21,7 +22,7 @@ def pages_of(window: int, rows: int) -> int:
     return int(buffers.ring_pages(window).subs(sizes))
 
 
-def metadata_of(lens: list[int], counts: list[int], slots: list[int]) -> RingMetadata:
+def metadata_of(lens: list[int], counts: list[int], slots: list[int]) -> Metadata:
     """Metadata for `counts` rows at `lens` of requests in `slots`; slot 0 is off."""
     table = torch.full((SLOTS, BLOCKS), NULL_PAGE, dtype=torch.int32)
     for slot in range(1, SLOTS):
@@ -34,7 +35,7 @@ def metadata_of(lens: list[int], counts: list[int], slots: list[int]) -> RingMet
         torch.tensor(lens, dtype=torch.int32), active, table[indices], starts, num_tokens, PAGE
     )
     certain = torch.tensor(counts, dtype=torch.int32)
-    return RingMetadata(positions, slot_mapping, table[indices], seq_lens, starts, indices, certain)
+    return Metadata(positions, slot_mapping, seq_lens, starts, table[indices], indices, certain)
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 6, 9])

@@ -52,8 +52,8 @@ from mtpc.layout.buffers import (
 )
 from mtpc.ops.accept import REPORTS
 from mtpc.passes import Verifier, run_pipeline, select_passes
-from mtpc.pieces.accept import Accept
 from mtpc.program.program import CapturedStep, Program
+from mtpc.step.accept import Accept
 
 TOKENS, REQUESTS, ROUNDS, START = 6, 256, 192, 2
 LEVEL = 1e-4

@@ -23,8 +23,8 @@ from mtpc.layout import (
 )
 from mtpc.models.load import load
 from mtpc.ops.accept import stop
-from mtpc.pieces.metadata import flat_metadata
 from mtpc.program.compiler import StepCompiler
+from mtpc.step.metadata import flat_metadata
 
 
 def test_metadata_in_closed_form() -> None:

@@ -136,9 +136,10 @@ class StreamTarget(nn.Module):
     def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
         embedding = self.embedding(ids)
         hidden = embedding[:, None].expand(-1, self.config.hc_mult, -1).contiguous()[None]
-        given = _layer_inputs(self.pool, 0, self.config.sliding_window, metadata)
+        context = StepContext.of(metadata, self.pool.layers())
+        given = _layer_inputs(context, 0, self.config.sliding_window)
         kinds = sorted({layer.self_attn.rope_layer_type for layer in self.layers})
-        positions = metadata[0][None]
+        positions = context.positions[None]
         angles = {k: self.rotary(embedding, positions, layer_type=k) for k in kinds}
         for layer in self.layers:
             hidden = layer(hidden, input_ids=ids[None], position_embeddings=angles, **given)
@@ -158,18 +159,16 @@ class StreamDraft(nn.Module):
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         embedding, block = self.embedding(ids), self.layer.block
-        hidden = self.layer.join(embedding, features, metadata[0])[None]
+        context = StepContext.of(metadata, self.pool.layers())
+        hidden = self.layer.join(embedding, features, context.positions)[None]
         attention: Any = block.self_attn
-        given = _layer_inputs(self.pool, attention.layer_idx, attention.window, metadata)
-        angles = {attention.rope_layer_type: self.rotary(embedding, metadata[0])}
+        given = _layer_inputs(context, attention.layer_idx, attention.window)
+        angles = {attention.rope_layer_type: self.rotary(embedding, context.positions)}
         return block(hidden, input_ids=ids[None], position_embeddings=angles, **given)[0]
 
 
-def _layer_inputs(
-    pool: CachePool, layer: int, window: int, metadata: tuple[Tensor, ...]
-) -> dict[str, Any]:
+def _layer_inputs(context: StepContext, layer: int, window: int) -> dict[str, Any]:
     """Keyword arguments of the attention modules; all layers share the masks of `layer`'s ring."""
-    context = StepContext(pool.layers(), *metadata)
     masks = WindowMasks.of(context, SlotRing(context.layers[layer].window), window)
     return {"mtpc_context": context, "masks": masks}
 

@@ -1,27 +1,28 @@
 """Which rows a step works on, and what attention needs to know of them.
 
-Closed forms (L = committed length, the tokens whose KV is final; P = page size): positions =
-L + j; slot = block_table[pos // P] * P + pos % P; seq_lens = L + Q; a chained draft step works on
-the single row at position L.
+The closed forms, with L the committed length, whose tokens' KV is final, and P the page size:
+position = L + j for row j of a request; slot = block_table[position // P] * P + position % P;
+seq_lens = L + Q. A chained draft step works on the single row at position L.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, StepKey
 from mtpc.ops.ragged import request_of
+from mtpc.step.records import Begun, Chained, LogitsIndices
 
 
 def flat_metadata(
-    context_lens: torch.Tensor,
-    active: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
+    context_lens: Tensor,
+    active: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
     num_tokens: int,
     page_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Positions, slots and lengths of a flat batch, from lengths and block tables alone.
 
     Args:
@@ -33,8 +34,8 @@ def flat_metadata(
         page_size: tokens per page.
 
     Returns:
-        positions int64 [T] (0 where padded), slot_mapping int64 [T] (NO_SLOT where padded or
-        where no page is reserved), seq_lens int32 [R].
+        The first fields of `Rows`: positions int64 [T] (0 where padded), slot_mapping int64 [T]
+        (NO_SLOT where padded or where no page is reserved), seq_lens int32 [R].
     """
     token = torch.arange(num_tokens, device=context_lens.device)
     request = request_of(token, query_start_loc)
@@ -52,24 +53,30 @@ def flat_metadata(
     return position, slot, seq_lens.int()
 
 
-def starts_of(counts: torch.Tensor) -> torch.Tensor:
-    """Where each request's rows begin, and the end of the last one's: int32 [R] -> int32 [R+1]."""
+def starts_of(counts: Tensor) -> Tensor:
+    """The first row of each request, and the end of the last one: int32 [R] -> int32 [R+1]."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
 
 
 class BeginDecode(nn.Module):
-    """Gather the rows of this batch and form the verify inputs.
-
-    Returns ids [R*Q], context_lens [R], active [R], block_table [R, M], state_slots [R] (where
-    a row is off: the scratch slot), certain_lens [R] (the last emitted token is certain, drafts are
-    not), positions [R*Q], slot_mapping [R*Q], seq_lens [R], query_start_loc [R+1].
-    """
+    """Gather the requests of a decode step; each has its last emitted token and K drafts."""
 
     def __init__(self, key: StepKey, page_size: int, vocab_size: int):
         super().__init__()
         self.key, self.page_size, self.vocab_size = key, page_size, vocab_size
 
-    def forward(self, state_indices, committed_lens, remaining_tokens, token_ids, block_table):  # type: ignore[no-untyped-def]
+    def forward(
+        self,
+        state_indices: Tensor,
+        committed_lens: Tensor,
+        remaining_tokens: Tensor,
+        token_ids: Tensor,
+        block_table: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The requests' slots [R] and the state of all slots -> `Begun`, with T = R * Q rows.
+
+        The last emitted token is certain, drafts are not.
+        """
         num_reqs, query_len = self.key.bucket.num_reqs, self.key.bucket.query_len
         active = (state_indices != SCRATCH_SLOT) & (remaining_tokens[state_indices] > 0)
         context_lens = torch.where(active, committed_lens[state_indices], 0)
@@ -81,38 +88,40 @@ class BeginDecode(nn.Module):
         fresh = flat_metadata(
             context_lens, active, blocks, starts, self.key.bucket.num_tokens, self.page_size
         )
-        state_slots = torch.where(active, state_indices, SCRATCH_SLOT)
-        return ids, context_lens, active, blocks, state_slots, active.int(), *fresh, starts
+        slots = torch.where(active, state_indices, SCRATCH_SLOT)
+        return tuple(Begun(*fresh, starts, blocks, slots, active.int(), ids, context_lens, active))
 
 
 class BeginPrefill(nn.Module):
-    """As `BeginDecode`, for prompt tokens that the host packed into `batch.prompt_ids` [T].
+    """Gather the requests of a prefill step: prompts, and requests that decode among them.
 
-    Prompt tokens are certain, all of them. Rows of requests that decode may stand among those of
-    prompts: they have the tokens of a decode step, of which the host knows nothing.
+    The host packs prompt tokens into `batch.prompt_ids`; they are certain, all of them. A request
+    that decodes has the tokens of a decode step. Those are on the device; the host does not know
+    them.
     """
 
     def __init__(self, key: StepKey, page_size: int, vocab_size: int):
         super().__init__()
         self.key, self.page_size, self.vocab_size = key, page_size, vocab_size
 
-    def forward(  # type: ignore[no-untyped-def]
+    def forward(
         self,
-        state_indices,
-        committed_lens,
-        remaining_tokens,
-        token_ids,
-        prompt_ids,
-        num_input,
-        is_decoding,
-        block_table,
-    ):
+        state_indices: Tensor,
+        committed_lens: Tensor,
+        remaining_tokens: Tensor,
+        token_ids: Tensor,
+        prompt_ids: Tensor,
+        num_input: Tensor,
+        is_decoding: Tensor,
+        block_table: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """As `BeginDecode`, with prompt_ids [T], and num_input and is_decoding [R] -> `Begun`."""
         num_tokens, width = self.key.bucket.num_tokens, self.key.max_emitted
         wanted = (state_indices != SCRATCH_SLOT) & (remaining_tokens[state_indices] > 0)
         decodes = wanted & (is_decoding != 0)
         packed = torch.where(wanted & ~decodes, num_input.clamp(0, num_tokens), 0)
         counts = torch.where(decodes, width, packed)
-        # More than a step holds would read beyond it: such rows are off, and those behind them.
+        # A request whose rows do not fit into the step is off, and so is each one behind it.
         counts = torch.where(counts.cumsum(0) <= num_tokens, counts, 0)
         active = counts > 0
         context_lens = torch.where(active, committed_lens[state_indices], 0)
@@ -126,53 +135,47 @@ class BeginPrefill(nn.Module):
         prompt = prompt_ids[(before[request] + column).clamp(0, num_tokens - 1)]
         ids = torch.where(decodes[request], drafted, prompt).clamp(0, self.vocab_size - 1)
         fresh = flat_metadata(context_lens, active, blocks, starts, num_tokens, self.page_size)
-        state_slots = torch.where(active, state_indices, SCRATCH_SLOT)
-        certain_lens = torch.where(decodes, active.int(), counts)
-        return ids, context_lens, active, blocks, state_slots, certain_lens, *fresh, starts
+        slots = torch.where(active, state_indices, SCRATCH_SLOT)
+        certain = torch.where(decodes, active.int(), counts)
+        return tuple(Begun(*fresh, starts, blocks, slots, certain, ids, context_lens, active))
 
 
 class LogitsRows(nn.Module):
-    """Which flat rows of a prefill step get logits: a prompt's last, all of who decodes.
-
-    Returns logits_indices int64 [N] (one request's behind the other's; what is behind the last
-    one is padding), logits_start_loc int32 [R+1] into them, their places in a rectangle, int64
-    [R*W]: W = K + 1 to a request, of which a prompt's are all the same one; and bool [R*W], whether
-    a place is the first of its row of logits.
-    """
+    """Which rows of a prefill step get logits: the last of a prompt, all of a decoding request."""
 
     def __init__(self, key: StepKey):
         super().__init__()
         self.key, self.width = key, key.max_emitted
 
-    def forward(self, query_start_loc: torch.Tensor, is_decoding: torch.Tensor):  # type: ignore[no-untyped-def]
+    def forward(self, query_start_loc: Tensor, is_decoding: Tensor) -> tuple[Tensor, ...]:
+        """query_start_loc [R+1], is_decoding [R] -> `LogitsIndices`."""
         lens = query_start_loc[1:] - query_start_loc[:-1]
         counts = torch.minimum(lens, torch.where(is_decoding != 0, self.width, 1))
         starts = starts_of(counts)
         row = torch.arange(self.key.num_logits, device=lens.device)
         request = request_of(row, starts).clamp(max=lens.shape[0] - 1)
         first = query_start_loc[1:] - counts
-        # Padding is counted on from the last request's: any row that there is will do.
+        # Padding continues from the last request's rows; any row that exists will do.
         indices = first[request] + row - starts[request]
         indices = indices.clamp(0, self.key.bucket.num_tokens - 1).long()
         column = torch.arange(self.width, device=lens.device)
         places = torch.minimum(starts[:-1, None] + column, starts[1:, None] - 1).clamp(min=0)
         is_first = column < counts[:, None]
-        return indices, starts, places.reshape(-1).long(), is_first.reshape(-1)
+        flat_places = places.reshape(-1).long()
+        return tuple(LogitsIndices(indices, starts, flat_places, is_first.reshape(-1)))
 
 
 class ChainMetadata(nn.Module):
-    """Metadata of one chained draft step: a single row a request at position `lens`.
-
-    Returns positions [R], slot_mapping [R], seq_lens [R], query_start_loc [R+1], lens + 1.
-    """
+    """Metadata of one chained draft step: a single row of each request, at position `lens`."""
 
     def __init__(self, key: StepKey, page_size: int):
         super().__init__()
         self.num_reqs, self.page_size = key.bucket.num_reqs, page_size
 
-    def forward(self, lens: torch.Tensor, active: torch.Tensor, block_table: torch.Tensor):  # type: ignore[no-untyped-def]
+    def forward(self, lens: Tensor, active: Tensor, block_table: Tensor) -> tuple[Tensor, ...]:
+        """lens [R], active [R], block_table [R, M] -> `Chained`, with T = R rows."""
         starts = torch.arange(self.num_reqs + 1, device=lens.device, dtype=torch.int32)
         positions, slots, seq_lens = flat_metadata(
             lens, active, block_table, starts, self.num_reqs, self.page_size
         )
-        return positions, slots, seq_lens, starts, lens + 1
+        return tuple(Chained(positions, slots, seq_lens, starts, lens + 1))

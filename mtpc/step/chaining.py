@@ -1,0 +1,157 @@
+"""True chaining of several MTP layers: the rows that a round computes, and what the next one needs.
+
+In row t, MTP layer i takes what layer i - 1 gave there (layer 0: the target's features) and token
+t + i + 1. After a step all tokens up to position L' are certain, so layer i's rows from L' - i on
+rest on drafts, and the next round computes them again. It does so for all n layers from row
+L - (n-1) on. For that, the step keeps the target's last n - 1 features and their next tokens by
+request slot. All layers run over the same rows. From one layer to the next the tokens move up by
+one row, and the row of the last certain token takes the draft. docs/design.md derives this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.layout import StepKey
+from mtpc.ops.ragged import request_of
+from mtpc.step.accept import move_up
+from mtpc.step.metadata import flat_metadata
+from mtpc.step.records import Widened, unpack
+
+if TYPE_CHECKING:
+    from mtpc.step.step import DraftInputs, Step
+
+aten = torch.ops.aten
+
+
+class Widen(nn.Module):
+    """The rows of a round: up to `window` earlier ones of each request, then this step's.
+
+    A request with fewer than `window` committed tokens has that many earlier rows, so the rows that
+    a slot keeps of the request before are never read. Rows beyond a bucket's last are padding.
+    """
+
+    def __init__(self, key: StepKey, window: int, page_size: int):
+        super().__init__()
+        self.window, self.page_size = window, page_size
+        self.num_tokens = key.bucket.num_tokens + key.bucket.num_reqs * window
+
+    def forward(
+        self,
+        next_ids: Tensor,
+        features: Tensor,
+        anchors: Tensor,
+        context_lens: Tensor,
+        active: Tensor,
+        block_table: Tensor,
+        state_slots: Tensor,
+        query_start_loc: Tensor,
+        last_ids: Tensor,
+        last_features: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """This step's rows, and the rows kept from before -> `Widened`.
+
+        Args:
+            next_ids: int64 [T], the token after each of this step's rows.
+            features: [T, ...], the target's.
+            anchors: int64 [R], flat row of each request's last certain token.
+            context_lens: int32 [R], committed tokens before this step.
+            active: bool [R].
+            block_table: int32 [R, M].
+            state_slots: int64 [R].
+            query_start_loc: int32 [R+1].
+            last_ids: int64 [S, window], by request slot, the newest last.
+            last_features: [S, window, ...].
+        """
+        earlier = torch.where(active, context_lens.clamp(max=self.window), 0).long()
+        before = torch.cat([earlier.new_zeros(1), earlier.cumsum(0)])
+        starts = query_start_loc.long() + before
+        token = torch.arange(self.num_tokens, device=anchors.device)
+        request = request_of(token, starts).clamp(max=earlier.shape[0] - 1)
+        row = token - starts[request]
+        is_earlier = row < earlier[request]
+        kept = (self.window - earlier[request] + row).clamp(0, self.window - 1)
+        slot = state_slots[request]
+        fresh = (token - before[request + 1]).clamp(0, next_ids.shape[0] - 1)
+        ids = torch.where(is_earlier, last_ids[slot, kept], next_ids[fresh])
+        mask = is_earlier.view(-1, *([1] * (features.dim() - 1)))
+        rows = torch.where(mask, last_features[slot, kept], features[fresh])
+        first = (context_lens - earlier).int()
+        positions, slots, seq_lens = flat_metadata(
+            first, active, block_table, starts.int(), self.num_tokens, self.page_size
+        )
+        anchors = anchors + before[1:]
+        return tuple(Widened(positions, slots, seq_lens, starts.int(), ids, rows, anchors))
+
+
+class MoveUp(nn.Module):
+    """The next layer's ids: each row takes the one after it, the anchors' rows take the draft."""
+
+    def forward(self, ids: Tensor, anchors: Tensor, active: Tensor, drafts: Tensor) -> Tensor:
+        return move_up(ids, anchors, active, drafts)
+
+
+class KeepLast(nn.Module):
+    """Write each request's last `window` certain rows, up to the anchor's, to its slot."""
+
+    def __init__(self, window: int):
+        super().__init__()
+        self.window = window
+
+    def forward(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        anchors: Tensor,
+        query_start_loc: Tensor,
+        state_slots: Tensor,
+        last_ids: Tensor,
+        last_features: Tensor,
+    ) -> None:
+        """Update `last_ids` and `last_features` in place; arguments as `Widen` has them."""
+        back = torch.arange(self.window - 1, -1, -1, device=anchors.device)
+        rows = anchors[:, None] - back[None]
+        # A request may have fewer rows; any will do for the rest, as its length excludes them.
+        rows = torch.maximum(rows, query_start_loc[:-1, None].long())
+        last_ids.index_copy_(0, state_slots, ids[rows])
+        last_features.index_copy_(0, state_slots, features[rows])
+
+
+def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, list[Tensor]]:
+    """A draft of each MTP layer, all over the same, widened rows.
+
+    Where K changes between steps it may be less than the number of layers. All layers run
+    nevertheless, because a step of more drafts needs their KV of every row; what only a draft
+    would need is dead code.
+
+    Returns:
+        The widened inputs, the last layer's features [T', ...], and the drafts [R].
+    """
+    inputs = widened = _widen(step, inputs)
+    features, draft = step.draft_rows(0, inputs)
+    drafts = [draft]
+    for index in range(1, step.num_layers):
+        ids = step.pieces.move_up(inputs.ids, inputs.anchors, inputs.begun.active, drafts[-1])
+        inputs = replace(inputs, ids=ids, features=features)
+        features, draft = step.draft_rows(index, inputs)
+        drafts.append(draft)
+    return widened, features, drafts
+
+
+def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:
+    """Add the earlier rows that rested on drafts, and keep the last rows for the next round."""
+    bucket, begun = step.key.bucket, inputs.begun
+    kept = (step.state.chain_ids, step.state.chain_features)
+    fresh = (inputs.ids, inputs.features, inputs.anchors, begun.context_lens, begun.active)
+    requests = (begun.block_table, begun.state_slots, inputs.metadata.query_start_loc)
+    wide = unpack(Widened, step.pieces.widen(*fresh, *requests, *kept))
+    num_tokens = bucket.num_tokens + bucket.num_reqs * (step.num_layers - 1)
+    metadata = step.publish(wide, begun, num_tokens)
+    rows = (wide.ids, wide.features, wide.anchors)
+    step.pieces.keep_last(*rows, metadata.query_start_loc, begun.state_slots, *kept)
+    ids, features, anchors = rows
+    return replace(inputs, metadata=metadata, ids=ids, features=features, anchors=anchors)

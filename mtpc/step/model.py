@@ -1,0 +1,25 @@
+"""What a model provides to be stepped."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+
+class StepModel(Protocol):
+    """A model's modules, each of which is traced; `metadata` are the fields of `Metadata`.
+
+    `features` are what the family feeds from one forward to the next draft: the hidden state
+    before or after the final norm, one stream or several. Only a head turns them into logits.
+    """
+
+    target: nn.Module  # (ids [T], *metadata) -> features [T, ...]
+    target_head: nn.Module  # features [T, ...] -> logits [T, V]
+    drafts: nn.ModuleList  # each (ids [T], features, *metadata) -> features [T, ...]
+    draft_heads: nn.ModuleList  # each features -> logits [T, V]
+    vocab_size: int
+
+    def draft_index(self, step: int) -> int:
+        """The MTP layer that draft step `step` (from 0) uses."""
+        ...

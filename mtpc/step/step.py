@@ -1,0 +1,238 @@
+"""One MTP iteration as a program over explicit buffers: read this file first.
+
+begin -> target -> choose -> accept -> drafts[0] over all rows -> K - 1 chained steps -> advance
+
+`Step.forward` reads its inputs from buffers, calls *pieces*, and writes its results to buffers. It
+is traced symbolically with the pieces as leaves. A piece of the model (target, heads, MTP layers)
+is exported once for all buckets and all K. The other pieces are in the modules beside this one,
+each with what it computes in closed form.
+
+This file is the greedy step with one MTP layer. `sampling` has what differs when tokens are
+sampled, and `chaining` what differs with several MTP layers.
+
+L is the committed length, the tokens whose KV is final. After a step that accepts a drafts it is
+L' = L + a + 1, and the chained draft step i >= 1 works on the single row at position L' + i - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.layout import StepKey
+from mtpc.step import chaining, sampling
+from mtpc.step.accept import AcceptInputs
+from mtpc.step.records import (
+    Accepted,
+    Begun,
+    Chained,
+    Chosen,
+    LogitsIndices,
+    Metadata,
+    Rows,
+    unpack,
+)
+
+aten = torch.ops.aten
+
+
+class StepPieces(nn.Module):
+    """The leaves of a step, as modules or as their traces; see `Step` for how they connect."""
+
+    begin: nn.Module
+    target: nn.Module
+    target_head: nn.Module
+    logits_rows: nn.Module
+    choose: nn.Module
+    accept: nn.Module
+    record: nn.Module
+    drafts: nn.ModuleList
+    draft_heads: nn.ModuleList
+    chain_metadata: nn.Module
+    pick: nn.Module
+    widen: nn.Module  # This piece and the next two: only with several MTP layers.
+    move_up: nn.Module
+    keep_last: nn.Module
+    advance: nn.Module
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What the MTP layers draft from.
+
+    Attributes:
+        begun: what the step started from.
+        accepted: what it accepted.
+        masks: int32 [R, K, W], the tokens that each draft may be; None: all.
+        metadata: of the rows below.
+        ids: int64 [T], the token after each row.
+        features: [T, ...], of each row.
+        anchors: int64 [R], the row of each request's last accepted token.
+    """
+
+    begun: Begun
+    accepted: Accepted
+    masks: Tensor | None
+    metadata: Metadata
+    ids: Tensor
+    features: Tensor
+    anchors: Tensor
+
+
+class Step(nn.Module):
+    """The iteration of one bucket over bound buffers; `forward` takes and returns nothing.
+
+    Args:
+        key: phase, bucket and K.
+        pieces: the leaf modules.
+        buffers: module whose submodules `state` and `batch` hold the step's tensors.
+        draft_index: MTP layer of each draft step.
+    """
+
+    def __init__(
+        self, key: StepKey, pieces: StepPieces, buffers: nn.Module, draft_index: tuple[int, ...]
+    ):
+        super().__init__()
+        self.key, self.draft_index = key, draft_index
+        self.pieces = pieces
+        self.state: Any = buffers.state
+        self.batch: Any = buffers.batch
+        self.samples = hasattr(self.state, "sampling_ints")
+        self.num_layers = len(pieces.drafts)
+
+    def forward(self) -> None:
+        begun = self._begin()
+        metadata = self.publish(begun, begun, self.key.bucket.num_tokens)
+        features = self.pieces.target(begun.ids, *metadata)
+        accepted = self._accept(features, begun, metadata)
+        masks = sampling.draft_masks(self, accepted) if self.samples else None
+        rows = (metadata, accepted.next_ids, features, accepted.anchors)
+        drafts = self._propose(DraftInputs(begun, accepted, masks, *rows))
+        last_token = aten.index_select.default(accepted.next_ids, 0, accepted.anchors)
+        next_token_ids = aten.stack.default([last_token, *drafts], 1)
+        self._advance(begun, accepted, next_token_ids)
+
+    def _begin(self) -> Begun:
+        """Gather the batch's requests, and the tokens to verify."""
+        state, batch = self.state, self.batch
+        inputs = [batch.state_indices, state.committed_lens]
+        inputs += [state.remaining_tokens, state.token_ids]
+        if self.key.phase == "prefill":
+            inputs += [batch.prompt_ids, batch.num_input, batch.is_decoding]
+        return unpack(Begun, self.pieces.begin(*inputs, state.block_table))
+
+    def publish(self, rows: Rows, requests: Metadata, num_tokens: int) -> Metadata:
+        """Write `rows` to the batch's buffers; return views of what is in use, as metadata.
+
+        Args:
+            rows: where the rows of the coming forward lie.
+            requests: its other fields, which hold for all forwards of a step, come from here.
+            num_tokens: T of the coming forward.
+        """
+        num_reqs = self.key.bucket.num_reqs
+        names = [field.name for field in fields(Rows)]
+        buffers = [getattr(self.batch, name) for name in names]
+        counts = (num_tokens, num_tokens, num_reqs, num_reqs + 1)
+        views = {}
+        for name, buffer, count in zip(names, buffers, counts, strict=True):
+            aten.copy_.default(aten.slice.Tensor(buffer, 0, 0, count), getattr(rows, name))
+            views[name] = aten.slice.Tensor(buffer, 0, 0, count)
+        return Metadata(
+            **views,
+            block_table=requests.block_table,
+            state_slots=requests.state_slots,
+            certain_lens=requests.certain_lens,
+        )
+
+    def _accept(self, features: Tensor, begun: Begun, metadata: Metadata) -> Accepted:
+        """Choose the target's tokens, and accept the drafts that equal them."""
+        state, batch = self.state, self.batch
+        logits = self.pieces.target_head(features)
+        limits = (state.remaining_tokens, state.stop_ids, batch.state_indices)
+        if self.samples:
+            chosen, logits = sampling.choose(self, logits, begun)
+        else:
+            chosen = self._choose(logits)
+        prompts: tuple[Tensor, ...] = ()
+        if self.key.phase == "prefill":
+            prompts = (batch.next_prompt_id, batch.is_decoding)
+        reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
+        choices = (chosen.tokens, chosen.finite)
+        rows = (begun.ids, metadata.query_start_loc, begun.context_lens, begun.active)
+        results = self.pieces.accept(*AcceptInputs(*reports, *choices, *rows, *limits), *prompts)
+        if self.samples:
+            sampling.record(self, logits, chosen, begun)
+        return unpack(Accepted, results)
+
+    def _choose(self, logits: Tensor) -> Chosen:
+        """The target's token for K + 1 rows of each request.
+
+        A prefill step packs the rows that get logits, so that kernels can leave out what follows
+        the last one, and then spreads their tokens to K + 1 a request.
+        """
+        if self.key.phase == "decode":
+            return unpack(Chosen, self.pieces.choose(logits))
+        found = self.logits_rows()
+        packed = self.pieces.choose(aten.index_select.default(logits, 0, found.indices))
+        chosen = unpack(Chosen, packed)
+        return Chosen(*(aten.index_select.default(each, 0, found.places) for each in chosen))
+
+    def logits_rows(self) -> LogitsIndices:
+        """The rows of a prefill step that get logits; writes where each request's begin."""
+        batch = self.batch
+        results = self.pieces.logits_rows(batch.query_start_loc, batch.is_decoding)
+        found = unpack(LogitsIndices, results)
+        aten.copy_.default(batch.logits_start_loc, found.start_loc)
+        return found
+
+    def _propose(self, inputs: DraftInputs) -> list[Tensor]:
+        """K drafts [R]: the MTP layer over all rows, then single-row steps of the last layer."""
+        if self.num_layers == 0:
+            return []
+        if self.num_layers == 1:
+            features, draft = self.draft_rows(0, inputs)
+            drafts = [draft]
+        else:
+            inputs, features, drafts = chaining.draft_rows(self, inputs)
+        metadata, lens = inputs.metadata, inputs.accepted.lens
+        features = aten.index_select.default(features, 0, inputs.anchors)
+        for step in range(self.num_layers, self.key.spec_tokens):
+            layer, begun = self.draft_index[step], inputs.begun
+            results = self.pieces.chain_metadata(lens, begun.active, begun.block_table)
+            chained = unpack(Chained, results)
+            metadata, lens = self.publish(chained, metadata, self.key.bucket.num_reqs), chained.lens
+            features = self.pieces.drafts[layer](drafts[-1], features, *metadata)
+            drafts.append(self._pick(step, self.pieces.draft_heads[layer](features), inputs))
+        return drafts[: self.key.spec_tokens]
+
+    def draft_rows(self, step: int, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+        """Draft `step` by one MTP layer over all rows, which also writes their KV.
+
+        Returns:
+            The layer's features [T, ...], and the token after each anchor's [R]: the draft. With
+            several K, a step of fewer drafts runs the layer for its KV; the token is then the
+            anchor's own.
+        """
+        layer = self.draft_index[step]
+        features = self.pieces.drafts[layer](inputs.ids, inputs.features, *inputs.metadata)
+        following = aten.index_select.default(inputs.ids, 0, inputs.anchors)
+        if step < self.key.spec_tokens:
+            logits = self.pieces.draft_heads[layer](features)
+            logits = aten.index_select.default(logits, 0, inputs.anchors)
+            following = self._pick(step, logits, inputs)
+        return features, following
+
+    def _pick(self, step: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
+        """Draft `step` of each request, from its row of logits: [R, V] -> [R]."""
+        if self.samples:
+            return sampling.pick(self, step, logits, inputs)
+        return self.pieces.pick(logits)
+
+    def _advance(self, begun: Begun, accepted: Accepted, next_token_ids: Tensor) -> None:
+        """Write the state that the next step starts from."""
+        state, slots = self.state, begun.state_slots
+        rows = (state.committed_lens, state.token_ids, state.remaining_tokens)
+        self.pieces.advance(*rows, slots, accepted.lens, next_token_ids, accepted.remaining)
