@@ -26,7 +26,7 @@ from mtpc.program.compiler import StepCompiler
 
 PAGE = (ROOT / "docs" / "embedding.md").read_text()
 TABLE = re.compile(
-    r"(?<=<!-- made by tests/test_host_contract.py -->\n).*?(?=\n<!-- end of what was made -->)",
+    r"(?<=<!-- made by tests/host/test_contract.py -->\n).*?(?=\n<!-- end of what was made -->)",
     re.DOTALL,
 )
 
