@@ -242,6 +242,7 @@ TOP = {
     "conftest.py",
     "test_no_machine_paths.py",
     "test_public_api.py",
+    "test_recipes.py",
     "test_structure.py",
     "test_theorem.py",
 }

@@ -270,7 +270,9 @@ def test_modelling_code_that_is_not_found_is_refused(monkeypatch: pytest.MonkeyP
         machine.modelling_field()
 
 
-@pytest.mark.parametrize("path", sorted(Path(mtpc.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(Path(mtpc.__file__).parent.rglob("*.py")), ids=lambda path: path.stem
+)
 def test_imports_are_those_that_python_sees(path: Path) -> None:
     """Sources are found by the text of import statements; here it is compared with the syntax."""
     source = path.read_text()
