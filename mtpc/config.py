@@ -234,12 +234,12 @@ class CompileOptions:
                 "cache"
             )
 
-    def for_weights(self, dtype: str | None) -> CompileOptions:
+    def for_weights(self, dtype: str | None, skips_idle_rows: bool) -> CompileOptions:
         """These options with the default of `prefill_chunk` for weights of a dtype.
 
         It must be set before a lookup in the cache, because keys contain the chunk.
         """
-        skips = self.backend in ("cpu", "auto") and SKIP_IDLE_ROWS not in self.disabled_passes
+        skips = skips_idle_rows and SKIP_IDLE_ROWS not in self.disabled_passes
         if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
             return replace(self, prefill_chunk=LARGE_PREFILL_CHUNK)
         return self

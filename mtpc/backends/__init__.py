@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mtpc.backends.base import Backend, Report
+from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError
 from mtpc.store.entries import EntryStore
 
@@ -43,15 +44,17 @@ class Row:
         make: makes it from a reporter and the store that keeps its kernels.
         has_packages: its steps are files, which the graph cache keeps.
         has_kernels: it takes kernels from the graph cache.
+        skips_idle_rows: its kernels leave out the rows that a prefill step lacks.
     """
 
     make: Callable[[Report, EntryStore | None], Backend]
     has_packages: bool = False
     has_kernels: bool = False
+    skips_idle_rows: bool = False
 
 
 BACKENDS = {
-    "cpu": Row(_cpu, has_packages=True, has_kernels=True),
+    "cpu": Row(_cpu, has_packages=True, has_kernels=True, skips_idle_rows=True),
     "cuda": Row(_cuda, has_kernels=True),
     "eager": Row(_eager),
     "null": Row(_null),
@@ -65,6 +68,12 @@ PACKAGING = next(name for name, row in BACKENDS.items() if row.has_packages)
 def first_choice(name: str) -> Row | None:
     """The row of an option's value, "auto" included; None for an unknown name."""
     return BACKENDS.get(AUTO[0] if name == "auto" else name)
+
+
+def settle_prefill(options: CompileOptions, dtype: str | None) -> CompileOptions:
+    """Options with `prefill_chunk` settled, for weights that are stored in a dtype."""
+    row = first_choice(options.backend)
+    return options.for_weights(dtype, row is not None and row.skips_idle_rows)
 
 
 def choose_backend(
@@ -125,4 +134,5 @@ __all__ = [
     "choose_backend",
     "first_choice",
     "make_backend",
+    "settle_prefill",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.backends import PACKAGING
+from mtpc.backends import PACKAGING, settle_prefill
 from mtpc.cli.arguments import compile_options
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.run import set_threads
@@ -208,7 +208,7 @@ def _why(args: argparse.Namespace) -> int:
     options = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
     source = Checkpoint(checkpoint)
-    options = options.for_weights(source.dtype)
+    options = settle_prefill(options, source.dtype)
     cache = open_cache(source, options, console.print)
     if cache is None:
         raise OptionError(f"backend {options.backend!r} has no cache; use {PACKAGING}")

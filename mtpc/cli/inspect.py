@@ -54,7 +54,7 @@ def _build(
 ) -> tuple[StepGraph, list[Layout]]:
     """The requested graph, and its buffers' layout for every bucket of its phase."""
     tell("import torch and transformers")
-    from mtpc.backends import make_backend
+    from mtpc.backends import make_backend, settle_prefill
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
     from mtpc.program.compiler import StepCompiler, step_keys
@@ -65,7 +65,7 @@ def _build(
     last = _last_pass(options, backend, args.after, args.before)
     tell(f"load {checkpoint}")
     source = Checkpoint(checkpoint)
-    options = options.for_weights(source.dtype)
+    options = settle_prefill(options, source.dtype)
     loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
     compiler = StepCompiler(loaded, options, backend)
     if args.phase == "decode":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mtpc import errors
-from mtpc.backends import PACKAGING, make_backend
+from mtpc.backends import PACKAGING, make_backend, settle_prefill
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
@@ -101,7 +101,7 @@ def build(
         MtpcError: as `mtpc.compile`.
     """
     start = time.perf_counter()
-    options = replace(options, backend=PACKAGING).for_weights(Checkpoint(directory).dtype)
+    options = settle_prefill(replace(options, backend=PACKAGING), Checkpoint(directory).dtype)
     job = _Job(directory, options, torch.get_num_threads())
     tell = _Teller(listener, start)
     tasks = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from mtpc.backends import choose_backend
+from mtpc.backends import choose_backend, settle_prefill
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.layout import Form, Layout, graph_keys
@@ -103,7 +103,7 @@ def open_steps(
     report = line_reporter(progress)
     parsed = CompileOptions.parse(options)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
-    parsed = parsed.for_weights(stored_dtype(source))
+    parsed = settle_prefill(parsed, stored_dtype(source))
     cache = open_cache(source, parsed, report)
     opener = _Opener(source, parsed, assembler, progress, report)
     opened = opener.restored(cache)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mtpc.backends import settle_prefill
 from mtpc.config import CompileOptions
 
 
@@ -35,7 +36,7 @@ def test_how_long_a_busy_chunk_is(chunks: dict[str, int], tokens: int) -> None:
 def test_chunks_are_large_where_steps_cost_what_their_tokens_do(
     options: dict[str, Any], stored: str | None, tokens: int
 ) -> None:
-    settled = CompileOptions(**options).for_weights(stored)
+    settled = settle_prefill(CompileOptions(**options), stored)
     assert settled.prefill_tokens == tokens
     assert settled.busy_prefill_tokens == min(tokens, 64)
     rows, each = settled.prefill_shape
