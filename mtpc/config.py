@@ -141,11 +141,6 @@ class CompileOptions:
             raise OptionError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
         for name in ("disabled_passes", "enabled_passes"):
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
-        for name in self.enabled_passes:
-            if name in self.disabled_passes:
-                raise OptionError(
-                    f"pass {name!r} is in enabled_passes and in disabled_passes; name it in one"
-                )
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
         object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
         if self.busy_prefill_chunk is not None:

@@ -165,10 +165,6 @@ def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
         ({"disabled_passes": 3}, "disabled_passes is 3; expected pass names"),
         ({"enabled_passes": None}, "enabled_passes is None; expected pass names"),
         ({"enabled_passes": (3,)}, r"enabled_passes is \(3,\); expected pass names"),
-        (
-            {"disabled_passes": ("hoist-shared",), "enabled_passes": ("hoist-shared",)},
-            "in enabled_passes and in disabled_passes",
-        ),
         ({"spec_tiers": 2}, r"spec_tiers is 2; expected several numbers"),
         ({"spec_tokens": "auto", "spec_tiers": "01"}, "spec_tiers is '01'; expected several"),
         ({"spec_tokens": "auto", "spec_tiers": 3.0}, r"spec_tiers is 3\.0; expected several"),
