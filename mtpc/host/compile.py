@@ -61,6 +61,7 @@ def compile_host(
         opened.fallbacks,
         opened.made,
         opened.check,
+        opened.cache,
     )
 
 

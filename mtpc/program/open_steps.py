@@ -75,6 +75,8 @@ class Opened(Generic[T]):
         fallbacks: what runs differently from what was asked for, counted, with reasons.
         check: raises CheckpointError if weights that binding read are unusable.
         loaded: the model in memory; None where all of it came from the cache.
+        cache: the steps' entries; it also holds the files of steps that the cache could not keep,
+            until they are bound.
     """
 
     made: T
@@ -84,6 +86,7 @@ class Opened(Generic[T]):
     fallbacks: Counter[str]
     check: Callable[[], None]
     loaded: LoadedModel | None = None
+    cache: StepCache | None = None
 
 
 def open_steps(
@@ -136,7 +139,9 @@ class _Opener(Generic[T]):
             return None
         made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
         options = found.settled(self.options)
-        return Opened(made, found.served(), options, found.device, Counter(), found.check)
+        return Opened(
+            made, found.served(), options, found.device, Counter(), found.check, None, cache
+        )
 
     def build_in_child(self, cache: StepCache | None) -> bool:
         """Fill the cache in a process of its own, which pays for a large checkpoint."""
@@ -178,4 +183,4 @@ class _Opener(Generic[T]):
         compiler.tell("done", None)
         fallbacks = backend.notes + Counter([fallback] if fallback else [])
         served, settled = loaded.served(), compiler.options
-        return Opened(made, served, settled, backend.device, fallbacks, lambda: None, loaded)
+        return Opened(made, served, settled, backend.device, fallbacks, lambda: None, loaded, cache)
