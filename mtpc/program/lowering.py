@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpc.backends import Backend
+from mtpc.backends.base import Backend
 from mtpc.capture.graph import StepGraph
 from mtpc.passes import Verifier, run_pipeline, select_passes
 from mtpc.program.program import CapturedStep

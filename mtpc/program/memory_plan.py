@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtpc.backends import Backend
-from mtpc.backends.base import Report
+from mtpc.backends.base import Backend, Report
 from mtpc.backends.memory import live_memory, peak_bytes, place_live, pool_bytes
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError

@@ -64,7 +64,7 @@ def open_cache(
             )
         tell("the model object has hooks or replaced forwards, so its steps are not cached")
         return None
-    return StepCache(open_store(options), program_fields(model, options), frozen, tell)
+    return StepCache(open_store(options), program_fields(PACKAGING, model, options), frozen, tell)
 
 
 def _model_fields(source: Any) -> dict[str, str] | None:

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.backends import PACKAGING
 from mtpc.backends.package import CALLS, LIBRARY
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
@@ -58,12 +57,12 @@ Steps = Mapping[tuple[StepKey, Part], CachedStep]
 """Entries of one program, by step and part."""
 
 
-def program_fields(model: Fields, options: CompileOptions) -> dict[str, str]:
-    """Key fields that all steps of a program share: model, options, versions, machine."""
+def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict[str, str]:
+    """Key fields that all steps of a program share: backend, model, options, versions, machine."""
     return {
         "kind": KIND,
         "format": str(FORMAT),
-        "backend": PACKAGING,
+        "backend": backend,
         **model,
         "options.spec_tokens": str(options.spec_tokens),
         "options.largest_bucket": str(max(options.batch_buckets)),

@@ -40,5 +40,5 @@ def check_owner(path: Path) -> None:
     if status.st_mode & _OTHERS_WRITE:
         raise CacheError(
             f"{path} can be written by its group or by others (mode {status.st_mode & 0o777:o}): "
-            f"loading it could run their code; check its contents, then chmod go-w {path}"
+            f"loading it could run their code; chmod go-w {path}, after you check its contents"
         )

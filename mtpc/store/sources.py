@@ -28,6 +28,9 @@ _IMPORT = re.compile(
 """Import statements of mtpc's modules: indentation, module, names; or a module. `ast` takes fifty
 times as long, which a warm start would notice; a test compares the two."""
 
+_IMPORTS_ALL = "iter_modules(package.__path__)"
+"""A package whose source has this imports each of its modules, whatever their names."""
+
 
 def source_fields(package: Path = PACKAGE) -> dict[str, str]:
     """A digest of each part of mtpc that has a say in what is compiled.
@@ -105,8 +108,11 @@ def _reached(package: Path) -> dict[str, Path]:
         if is_called:
             called.add(name)
         waiting.append((name.rpartition(".")[0], False))
-        found = imports(modules[name].read_text())
+        source = modules[name].read_text()
+        found = imports(source)
         waiting += [(other, True) for other, at_top in found if at_top or is_called]
+        if _IMPORTS_ALL in source:
+            waiting += [(other, True) for other in modules if other.startswith(f"{name}.")]
     return reached
 
 

@@ -256,7 +256,7 @@ def test_what_is_read_on_the_way_ends_a_chain(checkpoint: Callable[..., Path]) -
 def test_stages_with_other_arguments_are_left_alone(checkpoint: Callable[..., Path]) -> None:
     graph = graph_of(checkpoint("mimo", "random"))
     first, second = calls(graph, REFERENCE.add_rms_norm)[:2]
-    first.args, first.kwargs = first.args[:4], {"plus_one": True}
+    first.kwargs = {"rows": first.args[2]}
     second.replace_input_with(second.args[0], second.args[1])  # Twice the same summand.
     FuseLinearChains().apply(graph)
     assert kinds_of(graph)[0] == "NB"
