@@ -1,6 +1,6 @@
 """Which of mtpc's own files decide what a compilation gives.
 
-They are derived from the import statements: every module that the entry reaches, however late it
+They are derived from the import statements: every module that the entries reach, however late it
 is imported, and the files beside them that are not Python, which are the C++ kernels.
 """
 
@@ -15,8 +15,8 @@ import mtpc
 from mtpc.errors import CacheError
 from mtpc.store.key import hash_of
 
-ENTRY = "mtpc.program.caching_compiler"
-"""The module that turns options into packages."""
+ENTRIES = ("mtpc.program.caching_compiler", "mtpc.backends.cpu")
+"""The module that turns options into packages, and the backend that makes them."""
 PACKAGE = Path(mtpc.__file__).parent
 KERNELS = "kernels"
 """The part that is not Python."""
@@ -40,7 +40,7 @@ def source_fields(package: Path = PACKAGE) -> dict[str, str]:
         `source.passes`; `source.kernels` is the C++ code.
 
     Raises:
-        CacheError: a part has no files, or the entry is not there.
+        CacheError: a part has no files, or an entry is not there.
     """
     return {
         f"source.{part}": hash_of(
@@ -87,18 +87,19 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
 
 
 def _reached(package: Path) -> dict[str, Path]:
-    """Modules that the entry imports, directly or not, by name.
+    """Modules that the entries import, directly or not, by name.
 
     With a module its packages are imported, too. Of a package that is imported for that reason
     alone only statements at the top level count: nobody calls its functions. `mtpc` itself is left
     out: it lists the public names.
     """
     modules = dict(_modules(package))
-    if ENTRY not in modules:
-        raise CacheError(f"{package} has no module {ENTRY}, from which its sources are found")
+    for entry in ENTRIES:
+        if entry not in modules:
+            raise CacheError(f"{package} has no module {entry}, from which its sources are found")
     reached: dict[str, Path] = {}
     called: set[str] = set()
-    waiting = [(ENTRY, True)]
+    waiting = [(entry, True) for entry in ENTRIES]
     while waiting:
         name, is_called = waiting.pop()
         is_known = name in called or (name in reached and not is_called)

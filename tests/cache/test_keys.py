@@ -28,7 +28,7 @@ from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import StepCache, step_fields
 from mtpc.store.entries import EntryStore
 from mtpc.store.lookup import key_of
-from mtpc.store.sources import ENTRY, imports, source_fields, source_files
+from mtpc.store.sources import ENTRIES, imports, source_fields, source_files
 from mtpc.weights.checkpoint import Checkpoint
 
 
@@ -293,7 +293,7 @@ def test_imports_are_those_that_python_sees(path: Path) -> None:
 def test_what_the_entry_loads_is_in_the_key() -> None:
     """Of a fresh process that imports the entry, every module of mtpc."""
     ours = "(m.__file__ for n, m in sys.modules.items() if n.startswith('mtpc.'))"
-    code = f"import {ENTRY}, sys; print(*{ours})"
+    code = f"import {', '.join(ENTRIES)}, sys; print(*{ours})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     package = Path(mtpc.__file__).parent
     loaded = {Path(file) for file in done.stdout.split()} - {package / "__init__.py"}
