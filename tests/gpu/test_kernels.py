@@ -7,6 +7,7 @@ interpreter's own product of bfloat16 is wrong, so how rounding goes on a device
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from helpers.batches import WILD, Batch, close, make_batch, make_mixture
@@ -180,8 +181,26 @@ def test_strided_queries() -> None:
         batch.paged(OURS)
 
 
+def numpy_adds_rows_alike() -> bool:
+    """Whether numpy's products, which the interpreter uses, give a row the same bits in any block.
+
+    On some processors its library adds up in another order for other numbers of rows.
+    """
+    random = np.random.default_rng(0)
+    rows, columns = random.random((64, 64), np.float32), random.random((64, 64), np.float32)
+    sizes = (1, 2, 4, 8, 16, 32)
+    return all(
+        np.array_equal(
+            rows[:count, :depth] @ columns[:depth], (rows[:, :depth] @ columns[:depth])[:count]
+        )
+        for count in sizes
+        for depth in (8, 16, 32, 64)
+    )
+
+
 def test_a_row_does_not_depend_on_how_many_rows_its_request_has() -> None:
     """Speculation and plain decoding add up the same numbers in the same order."""
+    compare = torch.equal if numpy_adds_rows_alike() else torch.allclose
     batch = make_batch([(150, 4), (40, 2)])
     assert splits_for(4, 6) > 1
     out = batch.paged(OURS)
@@ -190,7 +209,7 @@ def test_a_row_does_not_depend_on_how_many_rows_its_request_has() -> None:
         starts = torch.tensor([0, rows, rows + 2], dtype=torch.int32)
         kept = torch.cat([alone.q[4 - rows : 4], alone.q[4:]])
         one = Batch(kept, alone.k, alone.v, alone.table, alone.seq_lens, starts)
-        assert torch.equal(one.paged(OURS), out[4 - rows :])
+        assert compare(one.paged(OURS), out[4 - rows :])
 
 
 def test_a_row_does_not_depend_on_what_follows_it() -> None:
