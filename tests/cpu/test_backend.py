@@ -204,7 +204,9 @@ def test_auto_falls_back_visibly(
     def unavailable(report: Any, store: Any) -> Any:
         raise BackendError("no C++ compiler")
 
-    monkeypatch.setitem(backends.BACKENDS, "cpu", unavailable)
+    monkeypatch.setitem(
+        backends.BACKENDS, "cpu", replace(backends.BACKENDS["cpu"], make=unavailable)
+    )
     options = {**TINY, "batch_buckets": (1,), "spec_tokens": 1}
     spec = mtpc.compile(checkpoint("mimo"), backend="auto", **options)
     assert dict(spec.stats.fallbacks) == {"eager backend instead of cpu: no C++ compiler": 1}

@@ -7,6 +7,7 @@ that were bound. What `torch.cuda.CUDAGraph` does with them has never been seen 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def graphs() -> NullGraphs:
 def backend(graphs: NullGraphs, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     """What `backend="cuda"` opens in the test: its own code, on recorded graphs."""
     made = CudaBackend(graphs, lower_eagerly, (), device="cpu")
-    monkeypatch.setitem(BACKENDS, "cuda", lambda report, store: made)
+    monkeypatch.setitem(
+        BACKENDS, "cuda", replace(BACKENDS["cuda"], make=lambda report, store: made)
+    )
     return made
 
 
