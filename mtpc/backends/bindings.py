@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from torch import fx
+from torch import Tensor, fx
 
 from mtpc.backends.base import Report
 from mtpc.capture.graph import StepGraph
@@ -99,8 +99,18 @@ class BindKernels:
 
 
 def _refused_argument(node: fx.Node, target: Any) -> str | None:
-    """Arguments of a call that the kernel lacks: only cpu kernels take that of skip-idle-rows."""
+    """Optional arguments of a call that the kernel lacks, such as that of skip-idle-rows."""
     taken = {argument.name for argument in target._schema.arguments}
-    given = [name for name, value in arguments_of(node).items() if value is not None]
-    refused = [name for name in given if name not in taken]
+    call, reference = arguments_of(node), cast(Any, node.target)
+    refused = [
+        argument.name
+        for argument in reference._schema.arguments
+        if argument.name in call
+        and argument.name not in taken
+        and argument.has_default_value()
+        # A tensor is never a default.
+        and (
+            isinstance(call[argument.name], Tensor) or call[argument.name] != argument.default_value
+        )
+    ]
     return f"it takes no {', '.join(refused)}" if refused else None
