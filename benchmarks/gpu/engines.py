@@ -97,13 +97,13 @@ class Fused:
         self.machine, self.backend = machine, backend or machine.backend()
         start = time.perf_counter()
         compiler = StepCompiler(loaded, options, self.backend)
-        unmeasured = machine.direct()
-
-        def capture(key: StepKey) -> CapturedStep:
-            compiler.backend = self.backend if key.phase == "decode" else unmeasured
-            return compiler.capture(key)
-
-        self.program = compiler.compile(capture)
+        shared = compiler.shared
+        prompts = StepCompiler(
+            loaded, options, machine.direct(), new_buffer=lambda layout, name, device: shared[name]
+        )
+        by_phase = {"decode": compiler, "prefill": prompts}
+        steps = {key: by_phase[key.phase].capture(key) for key in largest_first(compiler.keys)}
+        self.program = Program(steps, shared)
         self.build_s = time.perf_counter() - start
         self.options, self._served = compiler.options, loaded.served()
         self.key = next(key for key in self.program.steps if key.phase == "decode")

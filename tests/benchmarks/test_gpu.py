@@ -42,7 +42,6 @@ from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
 
-OPS = "mtpc/backends/triton_kernels/ops"
 PROMPTS = [[5, 9, 14, 3, 7, 22, 31], [41, 8], [17, 90, 33, 12, 5]]
 
 
@@ -177,7 +176,7 @@ def test_errors_are_rows_and_tried_again(tmp_path: Path) -> None:
 
 def test_each_op_with_a_kernel_has_calls() -> None:
     """The names are those of files, which cannot be imported without Triton."""
-    files = (Path(gpu.__file__).parent.parent / OPS).glob("*.py")
+    files = (Path(mtpc.__file__).parent / "backends/triton_kernels/ops").glob("*.py")
     assert {file.stem for file in files} - {"__init__"} == set(CALLS)
 
 
