@@ -18,6 +18,7 @@ from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
+from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CachePool
 from mtpc.models.family import MTP_COUNT_NAMES
 from mtpc.models.hf import (
@@ -149,7 +150,7 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
 
     Args:
         source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, whose tensors are
-            shared and which is not changed.
+            shared and which is not changed. An id of the local hub cache does for a path.
         dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
 
@@ -291,9 +292,8 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
     """Share a user's model object, and load its MTP layers from its checkpoint."""
-    checkpoint = checkpoint_of(model)
-    names = checkpoint.config.get("architectures") if checkpoint else None
-    family = find_family(names or [type(model).__name__])
+    names = [*(model.config.architectures or ()), type(model).__name__]
+    family = find_family(names)
     is_nested = getattr(model.config, "text_config", None) is not None
     if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(
@@ -305,15 +305,14 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
             f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"
         )
-    if checkpoint is None and needs_mtp:
-        raise CheckpointError(
-            f"the model's name_or_path is {model.name_or_path!r}; expected a local directory to "
-            "read the MTP tensors from, because transformers drops them; load the model from a "
-            "directory, or use spec_tokens=0"
-        )
+    check_object(model, family)
+    checkpoint = checkpoint_of(model, is_needed=needs_mtp)
     source = model.name_or_path or "model object"
+    layers: tuple[MTPLayer, ...] = ()
     target = _share(model, family, source)
-    layers = _load_mtp_layers(checkpoint, family, target) if checkpoint and needs_mtp else ()
+    if checkpoint and needs_mtp:
+        check_same_weights(model, checkpoint, family)
+        layers = _load_mtp_layers(checkpoint, family, target)
     return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
 
 

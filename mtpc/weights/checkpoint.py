@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.block_scales import dequantise, find_block_scales
+from mtpc.weights.hub import download_again, find_directory, is_directory
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
@@ -27,9 +28,10 @@ class Checkpoint:
     """A directory with config.json and safetensors files; opening it checks all headers.
 
     Args:
-        directory: the checkpoint's path.
+        directory: the checkpoint's path, or its id in the local hub cache.
 
     Attributes:
+        directory: where its files are.
         config: config.json.
         tensors: headers of all weights by name, without the scales of block-scaled weights.
 
@@ -39,8 +41,8 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory
-        if not directory.is_dir():
+        self.directory = directory = find_directory(directory)
+        if not is_directory(directory):
             raise CheckpointError(
                 f"{str(directory)!r} is not a directory; expected a local checkpoint with "
                 "config.json and *.safetensors (mtpc downloads nothing)"
@@ -88,12 +90,13 @@ class Checkpoint:
             shards = sorted(self.directory.glob("*.safetensors"))
         if not shards:
             raise CheckpointError(
-                f"{self.directory} holds no *.safetensors file; expected at least one"
+                f"{self.directory} holds no *.safetensors file; expected at least one: "
+                f"{download_again(self.directory)}"
             )
         for path in shards:
             if not path.is_file():
                 raise CheckpointError(
-                    f"{path} is named in the index but missing; download it again"
+                    f"{path} is named in the index but missing; {download_again(self.directory)}"
                 )
         return shards
 
@@ -151,10 +154,33 @@ def stored_dtype(source: Any) -> str | None:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
 
 
-def checkpoint_of(model: Any) -> Checkpoint | None:
-    """The checkpoint that a model object was loaded from; None without a local directory."""
-    path = Path(model.name_or_path or "")
-    return Checkpoint(path) if model.name_or_path and path.is_dir() else None
+def checkpoint_of(model: Any, is_needed: bool) -> Checkpoint | None:
+    """The checkpoint that a model object was loaded from: a directory, or a hub id in the cache.
+
+    Args:
+        model: a transformers model object.
+        is_needed: whether MTP tensors are read from it.
+
+    Returns:
+        None if there is no such checkpoint, and none is needed.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged, and it is needed.
+    """
+    name = model.name_or_path
+    try:
+        if not name:
+            raise CheckpointError("a model that is made from a config has none")
+        revision = getattr(model.config, "_commit_hash", None)
+        return Checkpoint(find_directory(name, revision))
+    except CheckpointError as error:
+        if not is_needed:
+            return None
+        raise CheckpointError(
+            f"the model's name_or_path is {name!r}; expected a local directory or a hub id to "
+            f"read the MTP tensors from, because transformers drops them: {error}; load the model "
+            "from its checkpoint, or use spec_tokens=0"
+        ) from None
 
 
 def as_ids(ids: Any) -> tuple[int, ...]:

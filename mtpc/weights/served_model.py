@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import RequestError
+from mtpc.weights.hub import hub_id
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class ServedModel:
     vocab_size: int
     stop_ids: tuple[int, ...]
     directory: Path | None
+
+    @property
+    def name(self) -> str:
+        """Its hub id or, without one, the last part of its path."""
+        directory = (self.directory or Path(self.source)).absolute()
+        return hub_id(directory) or directory.resolve().name
 
     @cached_property
     def _tokenizer(self) -> Any | None:
