@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import RequestError
+from mtpc.errors import CheckpointError, RequestError
 from mtpc.weights.hub import hub_id
 
 
@@ -41,7 +41,13 @@ class ServedModel:
             return None
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(self.directory)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
+        except Exception as error:  # The tokenizers library raises Exception itself.
+            raise CheckpointError(
+                f"{self.directory / 'tokenizer.json'} cannot be read: {type(error).__name__}: "
+                f"{error}; copy or download the tokenizer's files again"
+            ) from error
 
     @property
     def has_tokenizer(self) -> bool:
