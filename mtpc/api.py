@@ -48,8 +48,8 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     docs/cache.md.
 
     Args:
-        model: a checkpoint directory (str or Path), or a transformers model loaded from one; a
-            model object is shared, not copied, and left as it was.
+        model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
+            model loaded from one; a model object is shared, not copied, and left as it was.
         progress: called with a `mtpc.Progress` at each stage of each bucket; by default
             lines on stderr where that is a terminal.
         **options: fields of `mtpc.config.CompileOptions`, or their aliases

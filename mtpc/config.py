@@ -67,8 +67,9 @@ class CompileOptions:
         async_scheduling: launch a step before the results of the step before it are read, so that a
             GPU does not wait for the host. The text is the same and arrives one step later. It
             gains nothing on a cpu, where the launch does the work itself.
-        backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null" or "auto". "auto" is cpu; if
-            no C++ compiler works it falls back to eager, which the stats show and `strict` forbids.
+        backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null" or "auto". "auto" is cuda for
+            a model object on a GPU, else cpu. If no C++ compiler works, it falls back from cpu to
+            eager, which the stats show and `strict` forbids.
         dtype: dtype of the weights of a directory ("bfloat16", "float32", ...); None keeps the
             checkpoint's. A model object keeps its own.
         sampling: compile sampling: temperature, filters, penalties, masks and log-probabilities.

@@ -211,14 +211,16 @@ LINES = {
     "host": 750,
     "integrations": 2850,
     "layout": 600,
-    "models": 3050,
+    # 160 lines: what a model object must be (`models/adopt.py`).
+    "models": 3300,
     "ops": 1850,
     "passes": 2450,
     "program": 2400,
     "server": 2150,
     "step": 1100,
     "store": 850,
-    "weights": 1000,
+    # Hub ids (`weights/hub.py`), and checks of a checkpoint's JSON files (`weights/json_file.py`).
+    "weights": 1400,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

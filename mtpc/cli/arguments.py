@@ -310,7 +310,8 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="CHECKPOINT",
-        help="directory with config.json and *.safetensors (default: the demo model)",
+        help="directory with config.json and *.safetensors, or an id of the local hub cache "
+        "(default: the demo model)",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.progress import show_progress
 from mtpc.cli.run import set_threads, stage_listener
 from mtpc.config import CompileOptions
@@ -41,7 +41,7 @@ def command(args: argparse.Namespace) -> int:
         raise OptionError(
             f"backend {options.backend!r} compiles nothing ahead of time; expected {PACKAGING}"
         )
-    checkpoint = args.checkpoint or demo_checkpoint()
+    checkpoint = chosen_checkpoint(args.checkpoint)
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
         from mtpc.program.build import build
@@ -64,7 +64,7 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple
     from mtpc.backends.targets import parse_target
 
     targets = [parse_target(name) for name in args.target]
-    checkpoint = args.checkpoint or demo_checkpoint()
+    checkpoint = chosen_checkpoint(args.checkpoint)
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
         from mtpc.backends.triton_kernels import load_kernels

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mtpc.backends import PACKAGING, settle_prefill
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions, cache_directory
@@ -204,7 +204,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> int:
-    checkpoint, console = args.checkpoint or demo_checkpoint(), output()
+    checkpoint, console = chosen_checkpoint(args.checkpoint), output()
     options = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
     source = Checkpoint(checkpoint)

@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.hub import find_directory
 
 DEFAULT_PROMPT = "The with statement is used to wrap the execution of a block with"
 """The prompt of `mtpc run` by default. The demo model is trained on Python's documentation only."""
@@ -16,6 +17,15 @@ BENCH_PROMPTS = (
     "The following exceptions are raised when",
 )
 """The prompts of `mtpc bench` by default."""
+
+
+def chosen_checkpoint(given: Path | None) -> Path:
+    """The directory of the checkpoint that a command was given, or the demo model's.
+
+    Raises:
+        CheckpointError: as `find_directory` and `demo_checkpoint`.
+    """
+    return demo_checkpoint() if given is None else find_directory(given)
 
 
 def demo_checkpoint() -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
@@ -32,7 +32,7 @@ NO_PASS = "no pass"
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
-    checkpoint = args.checkpoint or demo_checkpoint()
+    checkpoint = chosen_checkpoint(args.checkpoint)
     options = CompileOptions.parse(compile_options(args))
     if args.batch < 1:
         raise OptionError(f"--batch is {args.batch}; expected an integer >= 1")

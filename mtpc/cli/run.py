@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import mtpc
 from mtpc.cli.arguments import compile_options, sampling_fields
-from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
+from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.errors import RequestError
 
@@ -26,7 +26,7 @@ SMALL_BYTES = 64 * 2**20
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
-    checkpoint = args.checkpoint or demo_checkpoint()
+    checkpoint = chosen_checkpoint(args.checkpoint)
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
     options = {"batch_buckets": (len(prompts),), **compile_options(args)}
     sampling = mtpc.SamplingParams(**sampling_fields(args))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import mtpc
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.progress import show_progress
 from mtpc.cli.run import set_threads, stage_listener
 from mtpc.cli.serve_arguments import server_fields
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand until the server stops, and return the exit code."""
-    checkpoint = args.checkpoint or demo_checkpoint()
+    checkpoint = chosen_checkpoint(args.checkpoint)
     options = compile_options(args)
     mtpc.CompileOptions.parse(options)
     server = ServerOptions(**{**server_fields(args), "api_key": _key(args)})

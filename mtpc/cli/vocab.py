@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from mtpc.cli.demo import demo_checkpoint
+from mtpc.cli.demo import chosen_checkpoint
 from mtpc.errors import RequestError
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
@@ -14,7 +14,7 @@ from mtpc.weights.served_model import ServedModel
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
-    directory = args.checkpoint or demo_checkpoint()
+    directory = chosen_checkpoint(args.checkpoint)
     Checkpoint(directory)  # Raises if the directory is not a checkpoint.
     served = ServedModel(str(directory), 0, (), directory)
     counts: Counter[int] = Counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
+from mtpc.errors import CheckpointError, MtpcError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
+from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CachePool
 from mtpc.models.family import MTP_COUNT_NAMES
 from mtpc.models.hf import (
@@ -29,6 +29,7 @@ from mtpc.models.hf import (
     stand_in,
 )
 from mtpc.models.mtp_layers import load_mtp_layer
+from mtpc.models.read_config import read_config
 from mtpc.weights.checkpoint import (
     Checkpoint,
     as_ids,
@@ -149,7 +150,7 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
 
     Args:
         source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, whose tensors are
-            shared and which is not changed.
+            shared and which is not changed. An id of the local hub cache does for a path.
         dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
 
@@ -163,7 +164,15 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
     if isinstance(source, (str, Path)):
         source = Checkpoint(Path(source))
     if isinstance(source, Checkpoint):
-        return _load_directory(source, dtype, needs_mtp)
+        try:
+            return _load_directory(source, dtype, needs_mtp)
+        except MtpcError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{source.directory}: its config.json and its tensors do not fit together: "
+                f"{type(error).__name__}: {error}; expected those of one released model"
+            ) from error
     if isinstance(source, transformers.PreTrainedModel):
         if dtype is not None:
             raise OptionError(
@@ -217,23 +226,29 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
     family = find_family(checkpoint.config.get("architectures") or [])
-    config_class = getattr(transformers, family.hf_config_class)
-    own = ("model_type", "quantization_config")
-    is_nested = "text_config" in getattr(config_class, "sub_configs", {})
-    # A copy, because transformers removes entries from a nested config.
-    fields = copy.deepcopy(checkpoint.config if is_nested else checkpoint.text_config)
-    config = config_class(**{k: v for k, v in fields.items() if k not in own})
+    if dtype is None:
+        checkpoint.check_dtype()
+    # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
+    state = {name: _Unread(checkpoint, name) for name in checkpoint.tensors}
     try:
         with _quiet_transformers():
             model, info = model_class(family).from_pretrained(
-                **_weights_for_transformers(checkpoint),
-                config=config,
-                dtype=getattr(torch, dtype) if dtype else "auto",
+                None,
+                config=read_config(checkpoint, family),
+                state_dict=state,
+                dtype=getattr(torch, dtype or checkpoint.dtype),
+                attn_implementation="eager",
+                experts_implementation="eager",
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"transformers cannot load {directory}: {error}") from error
+    except MtpcError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot load {directory}: {type(error).__name__}: {error}; expected a "
+            f"config.json and tensors of {family.hf_class}"
+        ) from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(
@@ -247,28 +262,12 @@ def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) 
     )
 
 
-def _weights_for_transformers(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: the directory, or tensors that mtpc reads if it holds FP8."""
-    if not checkpoint.is_block_scaled:
-        return {"pretrained_model_name_or_path": checkpoint.directory}
-    state = {name: _Unread(checkpoint, name) for name in checkpoint.tensors}
-    return {"pretrained_model_name_or_path": None, "state_dict": state}
-
-
 @dataclass(frozen=True)
 class _Unread:
     """A tensor of a checkpoint in the form of a safetensors slice: indexing reads it."""
 
     checkpoint: Checkpoint
     name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that transformers takes for the model if config.json names none."""
-        return torch.bfloat16
-
-    def is_floating_point(self) -> bool:
-        return True
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.checkpoint.tensor(self.name)[index]
@@ -291,9 +290,8 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
     """Share a user's model object, and load its MTP layers from its checkpoint."""
-    checkpoint = checkpoint_of(model)
-    names = checkpoint.config.get("architectures") if checkpoint else None
-    family = find_family(names or [type(model).__name__])
+    names = [*(model.config.architectures or ()), type(model).__name__]
+    family = find_family(names)
     is_nested = getattr(model.config, "text_config", None) is not None
     if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(
@@ -305,15 +303,14 @@ def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
             f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"
         )
-    if checkpoint is None and needs_mtp:
-        raise CheckpointError(
-            f"the model's name_or_path is {model.name_or_path!r}; expected a local directory to "
-            "read the MTP tensors from, because transformers drops them; load the model from a "
-            "directory, or use spec_tokens=0"
-        )
+    check_object(model, family)
+    checkpoint = checkpoint_of(model, is_needed=needs_mtp)
     source = model.name_or_path or "model object"
+    layers: tuple[MTPLayer, ...] = ()
     target = _share(model, family, source)
-    layers = _load_mtp_layers(checkpoint, family, target) if checkpoint and needs_mtp else ()
+    if checkpoint and needs_mtp:
+        check_same_weights(model, checkpoint, family)
+        layers = _load_mtp_layers(checkpoint, family, target)
     return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
 
 

@@ -89,7 +89,7 @@ def build(
     """Compile every step of a checkpoint into the cache.
 
     Args:
-        directory: the checkpoint.
+        directory: the checkpoint, or its id in the local hub cache.
         options: as for `mtpc.compile`; `spec_tokens` in it is not looked at.
         spec_tokens: the numbers of drafts to build for.
         form: which graphs; "both" serves engines and hosts that schedule.
@@ -101,7 +101,9 @@ def build(
         MtpcError: as `mtpc.compile`.
     """
     start = time.perf_counter()
-    options = settle_prefill(replace(options, backend=PACKAGING), Checkpoint(directory).dtype)
+    source = Checkpoint(directory)
+    directory = source.directory
+    options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
     job = _Job(directory, options, torch.get_num_threads())
     tell = _Teller(listener, start)
     tasks = [

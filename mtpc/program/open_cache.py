@@ -72,4 +72,4 @@ def _model_fields(source: Any) -> dict[str, str] | None:
         return checkpoint_fields(source)
     if not isinstance(source, torch.nn.Module) or not hasattr(source, "name_or_path"):
         return {}  # It is no transformers model; loading it raises the error.
-    return object_fields(source, checkpoint_of(source))
+    return object_fields(source, checkpoint_of(source, is_needed=False))

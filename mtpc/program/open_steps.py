@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -95,7 +95,8 @@ def open_steps(
     """Take every step from the graph cache, or compile what the cache lacks.
 
     Args:
-        model: a checkpoint directory (str or Path), or a transformers model loaded from one.
+        model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
+            model loaded from one.
         options: fields of `CompileOptions`, or their aliases.
         assembler: makes the result of the steps.
         progress: called at each stage.
@@ -106,7 +107,7 @@ def open_steps(
     report = line_reporter(progress)
     parsed = CompileOptions.parse(options)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
-    parsed = settle_prefill(parsed, stored_dtype(source))
+    parsed = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
     cache = open_cache(source, parsed, report)
     opener = _Opener(source, parsed, assembler, progress, report)
     opened = opener.restored(cache)
@@ -118,6 +119,14 @@ def open_steps(
     for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
         opened.fallbacks.update(notes)
     return opened
+
+
+def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
+    """Options for a model object that is on a GPU: "auto" is the backend of that device."""
+    device = getattr(source, "device", None)
+    if options.backend == "auto" and getattr(device, "type", None) == "cuda":
+        return replace(options, backend="cuda")
+    return options
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def run_server(
     if not served.has_tokenizer or served.directory is None:
         raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
     template = load_chat_template(served.directory, options.chat_template)
-    name = options.model_name or served.directory.resolve().name
+    name = options.model_name or served.name
     bound = listener or bind(options)
     try:
         bound.listen(BACKLOG)

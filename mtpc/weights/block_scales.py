@@ -80,7 +80,8 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
             f"weights that are not quantised; {_ADVICE}"
         )
     sides = quantisation.get("weight_block_size") or _BLOCK
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+    is_pair = isinstance(sides, (list, tuple)) and len(sides) == 2
+    if not is_pair or not all(isinstance(side, int) and side > 0 for side in sides):
         raise CheckpointError(
             f"config.json has weight_block_size {sides}; expected two positive integers"
         )

@@ -5,7 +5,8 @@ This module does not import transformers, because a warm start reads weights wit
 
 from __future__ import annotations
 
-import json
+import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,17 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.block_scales import dequantise, find_block_scales
+from mtpc.weights.hub import download_again, find_directory, is_directory
+from mtpc.weights.json_file import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    check_config,
+    check_counts,
+    check_ids,
+    read_json,
+    shard_names,
+)
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
@@ -27,9 +39,10 @@ class Checkpoint:
     """A directory with config.json and safetensors files; opening it checks all headers.
 
     Args:
-        directory: the checkpoint's path.
+        directory: the checkpoint's path, or its id in the local hub cache.
 
     Attributes:
+        directory: where its files are.
         config: config.json.
         tensors: headers of all weights by name, without the scales of block-scaled weights.
 
@@ -39,8 +52,8 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory
-        if not directory.is_dir():
+        self.directory = directory = find_directory(directory)
+        if not is_directory(directory):
             raise CheckpointError(
                 f"{str(directory)!r} is not a directory; expected a local checkpoint with "
                 "config.json and *.safetensors (mtpc downloads nothing)"
@@ -49,8 +62,12 @@ class Checkpoint:
         self._files = {path: TensorFile(path) for path in self._shards()}
         self.tensors: dict[str, StoredTensor] = {}
         for file in self._files.values():
-            self.tensors.update(file.tensors)
-        self._scales = find_block_scales(self.tensors, self.config)
+            self._add_tensors(file)
+        check_counts(self.config, self._config_path, len(self.tensors))
+        try:
+            self._scales = find_block_scales(self.tensors, self.config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from None
         for scale in self._scales.values():
             del self.tensors[scale.name]
 
@@ -71,31 +88,58 @@ class Checkpoint:
             return ()
         return (f"{len(self._scales)} block-scaled FP8 weight(s) are dequantised to bfloat16",)
 
+    @property
+    def _config_path(self) -> Path:
+        return self.directory / CONFIG
+
     def _read_config(self) -> dict[str, Any]:
-        path = self.directory / "config.json"
-        if not path.is_file():
+        path = self._config_path
+        if not os.path.isfile(path):
             raise CheckpointError(
-                f"{self.directory} has no config.json; expected a checkpoint's directory"
+                f"{self.directory} has no config.json; expected a checkpoint's directory: "
+                f"{download_again(self.directory)}"
             )
-        return _read_json(path)
+        config = read_json(path)
+        check_config(config, path)
+        return config
 
     def _shards(self) -> list[Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(_read_json(index)["weight_map"].values()))
-            shards = [self.directory / name for name in names]
+        index = self.directory / INDEX
+        if os.path.isfile(index):
+            shards = [self.directory / name for name in shard_names(read_json(index), index)]
         else:
             shards = sorted(self.directory.glob("*.safetensors"))
         if not shards:
             raise CheckpointError(
-                f"{self.directory} holds no *.safetensors file; expected at least one"
+                f"{self.directory} holds no *.safetensors file; expected at least one: "
+                f"{download_again(self.directory)}"
             )
         for path in shards:
-            if not path.is_file():
+            if not os.path.isfile(path):  # False, too, where the name is too long.
                 raise CheckpointError(
-                    f"{path} is named in the index but missing; download it again"
+                    f"{path} is named in the index but missing; {download_again(self.directory)}"
                 )
         return shards
+
+    def _add_tensors(self, file: TensorFile) -> None:
+        """Add the tensors of a file.
+
+        Raises:
+            CheckpointError: another file has a tensor of that name, or a weight holds integers.
+        """
+        for name, stored in file.tensors.items():
+            if name in self.tensors:
+                raise CheckpointError(
+                    f"{name} is in {self.tensors[name].path.name} and in {stored.path.name} of "
+                    f"{self.directory}; expected it in one file: remove the other, or write an "
+                    f"index ({INDEX})"
+                )
+            if name.endswith((".weight", ".bias")) and not stored.is_floating_point:
+                raise CheckpointError(
+                    f"{stored.path}: {name} is {stored}; expected floating-point weights, or "
+                    "block-scaled FP8 weights that config.json announces"
+                )
+            self.tensors[name] = stored
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -107,13 +151,42 @@ class Checkpoint:
         return {**outer, **nested}
 
     @property
-    def dtype(self) -> str | None:
-        """Name of the weights' dtype in config.json, or "bfloat16" if they are dequantised."""
+    def dtype(self) -> str:
+        """Name of the weights' dtype: config.json's, or that of most weights if it has none.
+
+        It is "bfloat16" if they are dequantised.
+        """
         if self.is_block_scaled:
             return "bfloat16"
+        return self._announced_dtype or self._usual_dtype
+
+    @property
+    def _announced_dtype(self) -> str | None:
         said = [config.get(key) for config in (self.text_config, self.config)
                 for key in ("dtype", "torch_dtype")]  # fmt: skip
         return next((name for name in said if name), None)
+
+    @property
+    def _usual_dtype(self) -> str:
+        """The floating-point dtype of most bytes."""
+        sizes = Counter[str]()
+        for stored in self.tensors.values():
+            if stored.is_floating_point:
+                sizes[stored.dtype_name] += stored.nbytes
+        return sizes.most_common(1)[0][0] if sizes else "float32"
+
+    def check_dtype(self) -> None:
+        """Refuse weights of another dtype than config.json announces: loading would round them.
+
+        Raises:
+            CheckpointError: most of the weights have another dtype.
+        """
+        announced, usual = self._announced_dtype, self._usual_dtype
+        if not self.is_block_scaled and announced not in (None, usual):
+            raise CheckpointError(
+                f"{self._config_path}: dtype is {announced!r}, and most weights are {usual}; "
+                f"expected the same: correct the file, or choose one with dtype={announced!r}"
+            )
 
     def names(self, prefix: str = "") -> list[str]:
         """Tensor names that begin with `prefix`."""
@@ -137,9 +210,9 @@ class Checkpoint:
 
     def stop_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""
-        path = self.directory / "generation_config.json"
-        generation = _read_json(path) if path.is_file() else {}
-        ids = generation.get("eos_token_id")
+        path = self.directory / GENERATION
+        ids = read_json(path).get("eos_token_id") if os.path.isfile(path) else None
+        check_ids(ids, path, "eos_token_id")
         return as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
 
 
@@ -151,10 +224,33 @@ def stored_dtype(source: Any) -> str | None:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
 
 
-def checkpoint_of(model: Any) -> Checkpoint | None:
-    """The checkpoint that a model object was loaded from; None without a local directory."""
-    path = Path(model.name_or_path or "")
-    return Checkpoint(path) if model.name_or_path and path.is_dir() else None
+def checkpoint_of(model: Any, is_needed: bool) -> Checkpoint | None:
+    """The checkpoint that a model object was loaded from: a directory, or a hub id in the cache.
+
+    Args:
+        model: a transformers model object.
+        is_needed: whether MTP tensors are read from it.
+
+    Returns:
+        None if there is no such checkpoint, and none is needed.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged, and it is needed.
+    """
+    name = model.name_or_path
+    try:
+        if not name:
+            raise CheckpointError("a model that is made from a config has none")
+        revision = getattr(model.config, "_commit_hash", None)
+        return Checkpoint(find_directory(name, revision))
+    except CheckpointError as error:
+        if not is_needed:
+            return None
+        raise CheckpointError(
+            f"the model's name_or_path is {name!r}; expected a local directory or a hub id to "
+            f"read the MTP tensors from, because transformers drops them: {error}; load the model "
+            "from its checkpoint, or use spec_tokens=0"
+        ) from None
 
 
 def as_ids(ids: Any) -> tuple[int, ...]:
@@ -162,13 +258,6 @@ def as_ids(ids: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
 
 
 def check_repeated(checkpoint: Checkpoint, name: str, weight: Tensor) -> None:

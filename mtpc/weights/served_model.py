@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import RequestError
+from mtpc.errors import CheckpointError, RequestError
+from mtpc.weights.hub import hub_id
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class ServedModel:
     stop_ids: tuple[int, ...]
     directory: Path | None
 
+    @property
+    def name(self) -> str:
+        """Its hub id or, without one, the last part of its path."""
+        directory = (self.directory or Path(self.source)).absolute()
+        return hub_id(directory) or directory.resolve().name
+
     @cached_property
     def _tokenizer(self) -> Any | None:
         """Loaded when text first comes in: ids need none, and transformers takes a second."""
@@ -34,7 +41,13 @@ class ServedModel:
             return None
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(self.directory)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
+        except Exception as error:  # The tokenizers library raises Exception itself.
+            raise CheckpointError(
+                f"{self.directory / 'tokenizer.json'} cannot be read: {type(error).__name__}: "
+                f"{error}; copy or download the tokenizer's files again"
+            ) from error
 
     @property
     def has_tokenizer(self) -> bool:

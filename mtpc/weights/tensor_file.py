@@ -55,6 +55,22 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it holds floating-point numbers, of a dtype that torch has or not."""
+        return self.dtype.startswith(("F", "BF"))
+
+    @property
+    def dtype_name(self) -> str:
+        """torch's name of the dtype, or safetensors' if torch has none."""
+        return str(_DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values; of a dtype that torch lacks, their number."""
+        dtype = _DTYPES.get(self.dtype)
+        return prod(self.shape) * (dtype.itemsize if dtype else 1)
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
@@ -82,6 +98,8 @@ class TensorFile:
                 f"{path} ({path.stat().st_size} bytes) is not a complete safetensors file: "
                 f"{error}; copy or download it again"
             ) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from None
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.tensors = self._read_header()
@@ -121,7 +139,7 @@ class TensorFile:
         if not hasattr(mmap, "MADV_DONTNEED"):  # This system cannot do it.
             return
         stored = self.tensors[name]
-        size = prod(stored.shape) * _DTYPES[stored.dtype].itemsize
+        size = stored.nbytes
         begin = -(-stored.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (stored.begin + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:

@@ -1,0 +1,78 @@
+"""Ids of the Hugging Face hub: the directory of a model in the local hub cache.
+
+mtpc opens no connection. `hf download ID` fills the cache, and `HF_HUB_CACHE` says where it is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mtpc.errors import CheckpointError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_CONFIG = "config.json"
+
+
+def find_directory(source: str | Path, revision: str | None = None) -> Path:
+    """The directory of a checkpoint: `source` itself, or the snapshot of that id in the hub cache.
+
+    Args:
+        source: a path, or an id such as "XiaomiMiMo/MiMo-7B-Base". A directory comes first.
+        revision: branch, tag or commit of an id; None is "main".
+
+    Returns:
+        The snapshot of an id; `source` if it has not the form of an id, whether it exists or not.
+
+    Raises:
+        CheckpointError: the hub cache lacks the id; or the system refuses the path.
+    """
+    path, name = Path(source), str(source)
+    if is_directory(path) or not _ID.fullmatch(name) or path.exists():
+        return path
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, _CONFIG, revision=revision)
+    except HFValidationError:  # It looks like an id and is none.
+        return path
+    if isinstance(found, str):
+        return Path(found).parent
+    if "/" not in name:
+        return path
+    at = f" at revision {revision}" if revision else ""
+    raise CheckpointError(
+        f"{name!r} is not a directory, and the hub cache {constants.HF_HUB_CACHE} has no model of "
+        f"that id{at}; expected a local checkpoint with config.json and *.safetensors (mtpc "
+        f"downloads nothing): correct the path, or run: hf download {name}"
+    )
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a path leads to a directory.
+
+    Raises:
+        CheckpointError: the system refuses the path: it is too long, or may not be searched.
+    """
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot open the checkpoint {str(path)[:200]!r}: {error.strerror}; expected the path "
+            "of a directory that this user may read"
+        ) from None
+
+
+def hub_id(directory: Path) -> str | None:
+    """The id of a snapshot in the hub cache, `models--ORG--NAME/snapshots/COMMIT`, or None."""
+    folder = directory.parent.parent.name
+    if directory.parent.name != "snapshots" or not folder.startswith("models--"):
+        return None
+    return folder.removeprefix("models--").replace("--", "/")
+
+
+def download_again(directory: Path) -> str:
+    """What to do if files of a checkpoint are missing or damaged."""
+    name = hub_id(directory)
+    return f"run: hf download {name}" if name else "copy or download the checkpoint again"

@@ -1,0 +1,156 @@
+"""JSON files of a checkpoint, checked where they are read: one error names the file and the field.
+
+A checkpoint may come from a stranger. So a count is checked before anything loops over it, and a
+path before anything opens it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mtpc.config import DTYPES
+from mtpc.errors import CheckpointError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+
+_MOST_BYTES = 2**27
+"""No such file of a released model has a tenth of this."""
+_LARGEST = 2**31 - 1
+_SIZE = re.compile(
+    r"(num|n|max|moe|head|hidden|vocab|index|top|kv_lora|q_lora|o_lora|v_head|qk_\w+)_\w+"
+)
+"""Names of entries that are sizes or counts wherever they are whole numbers."""
+_LOOPED = re.compile(r"(num_\w*layers|n_layers?|num_layers?|first_k_dense_replace)")
+"""Counts of layers: at most as many as there are tensors."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: the file cannot be read, is too large, or holds anything but one object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes; expected at most {_MOST_BYTES}")
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not valid JSON: {_reason(error)}; expected an object in UTF-8: copy or "
+            "download the file again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {_kind(value)}; expected an object with entries")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _kind(value: Any) -> str:
+    """A value in a message: its type, and its text where that is short."""
+    if value is None:
+        return "null"
+    text = repr(value)
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
+    return f"{names.get(type(value), 'a number')} {text if len(text) <= 60 else text[:60] + '...'}"
+
+
+def check_config(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse entries of config.json that have the wrong type or cannot be a size.
+
+    Args:
+        config: the object in the file.
+        path: the file, for messages.
+
+    Raises:
+        CheckpointError: an entry is wrong.
+    """
+    names = config.get("architectures")
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if names is not None and not is_list:
+        raise _wrong(path, "architectures", names, "a list of class names")
+    for name in ("text_config", "quantization_config"):
+        if config.get(name) is not None and not isinstance(config[name], dict):
+            raise _wrong(path, name, config[name], "an object with entries")
+    nested = config.get("text_config")
+    for prefix, part in (("", config), ("text_config.", nested or {})):
+        for name in ("dtype", "torch_dtype"):
+            if part.get(name) is not None and part[name] not in DTYPES:
+                raise _wrong(path, prefix + name, part[name], f"one of {', '.join(DTYPES)}")
+        for name, value in part.items():
+            if _SIZE.fullmatch(name):
+                _check_size(path, prefix + name, value)
+        check_ids(part.get("eos_token_id"), path, f"{prefix}eos_token_id")
+
+
+def _check_size(path: Path, name: str, value: Any) -> None:
+    """Refuse a whole number that is no size. Released configs have -1 where nothing limits."""
+    if isinstance(value, int) and not -1 <= value <= _LARGEST:
+        raise _wrong(path, name, value, f"a size of at most {_LARGEST}")
+
+
+def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int) -> None:
+    """Refuse counts of layers that the checkpoint cannot hold, because each has a tensor.
+
+    Args:
+        config: config.json; the configs of its parts are checked, too.
+        path: the file, for messages.
+        num_tensors: tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: a count is no whole number, or too large.
+    """
+    for name, value in config.items():
+        if name.endswith("_config") and isinstance(value, dict):
+            check_counts(value, path, num_tensors)
+        if not _LOOPED.fullmatch(name) or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _wrong(path, name, value, "a whole number")
+        if not 0 <= value <= num_tensors:
+            raise _wrong(path, name, value, f"at most the {num_tensors} tensors of the checkpoint")
+
+
+def check_ids(ids: Any, path: Path, name: str) -> None:
+    """Refuse an `eos_token_id` that is neither null nor one token id or several.
+
+    Raises:
+        CheckpointError: see above.
+    """
+    row = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _LARGEST for i in row):
+        raise _wrong(path, name, ids, "a token id, a list of token ids, or null")
+
+
+def shard_names(index: Mapping[str, Any], path: Path) -> list[str]:
+    """Names of the files that an index lists; all are below its directory.
+
+    Raises:
+        CheckpointError: the index has no such list, or a file's path leads out of the directory.
+    """
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise _wrong(path, "weight_map", listed, "an object: tensor name -> file name")
+    for tensor, name in listed.items():
+        pure = PurePosixPath(name) if isinstance(name, str) else None
+        if pure is None or pure.is_absolute() or ".." in pure.parts or "\0" in name:
+            raise _wrong(
+                path, f"weight_map[{tensor[:60]!r}]", name, "a file name below the directory"
+            )
+    return sorted(set(listed.values()))
+
+
+def _wrong(path: Path, name: str, value: Any, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {name} is {_kind(value)}; expected {expected}; correct the file or download it "
+        "again"
+    )
