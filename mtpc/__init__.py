@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mtpc.api import SpecModel, compile
     from mtpc.config import CompileOptions
     from mtpc.engine.async_engine import AsyncEngine
+    from mtpc.engine.completion import Completion, TokenCompletion
     from mtpc.engine.engine import Engine
     from mtpc.engine.grammar import Grammar
     from mtpc.engine.stats import Stats
@@ -34,6 +35,8 @@ _HOMES = {
     "CompileOptions": "mtpc.config",
     "Engine": "mtpc.engine.engine",
     "AsyncEngine": "mtpc.engine.async_engine",
+    "Completion": "mtpc.engine.completion",
+    "TokenCompletion": "mtpc.engine.completion",
     "Grammar": "mtpc.engine.grammar",
     "compile_host": "mtpc.host.compile",
     "HostedModel": "mtpc.host.hosted",
@@ -48,6 +51,7 @@ _MODULES = {"transformers": "mtpc.integrations.transformers"}
 __all__ = [
     "AsyncEngine",
     "CompileOptions",
+    "Completion",
     "Engine",
     "Grammar",
     "HostProgram",
@@ -56,6 +60,7 @@ __all__ = [
     "SamplingParams",
     "SpecModel",
     "Stats",
+    "TokenCompletion",
     "__version__",
     "compile",
     "compile_host",

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
+from mtpc.engine.admission import usable_ends
+from mtpc.engine.completion import Collector
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
-from mtpc.engine.prompts import Prompt, grammar_each, is_single, sampling_each
+from mtpc.engine.prompts import (
+    Prompt,
+    encode,
+    grammar_each,
+    is_single,
+    sampling_each,
+    token_ids,
+)
 from mtpc.engine.request import Request
 from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
@@ -109,8 +115,9 @@ class SpecModel:
         program: Program,
         loaded: LoadedModel | None = None,
     ):
-        self.served, self.options, self.program, self.loaded = served, options, program, loaded
+        self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
+        self.served = usable_ends(served, self.stats.fallbacks)
 
     @property
     def stats(self) -> Stats:
@@ -146,8 +153,10 @@ class SpecModel:
             **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
 
         Returns:
-            Per prompt, the new text for text prompts, else the list of new ids (a stop token
-            included); a single prompt gives a single result.
+            Per prompt, a `mtpc.Completion` for text prompts, which is the new text as a `str`; else
+            a `mtpc.TokenCompletion`, which is a list of the new ids (a stop token included). Both
+            have the token ids, the finish reason, log-probabilities and times. A single prompt
+            gives a single result.
 
         Raises:
             RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
@@ -170,9 +179,10 @@ class SpecModel:
         )
         single = is_single(prompts)
         batch: Sequence[Any] = [prompts] if single else list(prompts)
-        results: list[Any] = ["" if isinstance(prompt, str) else [] for prompt in batch]
+        collectors = [Collector(isinstance(prompt, str)) for prompt in batch]
         for output in outputs:
-            results[output.index] += output.token_ids if output.text is None else output.text
+            collectors[output.index].add(output)
+        results = [collector.completion() for collector in collectors]
         return results[0] if single else results
 
     def stream(
@@ -195,8 +205,6 @@ class SpecModel:
         Returns:
             An iterator of `mtpc.engine.stream.Output`: which prompt, new ids, new text.
         """
-        if not hasattr(prompts, "__len__"):
-            raise RequestError(f"prompts is {prompts!r}; expected text, token ids, or several")
         batch: Sequence[Any] = [prompts] if is_single(prompts) else list(prompts)
         stops = self._stop_ids(stop_ids, ignore_eos)
         each = sampling_each(sampling, params, len(batch))
@@ -205,7 +213,7 @@ class SpecModel:
 
     def _stop_ids(self, stop_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
         if stop_ids is not None:
-            return tuple(stop_ids)
+            return tuple(token_ids("stop_ids", stop_ids))
         return () if ignore_eos else self.served.stop_ids
 
     def _stream(
@@ -222,24 +230,10 @@ class SpecModel:
         if strings and not all(isinstance(prompt, str) for prompt in batch):
             raise RequestError("stop strings need text prompts; give stop_ids for token ids")
         requests = [
-            Request(-1, self._encode(p), max_new_tokens, stops, sampling=chosen, grammar=grammar)
+            Request(-1, encode(self.served, p), max_new_tokens, stops, chosen, grammar=grammar)
             for p, chosen, grammar in zip(batch, sampling, grammars, strict=True)
         ]
         check_all(self.engine, requests)
         decode = self.served.decode
         texts = [TextAssembler(decode, strings) if isinstance(p, str) else None for p in batch]
         return stream(self.engine, requests, texts)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.served.encode(prompt)
-        if isinstance(prompt, torch.Tensor):
-            if prompt.dim() != 1:
-                raise RequestError(
-                    f"a prompt tensor has shape {tuple(prompt.shape)}; expected [length]"
-                )
-            prompt = prompt.tolist()
-        try:
-            return [operator.index(token_id) for token_id in prompt]
-        except TypeError as error:
-            raise RequestError(f"a prompt is neither text nor token ids: {error}") from None

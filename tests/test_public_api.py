@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import pickle
 import re
 from importlib import import_module
 
@@ -42,6 +44,26 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
         if isinstance(action, argparse._SubParsersAction):
             found |= action.choices
     return found
+
+
+def test_completions_are_what_they_complete() -> None:
+    """A str or a list to whoever wants one, with all attributes; copies keep them."""
+    from mtpc.engine.completion import Collector
+    from mtpc.engine.stream import Output
+
+    for is_text, kind in ((True, mtpc.Completion), (False, mtpc.TokenCompletion)):
+        collector = Collector(is_text)
+        for ids, text, reason in (([1], "a ", None), ([2, 3], "b", "stop")):
+            collector.add(Output(0, ids, text if is_text else None, reason))
+        made = pickle.loads(pickle.dumps(collector.completion()))
+        assert type(made) is kind
+        assert made == ("a b" if is_text else [1, 2, 3])
+        assert (made.token_ids, made.finish_reason, made.logprobs) == ([1, 2, 3], "stop", None)
+        assert 0 < made.first_token_s <= made.total_s
+        assert json.loads(json.dumps(made)) == made
+    text = mtpc.Completion("a b")
+    assert type(str(text)) is type(text.text) is str
+    assert f"{text}" == "a b"
 
 
 COMMANDS = subcommands(_build_parser())

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 from mtpc.config import CompileOptions
 from mtpc.engine.grammar import check_grammar
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import check_sampling
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS
+from mtpc.weights.served_model import ServedModel
 
 
 def longest_request(options: CompileOptions, num_pages: int) -> int:
     """The most tokens that a request may have, counting its prompt and its new tokens."""
     room = num_pages * options.page_size - 2 * options.spec_tokens
     return min(options.sequence_limit, room)
+
+
+def usable_ends(served: ServedModel, fallbacks: Counter[str]) -> ServedModel:
+    """A model without the end-of-sequence ids that its vocabulary lacks.
+
+    Files may name such ids. They end no text, and a tensor might not hold them.
+
+    Args:
+        served: the model.
+        fallbacks: counts a reason for each id that is left out.
+    """
+    ends = tuple(i for i in served.stop_ids if _is_token(i, served.vocab_size))
+    for token_id in served.stop_ids:
+        if token_id not in ends:
+            fallbacks[
+                f"no end of text at the end-of-sequence id {token_id!r}: it is outside the "
+                f"vocabulary of {served.vocab_size} ids"
+            ] += 1
+    return served if ends == served.stop_ids else replace(served, stop_ids=ends)
 
 
 def check_request(
@@ -33,7 +56,7 @@ def check_request(
     """
     _check_prompt(request, vocab_size)
     _check_length(request, options)
-    _check_stop_ids(request)
+    _check_stop_ids(request, vocab_size)
     if request.on_output is not None and not callable(request.on_output):
         raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
     check_sampling(request, options, vocab_size)
@@ -45,7 +68,7 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
     prompt = request.prompt_ids
     if not prompt:
         raise RequestError("the prompt is empty; expected at least one token")
-    invalid = [i for i in prompt if not isinstance(i, int) or not 0 <= i < vocab_size]
+    invalid = [i for i in prompt if not _is_token(i, vocab_size)]
     if invalid:
         raise RequestError(f"prompt id {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
 
@@ -61,10 +84,14 @@ def _check_length(request: Request, options: CompileOptions) -> None:
         )
 
 
-def _check_stop_ids(request: Request) -> None:
-    invalid = [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int)]
+def _is_token(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
+
+
+def _check_stop_ids(request: Request, vocab_size: int) -> None:
+    invalid = [i for i in request.stop_ids if not _is_token(i, vocab_size)]
     if invalid:
-        raise RequestError(f"stop id {invalid[0]!r}; expected token ids (integers)")
+        raise RequestError(f"stop_ids has {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise RequestError(
             f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"

@@ -15,10 +15,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
+from mtpc.engine.prompts import encode, sampling_each, token_ids
 from mtpc.engine.request import FinishReason, Request, StepOutput
 from mtpc.engine.stream import Output, assemble, check_served
 from mtpc.engine.text import TextAssembler, stop_strings
@@ -231,10 +232,12 @@ class AsyncEngine:
         max_new_tokens: int = 128,
         *,
         stop_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
         grammar: Grammar | None = None,
         text: TextAssembler | None = None,
+        **params: Any,
     ) -> AsyncGenerator[Output, None]:
         """Continue one prompt, and yield its outputs as they arrive.
 
@@ -245,12 +248,14 @@ class AsyncEngine:
             prompt: text (if the checkpoint has a tokenizer) or token ids.
             max_new_tokens: the most new tokens.
             stop_ids: ids that end the continuation; None means the model's end-of-sequence ids.
+            ignore_eos: do not stop at the model's end-of-sequence ids.
             stop: strings that end the text; only for text prompts.
             sampling: how tokens are chosen; None is greedy.
             grammar: decides which tokens may come next. Each request needs its own object. The
                 engine's thread calls its methods. See `Engine.add`.
             text: for prompts of ids, turns the new tokens into text and has its own stop strings.
                 Servers use it, because they encode prompts themselves.
+            **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
 
         Raises:
             RequestError: an argument cannot be served.
@@ -263,12 +268,14 @@ class AsyncEngine:
         if isinstance(prompt, str):
             if text is not None:
                 raise RequestError("text is for prompts of token ids; a text prompt has its own")
-            text, prompt = TextAssembler(self.served.decode, strings), self.served.encode(prompt)
+            text = TextAssembler(self.served.decode, strings)
         elif strings:
             raise RequestError("stop strings need a text prompt; give stop_ids for token ids")
-        ends = self.served.stop_ids if stop_ids is None else tuple(stop_ids)
-        params = sampling or SamplingParams()
-        request = Request(-1, list(prompt), max_new_tokens, ends, sampling=params, grammar=grammar)
+        ends = () if ignore_eos else self.served.stop_ids
+        ends = ends if stop_ids is None else tuple(token_ids("stop_ids", stop_ids))
+        (chosen,) = sampling_each(sampling, params, 1)
+        prompt_ids = encode(self.served, prompt)
+        request = Request(-1, prompt_ids, max_new_tokens, ends, chosen, grammar=grammar)
         self.engine.check(request)
         async with self._places:
             mailbox = self._post(request)

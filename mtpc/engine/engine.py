@@ -4,7 +4,12 @@ The captured step makes every decision about tokens. The host admits and frees r
 `out_token_ids` and `num_emitted`. `scheduler` decides which requests run in a step, and `rows`
 writes their rows of the buffers.
 
-Any thread may call `add`, `abort` and `step` at any moment, and so may a request's own callback.
+Any thread may call `add`, `abort` and `step` at any moment. A request's callback may call `add` and
+`abort`; a grammar's methods run in the middle of a step and may call neither.
+
+An interrupt (KeyboardInterrupt) may arrive between any two bytecodes of the main thread. `_is_torn`
+says that one left the queues half-changed. The next call then builds them anew from the requests,
+which are the truth, and computes what was running again.
 
 With `async_scheduling` the engine launches a step before it reads the previous one. The text is the
 same, because no decision about tokens waits for the host. The host knows each request's length one
@@ -14,10 +19,10 @@ step late, so it allocates pages for the greatest possible length.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -25,42 +30,24 @@ from mtpc.config import CompileOptions
 from mtpc.engine.admission import check_request, longest_request
 from mtpc.engine.grammar import Grammar, GrammarMasks
 from mtpc.engine.lock import FairLock
+from mtpc.engine.outbox import Outbox
 from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prefix import PrefixCache
-from mtpc.engine.readout import Moment, Readout
+from mtpc.engine.prompts import token_ids
+from mtpc.engine.readout import Moment, PendingStep, Readout
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.rows import unpaged_state, write_chunks, write_new_pages, write_state
 from mtpc.engine.sampling_rows import read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
-from mtpc.engine.stats import DecodeCounts, Stats
+from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import RequestError
 from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
 from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
 
-Emission = tuple[Request, StepOutput]
-"""A request and the output that a step gave it."""
-
-
-@dataclass(frozen=True)
-class PendingStep:
-    """A step that the engine has launched and not yet read.
-
-    Attributes:
-        turn: the requests of the step.
-        key: the captured step.
-        emitting: the requests that may emit tokens in this step, each with its largest number of
-            tokens. The step's other requests have prompt tokens left to prefill.
-        readout: the step's results.
-        launch_s: seconds that the host took to launch the step.
-    """
-
-    turn: Turn
-    key: StepKey
-    emitting: dict[Request, int]
-    readout: Readout
-    launch_s: float
+MAX_FAILURES = 3
+"""Steps that may fail one after another before the requests that ran in them end."""
 
 
 class Engine:
@@ -93,7 +80,12 @@ class Engine:
         self._ids = itertools.count()
         self.tiers = TierPolicy(options.tiers)
         self._masks = GrammarMasks(program, vocab_size)
+        self._requests: dict[int, Request] = {}  # Those that wait or run.
+        self._outbox = Outbox(self._blame)
         self._lock = FairLock()
+        # Held where their names say. The thread that sees one taken holds it: it has `_lock`.
+        self._stepping, self._advancing = threading.Lock(), threading.Lock()
+        self._is_torn, self._failures = False, 0
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
 
@@ -139,14 +131,49 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs. A request runs until its last step has been read."""
-        return bool(self.waiting or self.running)
+        """Whether `step` has something to do. A request runs until its last step has been read."""
+        return bool(self.waiting or self.running or self._outbox.has_any or self._is_torn)
 
     @property
     def has_requests_by_hand(self) -> bool:
-        """Whether any request has no callback, so that only `step` returns its outputs."""
-        with self._lock:
-            return any(r.on_output is None for r in [*self.waiting, *self.running])
+        """Whether a request has no callback, so that only `step` returns its outputs."""
+        with self._lock.in_turn():
+            self._enter("generate")
+            return any(r.on_output is None for r in self._requests.values())
+
+    def _enter(self, name: str) -> None:
+        """Begin a call under the lock. Mend what an interrupted call has left.
+
+        Raises:
+            RequestError: a grammar's method makes this call.
+        """
+        self._lock.arrived()
+        if self._advancing.locked():
+            raise RequestError(
+                f"engine.{name} was called inside a grammar's method, in the middle of a step; "
+                "call it between steps, or in a request's callback"
+            )
+        if self._is_torn:
+            self._mend()
+
+    def _mend(self) -> None:
+        """Build the queues, slots and pages anew from the requests, after an interrupt.
+
+        If an interrupt comes here, too, the next call does this again. A running request with a
+        grammar ends, because nobody can tell which tokens its grammar has taken.
+        """
+        self._outbox.settle()
+        requests = self._requests.values()
+        live = [request for request in requests if request.finish_reason is None]
+        for request in live:
+            if request.grammar is not None and request.slot is not None:
+                self._outbox.put_failure(request, KeyboardInterrupt())
+        live = [request for request in live if request.finish_reason is None]
+        self.scheduler.restart(live)
+        self.program.forget_batches()
+        self._requests = {request.request_id: request for request in live}
+        self._unread = self._last_end = None
+        self._is_torn = False
 
     def add(
         self,
@@ -163,7 +190,7 @@ class Engine:
             prompt_ids: token ids, at least one, each below vocab_size.
             max_new_tokens: at least 1. The prompt and the new tokens together are at most
                 `max_len`.
-            stop_ids: at most MAX_STOP_IDS ids that end the request.
+            stop_ids: at most MAX_STOP_IDS ids that end the request, each below vocab_size.
             sampling: how tokens are chosen; None is greedy. Other parameters need a program
                 compiled with `sampling`.
             on_output: called with each `StepOutput` of the request, in the thread that calls
@@ -180,19 +207,27 @@ class Engine:
             RequestError: an argument does not meet these conditions.
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
-        prompt, stops, params = list(prompt_ids), tuple(stop_ids), sampling or SamplingParams()
-        return self.submit(Request(-1, prompt, max_new_tokens, stops, params, on_output, grammar))
+        prompt, stops = token_ids("prompt_ids", prompt_ids), token_ids("stop_ids", stop_ids)
+        params = SamplingParams() if sampling is None else sampling
+        ends = tuple(stops)
+        return self.submit(Request(-1, prompt, max_new_tokens, ends, params, on_output, grammar))
 
     def submit(self, request: Request) -> int:
         """Queue a `Request` object; see `add` for its fields, the result and the errors."""
         self.check(request)
         request.sampling = request.sampling.settled()
-        with self._lock:
-            grammar, others = request.grammar, [*self.waiting, *self.running]
+        with self._lock.in_turn():
+            self._enter("add")
+            grammar, others = request.grammar, self._requests.values()
             if grammar is not None and any(r.grammar is grammar for r in others):
                 raise RequestError("the grammar is another request's; give each its own")
+            if request.request_id >= 0:
+                raise RequestError(f"request {request.request_id} was added before; make a new one")
+            self._is_torn = True
             request.request_id = next(self._ids)
+            self._requests[request.request_id] = request
             self.scheduler.add(request)
+            self._is_torn = False
         return request.request_id
 
     @property
@@ -212,17 +247,24 @@ class Engine:
             reason: the finish reason. A callback gets it in an output without tokens. An error that
                 the callback raises is counted in `Stats.callback_errors`.
         """
-        with self._lock:
-            for request in [*self.waiting, *self.running]:
-                if request.request_id == request_id:
-                    self._finish(request, reason)
-                    self._rest()
-                    self._call_back(request, StepOutput(request_id, [], reason))
+        with self._lock.in_turn():
+            self._enter("abort")
+            request = self._requests.get(request_id)
+            if request is None:
+                return
+            self._is_torn = True
+            self._finish(request, reason)
+            self._rest()
+            self._is_torn = False
+            self._outbox.call_back(request, StepOutput(request_id, [], reason))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Call this after the weights change, while nothing runs."""
-        with self._lock:
+        with self._lock.in_turn():
+            self._enter("reset_prefix_cache")
+            self._is_torn = True
             self.pages.forget_all()
+            self._is_torn = False
 
     def step(self) -> list[StepOutput]:
         """Admit requests, then run one prefill step or one decode step (see `scheduler`).
@@ -234,43 +276,93 @@ class Engine:
 
         Raises:
             Whatever the replay raises. All running requests return to the queue, and later steps
-            compute them again, including results that had not been read.
+            compute them again, including results that had not been read. The step that fails after
+            `MAX_FAILURES` - 1 others does not raise: all requests that ran in it end, with
+            finish_reason `error`, and the queue goes on without them.
+            RequestError: a callback or a grammar's method calls this.
         """
-        with self._lock:
-            try:
-                outputs = self._advance()
-            except BaseException:  # KeyboardInterrupt, too: the state on the device is unknown.
-                if self.options.async_scheduling:
-                    # The index may hold pages of a step that was launched and not completed.
-                    self.pages.forget_all()
-                self.scheduler.preempt_all()
-                self._unread = self._last_end = None
-                raise
-            handed = self._hand_out(outputs)
-            self._rest()
-            return handed
+        with self._lock.in_turn():
+            self._enter("step")
+            if self._stepping.locked():
+                raise RequestError(
+                    "engine.step was called inside a callback, where it would reorder the tokens "
+                    "of other requests; return from the callback, and step again"
+                )
+            with self._stepping:
+                if not self._outbox.has_any:  # Else an interrupt kept them from being handed out.
+                    self._try_to_advance()
+                handed = self._outbox.hand_out()
+                self._rest()
+                return handed
+
+    def _try_to_advance(self) -> None:
+        self._is_torn = True
+        try:
+            with self._advancing:
+                self._advance()
+            self._failures = 0
+        except Exception as error:
+            self._send_back(error)
+        self._is_torn = False
+
+    def _send_back(self, error: Exception) -> None:
+        """Return all running requests to the queue after a step that failed, and raise its error.
+
+        After several failures in a row, end the requests that ran: one of them is the cause.
+        """
+        if self.options.async_scheduling:
+            # The index may hold pages of a step that was launched and not completed.
+            self.pages.forget_all()
+        ran = list(self.running) or list(self.waiting)[:1]
+        self.scheduler.preempt_all()
+        self._unread = self._last_end = None
+        self._failures += 1
+        if self._failures < MAX_FAILURES:
+            self._is_torn = False
+            raise error
+        self._failures = 0
+        for request in ran:
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request because of the engine's own error."""
+        self._outbox.put_failure(request, error)
+        self.pages.forget(request.pages)
+        self._finish(request, "error")
 
     def _rest(self) -> None:
         """If no work is left, forget the unread step, and do not count the idle time as a gap."""
         if not self.has_work:
             self._unread = self._last_end = None
 
-    def _advance(self) -> list[Emission]:
+    def _advance(self) -> None:
         """Launch the next step, if there is one, and read it, or with async the previous one."""
         turn, unread = self.scheduler.next_turn(), self._unread
+        if turn is not None:
+            turn = self._write_rows(turn)
         launched = self._launch(turn) if turn is not None else None
-        if not self.options.async_scheduling:
-            return self._collect(launched) if launched is not None else []
-        self._unread = launched
-        return self._collect(unread) if unread is not None else []
+        if self.options.async_scheduling:
+            self._unread, launched = launched, unread
+        if launched is not None:
+            self._collect(launched)
 
-    def _launch(self, turn: Turn) -> PendingStep:
-        """Write the buffer rows that changed, and launch the step."""
-        start = time.perf_counter()
+    def _write_rows(self, turn: Turn) -> Turn | None:
+        """Write the buffer rows that changed. End and leave out requests that cannot be written."""
+        failed: dict[Request, Exception] = {}
         for request in turn.placed:
-            write_state(self.program, request)
+            try:
+                write_state(self.program, request)
+            except Exception as error:
+                failed[request] = error
         for request, first in turn.grown:
             write_new_pages(self.program, request, first)
+        for request, reason in failed.items():
+            self._fail(request, reason)
+        return turn.without(failed) if failed else turn
+
+    def _launch(self, turn: Turn) -> PendingStep:
+        """Write the step's own rows, and launch it."""
+        start = time.perf_counter()
         if turn.phase == "prefill":
             key = self.program.prefill_key()
             write_chunks(self.program, key, len(turn.decoding), turn.prompts, turn.chunks)
@@ -286,8 +378,8 @@ class Engine:
             request.num_unread += most
         return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
 
-    def _collect(self, pending: PendingStep) -> list[Emission]:
-        """Wait for a step's results, count them, and return its requests' outputs."""
+    def _collect(self, pending: PendingStep) -> None:
+        """Wait for a step's results, count them, and put its requests' outputs in the outbox."""
         start = time.perf_counter()
         results, stats, turn = pending.readout.read(), self._stats, pending.turn
         for request, most in pending.emitting.items():
@@ -297,20 +389,16 @@ class Engine:
         self._last_end = pending.readout.end
         stats.replay_s += pending.readout.replay_s
         if turn.phase == "prefill":
-            stats.prefill_steps += 1
-            stats.joined += DecodeCounts(steps=int(bool(turn.decoding)))
-            stats.prefill_prompts += len(turn.prompts)
-            stats.prompt_tokens += sum(turn.chunks)
+            stats.count_prefill(len(turn.decoding), turn.chunks)
         else:
             stats.decode_steps += 1
         self._count_drafts(pending, results)
-        outputs = self._read(pending, results)
+        self._read(pending, results)
         seconds = pending.launch_s + time.perf_counter() - start
         if turn.phase == "prefill":
             stats.prefill_s += seconds
         else:
             stats.decode_s += seconds
-        return outputs
 
     def _count_drafts(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
         """Record in the statistics and the tier policy which drafts the step accepted.
@@ -335,7 +423,7 @@ class Engine:
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s)
 
-    def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> list[Emission]:
+    def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
         """Turn a step's results into outputs, row by row.
 
         Rows give no output if their prompt has tokens left to prefill, or if their request ended
@@ -348,21 +436,20 @@ class Engine:
             results["batch.stop_reason"].tolist(),
             strict=False,
         )
-        outputs = []
-        for row, (request, token_ids, count, code) in enumerate(rows):
+        for row, (request, ids, count, code) in enumerate(rows):
             if request.finish_reason is not None:
                 continue
             if request not in pending.emitting:
                 self.scheduler.learn(request)
                 continue
-            emitted = token_ids[:count]
+            emitted = ids[:count]
             reason: FinishReason | None = STOP_REASONS.get(code)
             if request.grammar is not None:
                 self._masks.take(request, emitted, reason == "nonfinite")
                 emitted, reason = ([], "error") if request.error else (emitted, reason)
             logprobs = read_logprobs(results, row, emitted, request)
-            request.output_ids += emitted
-            request.logprobs += logprobs or []
+            output = StepOutput(request.request_id, emitted, reason, logprobs, request.error)
+            self._outbox.put(request, output)
             self._stats.emitted_tokens += len(emitted)
             if reason in ("nonfinite", "error"):
                 self.pages.forget(request.pages)
@@ -370,33 +457,19 @@ class Engine:
                 self.scheduler.learn(request)
             if reason is not None:
                 self._finish(request, reason)
-            output = StepOutput(request.request_id, emitted, reason, logprobs, request.error)
-            outputs.append((request, output))
-        return outputs
 
-    def _hand_out(self, outputs: list[Emission]) -> list[StepOutput]:
-        """Call the requests' callbacks, in order."""
-        handed = []
-        for request, output in outputs:
-            # Another request's callback may have aborted this one.
-            was_aborted = request.finish_reason != output.finish_reason
-            handed.append(output if was_aborted else self._call_back(request, output))
-        return handed
-
-    def _call_back(self, request: Request, output: StepOutput) -> StepOutput:
-        """Call a request's callback, if it has one. If it raises, only its own request ends."""
-        if request.on_output is None:
-            return output
-        try:
-            request.on_output(output)
-        except Exception as error:
-            self._stats.callback_errors += 1
-            if request.finish_reason is None:
-                self._finish(request, "error")
-            return replace(output, finish_reason="error", error=error)
-        return output
+    def _blame(self, request: Request, interrupt: BaseException | None) -> None:
+        """End a request whose callback raised; see `Outbox`."""
+        self._is_torn = True
+        self._stats.callback_errors += 1
+        if interrupt is not None:
+            self._outbox.put_failure(request, interrupt)
+        if request.request_id in self._requests:
+            self._finish(request, "error")
+        self._is_torn = False
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         self._stats.finished[reason] += 1
         self.scheduler.remove(request)
+        self._requests.pop(request.request_id, None)

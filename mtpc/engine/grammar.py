@@ -106,9 +106,9 @@ class GrammarMasks:
         requests = turn.requests
         if all(request.grammar is None for request in requests):
             if key in self._narrowed:
-                self._narrowed.remove(key)
                 for name in self._masks(key):
                     self.program.write(self.program.steps[key].buffers[name], -1)
+                self._narrowed.discard(key)
             return
         self._narrowed.add(key)
         buffers = self.program.steps[key].buffers

@@ -23,8 +23,12 @@ class FreeList:
     """
 
     def __init__(self, name: str, first: int, count: int):
-        self.name, self.count = name, count
-        self._free = list(range(first + count - 1, first - 1, -1))
+        self.name, self._first, self.count = name, first, count
+        self.reset()
+
+    def reset(self) -> None:
+        """Take all indices back, whoever has them."""
+        self._free = list(range(self._first + self.count - 1, self._first - 1, -1))
         self._held: set[int] = set()
 
     @property
@@ -67,8 +71,13 @@ class PagePool:
     """
 
     def __init__(self, first: int, count: int):
-        self.count, self.index = count, PrefixIndex()
-        self._empty = list(range(first + count - 1, first - 1, -1))
+        self._first, self.count, self.index = first, count, PrefixIndex()
+        self.reset()
+
+    def reset(self) -> None:
+        """Take all pages back, whoever has them, and forget what they hold."""
+        self.index.clear()
+        self._empty = list(range(self._first + self.count - 1, self._first - 1, -1))
         self._users: Counter[int] = Counter()
         self._idle: dict[int, None] = {}
 

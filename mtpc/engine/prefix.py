@@ -76,6 +76,11 @@ class PrefixIndex:
             self._blocks[page] = block
         return entry.number
 
+    def clear(self) -> None:
+        """Remove all pages from the table, even if an interrupt left it half-changed."""
+        self._entries.clear()
+        self._blocks.clear()
+
     def forget(self, page: int) -> None:
         """Remove a page from the table. The blocks after it can then no longer be found."""
         block = self._blocks.pop(page, None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import numbers
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from typing import Any, cast
 
@@ -13,17 +14,107 @@ import torch
 from mtpc.engine.grammar import Grammar
 from mtpc.errors import RequestError
 from mtpc.sampling_params import SamplingParams
+from mtpc.weights.served_model import ServedModel
 
 Prompt = str | Sequence[int] | torch.Tensor
 
 
+ARGUMENTS = ("max_new_tokens", "stop_ids", "ignore_eos", "stop", "sampling", "grammar")
+"""The arguments of `generate` and `stream` that are no fields of `SamplingParams`."""
+_OTHER_NAMES = {
+    "max_new_tokens": ("max_tokens", "max_completion_tokens", "max_length", "num_predict"),
+    "stop_ids": ("stop_token_ids", "eos_token_id", "eos_token_ids"),
+    "ignore_eos": ("ignore_eos_token",),
+    "stop": ("stop_strings", "stop_sequences", "stop_words"),
+    "sampling": ("sampling_params", "generation_config", "params"),
+    "grammar": ("response_format", "guided_json", "guided_grammar", "structured_outputs"),
+    "temperature": ("temp", "do_sample"),
+    "repetition_penalty": ("repeat_penalty",),
+    "min_tokens": ("min_new_tokens", "min_length"),
+    "seed": ("random_seed", "manual_seed", "generator"),
+    "logprobs": ("top_logprobs", "num_logprobs", "output_logprobs", "output_scores"),
+    "allowed_ids": ("allowed_token_ids",),
+    "banned_ids": ("bad_words_ids", "suppress_tokens", "bad_words"),
+}
+"""What other libraries call an argument."""
+_UNORDERED = (bytes, bytearray, Mapping, Set)
+
+
 def is_single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: a text, a list of ids, or a one-dimensional tensor."""
+    """Whether `prompts` is one prompt: a text, a list of ids, or a one-dimensional tensor.
+
+    Raises:
+        RequestError: `prompts` is neither a prompt nor a sequence.
+    """
     if isinstance(prompts, str):
         return True
+    is_scalar = isinstance(prompts, torch.Tensor) and prompts.dim() == 0
+    if is_scalar or isinstance(prompts, _UNORDERED) or not hasattr(prompts, "__len__"):
+        shown = "None" if prompts is None else _kind(prompts)
+        raise RequestError(f"prompts is {shown}; expected text, token ids, or a list of prompts")
     if isinstance(prompts, torch.Tensor):
         return prompts.dim() == 1
     return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+
+
+def token_ids(name: str, ids: Any) -> list[int]:
+    """The ids of an argument as a list of integers. `Engine.check` looks at their range.
+
+    Raises:
+        RequestError: `ids` is no sequence of integers. The message begins with `name`.
+    """
+    values = ids.tolist() if isinstance(ids, torch.Tensor) and ids.dim() == 1 else ids
+    if isinstance(values, (str, *_UNORDERED)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} is {_shown(ids)}; expected token ids, such as [1, 2]")
+    return [_token_id(name, token_id) for token_id in values]
+
+
+def _token_id(name: str, token_id: Any) -> int:
+    try:
+        if isinstance(token_id, bool):
+            raise TypeError
+        return operator.index(token_id)
+    except TypeError:
+        shown = f"{_shown(token_id)}, {_kind(token_id)}"
+        raise RequestError(f"{name} has {shown}; expected token ids (integers)") from None
+
+
+def encode(served: ServedModel, prompt: Any) -> list[int]:
+    """The token ids of one prompt.
+
+    Raises:
+        RequestError: the prompt is neither text nor token ids; it is text with a lone surrogate,
+            which no tokenizer takes; or the checkpoint has no tokenizer.
+    """
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt has {prompt[error.start]!r} at character {error.start}, a lone "
+                "surrogate, which is no text; decode it with errors='replace'"
+            ) from None
+        return served.encode(prompt)
+    if isinstance(prompt, torch.Tensor) and prompt.dim() != 1:
+        shape = tuple(prompt.shape)
+        raise RequestError(f"a prompt tensor has shape {shape}; expected [length]")
+    try:
+        return token_ids("it", prompt)
+    except RequestError as error:
+        shown = _kind(prompt)
+        raise RequestError(
+            f"a prompt is neither text nor token ids, but {shown}: {error}"
+        ) from None
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def sampling_each(
@@ -37,16 +128,11 @@ def sampling_each(
         count: number of prompts.
 
     Raises:
-        RequestError: a name in `params` is unknown; both `sampling` and `params` are given; or
-            the number of parameters is not `count`.
+        RequestError: a name in `params` is unknown; both `sampling` and `params` are given;
+            `sampling` is something else; or the number of parameters is not `count`.
     """
+    _check_names(params)
     if params:
-        known = [field.name for field in fields(SamplingParams)]
-        for name in params:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise RequestError(f"unknown sampling parameter {name!r}; {hint}")
         if sampling is not None:
             raise RequestError(
                 f"sampling was given, and {next(iter(params))} too; give one of them"
@@ -54,12 +140,29 @@ def sampling_each(
         sampling = SamplingParams(**params)
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
+    if isinstance(sampling, str) or not isinstance(sampling, Sequence):
+        raise RequestError(
+            f"sampling is {_shown(sampling)}; expected mtpc.SamplingParams, or a list with one for "
+            "each prompt"
+        )
     each = list(sampling)
     if len(each) != count:
         raise RequestError(
             f"{len(each)} sampling parameters for {count} prompts; give one for each"
         )
     return each
+
+
+def _check_names(params: dict[str, Any]) -> None:
+    known = [*ARGUMENTS, *(field.name for field in fields(SamplingParams))]
+    for name in params.keys() - set(known):
+        other = next((right for right, names in _OTHER_NAMES.items() if name in names), None)
+        near = difflib.get_close_matches(name, known, n=1)
+        if other is not None:
+            hint = f"use {other}"
+        else:
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise RequestError(f"unknown argument {name!r}; {hint}")
 
 
 def grammar_each(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mtpc.engine.request import Request
+from mtpc.engine.scheduler import Turn
 from mtpc.layout import StepKey
 from mtpc.program.program import Program
 
@@ -100,3 +103,23 @@ class Readout:
     def replay_s(self) -> float:
         """Seconds of the replay. Call this after `read`."""
         return self.begin.seconds_until(self.end)
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the engine has launched and not yet read.
+
+    Attributes:
+        turn: the requests of the step.
+        key: the captured step.
+        emitting: the requests that may emit tokens in this step, each with its largest number of
+            tokens. The step's other requests have prompt tokens left to prefill.
+        readout: the step's results.
+        launch_s: seconds that the host took to launch the step.
+    """
+
+    turn: Turn
+    key: StepKey
+    emitting: dict[Request, int]
+    readout: Readout
+    launch_s: float

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mtpc.engine.grammar import Grammar
 
 FinishReason = Literal["length", "stop", "nonfinite", "aborted", "error"]
-"""Why a request ended. `error`: its callback or its grammar raised."""
+"""Why a request ended. `error`: its callback, its grammar, or the engine at this request raised."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class StepOutput:
         token_ids: the tokens that the step emitted.
         finish_reason: why the request ended with this step, or None if it continues.
         logprobs: one entry per token if the request asked for log-probabilities, else None.
-        error: the exception of the request's callback or grammar, if that ended the request.
+        error: the exception of the request's callback or grammar, or a `ServingError` whose cause
+            is the engine's exception, if that ended the request.
     """
 
     request_id: int
@@ -67,7 +68,7 @@ class Request:
         output_ids: new tokens so far.
         logprobs: one entry per token of `output_ids`, if the request asked for them.
         finish_reason: why the request ended, or None.
-        error: the exception of the request's grammar, or None.
+        error: the exception of the request's grammar, a `ServingError`, or None.
     """
 
     request_id: int

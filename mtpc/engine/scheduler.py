@@ -32,7 +32,7 @@ The scheduler touches no tensor: a `Turn` says what to write and what to run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,6 +72,15 @@ class Turn:
     def requests(self) -> list[Request]:
         """The requests of the step, in the order of their rows."""
         return self.decoding + self.prompts
+
+    def without(self, gone: Container[Request]) -> Turn | None:
+        """The same step without some requests, all rows written; None if no request is left."""
+        decoding = [request for request in self.decoding if request not in gone]
+        pairs = zip(self.prompts, self.chunks, strict=True)
+        kept = [(request, count) for request, count in pairs if request not in gone]
+        if not decoding and not kept:
+            return None
+        return Turn(decoding, [], [], [one for one, _ in kept], [count for _, count in kept])
 
 
 class Scheduler:
@@ -137,6 +146,22 @@ class Scheduler:
         """Send all running requests back to the queue in order, because a step failed."""
         for request in list(reversed(self.running)):
             self._preempt(request)
+
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Forget all slots, pages and queues, whatever state they are in.
+
+        Args:
+            requests: all unfinished requests, in order of arrival. They wait again.
+        """
+        self.slots.reset()
+        self.pages.reset()
+        self.running.clear()
+        self.waiting.clear()
+        self._placed.clear()
+        for request in requests:
+            request.slot, request.pages, request.num_unread = None, [], 0
+            request.num_input, request.num_prefilled = request.num_tokens, 0
+            self.waiting.append(request)
 
     def learn(self, request: Request) -> None:
         """Let other requests reuse the pages of a request. Call this before it is removed."""

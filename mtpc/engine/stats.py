@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,18 @@ class Stats:
     def __post_init__(self) -> None:
         self.drafted = self.drafted or [0] * self.spec_tokens
         self.accepted = self.accepted or [0] * self.spec_tokens
+
+    def count_prefill(self, num_decoding: int, chunks: Sequence[int]) -> None:
+        """Record a prefill step.
+
+        Args:
+            num_decoding: decoding requests that shared the step.
+            chunks: tokens of each prompt in it.
+        """
+        self.prefill_steps += 1
+        self.joined += DecodeCounts(steps=int(bool(num_decoding)))
+        self.prefill_prompts += len(chunks)
+        self.prompt_tokens += sum(chunks)
 
     def count_acceptance(
         self, num_drafted: int, num_accepted: int, num_emitted: int, joined: bool = False

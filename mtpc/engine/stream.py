@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.text import TextAssembler
-from mtpc.errors import GrammarError, NumericsError, RequestError
+from mtpc.errors import GrammarError, NumericsError, RequestError, ServingError
 from mtpc.sampling_params import TokenLogprobs
 
 
@@ -57,13 +57,14 @@ def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Outp
 
 
 def check_served(output: Output, request: Request) -> None:
-    """Raise if the request ended with non-finite logits or a failing grammar.
+    """Raise if the request ended with an error of the model, the engine or the grammar.
 
     It does not raise if a stop string has ended the text.
 
     Raises:
         NumericsError: the request ended with non-finite logits.
         GrammarError: the request's grammar failed. The cause is the grammar's exception.
+        ServingError: the engine failed at this request. The cause is what the engine raised.
     """
     new, index = len(request.output_ids), output.index
     if output.finish_reason == "nonfinite":
@@ -71,6 +72,8 @@ def check_served(output: Output, request: Request) -> None:
             f"prompt {index}: the model's logits became NaN or infinite after "
             f"{new} new tokens; check the weights or use a wider dtype"
         )
+    if output.finish_reason == "error" and isinstance(request.error, ServingError):
+        raise request.error
     if output.finish_reason == "error":
         raise GrammarError(
             f"prompt {index}: its grammar failed after {new} new tokens: {request.error!r}"

@@ -105,16 +105,20 @@ def test_the_lock_is_fair() -> None:
     def hog() -> None:
         nonlocal turns
         while not stop.is_set():
-            with lock, lock:
-                turns += 1
-                entered.set()
+            with lock.in_turn():
+                lock.arrived()
+                with lock.in_turn():
+                    lock.arrived()
+                    turns += 1
+                    entered.set()
 
     thread = threading.Thread(target=hog, daemon=True)
     thread.start()
     assert entered.wait(10)
     got = 0
     for _ in range(50):
-        with lock:
+        with lock.in_turn():
+            lock.arrived()
             got += 1
     stop.set()
     thread.join(10)

@@ -168,6 +168,10 @@ def test_streamed_text_is_generated_text(text_model: Callable[[int], mtpc.SpecMo
     assert texts == wanted
     assert [spec.served.decode(one) for one in ids] == wanted
     assert spec.generate(spec.served.encode(PROMPT), 24) == ids[0]
+    assert [one.token_ids for one in wanted] == ids
+    cut = spec.generate(PROMPT, 24, stop=wanted[0][5:9])
+    assert (cut.text, cut.finish_reason) == (wanted[0][: wanted[0].index(wanted[0][5:9])], "stop")
+    assert 0 < cut.first_token_s <= cut.total_s
 
 
 def test_stop_strings_do_not_depend_on_drafts(text_model: Callable[[int], mtpc.SpecModel]) -> None:

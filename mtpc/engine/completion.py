@@ -1,0 +1,88 @@
+"""What `generate` returns: the new text or the new token ids, and how they came about."""
+
+from __future__ import annotations
+
+import time
+
+from mtpc.engine.request import FinishReason
+from mtpc.engine.stream import Output
+from mtpc.sampling_params import TokenLogprobs
+
+
+class _Facts:
+    """What both kinds of completions tell.
+
+    Attributes:
+        finish_reason: why it ended: "length", "stop" (a stop id or stop string), or "aborted" (by
+            `Engine.abort`).
+        logprobs: one entry per token if the parameters ask for log-probabilities, else None.
+        first_token_s: seconds from the call to the first new token.
+        total_s: seconds from the call to the end.
+    """
+
+    finish_reason: FinishReason = "aborted"
+    logprobs: list[TokenLogprobs] | None = None
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Completion(_Facts, str):
+    """The new text of a text prompt. It is a `str`, so it can be used as one.
+
+    Attributes:
+        token_ids: all new tokens. They include a stop token, those of a stop string, and those that
+            the same step emitted after it.
+    """
+
+    token_ids: list[int]
+
+    @property
+    def text(self) -> str:
+        """The text as a plain `str`."""
+        return str(self)
+
+
+class TokenCompletion(_Facts, list[int]):
+    """The new token ids of a prompt of ids, a stop token included. It is a `list`."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids as a plain list."""
+        return list(self)
+
+
+class Collector:
+    """Puts the outputs of one prompt together.
+
+    Args:
+        is_text: whether the prompt is text; else it is token ids.
+    """
+
+    def __init__(self, is_text: bool):
+        self._is_text, self._start_s = is_text, time.perf_counter()
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._facts = _Facts()
+
+    def add(self, output: Output) -> None:
+        """Take the prompt's next output."""
+        facts, seconds = self._facts, time.perf_counter() - self._start_s
+        if output.token_ids and not self._token_ids:
+            facts.first_token_s = seconds
+        facts.total_s = seconds
+        self._token_ids += output.token_ids
+        self._texts.append(output.text or "")
+        if output.logprobs is not None:
+            facts.logprobs = (facts.logprobs or []) + output.logprobs
+        facts.finish_reason = output.finish_reason or facts.finish_reason
+
+    def completion(self) -> Completion | TokenCompletion:
+        """The whole answer."""
+        made: Completion | TokenCompletion
+        if self._is_text:
+            made = Completion("".join(self._texts))
+            made.token_ids = self._token_ids
+        else:
+            made = TokenCompletion(self._token_ids)
+        vars(made).update(vars(self._facts))
+        return made

@@ -1,0 +1,292 @@
+"""Calls that a person gets wrong and an attacker gets right: one clear error, and no one else's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.schedules import PRESSED, Session
+from helpers.theorem import PROMPTS
+
+import mtpc
+from mtpc.engine import engine as engine_module
+from mtpc.engine.async_engine import AsyncEngine
+from mtpc.engine.engine import MAX_FAILURES, Engine
+from mtpc.engine.request import Request, StepOutput
+from mtpc.errors import RequestError, ServingError
+
+
+@pytest.fixture
+def session(compiled: Callable[..., Any], oracle: Callable[..., Any]) -> Session:
+    """An engine of this test alone: a dead one harms no other test."""
+    made = compiled("mimo", 2, **PRESSED)
+    spec = mtpc.SpecModel(made.served, made.options, made.program, made.loaded)
+    return Session(spec, oracle("mimo"))
+
+
+@pytest.fixture
+def engine(session: Session) -> Engine:
+    return session.spec.engine
+
+
+def run(engine: Engine) -> dict[int, list[StepOutput]]:
+    """Step to the end; outputs by request."""
+    found: dict[int, list[StepOutput]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+    return found
+
+
+def tokens(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+# ------------------------------------------------------------------------------ at the door
+
+STOPS = [(2**63,), (-1,), (-(2**70),), (96,), (True,), (1.5,), ("a",), 5, "12", {1: 2}, {1}, None]
+
+
+@pytest.mark.parametrize("stops", STOPS, ids=repr)
+def test_stop_ids_out_of_range(engine: Engine, stops: Any) -> None:
+    """At 2**63 an id would overflow the state's tensor, in every later step."""
+    with pytest.raises(RequestError, match="stop_ids"):
+        engine.add([3], 4, stops)
+    assert not engine.has_work
+
+
+PROMPTS_NOT = [[True], [2.5], ["a"], [2**63], [None], "34", {3: 4}, {3}, 5, None, b"34", [[3]]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS_NOT, ids=repr)
+def test_prompts_that_are_none(session: Session, prompt: Any) -> None:
+    engine = session.spec.engine
+    with pytest.raises(RequestError, match="prompt"):
+        engine.add(prompt, 4)
+    assert not engine.has_work
+
+
+GENERATED = [
+    ("\ud800", {}, "surrogate"),
+    (["b\udfff"], {}, "character 1, a lone surrogate"),
+    ({"prompt": "a"}, {}, "a dict"),
+    ({3, 4}, {}, "a set"),
+    (b"abc", {}, "bytes"),
+    (5, {}, "an int"),
+    ([3, None], {}, "prompt"),
+    ([True, 3], {}, "prompt"),
+    ([[3], {"a": 1}], {}, "a dict"),
+    ([3], {"stop_ids": 5}, "stop_ids is 5; expected token ids"),
+    ([3], {"stop_ids": "12"}, "stop_ids is '12'"),
+    ([3], {"stop_ids": [2**63]}, "stop_ids has 9223372036854775808; expected ids in 0..95"),
+    ([3], {"max_new_tokens": "5"}, "max_new_tokens is '5'"),
+    ([3], {"max_new_tokens": None}, "max_new_tokens is None"),
+    ([3], {"sampling": 5}, "sampling is 5; expected mtpc.SamplingParams"),
+    ([3], {"sampling": {"temperature": 1}}, "sampling is {'temperature': 1}"),
+    ([3], {"sampling": [5]}, "sampling is 5"),
+    ([3], {"grammar": 5}, "grammar is 5"),
+    ([3], {"max_tokens": 5}, "unknown argument 'max_tokens'; use max_new_tokens"),
+    ([3], {"max_length": 5}, "use max_new_tokens"),
+    ([3], {"stop_token_ids": [5]}, "use stop_ids"),
+    ([3], {"eos_token_id": 5}, "use stop_ids"),
+    ([3], {"stop_strings": "a"}, "use stop"),
+    ([3], {"sampling_params": None}, "use sampling"),
+    ([3], {"do_sample": True}, "use temperature"),
+    ([3], {"min_new_tokens": 3}, "use min_tokens"),
+    ([3], {"repeat_penalty": 1.1}, "use repetition_penalty"),
+    ([3], {"max_new_token": 3}, "did you mean 'max_new_tokens'"),
+    ([3], {"num_beams": 3}, "known: max_new_tokens, "),
+    ([3], {"temperature": 0.7}, "compile with sampling=True"),
+    ([3], {"seed": 2**63}, "seed is 9223372036854775808"),
+    ([3], {"logit_bias": {2**63: 1}}, "logit_bias has|greedy decoding only"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "options", "message"), GENERATED, ids=repr)
+def test_generate_says_what_is_wrong(
+    session: Session, prompts: Any, options: dict[str, Any], message: str
+) -> None:
+    spec = session.spec
+    with pytest.raises(RequestError, match=message):
+        spec.generate(prompts, **{"max_new_tokens": 4, **options})
+    with pytest.raises(RequestError, match=message):
+        spec.stream(prompts, **{"max_new_tokens": 4, **options})
+    assert not spec.engine.has_work
+
+
+def test_asyncio_says_the_same(session: Session) -> None:
+    """And the queue goes on."""
+
+    async def main() -> None:
+        async with AsyncEngine(session.spec.engine, session.spec.served) as engine:
+            for prompt, options, message in GENERATED:
+                if isinstance(prompt, list) and prompt != [3]:
+                    continue  # Several prompts: here a call has one.
+                with pytest.raises(RequestError, match=message):
+                    async for _ in engine.generate(prompt, **{"max_new_tokens": 4, **options}):
+                        pass
+            outputs = [o async for o in engine.generate(PROMPTS[4], 6, stop_ids=())]
+            wanted = session.plain.generate(PROMPTS[4], 6, stop=False)
+            assert [t for o in outputs for t in o.token_ids] == wanted
+
+    asyncio.run(main())
+    session.check_empty()
+
+
+@pytest.mark.parametrize("ids", [(2**63,), (96, 1), (-1,)])
+def test_ends_that_the_model_cannot_emit(session: Session, ids: tuple[int, ...]) -> None:
+    """generation_config.json may name ids outside the vocabulary: they end no text, and say so."""
+    spec = session.spec
+    served = replace(spec.served, stop_ids=ids)
+    made = mtpc.SpecModel(served, spec.options, spec.program, spec.loaded)
+    assert made.served.stop_ids == tuple(i for i in ids if 0 <= i < 96)
+    assert any("outside the vocabulary" in reason for reason in made.stats.fallbacks)
+    found = made.generate(PROMPTS[4], 6)
+    assert found == session.plain.generate(PROMPTS[4], 6, stop=False)[: len(found)]
+
+
+# ---------------------------------------------------------------------------- inside a step
+
+
+def test_what_one_request_raises_ends_that_one(
+    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field that no check foresaw: its own request ends with the error, the others go on."""
+    real = engine_module.write_state
+
+    def breaks(program: Any, request: Request) -> None:
+        if request.prompt_ids == PROMPTS[3]:
+            raise OverflowError("too big for a tensor")
+        real(program, request)
+
+    monkeypatch.setattr(engine_module, "write_state", breaks)
+    first, bad, last = (engine.add(PROMPTS[i], 8) for i in (5, 3, 6))
+    found = run(engine)
+    for request_id, index in ((first, 5), (last, 6)):
+        assert tokens(found[request_id]) == session.plain.generate(PROMPTS[index], 8, stop=False)
+    (output,) = found[bad]
+    assert (output.token_ids, output.finish_reason) == ([], "error")
+    assert isinstance(output.error, ServingError)
+    assert isinstance(output.error.__cause__, OverflowError)
+    with pytest.raises(ServingError, match="too big for a tensor"):
+        session.spec.generate([PROMPTS[6], PROMPTS[3]], 8)
+    session.check_empty()
+
+
+def test_a_step_that_always_fails_ends_what_runs_in_it(
+    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell whose fault it is: all that ran are told, and the engine works on."""
+    real = engine.program.run
+
+    def breaks(key: Any) -> Any:
+        if any(request.prompt_ids == PROMPTS[3] for request in engine.running):
+            raise RuntimeError("the device fell off")
+        return real(key)
+
+    monkeypatch.setattr(engine.program, "run", breaks)
+    told: list[StepOutput] = []
+    both = engine.add(PROMPTS[3], 8), engine.add(PROMPTS[5], 8, on_output=told.append)
+    for _ in range(MAX_FAILURES - 1):
+        with pytest.raises(RuntimeError, match="fell off"):
+            engine.step()
+    ended = engine.step()
+    assert {output.request_id for output in ended} == set(both)
+    assert {output.finish_reason for output in [*ended, *told]} == {"error"}
+    assert all(isinstance(output.error, ServingError) for output in ended)
+    session.check_empty()
+    again = engine.add(PROMPTS[5], 8)
+    assert tokens(run(engine)[again]) == session.plain.generate(PROMPTS[5], 8, stop=False)
+
+
+# ------------------------------------------------------------------------------- callbacks
+
+
+def test_a_callback_may_not_step(session: Session, engine: Engine) -> None:
+    """It would hand out another request's tokens before those of this step."""
+    refused: list[BaseException] = []
+
+    def nosy(output: StepOutput) -> None:
+        try:
+            engine.step()
+        except RequestError as error:
+            refused.append(error)
+
+    other: list[StepOutput] = []
+    engine.add(PROMPTS[5], 9, on_output=nosy)
+    engine.add(PROMPTS[6], 9, on_output=other.append)
+    run(engine)
+    assert "inside a callback" in str(refused[0])
+    assert tokens(other) == session.plain.generate(PROMPTS[6], 9, stop=False)
+    session.check_empty()
+
+
+class Hit(BaseException):
+    """As KeyboardInterrupt, or asyncio's CancelledError."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Hit])
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_callback_ends_its_own_request_alone(
+    session: Session, engine: Engine, kind: type[BaseException], aborts: bool
+) -> None:
+    """Whatever it raises, in `step` or while another's callback aborts it; no output is lost."""
+    plain = session.plain
+    ids: dict[str, int] = {}
+    told: dict[str, list[StepOutput]] = {"one": [], "bad": [], "two": []}
+
+    def one(output: StepOutput) -> None:
+        told["one"].append(output)
+        if aborts and len(told["one"]) == 2:
+            engine.abort(ids["bad"])
+
+    def bad(output: StepOutput) -> None:
+        told["bad"].append(output)
+        if aborts == bool(output.finish_reason) and len(told["bad"]) < 5:
+            raise kind("the consumer is broken")
+
+    for name, index, callback in (("one", 5, one), ("bad", 3, bad), ("two", 6, None)):
+        ids[name] = engine.add(PROMPTS[index], 8, on_output=callback or told["two"].append)
+    for _ in range(100):
+        try:
+            engine.step()
+        except Hit:
+            continue
+        if not engine.has_work:
+            break
+    assert tokens(told["one"]) == plain.generate(PROMPTS[5], 8, stop=False)
+    assert tokens(told["two"]) == plain.generate(PROMPTS[6], 8, stop=False)
+    assert told["one"][-1].finish_reason == told["two"][-1].finish_reason == "length"
+    session.check_empty()
+
+
+def test_a_grammar_may_not_change_the_queue(compiled: Callable[..., Any]) -> None:
+    """Its methods run in the middle of a step: who calls the engine from there gets an error."""
+    spec = compiled("mimo", 2, **PRESSED, sampling=True, token_mask=True)
+    engine, seen = spec.engine, list[str]()
+
+    class Nosy:
+        def fill_mask(self, words: Any) -> None:
+            for call in (
+                lambda: engine.abort(other),
+                lambda: engine.add([3], 4),
+                engine.step,
+                engine.reset_prefix_cache,
+            ):
+                with pytest.raises(RequestError, match="inside a") as refused:
+                    call()
+                seen.append(str(refused.value))
+
+        def advance(self, token_id: int) -> bool:
+            return True
+
+        def rollback(self, count: int) -> None: ...
+
+    wanted = spec.generate(PROMPTS[6], 8, ignore_eos=True)
+    other = engine.add(PROMPTS[6], 8)
+    engine.add(PROMPTS[5], 8, grammar=Nosy())
+    assert tokens(run(engine)[other]) == wanted
+    assert len(seen) >= 4

@@ -1,0 +1,156 @@
+"""Programs for child processes: KeyboardInterrupt at random moments of the engine's calls.
+
+    python -m helpers.interrupts lock COUNT
+    python -m helpers.interrupts engine COUNT CHECKPOINT
+
+A child prints `done` at its end. If a lock is left taken, it hangs instead.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHANCE = random.Random(7)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt once or twice at a random moment of a call.
+
+    Attributes:
+        hits: interrupts so far.
+    """
+
+    def __init__(self) -> None:
+        self.hits = self._left = 0
+        signal.signal(signal.SIGALRM, self._strike)
+
+    def _strike(self, *unused: object) -> None:
+        if self._left:
+            self._left -= 1
+            self.hits += 1
+            if self._left:  # The second one comes while the first one is cleaned up after.
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * CHANCE.randint(1, 200))
+            raise KeyboardInterrupt
+
+    def during(self, seconds: float, action: Callable[[], object]) -> None:
+        """Run the action, and interrupt it after up to this many seconds."""
+        self._left = CHANCE.choice((1, 1, 2))
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, seconds * CHANCE.random()))
+                action()
+            finally:
+                self._left = 0
+        except KeyboardInterrupt:
+            pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def lock(count: int) -> None:
+    """`with lock` in a loop; another thread must get the lock in between."""
+    from mtpc.engine.lock import FairLock
+
+    sys.setswitchinterval(1e-4)
+    made, interrupter = FairLock(), Interrupter()
+    stop, got = threading.Event(), [0]
+
+    def enter() -> None:
+        with made.in_turn():
+            made.arrived()
+            got[0] += 1
+
+    def other() -> None:
+        while not stop.is_set():
+            enter()
+
+    def loop() -> None:
+        while True:
+            enter()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    while interrupter.hits < count:
+        interrupter.during(2e-4, loop)
+        before = got[0]
+        while got[0] == before:  # For ever, if the interrupt has left the lock taken.
+            time.sleep(0)
+    stop.set()
+    thread.join()
+
+
+def engine(count: int, checkpoint: Path) -> None:
+    """Calls of the engine, beside a thread whose texts must not change."""
+    import torch
+
+    import mtpc
+    from helpers.families import TINY
+    from mtpc.errors import ServingError
+
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"backend": "eager", "dtype": "float64", **TINY}
+    spec = mtpc.compile(checkpoint, spec_tokens=2, num_pages=14, batch_buckets=(1, 3), **options)
+    prompts = [[5 + i, 7, 9 + i, 11][: 2 + i % 3] for i in range(6)]
+    wanted = {tuple(p): spec.generate(p, 8, ignore_eos=True) for p in prompts}
+    interrupter, stop, faults, texts = Interrupter(), threading.Event(), list[str](), [0]
+
+    def check(prompt: list[int]) -> None:
+        found = spec.generate(prompt, 8, ignore_eos=True)
+        if found != wanted[tuple(prompt)]:
+            faults.append(f"{prompt}: {found}")
+        texts[0] += 1
+
+    def other() -> None:
+        while not stop.is_set():
+            try:
+                check(CHANCE.choice(prompts))
+            except ServingError as error:
+                if not isinstance(error.__cause__, KeyboardInterrupt):
+                    faults.append(repr(error))
+            except Exception as error:
+                faults.append(repr(error))
+
+    def stream() -> None:
+        for number, _ in enumerate(spec.stream(prompts[:3], 8, ignore_eos=True)):
+            if number > 3:
+                break
+
+    def by_callback() -> None:
+        ids = [spec.engine.add(p, 8, on_output=lambda output: None) for p in prompts[:3]]
+        spec.engine.step()
+        spec.engine.abort(ids[1])
+        while spec.engine.has_work and not CHANCE.randrange(4):
+            spec.engine.step()
+
+    actions = [stream, by_callback, *(lambda p=p: check(p) for p in prompts[:2])]
+    thread = threading.Thread(target=other)
+    thread.start()
+    while interrupter.hits < count:
+        interrupter.during(0.03, CHANCE.choice(actions))
+    stop.set()
+    thread.join()
+    while spec.engine.has_work:
+        spec.engine.step()
+    for prompt in prompts:
+        check(prompt)
+    pool, slots = spec.engine.pages, spec.engine.slots
+    assert not faults, (len(faults), faults[:5])
+    assert pool.num_free == pool.count
+    assert slots.num_free == slots.count
+    assert texts[0] > len(prompts)
+    print(f"{interrupter.hits} interrupts, {texts[0]} texts", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    which, number, *rest = sys.argv[1:]
+    if which == "lock":
+        lock(int(number))
+    else:
+        engine(int(number), Path(rest[0]))
+    print("done")
