@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import OptionError
+from mtpc.wiring import Rules, check_rules
 
 MAX_SPEC_TOKENS = 16
 """The largest number of drafts per step. Published measurements accept no draft at such a depth,
@@ -86,6 +87,8 @@ class CompileOptions:
         draft_vocab: token ids that drafts may be, or a number n for the n lowest ids, which
             tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
+        wiring: rules of the MTP layers that replace those of the model's family, as
+            {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
             `mtpc` in the user's cache directory. See docs/cache.md.
         use_cache: whether to look up steps in the cache and to keep built ones there.
@@ -118,6 +121,7 @@ class CompileOptions:
     disabled_passes: tuple[str, ...] = ()
     enabled_passes: tuple[str, ...] = ()
     draft_vocab: tuple[int, ...] = ()
+    wiring: Rules = ()
     cache_dir: Path | None = None
     use_cache: bool = True
     frozen: bool = False
@@ -144,6 +148,7 @@ class CompileOptions:
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
         object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
+        object.__setattr__(self, "wiring", check_rules(self.wiring))
         if self.busy_prefill_chunk is not None:
             _check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_tokens)
         self._check_prefill_rows()

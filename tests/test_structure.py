@@ -16,7 +16,7 @@ from helpers.places import ROOT, TESTS
 PACKAGE = ROOT / "mtpc"
 ORDER = (
     ("errors",),
-    ("config", "sampling_params"),
+    ("config", "sampling_params", "wiring"),
     ("weights",),
     ("layout",),
     ("store",),
@@ -203,25 +203,25 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 1000,
+    ".": 1100,  # wiring.py: the rules of MTP layers, and the check of those that a user gives
     "backends": 6650,
     "capture": 950,
-    "cli": 2950,
+    "cli": 3150,  # `mtpc check`
     # The outbox and what mends an interrupted call; names that people type; `Completion`.
     "engine": 3600,
     "host": 750,
     "integrations": 2850,
     "layout": 600,
-    # 160 lines: what a model object must be (`models/adopt.py`).
-    "models": 3300,
+    # What a model object must be; own heads and embeddings, MiMo-V2's released config.
+    "models": 3500,
     "ops": 1850,
     "passes": 2450,
-    "program": 2400,
+    "program": 2450,  # the key says which stored embeddings and heads are equal
     "server": 2150,
     "step": 1100,
     "store": 850,
-    # Hub ids (`weights/hub.py`), and checks of a checkpoint's JSON files (`weights/json_file.py`).
-    "weights": 1400,
+    # Hub ids, checks of a checkpoint's JSON files, fused projections of queries, keys and values.
+    "weights": 1500,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

@@ -56,6 +56,7 @@ class ModelTraces(nn.Module):
         )
         self.vocab_size = model.vocab_size
         self.draft_index: Callable[[int], int] = model.draft_index
+        self.feeds_target = model.feeds_target
 
 
 def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
@@ -148,7 +149,7 @@ def trace_step(
     buffers.add_module("batch", _allocate_batch(layout, shared))
     passes = max(key.spec_tokens, len(traces.drafts))
     draft_index = tuple(traces.draft_index(i) for i in range(passes))
-    step = Step(key, pieces, buffers, draft_index)
+    step = Step(key, pieces, buffers, draft_index, traces.feeds_target)
     graph = LeafTracer().trace(step)
     return StepGraph(fx.GraphModule(step, graph), key, layout, weights)
 

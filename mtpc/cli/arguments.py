@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import mtpc
-from mtpc.cli.parsing import SuggestingParser, draft_vocab, ids, number, numbers, positive
+from mtpc.cli.parsing import (
+    SuggestingParser,
+    draft_vocab,
+    ids,
+    number,
+    numbers,
+    positive,
+    wiring,
+)
 from mtpc.cli.serve_arguments import add_server_options
 from mtpc.config import CompileOptions
 
@@ -348,6 +356,7 @@ def _add_compile_options(
         ),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
+        ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers (docs/models.md)"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))

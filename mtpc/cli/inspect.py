@@ -66,7 +66,7 @@ def _build(
     tell(f"load {checkpoint}")
     source = Checkpoint(checkpoint)
     options = settle_prefill(options, source.dtype)
-    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0)
+    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0, wiring=options.wiring)
     compiler = StepCompiler(loaded, options, backend)
     if args.phase == "decode":
         key = StepKey.decode(args.batch, options.spec_tokens)

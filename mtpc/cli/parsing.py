@@ -64,6 +64,17 @@ def numbers(text: str) -> list[int | str]:
     return [AUTO] if text.strip() == AUTO else [*ids(text)]
 
 
+def wiring(text: str) -> dict[str, str | bool]:
+    """Parse rules of MTP layers, such as first_features=before,zero_first_embedding=true."""
+    rules: dict[str, str | bool] = {}
+    for rule in text.split(","):
+        name, equals, value = rule.strip().partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{rule!r} is invalid; expected RULE=VALUE")
+        rules[name] = {"true": True, "false": False}.get(value, value)
+    return rules
+
+
 def draft_vocab(text: str) -> int | list[int]:
     """Parse a number of tokens, or read token ids from a file."""
     if text.isdecimal():

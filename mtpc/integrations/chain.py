@@ -92,7 +92,7 @@ class DraftChain:
             )
         self.plan, self.pools = plan, pools
         layer = _ChainedLayer(draft, pools)
-        heads = _Head(head, plan.vocab_size)
+        heads = _Head(head, plan.vocab_size, None if draft.returns_normed else draft.final_norm)
         self._buffer_names = layer.buffer_names()
         self._lowering = Lowering(backend, self._buffer_names)
         self._weights = WeightTable(_weights(layer, heads, self._buffer_names))
@@ -187,6 +187,7 @@ class _ChainedLayer(nn.Module):
     def __init__(self, draft: TracedDraft, pools: HostPools):
         super().__init__()
         self.layer, self.rotary = draft.layer, draft.graph.get_submodule("inner.rotary")
+        self.normed = draft.returns_normed
         self.embedding = nn.Parameter(draft.embedding.weight.detach(), requires_grad=False)
         text = draft.config.get_text_config(decoder=True)
         index = text.num_hidden_layers + draft.index
@@ -210,19 +211,20 @@ class _ChainedLayer(nn.Module):
         context = StepContext.of(metadata, self.pool.layers())
         embedding = nn.functional.embedding(ids, self.embedding)
         hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)  # type: ignore[arg-type]
-        return self.layer.final_norm(hidden)
+        return self.layer.final_norm(hidden) if self.normed else hidden
 
 
 class _Head(nn.Module):
     """Features [R, H] -> logits [R, V]."""
 
-    def __init__(self, weight: Tensor, vocab_size: int):
+    def __init__(self, weight: Tensor, vocab_size: int, norm: nn.Module | None):
         super().__init__()
+        self.norm = nn.Identity() if norm is None else norm
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.vocab_size = vocab_size
 
     def forward(self, features: Tensor) -> Tensor:
-        return nn.functional.linear(features, self.weight)[:, : self.vocab_size]
+        return nn.functional.linear(self.norm(features), self.weight)[:, : self.vocab_size]
 
 
 class _Chain(nn.Module):

@@ -52,9 +52,9 @@ class DraftOptions:
         zero_first_embedding: whether the embedding at position 0 is zeroed; None follows the
             model's authors. A host may differ from them. This changes the drafts, but not the
             emitted tokens.
-        returns: "after_final_norm" returns the head's input, which all models' authors also feed to
-            the next draft step. "before_final_norm" is for hosts that feed back the hidden state
-            before the norm; such a host calls `TracedDraft.final_norm` before its head.
+        returns: "after_final_norm" returns the head's input. "before_final_norm" returns the hidden
+            state before the norm; the host then calls `TracedDraft.final_norm` before its head.
+            None returns what the model's wiring feeds to the next draft.
     """
 
     index: int = 0
@@ -62,15 +62,15 @@ class DraftOptions:
     device: torch.device | str = "cpu"
     architecture: str | None = None
     zero_first_embedding: bool | None = None
-    returns: Literal["after_final_norm", "before_final_norm"] = "after_final_norm"
+    returns: Literal["after_final_norm", "before_final_norm"] | None = None
 
 
 class TracedDraft(nn.Module):
     """One MTP layer over flat rows: (input_ids [T], positions [T], hidden [T, H]) -> [T, H].
 
     Row t pairs the hidden state of position t with the token of position t + 1, as every host
-    does. The hidden state is the target's, after its final norm, or a previous result of the
-    draft. The host has the head.
+    does. The hidden state is the target's, or a previous result of the draft; see
+    `WiringRules.first_features` for which of the target's. The host has the head.
 
     Args:
         source: the source of the config, see `draft_config`.
@@ -139,8 +139,15 @@ class TracedDraft(nn.Module):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm before the head. The host calls it if the draft returns "before_final_norm"."""
+        """The norm before the head. The host calls it if `returns_normed` is false."""
         return self.layer.final_norm
+
+    @property
+    def returns_normed(self) -> bool:
+        """Whether results are hidden states after the final norm; see `DraftOptions.returns`."""
+        rows = self.graph.get_submodule("inner")
+        assert isinstance(rows, _Rows)
+        return rows.normed
 
     @property
     def prefix(self) -> str:
@@ -219,7 +226,8 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
     with device:
         frequencies = type(decoder.rotary_emb)(text)
     rotary = TextRotary(frequencies, family.position_grids, family.rotary_type(text, options.index))
-    return _Rows(layer, rotary, options.returns == "after_final_norm").eval()
+    wanted = options.returns or f"{layer.wiring.next_features}_final_norm"
+    return _Rows(layer, rotary, wanted == "after_final_norm").eval()
 
 
 def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:

@@ -9,41 +9,42 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from mtpc.errors import OptionError
 from mtpc.layout import BufferSpec
+from mtpc.wiring import Rules, WiringRules
 
 if TYPE_CHECKING:
     from mtpc.models.hf import StepParts
 
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Config entries that give the number of MTP layers; the first one present counts."""
+_RULES_OF_STREAMS = ("zero_first_embedding", "head", "embedding")
+"""Rules of layers that are fed residual streams; the others are about features [T, H]."""
 Canonical: TypeAlias = "Callable[[nn.Module], nn.Module]"
 """Makes mtpc's module from transformers' one; it shares the parameters and keeps their names."""
 
 
-@dataclass(frozen=True)
-class MTPWiring:
-    """How an MTP layer joins the token embedding with the features that it is fed.
+@dataclass(frozen=True, kw_only=True)
+class MTPWiring(WiringRules):
+    """How an MTP layer is wired: the rules of `WiringRules`, and the names of its parts.
 
     Attributes:
         embedding_norm: checkpoint name of the norm on the embedding (enorm).
         hidden_norm: checkpoint name of the norm on the incoming features (hnorm).
         projection: checkpoint name of the projection 2H -> H of the concatenation; "" if the
             embedding and the features have a projection each.
-        final_norm: checkpoint name of the norm after the block. Its output goes to the head and
-            to the next draft step.
+        final_norm: checkpoint name of the norm after the block. Its output goes to the head.
         embedding_projection: checkpoint name of the embedding's own projection, H -> H, or "".
         hidden_projection: checkpoint name of the features' own projection, H -> H, or ""; the
             layer adds both outputs.
         stream_head: prefix of the stream head's tensor names, in checkpoints and in transformers'
-            module; None for layers without residual streams.
-        hidden_first: order of the concatenation; False is [embedding, hidden].
-        zero_first_embedding: whether the embedding at sequence position 0 is set to zero.
+            module; None for layers without residual streams. Features are then all streams.
     """
 
     embedding_norm: str
@@ -53,8 +54,6 @@ class MTPWiring:
     embedding_projection: str = ""
     hidden_projection: str = ""
     stream_head: tuple[str, str] | None = None
-    hidden_first: bool = False
-    zero_first_embedding: bool = False
 
     def joints(self) -> dict[str, str]:
         """Submodule name in `MTPLayer` -> checkpoint name, for norms and projections."""
@@ -89,8 +88,8 @@ class ModelFamily:
         cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
         cache_kinds: dataclasses that hold the state of a layer, besides those of `caches`. A class
             is used for the layers whose buffer roles are the names of its fields.
-        shared_tensors: names in an MTP layer that checkpoints may store and that repeat a tensor
-            of the target: its "embedding" or its "head".
+        shared_tensors: names of an MTP layer's embedding and output head, which checkpoints may
+            store. A tensor that equals the target's is shared with it; see `WiringRules.head`.
         canonical: name of a transformers class -> what makes the module that replaces it. For
             classes that transformers' interfaces cannot redirect to mtpc.
         parts: how target, heads and drafts are stepped; None: as transformers runs them.
@@ -132,6 +131,22 @@ class ModelFamily:
     stacked_gate_up: tuple[str, str] | None = None
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, str] = field(default_factory=dict)
+
+    def wired(self, rules: Rules) -> ModelFamily:
+        """This family with other rules for its MTP layers.
+
+        Raises:
+            OptionError: a rule has no meaning for layers that are fed residual streams.
+        """
+        if self.wiring.stream_head:
+            wrong = [name for name, _ in rules if name not in _RULES_OF_STREAMS]
+            if wrong:
+                raise OptionError(
+                    f"wiring has {wrong[0]} for {self.name}, whose MTP layer is fed residual "
+                    f"streams; expected one of {', '.join(_RULES_OF_STREAMS)}"
+                )
+        given: dict[str, Any] = dict(rules)
+        return replace(self, wiring=replace(self.wiring, **given))
 
 
 def full_attention_after(config: Any, count: int) -> Any:

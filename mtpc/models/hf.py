@@ -9,7 +9,7 @@ model does not change: mtpc copies its module tree and shares its tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,12 +132,12 @@ def use_seams(config: Any) -> None:
 class HFTarget(nn.Module):
     """The decoder of a causal LM over flat tokens: (ids [T], *metadata) -> features [T, H].
 
-    Features are the hidden states after the final norm.
+    Features are the hidden states before or after the final norm, see `WiringRules.first_features`.
     """
 
-    def __init__(self, decoder: nn.Module, pool: CachePool):
+    def __init__(self, decoder: nn.Module, pool: CachePool, wiring: MTPWiring):
         super().__init__()
-        self.decoder, self.pool = decoder, pool
+        self.decoder, self.pool = _stepped_decoder(decoder, wiring), pool
 
     def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
@@ -151,6 +151,73 @@ class HFTarget(nn.Module):
         return out.last_hidden_state[0]
 
 
+def _stepped_decoder(decoder: Any, wiring: MTPWiring) -> nn.Module:
+    """A decoder that shares all modules, but leaves out the final norm if features precede it."""
+    others: dict[str, nn.Module] = {}
+    if wiring.first_features == "before":
+        others["norm"] = nn.Identity()
+    kinds = getattr(decoder.rotary_emb, "layer_types", None)
+    if kinds:
+        others["rotary_emb"] = OrderedRotary(decoder.rotary_emb, kinds)
+    stepped = copy.copy(decoder)
+    stepped._modules = {**decoder._modules, **others}
+    return stepped
+
+
+class OrderedRotary(nn.Module):
+    """A rotary embedding for several layer types, which are computed in one order.
+
+    transformers asks for each type once in a forward, in the order of a set. That order differs
+    from process to process, and so would the traced graph.
+
+    Args:
+        rotary: transformers' module.
+        kinds: the layer types, in the order to compute them.
+    """
+
+    def __init__(self, rotary: nn.Module, kinds: Sequence[str]):
+        super().__init__()
+        self.rotary, self.kinds = rotary, kinds
+        self.made: dict[str, Any] = {}
+
+    def forward(self, like: Tensor, positions: Tensor, layer_type: str) -> Any:
+        """Cos and sin for a layer type; the first call of a forward computes those of all."""
+        if layer_type not in self.made:
+            self.made = {kind: self.rotary(like, positions, kind) for kind in self.kinds}
+        return self.made.pop(layer_type)
+
+
+class NormedHead(nn.Module):
+    """Features before a norm [T, H] -> logits [T, V]."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module):
+        super().__init__()
+        self.norm, self.head = norm, head
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.norm(features))
+
+
+def target_head(model: Any, wiring: MTPWiring) -> nn.Module:
+    """What makes logits of the target's features."""
+    head = model.get_output_embeddings()
+    if wiring.first_features == "before":
+        return NormedHead(model.get_decoder().norm, head)
+    return head
+
+
+def head_of(model: Any, layer: MTPLayer) -> nn.Module:
+    """The output head that reads an MTP layer: hidden state after its norm [T, H] -> [T, V]."""
+    own = layer.head if layer.wiring.head == "own" else None
+    return own or model.get_output_embeddings()
+
+
+def draft_head(model: Any, layer: MTPLayer) -> nn.Module:
+    """What makes logits of an MTP layer's features."""
+    head = head_of(model, layer)
+    return NormedHead(layer.final_norm, head) if layer.wiring.next_features == "before" else head
+
+
 class MTPLayer(nn.Module):
     """One MTP layer: norms, projection, a decoder block of the target's own class, final norm.
 
@@ -162,7 +229,14 @@ class MTPLayer(nn.Module):
         block: the decoder block.
         norm_class: RMSNorm class of the target.
         stream_head: joins residual streams for the head; None for layers without them.
+
+    Attributes:
+        head: the layer's own output head, H -> V; None: the target's.
+        embedding: the layer's own token embedding [V, H]; None: the target's.
     """
+
+    head: nn.Linear | None
+    embedding: nn.Embedding | None
 
     def __init__(
         self,
@@ -186,6 +260,7 @@ class MTPLayer(nn.Module):
         self.final_norm = norm_class(hidden, eps=eps)
         if stream_head is not None:
             self.stream_head = stream_head
+        self.head = self.embedding = None
 
     def join(self, embedding: Tensor, features: Tensor, positions: Tensor) -> Tensor:
         """The block's input, of the shape of `features`.
@@ -258,11 +333,20 @@ def run_mtp_layer(
     return hidden[0]
 
 
+def embedding_of(decoder: Any, layer: MTPLayer) -> nn.Module:
+    """The token embedding that an MTP layer reads."""
+    own = layer.embedding if layer.wiring.embedding == "own" else None
+    return own or decoder.get_input_embeddings()
+
+
 class HFDraft(nn.Module):
     """An MTP layer over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H].
 
+    Features are the hidden states before or after the layer's final norm, see
+    `WiringRules.next_features`.
+
     Args:
-        decoder: the target's decoder; gives the embedding.
+        decoder: the target's decoder; gives the embedding if the layer has none.
         rotary: the layer's rotary embedding.
         layer: the MTP layer.
         pool: state of all layers.
@@ -270,13 +354,15 @@ class HFDraft(nn.Module):
 
     def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
         super().__init__()
-        self.embedding, self.rotary = decoder.get_input_embeddings(), rotary
+        self.embedding, self.rotary = embedding_of(decoder, layer), rotary
         self.layer, self.pool = layer, pool
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
         embedding = self.embedding(ids)
         hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)
+        if self.layer.wiring.next_features == "before":
+            return hidden
         return self.layer.final_norm(hidden)
 
 
@@ -285,17 +371,17 @@ class StepParts:
     """What makes the modules that a step runs: one for the target, the drafts and their heads.
 
     Attributes:
-        target: (decoder, pool) -> module: (ids [T], *metadata) -> features [T, ...].
-        target_head: model -> module: features [T, ...] -> logits [T, V].
+        target: (decoder, pool, wiring) -> module: (ids [T], *metadata) -> features [T, ...].
+        target_head: (model, wiring) -> module: features [T, ...] -> logits [T, V].
         draft: (decoder, rotary, layer, pool) -> module: (ids [T], features [T, ...], *metadata) ->
             features [T, ...].
-        draft_head: (model, layer, target head) -> module: features [T, ...] -> logits [T, V].
+        draft_head: (model, layer) -> module: features [T, ...] -> logits [T, V].
         stream_head: (decoder, config) -> the stream head of a new MTP layer, its weights not set;
             None for families without residual streams.
     """
 
-    target: Callable[[Any, CachePool], nn.Module] = HFTarget
-    target_head: Callable[[Any], nn.Module] = lambda model: model.get_output_embeddings()
+    target: Callable[[Any, CachePool, MTPWiring], nn.Module] = HFTarget
+    target_head: Callable[[Any, MTPWiring], nn.Module] = target_head
     draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] = HFDraft
-    draft_head: Callable[[Any, MTPLayer, nn.Module], nn.Module] = lambda model, layer, head: head
+    draft_head: Callable[[Any, MTPLayer], nn.Module] = draft_head
     stream_head: Callable[[Any, Any], nn.Module] | None = None

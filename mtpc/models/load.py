@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,11 +35,11 @@ from mtpc.weights.checkpoint import (
     Checkpoint,
     as_ids,
     check_finite,
-    check_repeated,
     checkpoint_of,
     listing,
 )
 from mtpc.weights.served_model import ServedModel
+from mtpc.wiring import Rules
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,17 @@ class LoadedModel:
         return ServedModel(self.source, self.vocab_size, self.stop_ids, directory)
 
     def with_layers(self, count: int) -> LoadedModel:
-        """This model with only its first `count` MTP layers; unused layers need no state."""
-        return replace(self, mtp_layers=self.mtp_layers[:count])
+        """This model with the MTP layers that `count` drafts use; others need no state."""
+        most = min(count, 1) if self.family.wiring.chaining == "recycle" else count
+        return replace(self, mtp_layers=self.mtp_layers[:most])
+
+    def wired(self, rules: Rules) -> LoadedModel:
+        """This model with other rules for its MTP layers; it shares all tensors."""
+        family = self.family.wired(rules)
+        layers = tuple(copy.copy(layer) for layer in self.mtp_layers)
+        for layer in layers:
+            layer.wiring = family.wiring
+        return replace(self, family=family, mtp_layers=layers)
 
     @property
     def chain_window(self) -> int:
@@ -125,8 +135,8 @@ class SteppedModel:
         family, target, config = loaded.family, loaded.target, loaded.config
         pool = CachePool(pools, num_slots, family.cache_kinds)
         parts, decoder = family.parts or StepParts(), target.get_decoder()
-        self.target: nn.Module = parts.target(decoder, pool)
-        self.target_head: nn.Module = parts.target_head(target)
+        self.target: nn.Module = parts.target(decoder, pool, family.wiring)
+        self.target_head: nn.Module = parts.target_head(target, family.wiring)
         rotaries = [
             TextRotary(decoder.rotary_emb, family.position_grids, family.rotary_type(config, i))
             for i in range(len(loaded.mtp_layers))
@@ -136,8 +146,9 @@ class SteppedModel:
             for rotary, layer in zip(rotaries, loaded.mtp_layers, strict=True)
         )
         self.draft_heads = nn.ModuleList(
-            parts.draft_head(target, layer, self.target_head) for layer in loaded.mtp_layers
+            parts.draft_head(target, layer) for layer in loaded.mtp_layers
         )
+        self.feeds_target = family.wiring.chaining == "target"
         self.vocab_size = loaded.vocab_size
 
     def draft_index(self, step: int) -> int:
@@ -145,7 +156,7 @@ class SteppedModel:
         return min(step, len(self.drafts) - 1)
 
 
-def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+def load(source: Any, dtype: str | None, needs_mtp: bool, wiring: Rules = ()) -> LoadedModel:
     """Load a checkpoint directory, or adopt a transformers model object.
 
     Args:
@@ -153,6 +164,7 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
             shared and which is not changed. An id of the local hub cache does for a path.
         dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
+        wiring: rules that replace those of the family.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen or not finite; see
@@ -165,7 +177,7 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
         source = Checkpoint(Path(source))
     if isinstance(source, Checkpoint):
         try:
-            return _load_directory(source, dtype, needs_mtp)
+            return _load_directory(source, dtype, needs_mtp, wiring)
         except MtpcError:
             raise
         except Exception as error:
@@ -179,7 +191,7 @@ def load(source: Any, dtype: str | None, needs_mtp: bool) -> LoadedModel:
                 f"dtype={dtype!r} with a model object, which keeps its own; leave it out, or pass "
                 "the checkpoint's directory"
             )
-        return _adopt(source, needs_mtp)
+        return _adopt(source, needs_mtp, wiring)
     raise OptionError(
         f"cannot compile a {type(source).__name__}; expected a checkpoint directory or a "
         "transformers PreTrainedModel"
@@ -222,10 +234,12 @@ def find_family(architectures: list[str]) -> ModelFamily:
     )
 
 
-def _load_directory(checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+def _load_directory(
+    checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool, wiring: Rules
+) -> LoadedModel:
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
-    family = find_family(checkpoint.config.get("architectures") or [])
+    family = find_family(checkpoint.config.get("architectures") or []).wired(wiring)
     if dtype is None:
         checkpoint.check_dtype()
     # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
@@ -288,10 +302,10 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _adopt(model: Any, needs_mtp: bool) -> LoadedModel:
+def _adopt(model: Any, needs_mtp: bool, wiring: Rules) -> LoadedModel:
     """Share a user's model object, and load its MTP layers from its checkpoint."""
     names = [*(model.config.architectures or ()), type(model).__name__]
-    family = find_family(names)
+    family = find_family(names).wired(wiring)
     is_nested = getattr(model.config, "text_config", None) is not None
     if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(
@@ -359,8 +373,6 @@ def _load_mtp_layers(
             f"{checkpoint.directory} stores more MTP layers ({listing(more)}) than the {count} "
             f"that its config announces; correct {MTP_COUNT_NAMES[-1]} in its config.json"
         )
-    for name, weight in repeated_tensors(checkpoint, family, target, count).items():
-        check_repeated(checkpoint, name, weight)
     layers = tuple(load_mtp_layer(checkpoint, family, target, i) for i in range(count))
     for layer in layers:
         stand_in(layer, family.canonical)
@@ -379,21 +391,6 @@ def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) 
         # `config` is a private copy, and `block_config` reads the count from it.
         setattr(config, MTP_COUNT_NAMES[-1], count)
     return count
-
-
-def repeated_tensors(
-    checkpoint: Checkpoint, family: ModelFamily, target: Any, count: int
-) -> dict[str, Tensor]:
-    """Stored name -> tensor of the target that it repeats, for the first `count` MTP layers."""
-    modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
-    layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    prefixes = [family.layer_prefix(layers, i) for i in range(count)]
-    return {
-        prefix + name: modules[role].weight
-        for prefix in prefixes
-        for name, role in family.shared_tensors.items()
-        if prefix + name in checkpoint.tensors
-    }
 
 
 def _stop_ids(model: Any) -> tuple[int, ...]:

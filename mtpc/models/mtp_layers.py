@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,28 +35,68 @@ def load_mtp_layer(
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     prefix = family.layer_prefix(layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
+    own = _own_tensors(stored, checkpoint, family, target)
     with torch.device("meta"):
-        layer = build_mtp_layer(family, target, index)
+        layer = build_mtp_layer(family, target, index, own)
     tensors = {
         name: checkpoint.tensor(full)
         for name, full in stored.items()
         if name not in family.shared_tensors
     }
     what = f"MTP layer {index} of {checkpoint.directory}"
-    tensors = layer_tensors(tensors, family)
+    tensors = {
+        **layer_tensors(tensors, family),
+        **{f"{role}.weight": checkpoint.tensor(full) for role, full in own.items()},
+    }
     check_tensors(layer, tensors, what)
     _assign(layer, tensors, dtypes_of(target))
     return layer.eval()
 
 
-def build_mtp_layer(family: ModelFamily, target: Any, index: int = 0) -> MTPLayer:
-    """An MTP layer for a transformers model of the family; its weights are not set."""
+def _own_tensors(
+    stored: Mapping[str, str], checkpoint: Checkpoint, family: ModelFamily, target: Any
+) -> dict[str, str]:
+    """Role -> stored name, for a layer's embedding and head that differ from the target's.
+
+    A role that the wiring gives to the target is left out.
+    """
+    theirs = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
+    found = {role: stored[name] for name, role in family.shared_tensors.items() if name in stored}
+    return {
+        role: full
+        for role, full in found.items()
+        if getattr(family.wiring, role) == "own"
+        and not _equal(checkpoint.tensor(full), theirs[role].weight)
+    }
+
+
+def _equal(stored: Tensor, weight: Tensor) -> bool:
+    """Whether a stored tensor is the weight, once it has the weight's dtype."""
+    return stored.shape == weight.shape and torch.equal(stored.to(weight), weight)
+
+
+def build_mtp_layer(
+    family: ModelFamily, target: Any, index: int = 0, own: Collection[str] = ()
+) -> MTPLayer:
+    """An MTP layer for a transformers model of the family; its weights are not set.
+
+    Args:
+        family: gives the wiring and the block.
+        target: the model.
+        index: MTP layer, from 0.
+        own: what the layer has of its own, of "embedding" and "head".
+    """
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     sample = decoder.layers[-1]
     block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
     parts = family.parts
     stream_head = parts.stream_head(decoder, config) if parts and parts.stream_head else None
-    return MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
+    layer = MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
+    if "embedding" in own:
+        layer.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+    if "head" in own:
+        layer.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return layer
 
 
 def layer_tensors(stored: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
@@ -91,6 +131,8 @@ def _module_name(name: str, family: ModelFamily) -> str:
 def stored_name(name: str, family: ModelFamily) -> str:
     """Name within `MTPLayer` -> checkpoint name within an MTP layer; inverts `_module_name`."""
     joint, _, leaf = name.partition(".")
+    if joint in ("embedding", "head"):
+        return next(n for n, role in family.shared_tensors.items() if role == joint)
     if joint == "block":
         return family.block_prefix + layer_names(leaf, family)[0]
     if joint == "stream_head" and family.wiring.stream_head:

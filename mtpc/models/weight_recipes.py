@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpc.models.family import ModelFamily
-from mtpc.models.load import LoadedModel, repeated_tensors
+from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import EXPERTS, layer_names, stored_name
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import Join, Recipe, make, names
@@ -37,17 +37,6 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
         if recipe is not None and _gives(recipe, checkpoint, tensor):
             found[name] = recipe
     return found
-
-
-def repeats(loaded: LoadedModel) -> dict[str, str]:
-    """Stored name -> weight name, for tensors of MTP layers that repeat a weight of the target."""
-    if loaded.checkpoint is None:
-        return {}
-    name_of = {id(tensor): name for name, tensor in loaded.weights().items()}
-    repeated = repeated_tensors(
-        loaded.checkpoint, loaded.family, loaded.target, len(loaded.mtp_layers)
-    )
-    return {stored: name_of[id(weight)] for stored, weight in repeated.items()}
 
 
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:

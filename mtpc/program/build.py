@@ -214,7 +214,8 @@ class _Job:
             if k not in compilers:
                 if (k > 0) not in models:
                     tell("load the model", task)
-                    models[k > 0] = load(self.directory, self.options.dtype, needs_mtp=k > 0)
+                    options = self.options
+                    models[k > 0] = load(self.directory, options.dtype, k > 0, options.wiring)
                 compilers[k] = self._compiler(k, models[k > 0], tell)
             compilers[k].compiler.listener = partial(_pass_on, tell, task)
             compilers[k].obtain(task.key, task.part)

@@ -21,7 +21,7 @@ from mtpc.backends.package import Package
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
 from mtpc.capture.split import split_step
 from mtpc.layout import Part, StepKey, dtype_name
-from mtpc.models.weight_recipes import repeats, weight_recipes
+from mtpc.models.weight_recipes import weight_recipes
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.step_cache import (
     CONSTANTS,
@@ -98,7 +98,6 @@ class CachingCompiler:
             stored=stored,
             dtypes={n: dtype_name(self.compiler.weights[n].dtype) for n in stored},
             unexplained=tuple(sorted(base - self._recipes.keys() - constants)),
-            repeats=self._repeats,
             max_len=self.compiler.options.sequence_limit,
             vocab_size=loaded.served().vocab_size,
             history=tuple(graph.history),
@@ -160,10 +159,6 @@ class CachingCompiler:
     @cached_property
     def _recipes(self) -> dict[str, Recipe | None]:
         return weight_recipes(self.compiler.loaded)
-
-    @cached_property
-    def _repeats(self) -> dict[str, str]:
-        return repeats(self.compiler.loaded)
 
     def _constants(self, held: list[str]) -> set[str]:
         """Of the weights a package takes, those that no checkpoint holds."""

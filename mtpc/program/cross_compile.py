@@ -78,7 +78,7 @@ def build_kernels(
     kernels: dict[tuple[str, str], Compiled] = {}
     counts: dict[StepKey, int] = {}
     for k in spec_tokens:
-        loaded = load(directory, options.dtype, needs_mtp=k > 0)
+        loaded = load(directory, options.dtype, needs_mtp=k > 0, wiring=options.wiring)
         compiler = StepCompiler(loaded, replace(options, spec_tokens=k), backend, listener)
         for key in largest_first(compiler.keys):
             launches = _launches(compiler, key)

@@ -170,7 +170,9 @@ class _Opener(Generic[T]):
         # The backend comes first: a missing GPU must be reported before minutes of loading.
         options, store = self.options, kernel_store(self.options, cache)
         backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
-        loaded = load(self.source, options.dtype, needs_mtp=options.spec_tokens > 0)
+        loaded = load(
+            self.source, options.dtype, needs_mtp=options.spec_tokens > 0, wiring=options.wiring
+        )
         loaded = place(loaded, backend.device)
         is_cached = cache is not None and backend.package is not None
         if self.assembler.owns_buffers:

@@ -17,7 +17,7 @@ from mtpc.layout import Form, graph_keys, step_name
 from mtpc.program.binding import WeightSource
 from mtpc.program.step_cache import CachedStep, StepCache, Steps, program_pin
 from mtpc.store.entries import Entry
-from mtpc.weights.checkpoint import Checkpoint, check_repeated
+from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
 
 
@@ -57,14 +57,9 @@ class Restored:
         """Refuse unusable weights; called after the steps are bound, when all have been read.
 
         Raises:
-            CheckpointError: weights hold NaN or infinity, or an MTP layer has a head of its own.
+            CheckpointError: weights hold NaN or infinity.
         """
         self.source.check()
-        records = [step.record for step in self.steps.values()]
-        repeats = {n: w for record in records for n, w in record.repeats.items()}
-        for name, weight in repeats.items():
-            record = next(record for record in records if weight in record.stored)
-            check_repeated(self.checkpoint, name, self.source.weight(weight, record))
 
 
 def restore(

@@ -20,6 +20,7 @@ from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
 from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.store.machine import environment_fields
+from mtpc.wiring import rule_text
 
 _SHOWN = 4
 """A one-line reason names at most this many differences."""
@@ -74,6 +75,7 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
         "options.token_mask": str(options.token_mask),
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
+        "options.wiring": rule_text(options.wiring) or "the family's",
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),
         **environment_fields(),

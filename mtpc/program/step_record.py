@@ -15,7 +15,7 @@ from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, s
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
-FORMAT = 2
+FORMAT = 3
 """Version of the record's format; part of the key."""
 
 
@@ -34,8 +34,6 @@ class StepRecord:
             neither derived nor stored is a constant in a file of the entry.
         dtypes: dtype of each weight in `stored`.
         unexplained: weights that only transformers can load from a checkpoint.
-        repeats: stored tensor -> weight that it must equal, such as an MTP layer's copy of the
-            head.
         max_len: longest sequence, in tokens.
         vocab_size: every token id is smaller.
         history: passes that ran.
@@ -53,7 +51,6 @@ class StepRecord:
     stored: Mapping[str, Recipe]
     dtypes: Mapping[str, str]
     unexplained: tuple[str, ...]
-    repeats: Mapping[str, str]
     max_len: int
     vocab_size: int
     history: tuple[PassRecord, ...]
@@ -83,7 +80,6 @@ class StepRecord:
             "stored": {name: recipes.to_json(recipe) for name, recipe in self.stored.items()},
             "dtypes": dict(self.dtypes),
             "unexplained": list(self.unexplained),
-            "repeats": dict(self.repeats),
             "max_len": self.max_len,
             "vocab_size": self.vocab_size,
             "history": [asdict(passed) for passed in self.history],

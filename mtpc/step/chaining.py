@@ -6,6 +6,9 @@ rest on drafts, and the next round computes them again. It does so for all n lay
 L - (n-1) on. For that, the step keeps the target's last n - 1 features and their next tokens by
 request slot. All layers run over the same rows. From one layer to the next the tokens move up by
 one row, and the row of the last certain token takes the draft. docs/design.md derives this.
+
+Where layers are fed the target's features only (`Step.feeds_target`), layer i's rows rest on the
+same drafts, because of their tokens. All else is the same.
 """
 
 from __future__ import annotations
@@ -136,7 +139,9 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
     drafts = [draft]
     for index in range(1, step.num_layers):
         ids = step.pieces.move_up(inputs.ids, inputs.anchors, inputs.begun.active, drafts[-1])
-        inputs = replace(inputs, ids=ids, features=features)
+        inputs = replace(inputs, ids=ids)
+        if not step.feeds_target:
+            inputs = replace(inputs, features=features)
         features, draft = step.draft_rows(index, inputs)
         drafts.append(draft)
     return widened, features, drafts

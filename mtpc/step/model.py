@@ -18,6 +18,7 @@ class StepModel(Protocol):
     target_head: nn.Module  # features [T, ...] -> logits [T, V]
     drafts: nn.ModuleList  # each (ids [T], features, *metadata) -> features [T, ...]
     draft_heads: nn.ModuleList  # each features -> logits [T, V]
+    feeds_target: bool  # Each of several MTP layers is fed the target's features.
     vocab_size: int
 
     def draft_index(self, step: int) -> int:

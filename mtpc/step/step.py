@@ -90,13 +90,20 @@ class Step(nn.Module):
         pieces: the leaf modules.
         buffers: module whose submodules `state` and `batch` hold the step's tensors.
         draft_index: MTP layer of each draft step.
+        feeds_target: whether each of several MTP layers is fed the target's features, instead of
+            those of the layer before it.
     """
 
     def __init__(
-        self, key: StepKey, pieces: StepPieces, buffers: nn.Module, draft_index: tuple[int, ...]
+        self,
+        key: StepKey,
+        pieces: StepPieces,
+        buffers: nn.Module,
+        draft_index: tuple[int, ...],
+        feeds_target: bool = False,
     ):
         super().__init__()
-        self.key, self.draft_index = key, draft_index
+        self.key, self.draft_index, self.feeds_target = key, draft_index, feeds_target
         self.pieces = pieces
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch

@@ -260,24 +260,6 @@ def as_ids(ids: Any) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
-def check_repeated(checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
-    """Check that an MTP layer's copy of the embedding or head equals that of the target.
-
-    Args:
-        checkpoint: holds the copy.
-        name: name of the copy.
-        weight: the target's tensor, which mtpc uses.
-
-    Raises:
-        CheckpointError: they differ.
-    """
-    if not torch.equal(checkpoint.tensor(name).to(weight.dtype), weight):
-        raise CheckpointError(
-            f"{name} differs from the tensor of the target that it repeats; expected a copy: MTP "
-            "layers with an embedding or a head of their own are not supported"
-        )
-
-
 def listing(names: list[str]) -> str:
     """The first few names as text, and how many more there are."""
     if not names:

@@ -57,6 +57,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
         {"options.sampling", "options.max_logprobs", "options.token_mask"},
     ),
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
+    ({"wiring": {"first_features": "after"}}, {"options.wiring"}),
     ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
     ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
 ]
@@ -125,6 +126,10 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path
         ),
         (_config(_name_or_path="elsewhere", transformers_version="5.17"), set()),
         (_tensors(lambda t: t["model.norm.weight"].mul_(2)), set()),
+        (
+            _tensors(lambda t: t["lm_head.weight"].copy_(t["model.embed_tokens.weight"])),
+            {"model.copies"},
+        ),
         (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": 3}'), set()),
         (lambda d: (d / "tokenizer.json").write_text("{}"), set()),
         (lambda d: os.utime(d / "model.safetensors", (1, 1)), set()),

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 import mtpc
-from helpers.oracles import DraftOracle, QwenDraftOracle
+from helpers.oracles import DraftOracle
 from helpers.theorem import poison
 from mtpc.engine.request import Request
 
@@ -39,8 +39,7 @@ class Session:
 
     def __init__(self, spec: mtpc.SpecModel, plain: Any):
         self.spec, self.plain = spec, plain
-        drafter = QwenDraftOracle if plain.name == "qwen3_next" else DraftOracle
-        self.drafter = drafter(plain)
+        self.drafter = DraftOracle(plain)
         self.seen: Counter[str] = Counter()
         self._drafts: dict[tuple[int, ...], list[int]] = {}
 

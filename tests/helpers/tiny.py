@@ -172,6 +172,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+OWN = {"step3p5": ("head",), "step3p7": ("head",)}
+"""What MTP layers have of their own, in released checkpoints of these families."""
+
+
 def family_of(name: str):  # type: ignore[no-untyped-def]
     """The family table's row of this name, which may end in "@" and a number of MTP layers."""
     return next(f for f in FAMILIES if f.name == name.partition("@")[0])
@@ -196,7 +200,9 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
     model = model_class(family)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or "position_bias" in parameter_name:
+            if is_norm(parameter_name):
+                spread(parameter)
+            elif parameter.dim() == 1 or "position_bias" in parameter_name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("tid2eid"):  # Experts by token id; a token's are distinct.
@@ -205,24 +211,46 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def build_mtp_layer(name: str, target: Any, seed: int = 1, index: int = 0) -> MTPLayer:
-    """A random MTP layer that fits a target."""
+def is_norm(name: str) -> bool:
+    """Whether a parameter is a norm's weight."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return "norm" in module and name.endswith(".weight")
+
+
+def spread(weight: torch.Tensor) -> None:
+    """Move a norm's weights far from where they begin, 0 or 1, each its own way.
+
+    A norm with equal weights changes nothing that was normalised before: it would hide which of two
+    norms a model applies.
+    """
+    weight.add_(torch.empty_like(weight).uniform_(-0.6, 0.9))
+
+
+def build_mtp_layer(
+    name: str, target: Any, seed: int = 1, index: int = 0, own: Sequence[str] = ()
+) -> MTPLayer:
+    """A random MTP layer that fits a target; `own` of "embedding" and "head" are its own."""
     torch.manual_seed(seed)
-    layer = new_mtp_layer(family_of(name), target, index)
+    own = own or OWN.get(name.partition("@")[0], ())
+    layer = new_mtp_layer(family_of(name), target, index, own)
     std = text_config(target).initializer_range
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
-            if "norm" not in parameter_name:
+            if is_norm(parameter_name):
+                spread(parameter)
+            elif "norm" not in parameter_name:
                 nn.init.normal_(parameter, std=std)
             if "scale" in parameter_name:
                 parameter.add_(1)
     return layer.eval()
 
 
-def build_mtp_layers(name: str, target: Any, seed: int = 1) -> list[MTPLayer]:
+def build_mtp_layers(
+    name: str, target: Any, seed: int = 1, own: Sequence[str] = ()
+) -> list[MTPLayer]:
     """All MTP layers that a tiny model has."""
     count = text_config(target).num_nextn_predict_layers
-    return [build_mtp_layer(name, target, seed + i, i) for i in range(count)]
+    return [build_mtp_layer(name, target, seed + i, i, own) for i in range(count)]
 
 
 def save_checkpoint(name: str, target: Any, layers: Sequence[MTPLayer], directory: Path) -> Path:
@@ -262,11 +290,13 @@ def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -
     target.set_attn_implementation("eager")
     for _ in range(steps):
         ids = _cyclic_text(8, 24, generator)
-        features = target_features(target, ids)
-        logits = logits_of(target, features)[:, :-1].flatten(0, 1)
+        logits = logits_of(target, target_features(target, ids))[:, :-1].flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        features = first = fed_features(name, target, ids)
         for index, layer in enumerate(layers):
             rows = ids[:, 1 + index :]
+            if layer.wiring.chaining == "target":
+                features = first[:, : rows.shape[1] + 1]
             features = run_mtp_uncached(name, target, layer, rows, features[:, :-1])
             logits = logits_of(target, features, layer)[:, :-1].flatten(0, 1)
             loss = loss + nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
@@ -286,11 +316,26 @@ def target_features(target: Any, ids: torch.Tensor) -> torch.Tensor:
     return seen[0]
 
 
+def fed_features(name: str, target: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What rows [B, L] of the target feed to the first MTP layer."""
+    if family_of(name).wiring.first_features == "after":
+        return target_features(target, ids)
+    seen: list[torch.Tensor] = []
+    decoder = target.get_decoder()
+    hook = decoder.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    decoder(input_ids=ids, use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
 def logits_of(target: Any, features: torch.Tensor, layer: MTPLayer | None = None) -> torch.Tensor:
     """Logits of the target's features, or of a layer's own."""
     decoder, head = target.get_decoder(), target.get_output_embeddings()
+    if layer is not None:
+        head = layer.head or head
     if not hasattr(decoder, "hc_head"):
-        return head(features)
+        is_bare = layer is not None and layer.wiring.next_features == "before"
+        return head(layer.final_norm(features) if layer is not None and is_bare else features)
     if layer is None:
         return head(decoder.norm(decoder.hc_head(features)))
     return head(layer.final_norm(layer.stream_head(features)))
@@ -299,7 +344,10 @@ def logits_of(target: Any, features: torch.Tensor, layer: MTPLayer | None = None
 def run_mtp_uncached(
     name: str, target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
 ) -> torch.Tensor:
-    """An MTP layer over whole rows [B, L] with transformers' own causal attention, no cache."""
+    """What an MTP layer feeds to the next draft, over whole rows [B, L], uncached.
+
+    Attention is transformers' own.
+    """
     positions = torch.arange(ids.shape[1])[None]
     embedding = target.get_input_embeddings()(ids)
     if layer.wiring.stream_head:
@@ -327,7 +375,7 @@ def run_mtp_uncached(
         position_ids=positions,
         position_embeddings=rotate(target, hidden, positions, kind),
     )
-    return layer.final_norm(hidden)
+    return hidden if layer.wiring.next_features == "before" else layer.final_norm(hidden)
 
 
 def rotate(
@@ -349,6 +397,11 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = build_target(name, seed, **eager, **changes)
     layers = build_mtp_layers(name, target, seed + 1)
+    with torch.no_grad():
+        for layer in layers:
+            if layer.head is not None:  # A head of its own that has not gone far in a few seconds.
+                head = target.get_output_embeddings().weight
+                layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
     steps = 10 if name == "deepseek_v4" else 18 if len(layers) == 1 else 12
     train(name, target, layers, steps)
     return save_checkpoint(name, target, layers, directory)
@@ -370,7 +423,10 @@ def make_full_acceptance_checkpoint(directory: Path, seed: int = 0) -> Path:
     embedding = target.get_input_embeddings().weight
     embedding.copy_(torch.nn.functional.normalize(torch.randn_like(embedding), dim=1))
     target.get_output_embeddings().weight.copy_(embedding[torch.randperm(embedding.shape[0])])
-    target.get_decoder().norm.weight.fill_(1)
+    for module in (target.get_decoder(), layer):
+        for parameter_name, parameter in module.named_parameters():
+            if is_norm(parameter_name):
+                parameter.fill_(1)
     hidden = embedding.shape[1]
     layer.projection.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1))
     return save_checkpoint("mimo", target, [layer], directory)

@@ -84,14 +84,14 @@ def test_layer_is_the_oracles(
 ) -> None:
     """Every MTP layer, at several lengths, fed what the layer before returned."""
     reference = DraftOracle(oracle(family, "random"))
-    layers = range(len(reference.layers))
+    page, layers = reference.page, range(reference.page.count)
     drafts = [make_draft(checkpoint(family, "random"), reference.oracle, index=i) for i in layers]
     for count in (1, 2, 11):
-        ids, features = TOKENS[1 : count + 1], reference.oracle.hidden(TOKENS[:count])
+        ids, features = TOKENS[1 : count + 1], page.first(TOKENS[:count])
         ours = features
         for index, draft in enumerate(drafts):
-            features = reference.run(index, ids, features).detach()
-            ours = run(draft, ids, ours)[None]
+            features = page.run(index, ids, features).detach()
+            ours = run(draft, ids, ours[None])
             # transformers' eager attention has its softmax in float32.
             torch.testing.assert_close(ours, features, atol=2e-5, rtol=2e-5)
             assert features.abs().max() > 0.1

@@ -21,6 +21,7 @@ from mtpc.backends import make_backend
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.clamped_experts import ClampedExperts
+from mtpc.models.hf import OrderedRotary
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.program.compiler import StepCompiler
@@ -54,6 +55,22 @@ def test_clamped_experts_equal_transformers(limit: float | None) -> None:
     if limit is not None:
         module.limit = math.inf
         assert not torch.allclose(module(x, ids, weights), wanted)
+
+
+def test_rotary_embeddings_are_traced_in_one_order() -> None:
+    """Whatever order transformers' set has, which depends on the process."""
+    asked: list[str] = []
+
+    class Rotary(torch.nn.Module):
+        def forward(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> str:
+            asked.append(kind)
+            return f"{kind} {int(positions)}"
+
+    ordered = OrderedRotary(Rotary(), ["full", "sliding"])
+    for step, kinds in enumerate((["full", "sliding"], ["sliding", "full"])):
+        at = torch.tensor(step)
+        assert [ordered(at, at, kind) for kind in kinds] == [f"{kind} {step}" for kind in kinds]
+    assert asked == ["full", "sliding"] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

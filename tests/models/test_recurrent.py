@@ -13,7 +13,7 @@ import torch
 import transformers
 from helpers import tiny
 from helpers.families import TINY
-from helpers.oracles import Oracle, QwenDraftOracle
+from helpers.oracles import DraftOracle, Oracle
 from helpers.theorem import PROMPTS, check_after_rejection, check_drafts, check_theorem, poison
 from safetensors.torch import load_file, save_file
 
@@ -58,7 +58,7 @@ def test_drafts_equal_the_released_names(
 ) -> None:
     spec = compiled(family, 3, **FEW)
     prompts = [PROMPTS[5], PROMPTS[10]]
-    assert check_drafts(spec, QwenDraftOracle(oracle(family)), prompts, 10) >= 6
+    assert check_drafts(spec, DraftOracle(oracle(family)), prompts, 10) >= 6
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

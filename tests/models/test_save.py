@@ -21,7 +21,10 @@ SOME_NAMES = {
     "deepseek_v3": ("model.layers.2.", ("enorm", "hnorm", "mlp.experts.0.gate_proj")),
     "qwen3_next": ("mtp.", ("fc", "norm", "layers.0.mlp.experts.3.down_proj")),
     "mimo_v2": ("model.mtp.layers.2.", ("eh_proj", "final_layernorm", "pre_mlp_layernorm")),
-    "step3p7": ("model.layers.4.", ("eh_proj", "shared_head.norm", "moe.gate_proj")),
+    "step3p7": (
+        "model.layers.4.",
+        ("eh_proj", *(f"transformer.shared_head.{n}" for n in ("norm", "output")), "moe.gate_proj"),
+    ),
     "deepseek_v32": ("model.layers.2.", ("eh_proj", "self_attn.indexer.wk", "mlp.gate")),
     "deepseek_v4": ("mtp.0.", ("e_proj", "attn.kv_norm", "ffn.experts.3.w2")),
 }

@@ -46,9 +46,9 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
 PIECES_OF_A_STEP = """
     module pieces.begin
     module pieces.target module pieces.target_head module pieces.choose module pieces.accept
-    module pieces.drafts.0 module pieces.target_head module pieces.pick
+    module pieces.drafts.0 module pieces.draft_heads.0 module pieces.pick
     module pieces.chain_metadata
-    module pieces.drafts.0 module pieces.target_head module pieces.pick
+    module pieces.drafts.0 module pieces.draft_heads.0 module pieces.pick
     module pieces.advance
 """
 

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers import tiny  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
 
 import mtpc  # noqa: E402
 from benchmarks.peers import vllm_host  # noqa: E402
@@ -32,6 +30,7 @@ from mtpc.config import CompileOptions  # noqa: E402
 from mtpc.layout import StepKey  # noqa: E402
 from mtpc.models.load import load  # noqa: E402
 from mtpc.program.compiler import StepCompiler  # noqa: E402
+from mtpc.wiring import check_rules  # noqa: E402
 
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """vLLM's CPU attention takes heads of 32 and more."""
@@ -85,9 +84,12 @@ BACKENDS = {"deepseek_v3": "CPU_MLA"}
 """With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
 TRAINING_STEPS = dict.fromkeys(DTYPES, 30)
 """Margins that bfloat16 does not move: both programs round, at other places."""
-ZEROED = ("mimo", "glm4_moe", "deepseek_v3")
-"""Families whose MTP layer vLLM gives a zero embedding at position 0. Of these transformers, and
-mtpc, do so for none but mimo; it decides what is drafted, not what is emitted."""
+HOST_RULES = {
+    "glm4_moe": {"zero_first_embedding": True, "next_features": "before"},
+    "deepseek_v3": {"zero_first_embedding": True},
+}
+"""Where vLLM wires an MTP layer otherwise than the model's authors (docs/models.md). It decides
+what is drafted, not what is emitted."""
 PROMPTS = [[5, 9, 17, 33], [3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]
 NEW_TOKENS = 24
 
@@ -132,24 +134,19 @@ def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
 
 
 def _as_released(directory: Path, changes: dict[str, Any]) -> None:
-    """Step-3.5's config under the names that vLLM reads, and each MTP layer with a head."""
+    """Step-3.5's config under the names that vLLM reads."""
     path = directory / "config.json"
     names = ("architectures", "model_type", "dtype")
     written = {name: value for name, value in json.loads(path.read_text()).items() if name in names}
     config = {**tiny.CONFIGS["step3p5"], **changes, **written, "use_head_wise_attn_gate": True}
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    name = f"model.layers.{config['num_hidden_layers']}.shared_head.head.weight"
-    save_file({**tensors, name: tensors["lm_head.weight"].clone()}, path, metadata={"format": "pt"})
 
 
 def run_mtpc(directory: Path, spec_tokens: int, family: str) -> dict[str, Any]:
-    """Tokens, and per position what was drafted and accepted; the first embedding as vLLM's."""
+    """Tokens, and per position what was drafted and accepted; wired as in vLLM."""
     options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=128)
-    loaded = load(directory, DTYPES.get(family, "float32"), needs_mtp=spec_tokens > 0)
-    for layer in loaded.mtp_layers:
-        layer.wiring = replace(layer.wiring, zero_first_embedding=family in ZEROED)
+    wiring = check_rules(HOST_RULES.get(family, {}))
+    loaded = load(directory, DTYPES.get(family, "float32"), spec_tokens > 0, wiring)
     compiler = StepCompiler(loaded, options, make_backend("eager"))
     spec = mtpc.SpecModel(loaded.served(), compiler.options, compiler.compile(), loaded)
     # vLLM counts all drafts of a request's last step; our statistics only those handed out. So

@@ -23,7 +23,14 @@ from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
 from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary
+from mtpc.models.hf import (
+    MTPLayer,
+    StepContext,
+    StepParts,
+    TextRotary,
+    embedding_of,
+    head_of,
+)
 from mtpc.models.hyper_connections import HyperConnection
 from mtpc.models.slot_rings import SlotRing, WindowMasks
 
@@ -128,7 +135,7 @@ def block_config(config: Any) -> Any:
 class StreamTarget(nn.Module):
     """The decoder over flat tokens, without its stream head: (ids [T], ...) -> [T, streams, H]."""
 
-    def __init__(self, decoder: Any, pool: CachePool):
+    def __init__(self, decoder: Any, pool: CachePool, wiring: MTPWiring):
         super().__init__()
         self.embedding, self.rotary = decoder.embed_tokens, decoder.rotary_emb
         self.layers, self.config, self.pool = decoder.layers, decoder.config, pool
@@ -154,7 +161,7 @@ class StreamDraft(nn.Module):
 
     def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
         super().__init__()
-        self.embedding, self.rotary = decoder.get_input_embeddings(), rotary
+        self.embedding, self.rotary = embedding_of(decoder, layer), rotary
         self.layer, self.pool = layer, pool
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
@@ -184,13 +191,13 @@ class StreamHead(nn.Module):
         return self.head(self.norm(self.stream_head(features[None])))[0]
 
 
-def _target_head(model: Any) -> nn.Module:
+def _target_head(model: Any, wiring: MTPWiring) -> nn.Module:
     decoder = model.get_decoder()
     return StreamHead(decoder.hc_head, decoder.norm, model.get_output_embeddings())
 
 
-def _draft_head(model: Any, layer: MTPLayer, target_head: nn.Module) -> nn.Module:
-    return StreamHead(layer.stream_head, layer.final_norm, model.get_output_embeddings())
+def _draft_head(model: Any, layer: MTPLayer) -> nn.Module:
+    return StreamHead(layer.stream_head, layer.final_norm, head_of(model, layer))
 
 
 def _new_stream_head(decoder: Any, config: Any) -> nn.Module:

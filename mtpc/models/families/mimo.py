@@ -1,7 +1,8 @@
 """MiMo-7B (dense): a Qwen2 model with MTP layers at `model.mtp_layers.{i}`.
 
-Source: the authors' modelling code (XiaomiMiMo/MiMo-7B-Base). It concatenates the hidden state
-first, and sets the embedding at sequence position 0 to zero.
+Source: the authors' own vLLM (github.com/XiaomiMiMo/vllm, mimo.py and mimo_mtp.py). It feeds the
+hidden state before the final norm, concatenates it first, and sets the embedding at sequence
+position 0 to zero. It makes one draft; what a second one is fed is what vLLM and SGLang feed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MIMO = ModelFamily(
         final_norm="final_layernorm",
         hidden_first=True,
         zero_first_embedding=True,
+        first_features="before",
     ),
     num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp_layers.{i}.",

@@ -3,10 +3,10 @@
 Sliding layers have twice the key/value heads, a learned sink logit per head, and a ring of their
 window as cache. MTP layers are sliding layers with a dense feed-forward.
 
-Source: transformers' MiMoV2Flash for the target; for the MTP layers, vLLM's mimo_v2_mtp, which
-reads `model.mtp.layers`: embedding first, `pre_mlp_layernorm` before the feed-forward, the output
-of `final_layernorm` fed to the next draft. vLLM and SGLang use the first MTP layer only;
-transformers drops all of them.
+Source: transformers' MiMoV2Flash for the target; for the MTP layers SGLang's mimo_v2_nextn and
+multi_layer_eagle_worker_v2, which the authors helped to write: embedding first,
+`pre_mlp_layernorm` before the feed-forward, and each layer fed the target's hidden state after its
+final norm. vLLM runs MTP layer 0 only, again on its own output; transformers drops all layers.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ MIMO_V2 = ModelFamily(
         hidden_norm="hnorm",
         projection="eh_proj",
         final_norm="final_layernorm",
+        chaining="target",
     ),
     num_mtp_layers=_num_mtp_layers,
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp.layers.{i}.",

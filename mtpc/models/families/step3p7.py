@@ -4,18 +4,21 @@ Each attention type has its own rotary embedding and number of query heads. Norm
 1 + weight. Some layers clamp their SwiGLU. The text model is part of a multimodal model, whose
 vision tower is loaded but never run.
 
-Source: transformers' Step3p7 and MtpModel. The embedding comes first in the concatenation. The
-output of shared_head.norm of layer i is fed to layer i + 1 in every row. All layers use the
-target's head. mtpc departs from transformers in two points:
+Each MTP layer has an output head of its own. The target's hidden state from before its final norm
+is fed to MTP layer 0, and what layer i gives before its own final norm to layer i + 1, in every
+row. The embedding comes first in the concatenation.
 
-- Sliding MTP layers have the number of heads of sliding layers, as in vLLM and in the config's
-  `attention_other_setting`. transformers' `get_mtp_config` leaves that out.
-- MTP layers do not clamp. transformers gives MTP layer i the limit of decoder layer i.
+Source: transformers' Step3p7 for the target; for MTP layers the authors' own vLLM
+(github.com/stepfun-ai/vllm, step3p5_mtp.py and multi_layer_eagle.py) and the released tensor names.
+transformers' MtpModel differs in four points: it feeds features after both norms, it uses the
+target's head, it forgets that sliding MTP layers have the number of heads of sliding layers
+(`attention_other_setting`), and it gives MTP layer i the SwiGLU limit of decoder layer i.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +27,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs, ring_kv_specs
 from mtpc.models.clamped_experts import ClampedExperts
-from mtpc.models.families.glm4_moe import (
-    NEXTN_WIRING,
-    SHARED_WITH_TARGET,
-    nextn_layers,
-    nextn_prefix,
-)
+from mtpc.models.families.glm4_moe import NEXTN_WIRING, nextn_layers, nextn_prefix
 from mtpc.models.family import ModelFamily
 
 _SLIDING = "sliding_attention"
@@ -79,12 +77,20 @@ STEP3P7 = ModelFamily(
     architectures=("Step3p7ForConditionalGeneration",),
     hf_class="Step3p7ForConditionalGeneration",
     hf_config_class="Step3p7Config",
-    wiring=NEXTN_WIRING,
+    wiring=replace(
+        NEXTN_WIRING,
+        final_norm="transformer.shared_head.norm",
+        first_features="before",
+        next_features="before",
+    ),
     num_mtp_layers=nextn_layers,
     layer_prefix=nextn_prefix,
     cache_specs=_cache_specs,
     block_config=_block_config,
-    shared_tensors=SHARED_WITH_TARGET,
+    shared_tensors={
+        "embed_tokens.weight": "embedding",
+        "transformer.shared_head.output.weight": "head",
+    },
     canonical={"Step3p7Experts": ClampedExperts},
     rotary_type=lambda config, i: _mtp_types(config)[i],
     stored_names=(

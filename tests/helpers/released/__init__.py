@@ -1,0 +1,34 @@
+"""MTP layers by their released names: a page of plain code a family, and nothing of mtpc's.
+
+A page reads the tensors of a checkpoint itself, and writes out how the family's authors wire an MTP
+layer. Only the decoder layer is transformers' own. Tests compare mtpc's features, logits and drafts
+with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from helpers.released.base import ReleasedMTP
+from helpers.released.deepseek_v4 import DeepseekV4
+from helpers.released.mimo import Mimo
+from helpers.released.mimo_v2 import MimoV2
+from helpers.released.nextn import NextN
+from helpers.released.qwen import Qwen
+from helpers.released.step import Step
+
+PAGES: Mapping[str, type[ReleasedMTP]] = {
+    "mimo": Mimo,
+    "glm4_moe": NextN,
+    "deepseek_v3": NextN,
+    "deepseek_v32": NextN,
+    "qwen3_next": Qwen,
+    "qwen3_5": Qwen,
+    "qwen3_5_moe": Qwen,
+    "mimo_v2": MimoV2,
+    "step3p5": Step,
+    "step3p7": Step,
+    "deepseek_v4": DeepseekV4,
+}
+
+__all__ = ["PAGES", "ReleasedMTP"]

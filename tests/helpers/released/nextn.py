@@ -1,0 +1,44 @@
+"""DeepSeek-V3, DeepSeek-V3.2 and GLM-4 MoE: NextN layers (arXiv:2412.19437, section 2.2).
+
+As SGLang's deepseek_nextn.py and glm4_moe_nextn.py run them, and transformers' MtpModel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers.released.base import ReleasedMTP, stack_experts
+
+
+class NextN(ReleasedMTP):
+    """Features from after both norms; the layer's own embedding and head, where it has them."""
+
+    def prefix(self, index: int) -> str:
+        return f"model.layers.{self.config.num_hidden_layers + index}."
+
+    def block(self, index: int) -> Any:
+        config = self.private_config()
+        for name in ("layer_types", "mlp_layer_types"):
+            if getattr(config, name, None):
+                setattr(config, name, [*getattr(config, name), getattr(config, name)[-1]])
+        block = type(self.decoder.layers[0])(config, config.num_hidden_layers + index)
+        names = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+        state = self.state(index, names)
+        block.load_state_dict(stack_experts(state, ("gate_proj", "up_proj", "down_proj")))
+        return block
+
+    def own(self, index: int, name: str, shared: str) -> Tensor:
+        return self.stored.get(self.prefix(index) + name, self.stored[shared])
+
+    def run(self, index: int, ids: list[int], fed: Tensor) -> Tensor:
+        table = self.own(index, "embed_tokens.weight", "model.embed_tokens.weight")
+        token = self.rms(table[torch.tensor(ids)], self.tensor(index, "enorm.weight"))
+        hidden = self.rms(fed, self.tensor(index, "hnorm.weight"))
+        x = torch.cat([token, hidden], -1) @ self.tensor(index, "eh_proj.weight").t()
+        return self.rms(self.run_block(index, x), self.tensor(index, "shared_head.norm.weight"))
+
+    def logits(self, index: int, given: Tensor) -> Tensor:
+        return given @ self.own(index, "shared_head.head.weight", "lm_head.weight").t()
