@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
 from mtpc.capture.graph import arguments, is_buffer_name
 
@@ -58,9 +57,9 @@ def analyse(graph: fx.Graph) -> Effects:
 
 def storages(value: Any) -> list[int]:
     """Identities of the storages of a node's value, which is a tensor, a tuple of them, or None."""
-    found: list[int] = []
-    tree_map_only(Tensor, lambda t: found.append(t.untyped_storage()._cdata), value)
-    return found
+    if isinstance(value, Tensor):
+        return [value.untyped_storage()._cdata]
+    return [s for item in value for s in storages(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mtpc.capture.graph import StepGraph, WeightTable, get_tensor, set_tensor
 from mtpc.errors import GraphError
+from mtpc.ops.signatures import value_of
 
 aten = torch.ops.aten
 
@@ -37,6 +38,15 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
         if hasattr(value, "fake_mode"):
             return value.fake_mode
     return FakeTensorMode()
+
+
+def fake_call(
+    mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The metadata of a call: `val`, its result, and `given`, the arguments that `val` is for."""
+    values, named = fx.node.map_aggregate(args, value_of), fx.node.map_aggregate(kwargs, value_of)
+    with mode:
+        return {"val": target(*values, **named), "given": (values, named)}
 
 
 class Inliner:
@@ -101,7 +111,7 @@ class Inliner:
 
     def _trace_glue(self, piece: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
         """A piece that is not the model's, traced at the shapes of its arguments."""
-        values = fx.node.map_aggregate(args, _value)
+        values = fx.node.map_aggregate(args, value_of)
         with self.mode:
             return make_fx(piece, pre_dispatch=True)(*values)
 
@@ -128,24 +138,17 @@ class Inliner:
         target: Any = node.target
         if getattr(target, "__name__", "").split(".")[0] in _SHAPE_GUARDS:
             return None
-        with self.mode:
-            value = target(
-                *fx.node.map_aggregate(args, _value), **fx.node.map_aggregate(kwargs, _value)
-            )
-        if isinstance(value, (int, float, bool)):
-            return value
+        meta = fake_call(self.mode, target, args, kwargs)
+        if isinstance(meta["val"], (int, float, bool)):
+            return meta["val"]
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = {"val": value, "piece": piece}
+        new.meta = {**meta, "piece": piece}
         return new
 
 
 def _resolve(value: Any, env: dict[fx.Node, Any]) -> Any:
     """Arguments, with each node of the source replaced by what it became."""
     return fx.node.map_aggregate(value, lambda a: env[a] if isinstance(a, fx.Node) else a)
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 def _unwrap(result: Any) -> Any:

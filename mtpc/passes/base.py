@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes
 from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
-from mtpc.capture.inline import fake_mode_of
+from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.errors import OptionError
+from mtpc.ops.signatures import value_of
 from mtpc.weights.recipes import Recipe
 
 aten = torch.ops.aten
@@ -78,9 +79,8 @@ def emit(
 ) -> fx.Node:
     """Append a call at the graph's insertion point, with its fake value; `like` lends its piece."""
     node = graph.call_function(target, args, kwargs)
-    with fake_mode_of(graph):
-        value = target(*fx.node.map_aggregate(args, _fake), **fx.node.map_aggregate(kwargs, _fake))
-    node.meta = {"val": value, "piece": like.meta.get("piece", "step")}
+    meta = fake_call(fake_mode_of(graph), target, args, kwargs)
+    node.meta = {**meta, "piece": like.meta.get("piece", "step")}
     return node
 
 
@@ -132,13 +132,40 @@ def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def refresh_values(graph: StepGraph) -> None:
-    """Recompute all values, after rewrites that change strides or what aliases what."""
-    for node, value in evaluate(graph):
-        node.meta["val"] = value
+    """Recompute values after rewrites that change strides, or what aliases what.
+
+    A value is a function of the arguments that its call is given. So a call that is given the same
+    objects as before keeps its value.
+    """
+    mode = fake_mode_of(graph.graph)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not _has_value(node):
+            node.meta |= fake_call(mode, node.target, node.args, node.kwargs)
 
 
-def _fake(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+def _has_value(node: fx.Node) -> bool:
+    """Whether `val` is for the arguments that the call has now."""
+    now = (fx.node.map_aggregate(node.args, value_of), fx.node.map_aggregate(node.kwargs, value_of))
+    return "given" in node.meta and _same(now, node.meta["given"])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether arguments are equal; tensors are if they are the same object."""
+    if isinstance(one, (tuple, list)):
+        return (
+            isinstance(other, (tuple, list))
+            and len(one) == len(other)
+            and all(map(_same, one, other))
+        )
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and list(one) == list(other)
+            and all(_same(one[name], other[name]) for name in one)
+        )
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return type(one) is type(other) and bool(one == other)
 
 
 def sweep(graph: StepGraph) -> int:
