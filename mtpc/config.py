@@ -221,7 +221,7 @@ class CompileOptions:
 
     def _check_cache(self) -> None:
         if self.cache_dir is not None:
-            if not isinstance(self.cache_dir, (str, Path)):
+            if not isinstance(self.cache_dir, (str, Path)) or "\0" in str(self.cache_dir):
                 raise OptionError(f"cache_dir is {self.cache_dir!r}; expected a directory's path")
             object.__setattr__(self, "cache_dir", Path(self.cache_dir))
         pin = self.require_sha256

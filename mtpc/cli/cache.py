@@ -19,8 +19,8 @@ from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
 from mtpc.program.open_cache import open_cache
-from mtpc.program.step_cache import KIND, RECORD, StepCache
-from mtpc.program.step_record import FORMAT, StepRecord
+from mtpc.program.step_cache import KIND, RECORD, StepCache, read_record
+from mtpc.program.step_record import FORMAT
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, differences
 from mtpc.store.lookup import key_of
@@ -77,6 +77,8 @@ def examine(store: EntryStore) -> Iterator[Row]:
             entry = store.read(digest)
             if entry is not None:
                 fields = key_of(entry)
+                if fields.get("kind") == KIND and fields.get("format") == here["format"]:
+                    read_record(entry)
                 yield Row(digest, entry, fields, stale=tuple(_stale(fields, here)))
         except DamagedEntryError as error:
             yield Row(digest, None, {}, damage=str(error))
@@ -113,13 +115,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     size, state = format_bytes(row.entry.nbytes), _state(row)
     if row.fields.get("kind") != KIND or row.fields.get("format") != str(FORMAT):
         return row.digest[:8], str(row.fields.get("kind")), "", age, size, "", state
-    record = _record(row.entry)
+    record = read_record(row.entry)
     seconds = f"{sum(record.seconds.values()):.1f} s"
     return row.digest[:8], record.name, Path(record.source).name, age, size, seconds, state
-
-
-def _record(entry: Entry) -> StepRecord:
-    return StepRecord.from_json(entry.read(RECORD))
 
 
 def _state(row: Row) -> str:
@@ -171,7 +169,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _print_record(entry: Entry) -> None:
-    record, console = _record(entry), output()
+    record, console = read_record(entry), output()
     passes = [
         (p.name, str(p.rewrites), str(p.nodes_before), str(p.nodes_after), f"{p.seconds:.2f} s")
         for p in record.history

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from mtpc.backends import choose_backend, settle_prefill
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
+from mtpc.errors import CacheError, MtpcError
 from mtpc.layout import Form, Layout, graph_keys
 from mtpc.layout.progress import Listener, line_reporter
 from mtpc.program.binding import WeightSource
@@ -146,7 +147,15 @@ class _Opener(Generic[T]):
         found = restore(self.source, self.options, cache, self.assembler.form)
         if found is None:
             return None
-        made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
+        try:
+            made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
+        except MtpcError:
+            raise
+        except Exception as error:
+            raise CacheError(
+                f"steps of the graph cache {cache.store.root} do not fit {self.source.directory}: "
+                f"{type(error).__name__}: {error}; remove them: mtpc cache prune --all"
+            ) from error
         options = found.settled(self.options)
         return Opened(
             made, found.served(), options, found.device, Counter(), found.check, None, cache

@@ -188,7 +188,13 @@ class StepCache:
 
     def _look_up(self, fields: Fields) -> CachedStep | None:
         entry = find(self.store, fields)
-        return None if entry is None else _read(entry)
+        if entry is None:
+            return None
+        step = _read(entry)
+        own = step_fields({}, step.record.step, step.record.part)
+        if any(fields[name] != value for name, value in own.items()):
+            raise DamagedEntryError(f"{entry.directory}: {RECORD} is that of {step.record.name}")
+        return step
 
     def find_lowered(self, lowering: str) -> CachedStep | None:
         """A step with any key that was lowered from the same graph for the same machine."""
@@ -246,7 +252,23 @@ class StepCache:
 def _read(entry: Entry) -> CachedStep:
     if RECORD not in entry.files:
         raise DamagedEntryError(f"{entry.directory} has no {RECORD}")
-    return CachedStep(entry.directory, StepRecord.from_json(entry.read(RECORD)), entry)
+    return CachedStep(entry.directory, read_record(entry), entry)
+
+
+def read_record(entry: Entry) -> StepRecord:
+    """The record of an entry, which has one.
+
+    Raises:
+        DamagedEntryError: it is no record, whatever its checksum says.
+    """
+    data = entry.read(RECORD)
+    try:
+        return StepRecord.from_json(data)
+    except Exception as error:
+        raise DamagedEntryError(
+            f"{entry.directory}: {RECORD} is not a record as mtpc writes it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _read_entry(store: EntryStore, name: str) -> CachedStep | None:

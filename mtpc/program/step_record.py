@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, get_args
 
 import torch
 
 from mtpc.backends.package import Package
 from mtpc.capture.graph import PassRecord
 from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, step_name
+from mtpc.layout.keys import Phase
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
 FORMAT = 3
 """Version of the record's format; part of the key."""
+_LARGEST = 2**40
+"""No size in a record exceeds this."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,16 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StepRecord:
-        """Read what `to_json` wrote; the caller has checked its SHA-256."""
+        """Read what `to_json` wrote; the caller has checked its SHA-256.
+
+        Raises:
+            Exception: of any kind, if it is something else.
+        """
         value: dict[str, Any] = json.loads(text)
         del value["format"]
         step = value["step"]
         package = value["package"]
-        return cls(
+        made = cls(
             **{
                 **value,
                 "step": StepKey(step["phase"], Bucket(**step["bucket"]), step["spec_tokens"]),
@@ -108,6 +115,50 @@ class StepRecord:
                 "history": tuple(PassRecord(**passed) for passed in value["history"]),
             }
         )
+        for part in (made, made.step, made.step.bucket, made.package, *made.buffers, *made.history):
+            _check_types(part)
+        return made
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "str": _is_text,
+    "int": lambda value: type(value) is int and abs(value) <= _LARGEST,
+    "bool": lambda value: isinstance(value, bool),
+    "float": _is_number,
+    "torch.dtype": lambda value: isinstance(value, torch.dtype),
+    "Part": lambda value: value in get_args(Part),
+    "Phase": lambda value: value in get_args(Phase),
+    "tuple[Dim, ...]": lambda value: all(map(_is_size, value)),
+    "tuple[Writer, ...]": lambda value: all(map(_is_text, value)),
+    "tuple[str, ...]": lambda value: all(map(_is_text, value)),
+    "Mapping[str, str]": lambda value: all(map(_is_text, dict(value).values())),
+    "Mapping[str, float]": lambda value: all(map(_is_number, dict(value).values())),
+}
+"""Checks of a field by its annotation. Fields of other types are checked as they are read."""
+
+
+def _check_types(part: Any) -> None:
+    """Refuse a dataclass with a field of another type than it declares.
+
+    Raises:
+        TypeError: the field has another type, or a size that no step has.
+    """
+    for field in fields(part):
+        value, check = getattr(part, field.name), _TYPES.get(str(field.type))
+        if check is not None and not check(value):
+            raise TypeError(f"{type(part).__name__}.{field.name} is {str(value)[:60]!r}")
 
 
 def numbered(layout: Layout) -> tuple[BufferSpec, ...]:

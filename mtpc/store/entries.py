@@ -130,7 +130,7 @@ class EntryStore:
                 continue  # It was replaced or removed while it was read.
             except (IsADirectoryError, NotADirectoryError) as error:
                 raise DamagedEntryError(f"{directory}: {error}") from error
-            except PermissionError as error:
+            except OSError as error:
                 raise self._unreadable(error) from error
             except DamagedEntryError:
                 after = self._inode(directory)
@@ -144,11 +144,14 @@ class EntryStore:
             return directory.lstat().st_ino
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except PermissionError as error:
+        except OSError as error:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: OSError) -> CacheError:
-        return CacheError(f"cannot read the graph cache: {error}; chmod -R a+rX {self.root}")
+        advice = "choose another directory with cache_dir (MTPC_CACHE_DIR)"
+        if isinstance(error, PermissionError):
+            advice = f"chmod -R a+rX {self.root}"
+        return CacheError(f"cannot read the graph cache: {error}; {advice}")
 
     def _read(self, digest: str) -> Entry | None:
         directory = self._entries / digest

@@ -25,12 +25,22 @@ def key_of(entry: Entry) -> dict[str, str]:
     """The key of an entry.
 
     Raises:
-        DamagedEntryError: the digest of the key is not the name of the entry.
+        DamagedEntryError: it has no key, or the digest of the key is not the name of the entry.
     """
-    fields = json.loads(entry.read(KEY)) if KEY in entry.files else {}
-    if digest(fields) != entry.digest:
+    fields = _parse(entry.read(KEY)) if KEY in entry.files else {}
+    if fields is None or digest(fields) != entry.digest:
         raise DamagedEntryError(f"{entry.directory} holds the key of another entry")
     return fields
+
+
+def _parse(data: bytes) -> dict[str, str] | None:
+    """The fields in a file `KEY`, or None if they are not fields: text by name."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):  # RecursionError: it is nested too deeply.
+        return None
+    is_key = isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values())
+    return fields if is_key else None
 
 
 def find(store: EntryStore, wanted: Fields) -> Entry | None:
@@ -84,10 +94,10 @@ def peek(store: EntryStore) -> Iterator[tuple[str, dict[str, str]]]:
         try:
             path = store.directory(name) / KEY
             check_owner(path)  # Also refuses special files; reading one could block forever.
-            fields = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            continue  # Damaged, or removed meanwhile. A lookup of this entry raises an error.
-        if isinstance(fields, dict):
+            fields = _parse(path.read_bytes())
+        except OSError:
+            continue  # Removed meanwhile. A lookup of this entry raises an error.
+        if fields is not None:
             yield name, fields
 
 

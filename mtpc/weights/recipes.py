@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -232,7 +233,11 @@ def to_json(recipe: Recipe) -> Any:
 
 
 def from_json(value: Any) -> Recipe:
-    """The recipe from the JSON that `to_json` wrote."""
+    """The recipe from the JSON that `to_json` wrote.
+
+    Raises:
+        Exception: of any kind, if it is something else.
+    """
     if isinstance(value, str):
         return value
     ((op, parts),) = value.items()
@@ -240,8 +245,10 @@ def from_json(value: Any) -> Recipe:
         return Convert(op, from_json(parts))
     if op == "rows":
         runs, part = parts
-        return Rows(tuple((start, stop) for start, stop in runs), from_json(part))
+        return Rows(tuple((index(start), index(stop)) for start, stop in runs), from_json(part))
     if op == "blocks":
         (count, start, stop, transposed), part = parts
-        return Blocks(count, start, stop, transposed, from_json(part))
+        return Blocks(index(count), index(start), index(stop), bool(transposed), from_json(part))
+    if op not in ("cat", "cat_rows", "stack") or not isinstance(parts, list):
+        raise ValueError(f"a recipe has the operation {op!r} of {type(parts).__name__}")
     return Join(op, tuple(map(from_json, parts)))

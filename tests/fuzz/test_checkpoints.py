@@ -6,6 +6,7 @@ The first tests are the regression cases by name, the last makes new ones.
 from __future__ import annotations
 
 import builtins
+import copy
 import json
 import os
 import random
@@ -245,7 +246,7 @@ def mutated(directory: Path, chance: random.Random) -> str:
         parts = [config, *(value for value in config.values() if isinstance(value, dict))]
         for _ in range(1 if kind == "entry" else 3):
             part = chance.choice(parts)
-            part[chance.choice([*part, *ENTRIES])] = chance.choice(VALUES)
+            part[chance.choice([*part, *ENTRIES])] = copy.deepcopy(chance.choice(VALUES))
         (directory / "config.json").write_text(json.dumps(config))
     elif kind == "index":
         names = [*Checkpoint(directory).tensors]

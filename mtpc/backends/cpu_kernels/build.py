@@ -81,12 +81,13 @@ def build_kernels(
     Raises:
         BackendError: there is no C++ compiler, or it failed; or `MTPC_CPU_LEVEL` names a level
             that does not run here.
-        CacheError: another user could have written the cache; or, frozen, it has no library.
+        CacheError: another user could have written the cache; or, frozen, it has no library, or a
+            damaged one.
     """
     store = store or EntryStore(cache_directory())
     level = chosen_level(cpu_flags())
     fields = kernel_fields(level, environment)
-    entry = _find(store, fields, report)
+    entry = find(store, fields) if frozen else _find(store, fields, report)
     if entry is not None:
         return entry
     if frozen:
