@@ -37,4 +37,4 @@ def test_interrupted_calls(checkpoint: Callable[..., Path]) -> None:
 @pytest.mark.slow
 def test_interrupted_calls_at_length(checkpoint: Callable[..., Path]) -> None:
     child("lock", "30000", seconds=300)
-    child("engine", "10000", str(checkpoint("mimo")), seconds=1800)
+    child("engine", "10000", str(checkpoint("mimo")), seconds=3600)
