@@ -47,6 +47,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = f"uvicorn's parser: {', '.join(HTTP_PARSERS)} {_default('http')}"
     add("--http", choices=HTTP_PARSERS, metavar="NAME", help=text)
+    add(
+        "--allowed-hosts",
+        type=lambda text: tuple(text.split(",")),
+        metavar="NAMES",
+        help="names that requests may have in their Host header, separated by commas; * allows any "
+        "(default: loopback names, on a loopback address without a key; else any)",
+    )
     limits = parser.add_argument_group("server limits")
     for name, kind, metavar, text in _LIMITS:
         shown = text if name == "max_tokens" else f"{text} {_default(name)}"

@@ -136,7 +136,9 @@ class AsyncEngine:
             raise OptionError(f"max_requests is {max_requests!r}; expected an integer >= 1")
         self.engine, self.served = engine, served
         self._places = asyncio.Semaphore(max_requests)
-        self._wake = threading.Condition()
+        # `with` enters this lock in C, so that no interrupt leaves it taken; see `FairLock`.
+        self._mutex = threading.RLock()
+        self._wake = threading.Condition(self._mutex)
         self._commands: list[Callable[[], object]] = []
         self._mailboxes: dict[Request, _Mailbox] = {}
         self._filled: list[_Mailbox] = []
@@ -172,7 +174,7 @@ class AsyncEngine:
         interpreter is gone. The wait has a limit: a callback that never returns does not block
         the shutdown.
         """
-        with self._wake:
+        with self._mutex:
             self._is_closing = True
             self._wake.notify()
         if self._thread is not None:
@@ -183,7 +185,7 @@ class AsyncEngine:
 
         If the engine failed earlier, this does not raise the error; the consumers receive it.
         """
-        with self._wake:
+        with self._mutex:
             self._is_closing = True
             self._wake.notify()
         if self._thread is not None:
@@ -215,7 +217,7 @@ class AsyncEngine:
                 except BaseException as error:
                     result.set_exception(error)
 
-        with self._wake:
+        with self._mutex:
             is_over = self._thread is None or self._is_closing
             if not is_over:
                 self._commands.append(settle)
@@ -294,7 +296,7 @@ class AsyncEngine:
     def _post(self, request: Request) -> _Mailbox:
         mailbox = _Mailbox(asyncio.get_running_loop(), self._notify)
         request.on_output = mailbox.put
-        with self._wake:
+        with self._mutex:
             if self._thread is None:
                 raise ServingError("the engine is not running; use it in `async with`, or start()")
             if self._is_closing or self._ended.done():
@@ -317,7 +319,7 @@ class AsyncEngine:
 
     def _withdraw(self, request: Request, reason: FinishReason) -> None:
         """Forget a request, and abort it unless it has ended. It may not be in the engine yet."""
-        with self._wake:
+        with self._mutex:
             self._mailboxes.pop(request, None)
             if request.finish_reason is None:
                 self._commands.append(lambda: self.engine.abort(request.request_id, reason))
@@ -333,7 +335,7 @@ class AsyncEngine:
         except BaseException as caught:
             error = caught
             self._give_turn()
-        with self._wake:
+        with self._mutex:
             self._is_closing = True
             mailboxes, self._mailboxes = self._mailboxes, {}
             commands, self._commands = self._commands, []
@@ -383,11 +385,11 @@ class AsyncEngine:
 
     def _do_commands(self) -> bool:
         """Wait for work, run the commands, and return whether the loop continues."""
-        with self._wake:
+        with self._mutex:
             self._wake.wait_for(lambda: self._commands or self._is_closing or self.engine.has_work)
             count, is_closing = len(self._commands), self._is_closing
         for _ in range(count):
-            with self._wake:  # One at a time: if a command fails, `_serve` still runs the rest.
+            with self._mutex:  # One at a time: if a command fails, `_serve` still runs the rest.
                 command = self._commands.pop(0)
             command()
         self._give_turn()  # An abort notifies its consumer, too.

@@ -25,11 +25,12 @@ from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
 from mtpc.server.generation import make_job
+from mtpc.server.hosts import AllowedHosts
 from mtpc.server.replies import Reply
 from mtpc.server.service import Service
 
 OPEN_PATHS = ("/health",)
-"""Paths that need no API key."""
+"""Paths that need no API key and no known host."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 LONG_BODY = 4096
 """A request with a body longer than this, in bytes, is tokenised outside the event loop."""
@@ -90,9 +91,12 @@ class Endpoints:
         # From here until the end of the reply, shutdown waits for this request.
         with ExitStack() as admission:
             admission.enter_context(service.admitted(count))
-            is_long = len(body) > LONG_BODY
             make = partial(self._prompts, fields, is_chat)
-            prompts = await asyncio.to_thread(make) if is_long else make()
+            if len(body) > LONG_BODY:
+                loop = asyncio.get_running_loop()
+                prompts = await loop.run_in_executor(service.tokenisers, make)
+            else:
+                prompts = make()
             job = make_job(fields, prompts, service.engine, is_chat, options.max_tokens)
             answer = Answer(
                 is_chat,
@@ -108,6 +112,9 @@ class Endpoints:
         """The token ids of each prompt."""
         encode = self._service.engine.served.encode
         given = [self._conversation(fields)] if is_chat else fields["prompt"]
+        for prompt in given:
+            if isinstance(prompt, str):
+                self._service.check_length(prompt)
         # A chat template writes special tokens itself, so `encode` adds them only to completions.
         return [encode(p, not is_chat) if isinstance(p, str) else p for p in given]
 
@@ -213,11 +220,23 @@ def _noting_body(scope: Scope, receive: Receive, connection: GuardedProtocol) ->
     return read
 
 
+def _two_lengths(scope: Scope) -> bool:
+    """Whether a proxy could have read another end of the body than this server.
+
+    So it is with Content-Length beside Transfer-Encoding, and with Transfer-Encoding in HTTP/1.0
+    (RFC 9112, section 6.1). What follows the body could be a request that the proxy never saw.
+    """
+    names = {name for name, _ in scope["headers"]}
+    is_old = scope["http_version"] == "1.0"
+    return b"transfer-encoding" in names and (is_old or b"content-length" in names)
+
+
 class Gate:
-    """Wraps the application: checks the API key, notifies connections and counts responses."""
+    """Wraps the application: checks each head, notifies connections and counts responses."""
 
     def __init__(self, app: ASGIApp, service: Service, connections: Connections):
         self._app, self._service, self._connections = app, service, connections
+        self._hosts = AllowedHosts(service.options)
         key = service.options.api_key
         self._key = None if key is None else key.encode()
 
@@ -238,15 +257,35 @@ class Gate:
             await send(message)
 
         try:
-            if self._may_pass(path, scope["headers"]):
+            error = self._refusal(scope)
+            if error is None:
                 await self._app(scope, receive, counted)
             else:
-                message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
-                error = ApiError(401, message, code="invalid_api_key")
-                await Response(error.body(), 401, error.headers)(scope, receive, counted)
+                response = Response(error.body(), error.status, error.headers)
+                await response(scope, receive, counted)
         finally:
             if connection is not None:
                 connection.end()
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """The error for a request that goes no further, or None."""
+        path, headers = scope["path"], scope["headers"]
+        if _two_lengths(scope):
+            message = (
+                "the request has Transfer-Encoding, and Content-Length or HTTP/1.0; expected one "
+                "way to find the end of its body"
+            )
+            return ApiError(400, message, code="ambiguous_length", closes=True)
+        if path not in OPEN_PATHS and not self._hosts.allows(headers):
+            message = (
+                "the Host header names another server; use the address that this one listens on, "
+                "or start it with --allowed-hosts"
+            )
+            return ApiError(403, message, code="unknown_host")
+        if not self._may_pass(path, headers):
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            return ApiError(401, message, code="invalid_api_key")
+        return None
 
     def _may_pass(self, path: str, headers: list[tuple[bytes, bytes]]) -> bool:
         if self._key is None or path in OPEN_PATHS:

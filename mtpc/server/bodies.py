@@ -61,8 +61,8 @@ def parse_json(body: bytes) -> Any:
 async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
-    if "expect" in request.headers and length.isdecimal() and int(length) > max_bytes:
-        raise too_large  # The client waits for permission to send the body.
+    if length.isdecimal() and (len(length) > 19 or int(length) > max_bytes):
+        raise too_large
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.exceptions import TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mtpc.errors import CheckpointError, RequestError
+from mtpc.server.sandbox import Sandbox, check_size
 
 _TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 """transformers' tags around the assistant's text. Only training uses them."""
@@ -29,6 +29,7 @@ _FAULTS = (
     ArithmeticError,
     LookupError,
     RecursionError,
+    MemoryError,
 )
 """Exceptions that templates raise for messages or variables that they do not expect."""
 
@@ -45,7 +46,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        environment = ImmutableSandboxedEnvironment(
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -67,7 +68,8 @@ class ChatTemplate:
             kwargs: further variables of the template, such as enable_thinking.
 
         Raises:
-            RequestError: the template refuses these messages, or violates the sandbox.
+            RequestError: the template refuses these messages, violates the sandbox, or makes more
+                than `MAX_RENDERED` characters of them.
         """
         variables = {
             "tools": None,
@@ -78,9 +80,18 @@ class ChatTemplate:
             "add_generation_prompt": True,
         }
         try:
-            return self._template.render(variables)
+            return self._render(variables)
         except _FAULTS as error:
-            raise RequestError(f"the chat template refuses these messages: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"the chat template refuses these messages: {reason}") from error
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        pieces, size = [], 0
+        for piece in self._template.generate(variables):
+            pieces.append(piece)
+            size += len(piece)
+            check_size(size)
+        return "".join(pieces)
 
 
 def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | None:

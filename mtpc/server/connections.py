@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, cast
 
 from mtpc.server.bodies import DISCARDED
@@ -17,6 +17,10 @@ from mtpc.server.options import ServerOptions
 
 MAX_HEAD_BYTES = 2**16
 """The largest request line with headers, in bytes."""
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""An interim response, which clients skip. One that has closed its socket answers with a reset."""
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0
+"""Seconds between two probes: at first, and after some doublings."""
 Ends = tuple[tuple[str, int], tuple[str, int]]
 """Address and port of the client and of the server. Together they identify a connection."""
 
@@ -54,7 +58,7 @@ class Connections:
             return None
         connection = self.by_ends.get((tuple(client), tuple(server)))
         if connection is not None:
-            connection.begin()
+            connection.begin(scope.get("http_version", "1.1"))
         return connection
 
 
@@ -71,10 +75,14 @@ class GuardedProtocol:
         self._num_requests = 0
         # Bytes that arrived since the last head, or the body after it, was complete.
         self._head_bytes, self._is_body_read = 0, True
+        # The client has ended its direction. It may still read, or it may be gone.
+        self._is_half_closed = self._has_written = False
+        self._can_probe, self._probe_s = False, _FIRST_PROBE_S
         self._unsent: float = math.inf
         self._head_timer = _Timer(self._options.header_seconds, self._give_up)
         self._write_timer = _Timer(self._options.write_seconds, self._give_up_unread)
         self._linger_timer = _Timer(self._options.header_seconds, self._end_lingering)
+        self._probe_timer = _Timer(_FIRST_PROBE_S, self._probe)
 
     def connection_made(self, transport: Any) -> None:
         """Register the connection, or close it if there are too many."""
@@ -99,6 +107,7 @@ class GuardedProtocol:
         self._head_timer.stop()
         self._write_timer.stop()
         self._linger_timer.stop()
+        self._probe_timer.stop()
         self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -122,8 +131,34 @@ class GuardedProtocol:
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Forward the end of the client's data."""
-        return None if self._is_refused else self._inner.eof_received()
+        """The client sends nothing more. It still gets the answers that it waits for.
+
+        A client that is gone looks the same, until something is written to it. While the answer has
+        not begun, the server therefore writes interim responses.
+
+        Returns:
+            Whether the connection stays open.
+        """
+        if self._is_refused or self._is_lingering or not (self._num_requests or self._head_bytes):
+            return None
+        self._is_half_closed = True
+        self._probe_timer.start()
+        return True
+
+    def _probe(self) -> None:
+        """Find out whether a client that has ended its direction is still there."""
+        if self._has_written or self._transport.is_closing():
+            return  # What is written next finds it out.
+        if not self._can_probe:
+            self._give_up()  # An incomplete head, or HTTP/1.0, which has no interim responses.
+            return
+        self._transport.write(_PROBE)
+        self._probe_s = min(2 * self._probe_s, _LAST_PROBE_S)
+        self._probe_timer.start(self._probe_s)
+
+    def note_write(self) -> None:
+        """Record that uvicorn writes an answer."""
+        self._has_written = True
 
     @property
     def is_closing(self) -> bool:
@@ -138,7 +173,8 @@ class GuardedProtocol:
         would reset the connection, and the client would lose the answer (RFC 9112, section 9.6). A
         second call, for example at shutdown, closes a lingering connection.
         """
-        if self._is_lingering or (self._is_body_read and not self._head_bytes):
+        is_over = self._is_lingering or self._is_half_closed
+        if is_over or (self._is_body_read and not self._head_bytes):
             self._transport.close()
             return
         if self._transport.is_closing():
@@ -161,9 +197,10 @@ class GuardedProtocol:
         self._write_timer.stop()
         self._inner.resume_writing()
 
-    def begin(self) -> None:
+    def begin(self, http_version: str) -> None:
         """Record that a request's head is complete and the application has received it."""
         self._num_requests += 1
+        self._can_probe, self._has_written = http_version == "1.1", False
         self._head_bytes, self._is_body_read = 0, False
         self._head_timer.stop()
         if not self._is_paused:
@@ -177,6 +214,9 @@ class GuardedProtocol:
         """Record that the application has ended a request. Unsent data then have a time limit."""
         self._num_requests -= 1
         if self._num_requests:
+            return
+        if self._is_half_closed:
+            self._transport.close()
             return
         has_begun = self._head_bytes and self._is_body_read and not self._is_lingering
         if has_begun and not self._head_timer.is_running:
@@ -218,6 +258,14 @@ class _ClosedByGuard:
     def is_closing(self) -> bool:
         return self._guard.is_closing
 
+    def write(self, data: bytes) -> None:
+        self._guard.note_write()
+        self._transport.write(data)
+
+    def writelines(self, data: Iterable[bytes]) -> None:
+        self._guard.note_write()
+        self._transport.writelines(data)
+
 
 class _Timer:
     """Calls a function once after a number of seconds, unless it is stopped before."""
@@ -230,10 +278,11 @@ class _Timer:
     def is_running(self) -> bool:
         return self._handle is not None
 
-    def start(self) -> None:
-        """Start the timer, or restart it if it runs."""
+    def start(self, seconds: float | None = None) -> None:
+        """Start the timer, or restart it if it runs, for its own or another number of seconds."""
         self.stop()
-        self._handle = asyncio.get_running_loop().call_later(self._seconds, self._fire)
+        wait_s = self._seconds if seconds is None else seconds
+        self._handle = asyncio.get_running_loop().call_later(wait_s, self._fire)
 
     def stop(self) -> None:
         """Stop the timer, if it runs."""

@@ -13,6 +13,10 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 _TOO_LONG = "context_length_exceeded"
 
 
+MAX_SHOWN = 1000
+"""The most characters of an error's message. A message may quote what the client sent."""
+
+
 class ApiError(MtpcError):
     """An error response.
 
@@ -21,13 +25,22 @@ class ApiError(MtpcError):
         message: what was found, what was expected, and what to do.
         param: the request's field that caused the error, or None.
         code: OpenAI's `code`, a fixed word that programs can compare, or None.
+        closes: whether the connection ends with the response, because nobody knows where the
+            request's body ends.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        closes: bool = False,
     ):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(_shortened(message, MAX_SHOWN))
+        self.status, self.code = status, code
+        self.param = None if param is None else _shortened(param, 100)
+        self.closes = closes or status in (408, 413)
 
     @property
     def kind(self) -> str:
@@ -43,7 +56,7 @@ class ApiError(MtpcError):
             headers["retry-after"] = str(RETRY_AFTER_S)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if self.status in (408, 413):  # Else the rest of the body would be read as a request.
+        if self.closes:  # Else the rest of the body would be read as a request.
             headers["connection"] = "close"
         return headers
 
@@ -56,6 +69,11 @@ class ApiError(MtpcError):
             "code": self.code,
         }
         return json.dumps({"error": error}).encode()
+
+
+def _shortened(text: str, most: int) -> str:
+    """A text of at most `most` characters. The end stays, because it says what to do."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
 def api_error(error: BaseException) -> ApiError:

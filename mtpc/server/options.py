@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,9 @@ class ServerOptions:
         keep_alive_seconds: the longest time that a connection is idle between two requests.
         drain_seconds: time limit for running requests to end after SIGTERM.
         http: uvicorn's HTTP parser, one of HTTP_PARSERS.
+        allowed_hosts: names, without ports, that requests may have in their Host header; "*" allows
+            any. None means loopback names where `host` is a loopback address and there is no API
+            key, else any.
 
     Raises:
         OptionError: a value is out of range.
@@ -58,6 +62,7 @@ class ServerOptions:
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
     http: str = "auto"
+    allowed_hosts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -75,6 +80,8 @@ class ServerOptions:
             raise OptionError(
                 "the API key has characters that no HTTP header can carry; expected printable ASCII"
             )
+        if self.allowed_hosts is not None:
+            _check_hosts(self.allowed_hosts)
         if self.api_key == "":
             raise OptionError("the API key is empty; give a key, or no key to admit every client")
 
@@ -100,6 +107,15 @@ def require_packages() -> None:
 def _check_count(name: str, value: Any, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise OptionError(f"{name} is {value!r}; expected an integer >= {low}")
+
+
+def _check_hosts(names: Any) -> None:
+    is_row = isinstance(names, tuple) and bool(names)
+    if not is_row or not all(isinstance(n, str) and re.fullmatch(r"[^\s/@]+", n) for n in names):
+        raise OptionError(
+            f"allowed_hosts is {names!r}; expected host names without ports, such as "
+            "('api.example',)"
+        )
 
 
 def _check_seconds(name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from mtpc.engine.async_engine import AsyncEngine
@@ -12,6 +13,12 @@ from mtpc.server.chat import ChatTemplate
 from mtpc.server.counters import ServerCounters
 from mtpc.server.errors import ApiError
 from mtpc.server.options import ServerOptions
+
+TOKENISERS = 2
+"""Long texts that are tokenised at once."""
+CHARS_PER_TOKEN, MIN_CHARS = 32, 2**16
+"""A text is refused before it is tokenised, if it has more characters than `MIN_CHARS`, and more
+than `CHARS_PER_TOKEN` for each token that the engine has room for."""
 
 
 class Service:
@@ -28,6 +35,8 @@ class Service:
         in_flight: number of choices that wait or run.
         counters: the counts of HTTP responses and their times.
         created: Unix time at which the service was made, in seconds.
+        tokenisers: threads that turn long texts into tokens, and do nothing else. Work of other
+            requests, in the event loop's own threads, does not wait for them.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class Service:
         self.options, self.template = options, template
         self.counters = ServerCounters()
         self.created = int(time.time())
+        self.tokenisers = ThreadPoolExecutor(TOKENISERS, "mtpc-tokeniser")
         self.is_draining = False
         self.in_flight = 0
         self._is_idle = asyncio.Event()
@@ -57,6 +67,21 @@ class Service:
         if self.engine.has_ended:
             message = "the engine has failed; restart the server"
             raise ApiError(503, message, code="engine_ended")
+
+    def check_length(self, text: str) -> None:
+        """Check that a prompt may fit, before it is tokenised.
+
+        Raises:
+            ApiError: 400, the text is far too long.
+        """
+        most = max(MIN_CHARS, CHARS_PER_TOKEN * self.engine.engine.longest)
+        if len(text) > most:
+            raise ApiError(
+                400,
+                f"a prompt of {len(text)} characters; this server has room for "
+                f"{self.engine.engine.longest} tokens, and tokenises at most {most} characters",
+                code="context_length_exceeded",
+            )
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
@@ -99,6 +124,7 @@ class Service:
         for task in waiting:
             task.cancel()
         await self.engine.aclose()
+        self.tokenisers.shutdown(wait=False, cancel_futures=True)
         if self.in_flight:
             await self._is_idle.wait()
 

@@ -8,6 +8,7 @@ A child prints `done` at its end. If a lock is left taken, it hangs instead.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import sys
@@ -15,7 +16,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpc.engine.async_engine import AsyncEngine
 
 CHANCE = random.Random(7)
 
@@ -91,6 +95,7 @@ def engine(count: int, checkpoint: Path) -> None:
 
     import mtpc
     from helpers.families import TINY
+    from mtpc.engine.async_engine import AsyncEngine
     from mtpc.errors import ServingError
 
     torch.set_num_threads(1)
@@ -98,6 +103,9 @@ def engine(count: int, checkpoint: Path) -> None:
     spec = mtpc.compile(checkpoint, spec_tokens=2, num_pages=14, batch_buckets=(1, 3), **options)
     prompts = [[5 + i, 7, 9 + i, 11][: 2 + i % 3] for i in range(6)]
     wanted = {tuple(p): spec.generate(p, 8, ignore_eos=True) for p in prompts}
+    start = time.perf_counter()
+    spec.generate(prompts[0], 8, ignore_eos=True)
+    seconds = time.perf_counter() - start
     interrupter, stop, faults, texts = Interrupter(), threading.Event(), list[str](), [0]
 
     def check(prompt: list[int]) -> None:
@@ -132,7 +140,9 @@ def engine(count: int, checkpoint: Path) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     while interrupter.hits < count:
-        interrupter.during(0.03, CHANCE.choice(actions))
+        interrupter.during(1.5 * seconds, CHANCE.choice(actions))
+        while len(spec.engine.waiting) > 3:  # Interrupted streams leave requests behind.
+            spec.engine.step()
     stop.set()
     thread.join()
     while spec.engine.has_work:
@@ -143,8 +153,26 @@ def engine(count: int, checkpoint: Path) -> None:
     assert not faults, (len(faults), faults[:5])
     assert pool.num_free == pool.count
     assert slots.num_free == slots.count
-    assert texts[0] > len(prompts)
+    assert texts[0] > len(prompts) + count // 10, texts
+    asyncio.run(withdraw(AsyncEngine(spec.engine, spec.served), interrupter, count))
     print(f"{interrupter.hits} interrupts, {texts[0]} texts", file=sys.stderr)
+
+
+async def withdraw(engine: AsyncEngine, interrupter: Interrupter, count: int) -> None:
+    """Calls of asyncio's engine that take its own lock; its thread must get the lock after them."""
+    from mtpc.engine.request import Request
+
+    ended = Request(-1, [3], 1, finish_reason="aborted")
+
+    def loop() -> None:
+        while True:
+            engine._withdraw(ended, "aborted")
+
+    engine.start()
+    for _ in range(count):
+        interrupter.during(2e-4, loop)
+    assert await engine.call(lambda: 5) == 5
+    await engine.aclose()
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def post(body: bytes, path: str = "/v1/completions", *headers: str) -> bytes:
     """A request's bytes, after which the server closes the connection."""
     lines = [
         f"POST {path} HTTP/1.1",
-        "host: x",
+        "host: localhost",
         "connection: close",
         f"content-length: {len(body)}",
         *(headers or ("content-type: application/json",)),

@@ -22,17 +22,17 @@ __all__ = ["nothing_is_left", "server"]
 
 def test_slow_heads_and_idle_connections(server: Running) -> None:
     """Nothing, half a head, or a head that grows for ever: closed without an answer."""
-    for data in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
+    for data in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"):
         start = time.monotonic()
         assert exchange(server, data) == b""
         assert 0.2 < time.monotonic() - start < 5
     with connect(server) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /heal")
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /heal")
         time.sleep(0.1)
         client.sendall(b"th HT")
         assert status_of(read_all(client)) == 200, "and then it is closed"
     with connect(server) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         start = time.monotonic()
         assert status_of(read_all(client)) == 200
         assert time.monotonic() - start < 5, "keep_alive_seconds"
@@ -96,7 +96,7 @@ def test_keep_alive_serves_many(server: Running) -> None:
         for data, status in ((body(), 200), (body(), 200), (b"{", 400), (body(), 200)):
             client.sendall(kept(data))
             assert read_one(stream)[0] == status
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert read_one(stream) == (200, b"")
 
 
