@@ -235,7 +235,8 @@ def _load_directory(
     is_nested = "text_config" in getattr(config_class, "sub_configs", {})
     # A copy, because transformers removes entries from a nested config.
     fields = copy.deepcopy(checkpoint.config if is_nested else checkpoint.text_config)
-    config = config_class(**{k: v for k, v in fields.items() if k not in own})
+    fields = family.config_entries({k: v for k, v in fields.items() if k not in own})
+    config = config_class(**fields)
     try:
         with _quiet_transformers():
             model, info = model_class(family).from_pretrained(
@@ -261,8 +262,8 @@ def _load_directory(
 
 
 def _weights_for_transformers(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: the directory, or tensors that mtpc reads if it holds FP8."""
-    if not checkpoint.is_block_scaled:
+    """Arguments of `from_pretrained`: the directory, or tensors that mtpc reads otherwise."""
+    if not checkpoint.is_converted:
         return {"pretrained_model_name_or_path": checkpoint.directory}
     state = {name: _Unread(checkpoint, name) for name in checkpoint.tensors}
     return {"pretrained_model_name_or_path": None, "state_dict": state}
@@ -278,7 +279,7 @@ class _Unread:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that transformers takes for the model if config.json names none."""
-        return torch.bfloat16
+        return torch.bfloat16 if self.checkpoint.is_block_scaled else self[...].dtype
 
     def is_floating_point(self) -> bool:
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.block_scales import dequantise, find_block_scales
+from mtpc.weights.fused_qkv import find_fused_qkv
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
@@ -31,7 +33,9 @@ class Checkpoint:
 
     Attributes:
         config: config.json.
-        tensors: headers of all weights by name, without the scales of block-scaled weights.
+        tensors: headers of all weights by name, without the scales of block-scaled weights. A
+            projection of queries, keys or values that is stored within a fused tensor is there by
+            its own name (`fused_qkv`).
 
     Raises:
         CheckpointError: there is no such directory, no config.json or no safetensors file; a file
@@ -50,14 +54,26 @@ class Checkpoint:
         self.tensors: dict[str, StoredTensor] = {}
         for file in self._files.values():
             self.tensors.update(file.tensors)
+        self._fused: dict[str, StoredTensor] = {}
         self._scales = find_block_scales(self.tensors, self.config)
         for scale in self._scales.values():
             del self.tensors[scale.name]
+        self._parts = find_fused_qkv(self.tensors, self.text_config)
+        for name, part in self._parts.items():
+            whole = self.tensors[part.fused]
+            self.tensors[name] = replace(whole, shape=(part.count, *whole.shape[1:]))
+        for fused in {part.fused for part in self._parts.values()}:
+            self._fused[fused] = self.tensors.pop(fused)
 
     @property
     def is_block_scaled(self) -> bool:
         """Whether weights are stored as FP8 and read as bfloat16."""
         return bool(self._scales)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether `tensors` are others than those of the files."""
+        return bool(self._scales or self._parts)
 
     @property
     def nbytes(self) -> int:
@@ -122,18 +138,27 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored, in a private memory map of its file; using it reads the file.
 
-        A block-scaled weight is dequantised to a new tensor at each call.
+        A block-scaled weight is dequantised to a new tensor at each call, and a part of a fused
+        one is copied.
         """
-        stored = self._files[self.tensors[name].path].tensor(name)
+        if name in self._parts:
+            part = self._parts[name]
+            whole = self._read(part.fused, self._fused[part.fused])
+            return torch.cat([whole[start:stop] for start, stop in part.runs])
+        return self._read(name, self.tensors[name])
+
+    def _read(self, name: str, header: StoredTensor) -> Tensor:
+        stored = self._files[header.path].tensor(name)
         if name not in self._scales:
             return stored
         scale = self._scales[name]
         factors = self._files[scale.stored.path].tensor(scale.name)
-        return dequantise(stored, factors, scale.block)
+        return dequantise(stored, factors, scale)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; if it is used again, it is read again."""
-        self._files[self.tensors[name].path].release(name)
+        stored = self._parts[name].fused if name in self._parts else name
+        self._files[self.tensors[name].path].release(stored)
 
     def stop_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""
