@@ -19,7 +19,7 @@ from mtpc.api import SpecModel
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.config import CompileOptions
-from mtpc.layout import StepKey
+from mtpc.layout import StepKey, largest_first
 from mtpc.models.load import LoadedModel
 from mtpc.models.save import save_checkpoint
 from mtpc.program.compiler import StepCompiler

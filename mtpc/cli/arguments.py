@@ -73,6 +73,7 @@ def _build_parser() -> argparse.ArgumentParser:
             _add_serve,
         ),
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
+        ("check", "measure which wiring of the MTP layers accepts more drafts", _add_check),
         ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
@@ -139,6 +140,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         batch_buckets="the number of prompts",
     )
     _add_cache_dir(parser)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    _add_prompts(parser, BENCH_NEW_TOKENS)
+    _add_threads(parser)
+    _add_compile_options(parser, backend="eager", batch_buckets="the number of prompts")
 
 
 def _add_prompts(parser: argparse.ArgumentParser, new_tokens: int) -> None:
@@ -356,7 +364,7 @@ def _add_compile_options(
         ),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
-        ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers (docs/models.md)"),
+        ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))

@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None means the process's own.
 
     Returns:
-        The exit code: 0 for success, 1 for a negative result (`doctor`, `cache verify` and
-        `cache why`), 2 for an error, 130 for Ctrl-C, 141 for a closed output pipe.
+        The exit code: 0 for success, 1 for a negative result (`doctor`, `check`, `cache verify`
+        and `cache why`), 2 for an error, 130 for Ctrl-C, 141 for a closed output pipe.
     """
     _print_any_character()
     args = parse(argv)

@@ -105,6 +105,8 @@ class ModelFamily:
         expert_names: gate, up and down projection of an expert that is stored by itself.
         stacked_gate_up: names, within a decoder layer, of two tensors [E, I, H]: the gate and the
             up projections of all experts. None if checkpoints do not store experts that way.
+        config_entries: entries of a released config.json -> those of transformers' config, where
+            transformers does not convert them itself.
         released_entries: config.json entries that other readers (vLLM) need and transformers does
             not write; saving adds those that the config lacks.
     """
@@ -131,6 +133,7 @@ class ModelFamily:
     stacked_gate_up: tuple[str, str] | None = None
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, str] = field(default_factory=dict)
+    config_entries: Callable[[dict[str, Any]], dict[str, Any]] = lambda entries: entries
 
     def wired(self, rules: Rules) -> ModelFamily:
         """This family with other rules for its MTP layers.

@@ -32,11 +32,11 @@ _MODEL = ("rope_scaling",)
 
 
 def read_config(checkpoint: Checkpoint, family: ModelFamily) -> Any:
-    """The config object of the family's class. It raises what transformers raises."""
+    """The config object of the family's class. It raises what transformers and the family raise."""
     config_class = getattr(transformers, family.hf_config_class)
     is_nested = "text_config" in getattr(config_class, "sub_configs", {})
     fields = checkpoint.config if is_nested else checkpoint.text_config
-    return config_class(**_describing(fields))
+    return config_class(**family.config_entries(_describing(fields)))
 
 
 def _describing(fields: Mapping[str, Any]) -> dict[str, Any]:

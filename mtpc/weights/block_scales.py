@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.fused_qkv import qkv_chunks
 from mtpc.weights.tensor_file import StoredTensor
 
 _SUFFIX = "_scale_inv"
@@ -31,11 +32,13 @@ class BlockScale:
         stored: description of their tensor, [ceil(out / rows), ceil(in / columns)].
         name: name of their tensor.
         block: rows and columns of a block.
+        chunks: parts of the weight's rows that have blocks of their own, as fused projections do.
     """
 
     stored: StoredTensor
     name: str
     block: tuple[int, int]
+    chunks: int = 1
 
 
 def find_block_scales(
@@ -55,8 +58,9 @@ def find_block_scales(
     for name, stored in tensors.items():
         if "weight_scale" in name:
             weight = name.removesuffix(_SUFFIX)
-            _check_scale(name, stored, tensors.get(weight), block)
-            found[weight] = BlockScale(stored, name, block)
+            fused = "qkv_proj" in name and qkv_chunks(config.get("text_config") or config)
+            chunks = _check_scale(name, stored, tensors.get(weight), block, fused or 1)
+            found[weight] = BlockScale(stored, name, block, chunks)
     for name, stored in tensors.items():
         if stored.dtype.startswith(("F8", "F4", "F6")) and name not in found:
             raise CheckpointError(
@@ -89,9 +93,16 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _check_scale(
-    name: str, scale: StoredTensor, weight: StoredTensor | None, block: tuple[int, int]
-) -> None:
+    name: str,
+    scale: StoredTensor,
+    weight: StoredTensor | None,
+    block: tuple[int, int],
+    chunks: int,
+) -> int:
     """Check that a tensor holds the scales of an FP8 matrix in blocks of this size.
+
+    Returns:
+        The number of parts of the matrix that have blocks of their own: `chunks`, or 1.
 
     Raises:
         CheckpointError: it does not.
@@ -107,28 +118,35 @@ def _check_scale(
             f"matrix; {_ADVICE}"
         )
     blocks = tuple(-(-size // side) for size, side in zip(weight.shape, block, strict=True))
+    apart = (chunks * -(-(weight.shape[0] // chunks) // block[0]), blocks[1])
+    if scale.shape == apart and scale.dtype in ("F32", "BF16"):
+        return chunks
     if scale.shape != blocks or scale.dtype not in ("F32", "BF16"):
         raise CheckpointError(
             f"{name} is {scale}; expected F32[{blocks[0]},{blocks[1]}], a scale for each block of "
             f"{block[0]} x {block[1]} of {weight}; {_ADVICE}"
         )
+    return 1
 
 
-def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+def dequantise(weight: Tensor, factors: Tensor, scale: BlockScale) -> Tensor:
     """Multiply a block-scaled weight by its scales.
 
     Args:
         weight: float8_e4m3fn [out, in].
-        scale: one factor per block, [ceil(out / rows), ceil(in / columns)].
-        block: rows and columns of a block.
+        factors: one per block, [ceil(out / rows), ceil(in / columns)]; with chunks, those of the
+            first chunk's blocks, then those of the next.
+        scale: the form of the blocks.
 
     Returns:
         bfloat16 [out, in]: the float32 product, rounded once.
     """
     out, columns = torch.empty(weight.shape, dtype=torch.bfloat16), weight.shape[1]
-    wide = scale.float().repeat_interleave(block[1], 1)[:, :columns]
+    wide = factors.float().repeat_interleave(scale.block[1], 1)[:, :columns]
     # One row of blocks at a time, so that no float32 copy of the whole weight is made.
-    for index, factors in enumerate(wide):
-        rows = slice(index * block[0], (index + 1) * block[0])
-        out[rows] = weight[rows].float() * factors
+    height, chunk = len(wide) // scale.chunks, len(weight) // scale.chunks
+    for index, row in enumerate(wide):
+        begin = index // height * chunk + index % height * scale.block[0]
+        rows = slice(begin, min(begin + scale.block[0], (index // height + 1) * chunk))
+        out[rows] = weight[rows].float() * row
     return out

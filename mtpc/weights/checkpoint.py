@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.block_scales import dequantise, find_block_scales
+from mtpc.weights.fused_qkv import find_fused_qkv
 from mtpc.weights.hub import download_again, find_directory, is_directory
 from mtpc.weights.json_file import (
     CONFIG,
@@ -44,7 +46,9 @@ class Checkpoint:
     Attributes:
         directory: where its files are.
         config: config.json.
-        tensors: headers of all weights by name, without the scales of block-scaled weights.
+        tensors: headers of all weights by name, without the scales of block-scaled weights. A
+            projection of queries, keys or values that is stored within a fused tensor is there by
+            its own name (`fused_qkv`).
 
     Raises:
         CheckpointError: there is no such directory, no config.json or no safetensors file; a file
@@ -63,6 +67,7 @@ class Checkpoint:
         self.tensors: dict[str, StoredTensor] = {}
         for file in self._files.values():
             self._add_tensors(file)
+        self._fused: dict[str, StoredTensor] = {}
         check_counts(self.config, self._config_path, len(self.tensors))
         try:
             self._scales = find_block_scales(self.tensors, self.config)
@@ -70,6 +75,12 @@ class Checkpoint:
             raise CheckpointError(f"{directory}: {error}") from None
         for scale in self._scales.values():
             del self.tensors[scale.name]
+        self._parts = find_fused_qkv(self.tensors, self.text_config)
+        for name, part in self._parts.items():
+            whole = self.tensors[part.fused]
+            self.tensors[name] = replace(whole, shape=(part.count, *whole.shape[1:]))
+        for fused in {part.fused for part in self._parts.values()}:
+            self._fused[fused] = self.tensors.pop(fused)
 
     @property
     def is_block_scaled(self) -> bool:
@@ -195,18 +206,27 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored, in a private memory map of its file; using it reads the file.
 
-        A block-scaled weight is dequantised to a new tensor at each call.
+        A block-scaled weight is dequantised to a new tensor at each call, and a part of a fused
+        one is copied.
         """
-        stored = self._files[self.tensors[name].path].tensor(name)
+        if name in self._parts:
+            part = self._parts[name]
+            whole = self._read(part.fused, self._fused[part.fused])
+            return torch.cat([whole[start:stop] for start, stop in part.runs])
+        return self._read(name, self.tensors[name])
+
+    def _read(self, name: str, header: StoredTensor) -> Tensor:
+        stored = self._files[header.path].tensor(name)
         if name not in self._scales:
             return stored
         scale = self._scales[name]
         factors = self._files[scale.stored.path].tensor(scale.name)
-        return dequantise(stored, factors, scale.block)
+        return dequantise(stored, factors, scale)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; if it is used again, it is read again."""
-        self._files[self.tensors[name].path].release(name)
+        stored = self._parts[name].fused if name in self._parts else name
+        self._files[self.tensors[name].path].release(stored)
 
     def stop_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""

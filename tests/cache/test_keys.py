@@ -134,8 +134,8 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path
         (lambda d: (d / "tokenizer.json").write_text("{}"), set()),
         (lambda d: os.utime(d / "model.safetensors", (1, 1)), set()),
     ],
-    ids=["eps", "architecture", "unknown", "extra-tensor", "dtype", "provenance", "values", "eos",
-         "tokenizer", "mtime"],
+    ids=["eps", "architecture", "unknown", "extra-tensor", "dtype", "provenance", "values",
+         "copies", "eos", "tokenizer", "mtime"],
 )  # fmt: skip
 def test_models_in_the_key(
     change: Callable[[Path], Any],

@@ -1,0 +1,148 @@
+"""`mtpc check`: which wiring of the MTP layers accepts more drafts, measured on a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mtpc
+from mtpc.cli.arguments import compile_options
+from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
+from mtpc.cli.progress import Tell, show_progress
+from mtpc.cli.run import Prompt, check_tokenizer, set_threads
+from mtpc.errors import OptionError, RequestError
+from mtpc.wiring import Rules, choices, rule_text
+
+if TYPE_CHECKING:
+    from mtpc.models.load import LoadedModel
+
+COLUMNS = ("wiring", "tokens/step", "accepted", "by position", "same text")
+CLEARLY_MORE = 0.05
+"""Tokens per step by which another rule must be better to be advised."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one wiring accepts.
+
+    Attributes:
+        rules: rules that differ from the checkpoint's family.
+        tokens_per_step: mean tokens per decode step of one request, the bonus token included.
+        accepted: accepted drafts.
+        drafted: verified drafts.
+        by_position: accepted drafts divided by verified ones, for each position.
+        results: the continuation of each prompt.
+    """
+
+    rules: Rules
+    tokens_per_step: float
+    accepted: int
+    drafted: int
+    by_position: list[float]
+    results: list[Prompt]
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand, and return 0 if no other rule accepts clearly more, else 1."""
+    if args.checkpoint is not None and not args.prompts:
+        raise RequestError(
+            "no prompt is given; the number of accepted drafts depends on the text: give prompts "
+            f"that suit {args.checkpoint}, with -p or --ids"
+        )
+    checkpoint = args.checkpoint or demo_checkpoint()
+    prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
+    given = {"batch_buckets": (len(prompts),), "backend": "eager", **compile_options(args)}
+    options = mtpc.CompileOptions.parse(given)
+    if options.spec_tokens == 0:
+        raise OptionError("spec_tokens is 0; expected at least one draft to check")
+    check_tokenizer(checkpoint, prompts)
+    with show_progress(sys.stderr) as tell:
+        tell("import torch and transformers")
+        set_threads(args.threads, checkpoint)
+        samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
+    return _print(samples, options.wiring)
+
+
+def _measure(
+    checkpoint: Path, options: mtpc.CompileOptions, prompts: list[Prompt], new: int, tell: Tell
+) -> Iterator[Sample]:
+    """Decode the prompts with the family's wiring, and with each rule changed by itself."""
+    from mtpc.api import SpecModel
+    from mtpc.backends import make_backend, settle_prefill
+    from mtpc.models.load import load, place
+    from mtpc.program.compiler import StepCompiler
+    from mtpc.program.open_cache import kernel_store
+    from mtpc.weights.checkpoint import Checkpoint
+
+    backend = make_backend(options.backend, tell, kernel_store(options, None))
+    tell(f"load {checkpoint}")
+    source = Checkpoint(checkpoint)
+    options = settle_prefill(options, source.dtype)
+    loaded = place(load(source, options.dtype, needs_mtp=True), backend.device)
+    variants = [options.wiring, *_others(loaded.wired(options.wiring), options)]
+    for number, rules in enumerate(variants, start=1):
+        tell(f"{number}/{len(variants)} {rule_text(rules) or 'the wiring of the family'}")
+        compiler = StepCompiler(loaded.wired(rules), options, backend)
+        model = SpecModel(
+            compiler.loaded.served(), compiler.options, compiler.compile(), compiler.loaded
+        )
+        results = model.generate(prompts, new, ignore_eos=True)
+        stats = model.stats
+        yield Sample(
+            rules,
+            stats.acceptance_length,
+            sum(stats.accepted),
+            sum(stats.drafted),
+            stats.acceptance_by_position,
+            results,
+        )
+
+
+def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules]:
+    """The options' rules with one more rule changed, for each rule that matters here."""
+    wiring, layers = loaded.family.wiring, loaded.mtp_layers
+    matters: dict[str, bool] = {
+        "zero_first_embedding": True,
+        "head": any(layer.head is not None for layer in layers),
+        "embedding": any(layer.embedding is not None for layer in layers),
+    }
+    if not wiring.stream_head:
+        matters |= {
+            "hidden_first": True,
+            "first_features": True,
+            "next_features": options.spec_tokens > 1,
+            "chaining": len(layers) > 1 and options.spec_tokens > 1,
+        }
+    for rule, values in choices().items():
+        for value in values:
+            if matters.get(rule) and value != getattr(wiring, rule):
+                changed: dict[str, Any] = {**dict(options.wiring), rule: value}
+                yield tuple(sorted(changed.items()))
+
+
+def _print(samples: list[Sample], given: Rules) -> int:
+    from mtpc.cli.tables import output, print_table
+
+    first, best = samples[0], max(samples, key=lambda sample: sample.tokens_per_step)
+    rows = [
+        (
+            rule_text(sample.rules) or "the family's",
+            f"{sample.tokens_per_step:.2f}",
+            f"{sample.accepted} of {sample.drafted}",
+            "  ".join(f"{rate:.1%}" for rate in sample.by_position),
+            "yes" if sample.results == first.results else "no",
+        )
+        for sample in samples
+    ]
+    console = output()
+    print_table(console, "Accepted drafts by wiring", COLUMNS, rows)
+    name = rule_text(given) or "the family's wiring"
+    if best.tokens_per_step < first.tokens_per_step + CLEARLY_MORE:
+        console.print(f"no other rule accepts clearly more than {name}")
+        return 0
+    console.print(f"--wiring {rule_text(best.rules)} accepts more than {name}")
+    return 1
