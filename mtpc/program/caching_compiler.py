@@ -34,8 +34,7 @@ from mtpc.program.step_cache import (
 from mtpc.program.step_record import StepRecord, numbered
 from mtpc.weights.recipes import Recipe, names
 
-_LOWERING = ("backend", "machine.", "torch.", "environment.", "version.torch", "source.backends",
-             "source.kernels", "source.ops")  # fmt: skip
+_LOWERING = ("backend", "version.torch", "source.backends", "source.kernels", "source.ops")
 """Key fields that have a say in how a graph is lowered; the rest has had its say in the graph."""
 
 

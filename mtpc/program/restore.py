@@ -107,7 +107,7 @@ def restore(
 def find_kernels(cache: StepCache) -> Entry | Path | None:
     """The kernel library that goes with the cache's steps, if it has been compiled."""
     try:
-        return build_kernels(cache.store, frozen=True, environment=cache.program)
+        return build_kernels(cache.store, frozen=True)
     except CacheError:
         if cache.frozen:
             raise

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.backends.package import CALLS, LIBRARY
+from mtpc.backends.package import TAPE
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Part, StepKey, step_name
@@ -264,9 +264,7 @@ def _copy_files(source: Path, target: Path) -> None:
 
 def reuse_package(step: CachedStep, directory: Path) -> None:
     """Copy the compiled package of a step, for a step with another key and the same graph."""
-    shutil.copyfile(step.directory / LIBRARY, directory / LIBRARY)
-    if (step.directory / CALLS).exists():
-        shutil.copyfile(step.directory / CALLS, directory / CALLS)
+    shutil.copyfile(step.directory / TAPE, directory / TAPE)
 
 
 def program_pin(entries: Mapping[str, Entry]) -> str:

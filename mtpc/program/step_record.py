@@ -15,7 +15,7 @@ from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, s
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
-FORMAT = 2
+FORMAT = 3
 """Version of the record's format; part of the key."""
 
 
@@ -99,13 +99,12 @@ class StepRecord:
         value: dict[str, Any] = json.loads(text)
         del value["format"]
         step = value["step"]
-        package = value["package"]
         return cls(
             **{
                 **value,
                 "step": StepKey(step["phase"], Bucket(**step["bucket"]), step["spec_tokens"]),
                 "buffers": tuple(map(_buffer_from_json, value["buffers"])),
-                "package": Package(**{**package, "inputs": tuple(package["inputs"])}),
+                "package": Package(**value["package"]),
                 "derived": _recipes_from_json(value["derived"]),
                 "stored": _recipes_from_json(value["stored"]),
                 "unexplained": tuple(value["unexplained"]),
