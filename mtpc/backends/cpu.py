@@ -24,6 +24,7 @@ from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.store.entries import EntryStore
 
+
 @dataclass(frozen=True)
 class UseCpuKernels:
     """legalise-cpu: replace the reference ops by the C++ kernels."""

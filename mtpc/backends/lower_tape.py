@@ -23,6 +23,7 @@ from mtpc.backends.tape import Entry
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.capture.inline import fake_mode_of
+from mtpc.passes.base import refresh_values
 
 Values = dict[str, Any]
 """A call's arguments by name; tensors are fake."""
@@ -44,6 +45,7 @@ _MOST_INDICES = 4
 
 def lower_to_tape(graph: StepGraph) -> tuple[int, list[Entry]]:
     """Bytes of the arena and the entries of a flat, verified graph."""
+    refresh_values(graph)  # Passes need not keep what aliases what among temporaries.
     recorder = TapeRecorder()
     written = frozenset().union(*analyse(graph.graph).writes.values())
     with fake_mode_of(graph.graph):
@@ -73,8 +75,9 @@ class _Lowering:
 
     def run(self) -> None:
         known = [self.tape.is_known(result) for result in self.results]
-        if not self.schema.is_mutable and known and all(known):
-            return  # Views.
+        is_view = not self.schema.is_mutable or self.name == "detach"
+        if is_view and known and all(known):
+            return
         if self.is_aten and (self._constant() or self._between()):
             return
         for result, is_known in zip(self.results, known, strict=True):
@@ -268,9 +271,7 @@ def _fold(at: _Lowering) -> Call | None:
     if x.shape[dim] == 0 or (at.out.dtype in _NARROW and at.name in ("sum", "cumsum")):
         return None
     kept = at.values.get("keepdim", False) or at.name == "cumsum"
-    return lambda: at.tape.fold(
-        _FOLDS[at.name], at.out if kept else at.out.unsqueeze(dim), x, dim
-    )
+    return lambda: at.tape.fold(_FOLDS[at.name], at.out if kept else at.out.unsqueeze(dim), x, dim)
 
 
 def _take_rows(at: _Lowering) -> Call | None:
@@ -278,9 +279,7 @@ def _take_rows(at: _Lowering) -> Call | None:
     if at.in_place:
         return None
     if at.name == "embedding":
-        return lambda: at.tape.move_rows(
-            False, at.out, at.values["weight"], [at.values["indices"]]
-        )
+        return lambda: at.tape.move_rows(False, at.out, at.values["weight"], [at.values["indices"]])
     if at.name == "index_select":
         x, dim, index = at.values["self"], at.values["dim"], at.values["index"]
         if x.dim() == 0 or index.dim() != 1:

@@ -49,7 +49,16 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
     """
     tensors = {name: tensor_of(name).detach() for name in package.tensors}
     _check_signatures(package, tensors)
-    return open_tape((directory / TAPE).read_bytes(), tensors.__getitem__)
+
+    def named(name: str) -> Tensor:
+        if name not in tensors:
+            raise BackendError(
+                f"{directory / TAPE} reads {name}, which its record does not name; run `mtpc cache "
+                "verify`, and build the step again"
+            )
+        return tensors[name]
+
+    return open_tape((directory / TAPE).read_bytes(), named)
 
 
 def _check_signatures(package: Package, tensors: Mapping[str, Tensor]) -> None:

@@ -31,6 +31,7 @@ from mtpc.backends.tape import (
     Entry,
 )
 from mtpc.errors import BackendError
+
 _DTYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
     torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bool: 11, torch.bfloat16: 15,
@@ -38,6 +39,8 @@ _DTYPES = {
 """torch's numbers of dtypes in C++."""
 _LINE = 64
 """Planned memory begins at multiples of this many bytes, a line of the processor's caches."""
+
+
 @dataclass
 class _Storage:
     """Memory of a tape.
@@ -91,8 +94,7 @@ class TapeRecorder:
 
     def new(self, kind: str, value: Tensor) -> None:
         """Memory of a call's result: "planned" or "returned"."""
-        nbytes = (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)))
-        nbytes = nbytes * value.element_size() if value.numel() else 0
+        nbytes = value.untyped_storage().nbytes()
         self._add(value.untyped_storage()._cdata, _Storage([kind, nbytes]))
 
     def _add(self, key: int, storage: _Storage) -> None:

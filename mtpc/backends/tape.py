@@ -1,7 +1,7 @@
 """A tape: a step as a list of calls over planned memory, which `cpu_kernels/runner.cpp` runs.
 
-A warm start needs no other part of the cpu backend. The file holds no code: each of its entries is a
-method of the runner's object and arguments for it, which the runner checks.
+A warm start needs no other part of the cpu backend. The file holds no code: each of its entries is
+a method of the runner's object and arguments for it, which the runner checks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ NOTHING, TENSOR, INTEGER, REAL, BOOLEAN, TEXT, LIST = range(7)
 """Tags of arguments: `Tag` of `cpu_kernels/runner.cpp`."""
 _METHODS = ("bound", "planned", "returned", "numbers", "tensor", "kernel", "aten", "map", "fold",
             "move_rows", "release")  # fmt: skip
+_SHOWN = 80
+"""Characters of an entry that an error shows."""
 
 Entry = Sequence[Any]
 """A method's name, then its arguments."""
@@ -56,20 +58,21 @@ def open_tape(text: str | bytes, tensor_of: Callable[[str], Tensor]) -> Run:
     Raises:
         BackendError: the text is no tape of this version, or a tensor does not fit it.
     """
-    number = -1
+    entry: Any = None
     try:
         value = json.loads(text)
         tape = torch.classes.mtpc_runner.Tape(value["arena"])
-        for number, (method, *arguments) in enumerate(value["entries"]):
+        for entry in value["entries"]:
+            method, *arguments = entry
             if method not in _METHODS:
                 raise ValueError(f"{method!r} is none of {', '.join(_METHODS)}")
             if method == "bound":
                 arguments = [tensor_of(*arguments)]
             getattr(tape, method)(*arguments)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
         raise BackendError(
-            f"entry {number} of a step's tape does not fit: {str(error).splitlines()[0]}; run "
-            "`mtpc cache verify`, and build the step again"
+            f"a step's tape does not fit at {json.dumps(entry)[:_SHOWN]}: "
+            f"{str(error).splitlines()[0]}; run `mtpc cache verify`, and build the step again"
         ) from error
     run: Run = tape.run
     return run

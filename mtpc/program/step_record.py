@@ -24,7 +24,6 @@ class StepRecord:
     """The record of one step.
 
     Attributes:
-        lowering: digest of the lowered graph; steps with equal digests have equal packages.
         step: phase, bucket and K.
         part: the whole step, or one half of a split step.
         buffers: its buffers, with numbers as sizes.
@@ -44,7 +43,6 @@ class StepRecord:
         created: time of the build, in UTC.
     """
 
-    lowering: str
     step: StepKey
     part: Part
     buffers: tuple[BufferSpec, ...]
@@ -74,7 +72,6 @@ class StepRecord:
         """The record as JSON; equal records give equal text."""
         value = {
             "format": FORMAT,
-            "lowering": self.lowering,
             "step": asdict(self.step),
             "part": self.part,
             "buffers": [_buffer_to_json(spec) for spec in self.buffers],

@@ -81,7 +81,9 @@ def test_resize_metadata(compiler: Callable[..., StepCompiler]) -> None:
     """slot_mapping and positions go from num_reqs to num_reqs * query_len; nothing else moves."""
     graph = compiler("mimo").trace(StepKey.decode(2, 3))
     assert graph.layout["batch.slot_mapping"].dims == (R,)
-    with pytest.raises(GraphError, match=r"batch.positions has 2 rows .* uses 8; the pass resize-metadata"):
+    with pytest.raises(
+        GraphError, match=r"batch.positions has 2 rows .* uses 8; the pass resize-metadata"
+    ):
         Verifier(propagate=False)(graph, "trace")
     text, others = graph.text(), {n: graph.layout[n].dims for n in graph.layout}
     run_pipeline(graph, (ResizeMetadata(),), Verifier(propagate=False))
