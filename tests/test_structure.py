@@ -204,7 +204,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 1000,
-    "backends": 6650,
+    "backends": 7150,  # Tapes: a runner and its arithmetic in place of Inductor's.
     "capture": 950,
     "cli": 2950,
     "engine": 3100,

@@ -38,7 +38,7 @@ _RENAMED = {"__and__": "and", "__or__": "or", "bitwise_and": "and", "bitwise_or"
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _COPIES = {"to", "_to_copy", "clone", "contiguous", "reshape", "flatten", "unflatten", "type_as"}
 _FOLDS = {"sum": "sum", "amax": "maximum", "amin": "minimum", "any": "any", "all": "all",
-          "cumsum": "scan"}  # fmt: skip
+          "cumsum": "scan", "mean": "sum"}  # fmt: skip
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_INDICES = 4
 
@@ -63,7 +63,7 @@ class _Lowering:
     def __init__(self, recorder: TapeRecorder, node: fx.Node, is_written: bool):
         self.tape, self.node, self.is_written = recorder, node, is_written
         named = arguments(node)
-        self.values: Values = fx.node.map_aggregate(named, _value)  # type: ignore[assignment]
+        self.values: Values = fx.node.map_aggregate(named, _value)
         self.results: list[Tensor] = []
         tree_map_only(Tensor, self.results.append, node.meta.get("val"))
         overload: Any = node.target
@@ -140,6 +140,8 @@ def _computed(node: fx.Node) -> list[Any]:
 
 
 def _unary(at: _Lowering) -> Call | None:
+    if at.name == "square" or (at.name == "pow" and at.values.get("exponent") == 2):
+        return at.map("mul", at.out.dtype, at.values["self"], at.values["self"])
     if at.name not in _UNARY or len(at.schema.arguments) != 1:
         return None
     (x,) = at.values.values()
@@ -196,7 +198,12 @@ def _clamp(at: _Lowering) -> Call | None:
             return None
         calls.append(call)
         source = at.out
-    return lambda: [call() for call in calls] and None
+
+    def clamp() -> None:
+        for call in calls:
+            call()
+
+    return clamp
 
 
 def _copy(at: _Lowering) -> Call | None:
@@ -268,10 +275,17 @@ def _fold(at: _Lowering) -> Call | None:
     if not isinstance(dims, int) or x.dim() == 0:
         return None
     dim = dims % x.dim()
-    if x.shape[dim] == 0 or (at.out.dtype in _NARROW and at.name in ("sum", "cumsum")):
+    if x.shape[dim] == 0 or (at.out.dtype in _NARROW and at.name in ("sum", "mean", "cumsum")):
         return None
     kept = at.values.get("keepdim", False) or at.name == "cumsum"
-    return lambda: at.tape.fold(_FOLDS[at.name], at.out if kept else at.out.unsqueeze(dim), x, dim)
+    out = at.out if kept else at.out.unsqueeze(dim)
+
+    def fold() -> None:
+        at.tape.fold(_FOLDS[at.name], out, x, dim)
+        if at.name == "mean":
+            at.tape.map("div", out, out, x.shape[dim], kind=out.dtype)
+
+    return fold
 
 
 def _take_rows(at: _Lowering) -> Call | None:

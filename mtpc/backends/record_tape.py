@@ -78,7 +78,7 @@ class TapeRecorder:
 
     def bind(self, name: str, value: Tensor) -> None:
         """Memory of a buffer or weight, unless it is known."""
-        base = value.storage_offset()
+        base = int(value.storage_offset())
         key = value.untyped_storage()._cdata
         if key not in self._storage_of:
             self._add(key, _Storage(["bound", name], base))
@@ -104,7 +104,7 @@ class TapeRecorder:
     def slot(self, value: Tensor) -> int:
         """The number of a tensor of the tape."""
         storage = self._storage_of[value.untyped_storage()._cdata]
-        offset = value.storage_offset() - self.storages[storage].base
+        offset = int(value.storage_offset()) - self.storages[storage].base
         return self._tensor(storage, value.dtype, tuple(value.shape), value.stride(), offset)
 
     def _tensor(

@@ -1,6 +1,6 @@
 """The warm start: find every step in the graph cache and open its weights; nothing is compiled.
 
-This module imports no transformers, Inductor or sympy. What remains is torch itself, checks of
+This module imports no transformers or sympy. What remains is torch itself, checks of
 what is about to run, and mapping the weights into memory.
 """
 

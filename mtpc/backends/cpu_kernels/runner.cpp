@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <dlfcn.h>
 #include <torch/custom_class.h>
 
@@ -46,6 +47,8 @@ F* find_function(const std::string& name) {
 
 /// A call of a kernel: its arguments and the places of its results.
 struct Kernel {
+  /// What a profiler calls it.
+  std::string name;
   KernelCall* function;
   std::vector<Argument> arguments;
   std::deque<std::vector<AtenTensorHandle>> handles;
@@ -155,7 +158,7 @@ class Tape : public torch::CustomClassHolder {
               Numbers results) {
     const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
         ("mtpc_cpu::" + name).c_str(), "");
-    Kernel call{find_function<KernelCall>("mtpc_call_" + name)};
+    Kernel call{"mtpc_cpu::" + name, find_function<KernelCall>("mtpc_call_" + name)};
     for (IValue& value : read(handle.schema(), arguments, texts)) add_argument(call, value);
     TORCH_CHECK(handle.schema().returns().size() == results.size(), "a tape takes ",
                 results.size(), " results of ", name);
@@ -463,6 +466,8 @@ class Tape : public torch::CustomClassHolder {
   }
 
   void run_call(Kernel& call) {
+    at::RecordFunction heard(at::RecordScope::FUNCTION);
+    if (heard.isActive()) heard.before(call.name.c_str());
     call.function(call.arguments.data(), call.places.data());
     for (size_t i = 0; i < call.results.size(); ++i) {
       const std::unique_ptr<at::Tensor> made(reinterpret_cast<at::Tensor*>(call.made[i]));
