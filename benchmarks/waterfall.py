@@ -4,7 +4,7 @@
 
 The step as a whole is timed without a profiler, between two readings of the bandwidth. A second
 run under torch's profiler gives each operator's share, which is then scaled to the time without.
-What no operator accounts for is code that Inductor generated, and the host between steps.
+What no operator accounts for is what stands between operators, and the host between steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 import mtpc
@@ -29,8 +28,6 @@ from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Plan, Tell
-from mtpc.backends.cpu_kernels.generate import c_name
-from mtpc.ops import references
 
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(
@@ -39,15 +36,11 @@ LINEARS = tuple(
                  "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
                  "quantised_linear_max", "quantised_experts")
 )  # fmt: skip
-DIRECT_CALLS = {c_name(name): f"mtpc_cpu::{name}" for name in references()}
-"""What the profiler calls kernels that generated code calls as functions of C."""
-TELL_THE_PROFILER = {"cpp.enable_kernel_profile": True}
-"""A setting of Inductor: the profiler hears of such calls, at a fraction of a microsecond each."""
 PROMPT_TOKENS, HEADROOM, WARM_UP_STEPS = 32, 8, 3
 NOTES = (
     "limit: reading the step's weights once each at the bandwidth around the measurement.",
     "linears beyond it: compute where rows are many, threads that start and wait, norms in chains.",
-    "the rest: code that Inductor generated (norms, rotary, activations, argmax), and the host.",
+    "the rest: what stands between operators, and the host.",
 )
 
 
@@ -90,16 +83,15 @@ def _measure(
 ) -> list[Part]:
     tell(f"compile K={k}")
     int8 = "quantise-draft" in args.enable
-    with torch._inductor.config.patch(TELL_THE_PROFILER):
-        model = mtpc.compile(
-            checkpoint.directory,
-            spec_tokens=k,
-            batch_buckets=tuple(args.batches),
-            max_len=PROMPT_TOKENS + (k + 1) * (args.steps * 2 + WARM_UP_STEPS + HEADROOM),
-            prefill_chunk=PROMPT_TOKENS,
-            backend="cpu",
-            enabled_passes=tuple(args.enable),
-        )
+    model = mtpc.compile(
+        checkpoint.directory,
+        spec_tokens=k,
+        batch_buckets=tuple(args.batches),
+        max_len=PROMPT_TOKENS + (k + 1) * (args.steps * 2 + WARM_UP_STEPS + HEADROOM),
+        prefill_chunk=PROMPT_TOKENS,
+        backend="cpu",
+        enabled_passes=tuple(args.enable),
+    )
     parts = []
     for batch in args.batches:
         tell(f"measure K={k} batch {batch}")
@@ -146,7 +138,7 @@ def _profiled_shares(engine: Any, steps: int) -> Counter[str]:
         total = sum(_timed(engine) for _ in range(steps))
     shares: Counter[str] = Counter()
     for event in record.key_averages():
-        shares[DIRECT_CALLS.get(event.key, event.key)] += event.self_cpu_time_total / 1e6 / total
+        shares[event.key] += event.self_cpu_time_total / 1e6 / total
     return shares
 
 

@@ -395,19 +395,3 @@ def cpu_level() -> str | None:
     """The instruction-set level to compile for, from `MTPC_CPU_LEVEL`; None is the best one for
     this processor. See `mtpc.backends.cpu_kernels.levels`."""
     return os.environ.get("MTPC_CPU_LEVEL") or None
-
-
-_COMPILER_VARIABLES = re.compile(
-    "(TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO|AOT_INDUCTOR|MKL|ONEDNN|DNNL|KMP|GOMP)_.*"
-    "|ATEN_CPU_CAPABILITY|CFLAGS|CXXFLAGS|CPATH|LDFLAGS"
-)
-_HARMLESS_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
-
-
-def compiler_environment() -> dict[str, str]:
-    """Environment variables that can change what a compiled step computes; name -> value."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if _COMPILER_VARIABLES.fullmatch(name) and name not in _HARMLESS_VARIABLES
-    }

@@ -1,8 +1,6 @@
-"""Running a compiled package: open its library, bind tensors to its constants, call it.
+"""Opening a compiled package: a tape, and the tensors that it is bound to.
 
-A warm start needs no other part of the cpu backend: no Inductor, no export, no compiler. The class
-in `cpu_kernels/runner.cpp` wraps AOTInductor's runner and releases Python's lock while a package
-runs. So other threads go on, such as an event loop that serves the results.
+A warm start needs no other part of the cpu backend: no tracing and no compiler.
 """
 
 from __future__ import annotations
@@ -11,40 +9,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mtpc.backends.base import Run
+from mtpc.backends.tape import open_tape
 from mtpc.errors import BackendError
 from mtpc.layout import dtype_name
 
-LIBRARY, CALLS = "step.so", "step.json"
-"""Files of a package: the generated library, and the list of operators that it calls through
-torch's dispatcher. A package without such operators has no list. AOTInductor's runner expects the
-list beside the library, under the same name."""
-
-
+TAPE = "step.tape.json"
+"""File of a package: see `mtpc.backends.tape`."""
 DEVICE = "cpu"
 """Where packages run, as torch names it."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """How to call a package.
+    """What a package is bound to.
 
     Attributes:
-        inputs: names of the tensors that are passed at each call, in order.
-        tensors: name -> `signature` (dtype, shape, strides) of each input and constant; the code
-            relies on it.
+        tensors: name -> `signature` (dtype, shape, strides) of each tensor; the tape relies on it.
     """
 
-    inputs: tuple[str, ...]
     tensors: Mapping[str, str]
-
-    @property
-    def constants(self) -> frozenset[str]:
-        """Names of the tensors that are bound once."""
-        return frozenset(self.tensors) - set(self.inputs)
 
 
 def open_package(directory: Path, package: Package, tensor_of: Callable[[str], Tensor]) -> Run:
@@ -54,35 +40,29 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
     Python's lock. It must not run in two threads at the same time.
 
     Args:
-        directory: holds LIBRARY and, if the package needs it, CALLS.
-        package: how to call the package.
+        directory: holds TAPE.
+        package: what it is bound to.
         tensor_of: name -> tensor.
 
     Raises:
-        BackendError: the library cannot be loaded here, or a tensor does not fit the package.
+        BackendError: the tape is damaged, or a tensor does not fit the package.
     """
-    try:
-        runner = torch.classes.mtpc_runner.Runner(str(directory / LIBRARY))
-    except RuntimeError as error:
-        raise BackendError(f"{directory / LIBRARY} cannot be loaded: {error}") from error
     tensors = {name: tensor_of(name).detach() for name in package.tensors}
     _check_signatures(package, tensors)
-    internal = dict(runner.constants())
-    if internal.keys() != package.constants:
-        raise BackendError(
-            f"{directory / LIBRARY} does not refer to {sorted(package.constants - internal.keys())}"
-            f" and refers to unknown {sorted(internal.keys() - package.constants)}; expected the "
-            "constants of its record: Inductor copied a tensor into the code, where later writes "
-            "to it would be lost"
-        )
-    constants = {internal[name]: tensors[name] for name in package.constants}
-    runner.bind(constants, [tensors[name] for name in package.inputs])
-    run: Run = runner.run
-    return run
+
+    def named(name: str) -> Tensor:
+        if name not in tensors:
+            raise BackendError(
+                f"{directory / TAPE} reads {name}, which its record does not name; run `mtpc cache "
+                "verify`, and build the step again"
+            )
+        return tensors[name]
+
+    return open_tape((directory / TAPE).read_bytes(), named)
 
 
 def _check_signatures(package: Package, tensors: Mapping[str, Tensor]) -> None:
-    """Compare tensors with what the package was compiled for; its code checks nothing itself."""
+    """Compare tensors with what the package was compiled for."""
     for name, wanted in package.tensors.items():
         found = signature(tensors[name])
         if found != wanted:

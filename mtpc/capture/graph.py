@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
-from mtpc.weights.recipes import Recipe, make, substitute
+from mtpc.weights.recipes import Recipe, allocate, make, substitute
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,13 @@ class WeightTable:
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
+        defers: whether derived weights are memory without contents until `settle`. A build that
+            only writes packages down never fills them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
+        self.defers = False
+        self._deferred: set[str] = set()
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
         self.recipes: dict[str, Recipe] = {}
@@ -76,9 +80,18 @@ class WeightTable:
         weights, and steps compiled for one checkpoint serve its fine-tunes.
         """
         if name not in self._by_name:
-            self.bind(name, make(recipe, lambda part: self[part].detach()))
+            create = allocate if self.defers else make
+            self.bind(name, create(recipe, lambda part: self[part].detach()))
             self.recipes[name] = substitute(recipe, lambda part: self.recipes.get(part, part))
+            if self.defers:
+                self._deferred.add(name)
         return self[name]
+
+    def settle(self) -> None:
+        """Make the derived weights that have no contents yet, as new tensors."""
+        for name in sorted(self._deferred):
+            self.bind(name, make(self.recipes[name], lambda part: self[part].detach()))
+        self._deferred.clear()
 
     def add_constant(self, tensor: Tensor) -> str:
         """Add a constant of the model's code; returns its name, a digest of its contents."""

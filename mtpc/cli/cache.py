@@ -24,11 +24,11 @@ from mtpc.program.step_record import FORMAT
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, differences
 from mtpc.store.lookup import key_of
-from mtpc.store.machine import COMPILER, environment_fields
+from mtpc.store.machine import COMPILER, environment_fields, machine_fields
 from mtpc.weights.checkpoint import Checkpoint
 
 _DAY_S = 86400
-_PER_PROCESS = ("machine.threads", "torch.", "environment.")
+_PER_PROCESS = ("torch.",)
 """Key fields that differ between processes of one machine. A difference makes no entry stale."""
 
 
@@ -71,7 +71,7 @@ def examine(store: EntryStore) -> Iterator[Row]:
     Raises:
         CacheError: another user could have written the cache.
     """
-    here = {"format": str(FORMAT), **environment_fields()}
+    here = {"format": str(FORMAT), **environment_fields(), **machine_fields()}
     for digest in store.digests():
         try:
             entry = store.read(digest)
@@ -89,7 +89,7 @@ def _stale(fields: dict[str, str], here: dict[str, str]) -> Iterator[Difference]
     for difference in differences({n: fields[n] for n in comparable}, comparable):
         if not difference.field.startswith(_PER_PROCESS):
             yield difference
-    if COMPILER in here and COMPILER not in fields:
+    if COMPILER in here and fields.get("kind") == "kernels" and COMPILER not in fields:
         yield Difference(COMPILER, None, here[COMPILER])
 
 

@@ -44,6 +44,7 @@ class StepBinder:
                 that both halves of a split step can be bound to the same set.
         """
         start = time.perf_counter()
+        self.weights.settle()
         own = {} if own is None else own
         layout = step.record.layout()
         for name in layout:

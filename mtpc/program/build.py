@@ -206,7 +206,7 @@ class _Job:
 
     def run(self, tasks: Iterator[Task], tell: Any) -> None:
         """Build tasks until there are none left."""
-        torch.set_num_threads(self.threads)  # Generated code, hence the key, depends on it.
+        torch.set_num_threads(self.threads)
         compilers: dict[int, CachingCompiler] = {}
         models: dict[bool, LoadedModel] = {}
         for task in tasks:

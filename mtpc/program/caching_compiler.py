@@ -6,7 +6,6 @@ StepCompiler -> graph -> package and record -> cache entry
 from __future__ import annotations
 
 import gzip
-import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from mtpc.backends.package import Package
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
+from mtpc.capture.graph import StepGraph, is_buffer_name
 from mtpc.capture.split import split_step
 from mtpc.layout import Part, StepKey, dtype_name
 from mtpc.models.weight_recipes import weight_recipes
@@ -29,14 +27,9 @@ from mtpc.program.step_cache import (
     StepCache,
     Steps,
     graph_file,
-    reuse_package,
 )
 from mtpc.program.step_record import StepRecord, numbered
 from mtpc.weights.recipes import Recipe, names
-
-_LOWERING = ("backend", "machine.", "torch.", "environment.", "version.torch", "source.backends",
-             "source.kernels", "source.ops")  # fmt: skip
-"""Key fields that have a say in how a graph is lowered; the rest has had its say in the graph."""
 
 
 class CachingCompiler:
@@ -49,6 +42,7 @@ class CachingCompiler:
 
     def __init__(self, compiler: StepCompiler, cache: StepCache):
         self.compiler, self.cache = compiler, cache
+        compiler.weights.defers = True
         self._obtained: list[CachedStep] = []
 
     @property
@@ -79,8 +73,9 @@ class CachingCompiler:
         graph = self._graph(key, part, directory, timer)
         self.compiler.tell("lower", key)
         with timer("lower"):
-            lowering = self._lowering(graph)
-            package = self._package(graph, lowering, directory)
+            make_package = self.compiler.backend.package
+            assert make_package is not None, "the cache is for backends that make packages"
+            package = make_package(graph, directory)
         held = [name for name in package.tensors if not is_buffer_name(name)]
         constants = self._constants(held)
         self._save_constants(constants, directory)
@@ -89,7 +84,6 @@ class CachingCompiler:
         stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
         loaded = self.compiler.loaded
         return StepRecord(
-            lowering=lowering,
             step=key,
             part=part,
             buffers=numbered(graph.layout),
@@ -130,31 +124,6 @@ class CachingCompiler:
         half = split.verify if part == "verify" else split.propose
         write(len(graph.history) + 1, part, half)
         return half
-
-    def _package(self, graph: StepGraph, lowering: str, directory: Path) -> Package:
-        """Compiled now, or copied from an entry that was lowered from the same graph."""
-        same = self.cache.find_lowered(lowering)
-        if same is None:
-            package = self.compiler.backend.package
-            assert package is not None, "the cache is for backends that make packages"
-            return package(graph, directory)
-        reuse_package(same, directory)
-        return same.record.package
-
-    def _lowering(self, graph: StepGraph) -> str:
-        """Digest of all that lowering depends on."""
-        total = hashlib.sha256(graph.text().encode())
-        held = sorted({str(n.target) for n in graph.graph.nodes if n.op == "get_attr"})
-        for name in held:
-            tensor = get_tensor(graph.module, name)
-            writers = graph.layout[name].writers if name in graph.layout else ()
-            total.update(
-                f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()} {writers}".encode()
-            )
-        for name, value in sorted(self.cache.program.items()):
-            if name.startswith(_LOWERING):
-                total.update(f"{name} {value}\n".encode())
-        return total.hexdigest()[:32]
 
     @cached_property
     def _recipes(self) -> dict[str, Recipe | None]:

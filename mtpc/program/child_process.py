@@ -1,6 +1,6 @@
 """Building in a process of its own, whose remains go with it.
 
-What tracing and Inductor leave behind, a second copy of the weights and a heap that does not
+What tracing leaves behind, a second copy of the weights and a heap that does not
 shrink, would stay with a server for as long as it runs: at 0.5B three times what it needs. So a
 large checkpoint's steps are built by another process, into the cache, from which the caller then
 starts as any later process does.
@@ -137,7 +137,7 @@ def serve(handle: int) -> None:
 
     pipe = Connection(handle)
     directory, options, form, threads = pipe.recv()
-    torch.set_num_threads(threads)  # Generated code, hence the key, depends on it.
+    torch.set_num_threads(threads)
     caller = _Caller(pipe)
     try:
         build(directory, options, (options.spec_tokens,), form, listener=pipe.send)

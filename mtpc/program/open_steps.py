@@ -170,7 +170,7 @@ class _Opener(Generic[T]):
 
     def compiled(self, cache: StepCache | None) -> Opened[T]:
         """Trace and lower what the cache lacks."""
-        # Imported here: a warm start needs neither transformers nor export nor Inductor.
+        # Imported here: a warm start needs neither transformers nor export.
         from mtpc.models.load import load, place
         from mtpc.program.caching_compiler import CachingCompiler
         from mtpc.program.compiler import StepCompiler

@@ -1,6 +1,6 @@
 """The warm start: find every step in the graph cache and open its weights; nothing is compiled.
 
-This module imports no transformers, Inductor or sympy. What remains is torch itself, checks of
+This module imports no transformers or sympy. What remains is torch itself, checks of
 what is about to run, and mapping the weights into memory.
 """
 
@@ -102,7 +102,7 @@ def restore(
 def find_kernels(cache: StepCache) -> Entry | Path | None:
     """The kernel library that goes with the cache's steps, if it has been compiled."""
     try:
-        return build_kernels(cache.store, frozen=True, environment=cache.program)
+        return build_kernels(cache.store, frozen=True)
     except CacheError:
         if cache.frozen:
             raise

@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.backends.package import CALLS, LIBRARY
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Part, StepKey, step_name
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
-from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
+from mtpc.store.lookup import KEY, find, key_bytes, nearest
 from mtpc.store.machine import environment_fields
 from mtpc.wiring import rule_text
 
@@ -196,20 +195,6 @@ class StepCache:
             raise DamagedEntryError(f"{entry.directory}: {RECORD} is that of {step.record.name}")
         return step
 
-    def find_lowered(self, lowering: str) -> CachedStep | None:
-        """A step with any key that was lowered from the same graph for the same machine."""
-        for name, fields in peek(self.store):
-            path = self.store.directory(name) / RECORD
-            if fields.get("format") != str(FORMAT) or lowering not in _text(path):
-                continue
-            try:
-                step = _read_entry(self.store, name)
-            except DamagedEntryError:
-                continue
-            if step is not None and step.record.lowering == lowering:
-                return step
-        return None
-
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
         """Differences between a step's key and the nearest entry; empty if the cache is empty."""
         row = nearest(self.store, step_fields(self.program, key, part))
@@ -271,26 +256,9 @@ def read_record(entry: Entry) -> StepRecord:
         ) from error
 
 
-def _read_entry(store: EntryStore, name: str) -> CachedStep | None:
-    entry = store.read(name)
-    return None if entry is None else _read(entry)
-
-
-def _text(path: Path) -> str:
-    """The text of a file without any check; "" if there is no file."""
-    return path.read_text(errors="replace") if path.is_file() else ""
-
-
 def _copy_files(source: Path, target: Path) -> None:
     for path in source.iterdir():
         shutil.copyfile(path, target / path.name)
-
-
-def reuse_package(step: CachedStep, directory: Path) -> None:
-    """Copy the compiled package of a step, for a step with another key and the same graph."""
-    shutil.copyfile(step.directory / LIBRARY, directory / LIBRARY)
-    if (step.directory / CALLS).exists():
-        shutil.copyfile(step.directory / CALLS, directory / CALLS)
 
 
 def program_pin(entries: Mapping[str, Entry]) -> str:

@@ -27,7 +27,6 @@ class StepRecord:
     """The record of one step.
 
     Attributes:
-        lowering: digest of the lowered graph; steps with equal digests have equal packages.
         step: phase, bucket and K.
         part: the whole step, or one half of a split step.
         buffers: its buffers, with numbers as sizes.
@@ -45,7 +44,6 @@ class StepRecord:
         created: time of the build, in UTC.
     """
 
-    lowering: str
     step: StepKey
     part: Part
     buffers: tuple[BufferSpec, ...]
@@ -74,7 +72,6 @@ class StepRecord:
         """The record as JSON; equal records give equal text."""
         value = {
             "format": FORMAT,
-            "lowering": self.lowering,
             "step": asdict(self.step),
             "part": self.part,
             "buffers": [_buffer_to_json(spec) for spec in self.buffers],
@@ -102,13 +99,12 @@ class StepRecord:
         value: dict[str, Any] = json.loads(text)
         del value["format"]
         step = value["step"]
-        package = value["package"]
         made = cls(
             **{
                 **value,
                 "step": StepKey(step["phase"], Bucket(**step["bucket"]), step["spec_tokens"]),
                 "buffers": tuple(map(_buffer_from_json, value["buffers"])),
-                "package": Package(**{**package, "inputs": tuple(package["inputs"])}),
+                "package": Package(**value["package"]),
                 "derived": _recipes_from_json(value["derived"]),
                 "stored": _recipes_from_json(value["stored"]),
                 "unexplained": tuple(value["unexplained"]),

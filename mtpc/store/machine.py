@@ -9,12 +9,11 @@ import subprocess
 import sys
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import mtpc
-from mtpc.config import compiler_environment, cpu_level, cxx_compiler
+from mtpc.config import cpu_level, cxx_compiler
 from mtpc.errors import CacheError
 from mtpc.store.key import hash_of
 from mtpc.store.sources import source_fields
@@ -24,16 +23,18 @@ COMPILER = "machine.compiler"
 
 _MODELLING = ("models/*/modeling_*.py", "modeling_*.py", "integrations/moe.py")
 """Files of transformers that write a model's graph."""
-_NOTES_OF_INDUCTOR = ("aot_inductor.metadata",)
-"""Settings that a compilation changes and that do not affect the compiled code."""
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "vnni", "gfni", "neon",
                      "asimd", "sve", "bf16", "i8mm")  # fmt: skip
 """Prefixes of the cpu flags that affect code generation."""
 
 
 def environment_fields() -> dict[str, str]:
-    """All key fields except those of the model, the options and the step."""
-    return {**version_fields(), **source_fields(), **modelling_field(), **machine_fields()}
+    """All key fields except those of the model, the options and the step.
+
+    A step holds no code, so it depends on what traced it and not on the machine.
+    """
+    default = {"torch.default_dtype": str(torch.get_default_dtype())}
+    return {**version_fields(), **source_fields(), **modelling_field(), **default}
 
 
 def version_fields() -> dict[str, str]:
@@ -63,17 +64,8 @@ def modelling_field() -> dict[str, str]:
 
 
 def machine_fields() -> dict[str, str]:
-    """Properties of this machine and process that generated code depends on."""
-    fields = {
-        "machine.platform": f"{sys.platform} {platform.machine()}",
-        **processor_fields(),
-        "machine.threads": str(torch.get_num_threads()),
-        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "torch.default_dtype": str(torch.get_default_dtype()),
-        "torch.inductor": _inductor_settings(),
-    }
-    fields.update({f"environment.{k}": v for k, v in compiler_environment().items()})
+    """Properties of this machine that compiled kernels depend on."""
+    fields = {"machine.platform": f"{sys.platform} {platform.machine()}", **processor_fields()}
     compiler = compiler_version()
     return fields if compiler is None else {**fields, COMPILER: compiler}
 
@@ -126,19 +118,3 @@ def _cpu() -> tuple[str, frozenset[str]]:
     info = {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
     flags = (info.get("flags") or info.get("Features") or "").split()
     return info.get("model name") or platform.processor() or "unknown", frozenset(flags)
-
-
-def _inductor_settings() -> str:
-    """Inductor settings that this process changed; "" if Inductor is not imported.
-
-    `config.codegen_config()` does not serve. It also lists settings that a compilation changed and
-    restored, and settings from the environment, which has key fields of its own.
-    """
-    config: Any = sys.modules.get("torch._inductor.config")
-    changed = {}
-    for name, value in config.get_config_copy().items() if config else ():
-        entry = config._config[name]
-        known = (entry.default, entry.env_value_default, entry.env_value_force)
-        if value not in known and name not in _NOTES_OF_INDUCTOR:
-            changed[name] = value
-    return " ".join(f"{name}={value!r}" for name, value in sorted(changed.items()))

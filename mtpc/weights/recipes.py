@@ -111,14 +111,27 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
     return torch.cat(parts, 0 if recipe.op == "cat" else 1)
 
 
+def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
+    """Host memory for the tensor of a recipe, not filled.
+
+    Args:
+        recipe: what the memory is for.
+        tensor_of: name -> tensor; only shapes and dtypes are read.
+    """
+    shape, dtype = _extent(recipe.part if isinstance(recipe, Convert) else recipe, tensor_of)
+    if not isinstance(recipe, Convert):
+        return torch.empty(shape, dtype=dtype)
+    if recipe.op == "scales":
+        return torch.empty(shape[:-1], dtype=torch.float32)
+    return packing.allocate_packed(shape, torch.uint8 if recipe.op == "quantise" else dtype)
+
+
 def _take_blocks(recipe: Blocks, whole: Tensor) -> Tensor:
     blocks = whole.view(recipe.count, -1, whole.shape[-1])[:, recipe.start : recipe.stop]
     return (blocks.transpose(1, 2) if recipe.transposed else blocks).contiguous()
 
 
 def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
-    shape, dtype = _extent(recipe.part, tensor_of)
-
     def measure(part: Tensor, to: Tensor) -> None:
         to.copy_(packing.row_scales(part))
 
@@ -130,14 +143,12 @@ def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
         for matrix, place in zip(part, to, strict=True):
             round_and_fill(matrix, place)
 
-    convert: Fill
+    out, convert = allocate(recipe, tensor_of), fill
     if recipe.op == "scales":
-        out, rows, convert = torch.empty(shape[:-1], dtype=torch.float32), 1, measure
+        convert = measure
     elif recipe.op == "quantise":
-        out, rows = packing.allocate_packed(shape, torch.uint8), packing.TILE
         convert = round_and_fill
-    else:
-        out, rows, convert = packing.allocate_packed(shape, dtype), packing.TILE, fill
+    rows = 1 if recipe.op == "scales" else packing.TILE
     _place(recipe.part, out, rows, tensor_of, convert)
     # The weight is packed in the host's memory, which has huge pages, and then moved.
     return out.to(tensor_of(next(names(recipe.part))).device)

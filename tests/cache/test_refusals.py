@@ -50,7 +50,7 @@ def own_copy(cache: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "file", ["step.so", "constants.safetensors", "step.record.json", "key.json", SUMS]
+    "file", ["step.tape.json", "constants.safetensors", "step.record.json", "key.json", SUMS]
 )
 def test_damage_is_refused_when_frozen(
     file: str,
@@ -76,12 +76,12 @@ def test_damage_is_said_and_healed(
     """Not frozen: the entry is built again, in place, and the stats say so."""
     cold = cpu_built("mimo")
     mine = own_copy(cpu_cache, tmp_path)
-    damage(mine, cold.compiler.obtain(DECODE), "step.so")
+    damage(mine, cold.compiler.obtain(DECODE), "step.tape.json")
     options = {**CPU_OPTIONS, "cache_dir": mine}
     healed = mtpc.compile(checkpoint("mimo"), **options)
     (note,) = healed.stats.fallbacks
     assert "damaged cache entry was not used" in note
-    assert "step.so does not have the SHA-256" in note
+    assert "step.tape.json does not have the SHA-256" in note
     assert healed.generate(BATCH, 12) == cold.spec.generate(BATCH, 12)
     again = mtpc.compile(checkpoint("mimo"), **options, frozen=True)
     assert not again.stats.fallbacks

@@ -125,7 +125,7 @@ def check(op, *options, **named):
 ON_CPU = """\
 import ctypes, sys
 from pathlib import Path
-from mtpc.backends.cpu_kernels import direct_calls, kernel_table, load_library
+from mtpc.backends.cpu_kernels import kernel_table, load_library
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
 from mtpc.store.entries import EntryStore
 
@@ -139,13 +139,7 @@ assert str(ours._schema) == (
 )
 check(ours, 3)
 check(ours, 3, True, lambda: torch.ones(4))
-(declared,) = direct_calls()[ours]
-assert declared == (
-    "AOTITorchError aoti_torch_cpu_halve(AtenTensorHandle x, AtenTensorHandle counts, "
-    "int64_t times, int32_t plus_one, AtenTensorHandle* bias, AtenTensorHandle* result0, "
-    "AtenTensorHandle* result1)"
-)
-assert hasattr(ctypes.CDLL(str(built.directory / LIBRARY)), "aoti_torch_cpu_halve")
+assert hasattr(ctypes.CDLL(str(built.directory / LIBRARY)), "mtpc_call_halve")
 """
 
 ON_TRITON = """\

@@ -15,7 +15,7 @@ references, on each level:
 - `experts`, `packed_experts` and `quantised_experts` read each chosen expert's weights once,
   `packed_linear` and `packed_gated_linear` their weight, `linear_chain` each of its weights.
 - `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
-- No kernel needs Python's lock, and packages run without it (`torch.classes.mtpc_runner.Runner`).
+- No kernel needs Python's lock, and tapes run without it (`torch.classes.mtpc_runner.Tape`).
 
 Sums are accumulated in float32, in float64 for float64 queries or rows. Elements of q, x, caches
 and weights are bfloat16, float16, float32 or float64; index tensors int32 or int64. Any strides
@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
-from mtpc.backends.cpu_kernels.generate import c_declaration
 from mtpc.ops import references
 from mtpc.store.entries import Entry, EntryStore
 
@@ -62,7 +61,7 @@ def load_library(built: Entry | Path) -> None:
     directory = built.parent if isinstance(built, Path) else built.directory
     torch.classes.load_library(str(directory / RUNNER))
     torch.ops.load_library(directory / LIBRARY)
-    # Packages that are loaded later find the kernels' C functions by name.
+    # Tapes that are loaded later find the kernels' C functions by name.
     ctypes.CDLL(str(directory / LIBRARY), mode=ctypes.RTLD_GLOBAL)
     for reference, ours in kernel_table().items():
         torch.library.register_fake(ours.name(), reference)
@@ -90,17 +89,8 @@ def kernel_table() -> dict[Any, Any]:
     }
 
 
-def direct_calls() -> dict[Any, list[str]]:
-    """Our overload -> the declaration of its C function, AOTInductor's `custom_ops_to_c_shims`.
-
-    It is empty until `load_kernels` was called.
-    """
-    return {ours: [c_declaration(ours._schema)] for ours in kernel_table().values()}
-
-
 __all__ = [
     "build_kernels",
-    "direct_calls",
     "fill_packed",
     "kernel_table",
     "load_kernels",

@@ -64,7 +64,6 @@ def build_kernels(
     store: EntryStore | None = None,
     report: Callable[[str], None] = lambda line: None,
     frozen: bool = False,
-    environment: Fields | None = None,
 ) -> Entry | Path:
     """The kernel library for this machine's level, compiled if the cache does not have it.
 
@@ -72,7 +71,6 @@ def build_kernels(
         store: the graph cache; by default the user's.
         report: receives a line before a compilation starts and when it is done.
         frozen: refuse to compile.
-        environment: what `environment_fields` found, where that is known already.
 
     Returns:
         The checked entry that holds the library; or, where the cache cannot be written, the path
@@ -86,7 +84,7 @@ def build_kernels(
     """
     store = store or EntryStore(cache_directory())
     level = chosen_level(cpu_flags())
-    fields = kernel_fields(level, environment)
+    fields = kernel_fields(level)
     entry = find(store, fields) if frozen else _find(store, fields, report)
     if entry is not None:
         return entry
@@ -106,11 +104,10 @@ def build_kernels(
             return _Build(compiler, level, report).for_now()
 
 
-def kernel_fields(level: Level, environment: Fields | None = None) -> dict[str, str]:
+def kernel_fields(level: Level) -> dict[str, str]:
     """The key of a library: its sources, the generated ones among them, how and with what they are
     compiled, for what level."""
-    if environment is None:
-        environment = {**version_fields(), **source_fields(), **machine_fields()}
+    environment = {**version_fields(), **source_fields(), **machine_fields()}
     decisive = {name: environment[name] for name in _DECISIVE if name in environment}
     if level == NATIVE:
         decisive |= {name: environment[name] for name in _DECISIVE_IF_NATIVE}

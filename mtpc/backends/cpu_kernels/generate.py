@@ -5,7 +5,7 @@ behind the word `MTPC_OPERATOR`. From the schemas of these operators a build gen
 
 - `operators.h` declares every kernel.
 - `operators.cpp` registers the kernels as `mtpc_cpu::NAME`, and defines the C functions by which
-  AOTInductor's packages call them past torch's dispatcher (`shims.h`).
+  tapes call them past torch's dispatcher (`shims.h`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtpc.errors import BackendError
 from mtpc.ops import references
@@ -22,22 +22,16 @@ SOURCE_DIR = Path(__file__).parent
 _DEFINITION = re.compile(r"^MTPC_OPERATOR\s[^;(]*?(\w+)\(", re.MULTILINE)
 
 
-class _Type(NamedTuple):
-    """How C++ names a type of a schema: as a kernel's parameter, and as a C function's."""
-
-    kernel: str
-    c: str
-
-
 _TYPES = {
-    "Tensor": _Type("const Tensor&", "AtenTensorHandle"),
-    "Optional[Tensor]": _Type("const std::optional<Tensor>&", "AtenTensorHandle*"),
-    "List[Tensor]": _Type("std::vector<Tensor>", "const AtenTensorHandle*"),
-    "int": _Type("int64_t", "int64_t"),
-    "float": _Type("double", "double"),
-    "bool": _Type("bool", "int32_t"),
-    "str": _Type("std::string", "const char*"),
+    "Tensor": "const Tensor&",
+    "Optional[Tensor]": "const std::optional<Tensor>&",
+    "List[Tensor]": "std::vector<Tensor>",
+    "int": "int64_t",
+    "float": "double",
+    "bool": "bool",
+    "str": "std::string",
 }
+"""How C++ names a type of a schema, as a kernel's parameter."""
 _HEADER = """\
 // Generated from the schemas of mtpc::*; mtpc/ops says what the operators mean.
 #pragma once
@@ -100,24 +94,6 @@ def generate() -> dict[str, str]:
     return {"operators.h": header, "operators.cpp": source}
 
 
-def c_declaration(schema: Any) -> str:
-    """The C function of an operator: it takes the operator's arguments, then a place for each
-    result (one that is set to null where there is no result). How arguments are passed, and what
-    the function is called, is AOTInductor's convention."""
-    arguments = []
-    for argument in schema.arguments:
-        arguments.append(f"{_type(argument).c} {argument.name}")
-        if str(argument.type) == "List[Tensor]":
-            arguments.append(f"int64_t num_{argument.name}")
-    results = [f"AtenTensorHandle* {name}" for name in _results(schema)]
-    return f"AOTITorchError {c_name(_name(schema))}({', '.join([*arguments, *results])})"
-
-
-def c_name(operator: str) -> str:
-    """The name of an operator's C function."""
-    return f"aoti_torch_cpu_{operator}"
-
-
 def _schemas(sources: Iterable[Path]) -> list[Any]:
     """The schemas of the operators that are defined in some sources, by name."""
     names = sorted(name for path in sources for name in _DEFINITION.findall(path.read_text()))
@@ -132,19 +108,15 @@ def _name(schema: Any) -> str:
     return str(schema.name).partition("::")[2]
 
 
-def _type(argument: Any) -> _Type:
+def _type(argument: Any) -> str:
     kind = str(argument.type)
     if kind not in _TYPES:
         raise BackendError(f"{argument.name} is {kind}; kernels take {', '.join(_TYPES)}")
     return _TYPES[kind]
 
 
-def _results(schema: Any) -> list[str]:
-    return [f"result{index}" for index in range(max(len(schema.returns), 1))]
-
-
 def _declaration(schema: Any) -> str:
-    parameters = ", ".join(f"{_type(a).kernel} {a.name}" for a in schema.arguments)
+    parameters = ", ".join(f"{_type(a)} {a.name}" for a in schema.arguments)
     tensors = ["Tensor"] * len(schema.returns)
     result = f"std::tuple<{', '.join(tensors)}>" if len(tensors) > 1 else "".join(tensors) or "void"
     return f"{result} {_name(schema)}({parameters});"
@@ -160,14 +132,10 @@ def _registration(schema: Any) -> str:
 
 
 def _function(schema: Any) -> str:
-    passed = [f"mtpc::{_name(schema)}"]
-    for argument in schema.arguments:
-        is_list = str(argument.type) == "List[Tensor]"
-        name = argument.name
-        passed.append(f"mtpc::Handles{{{name}, num_{name}}}" if is_list else name)
-    places = ", ".join(_results(schema))
+    name = _name(schema)
     return (
-        f"AOTI_TORCH_EXPORT {c_declaration(schema)} {{\n"
-        f"  return mtpc::call({{{places}}}, {', '.join(passed)});\n"
+        f"AOTI_TORCH_EXPORT void mtpc_call_{name}(\n"
+        "    const mtpc::Argument* arguments, AtenTensorHandle* const* places) {\n"
+        f"  mtpc::call(&mtpc::{name}, arguments, places);\n"
         "}"
     )

@@ -1,19 +1,14 @@
-// What the generated C functions are made of (generate.py), by which AOTInductor's packages call the
-// kernels past torch's dispatcher.
-//
-// A call through the dispatcher is looked up, boxed and unboxed, which takes several microseconds; a
-// step of 28 layers has hundreds of calls. Arguments are passed by AOTInductor's convention for its
-// own shims: handles are borrowed, results are new handles, an optional tensor is a pointer to its
-// handle, and a list of tensors comes with its length.
+// What the generated C functions are made of (generate.py), by which tapes call the kernels.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "operators.h"
+#include "tape.h"
 
 namespace mtpc {
 namespace {
@@ -26,49 +21,45 @@ AtenTensorHandle own(AtenTensorHandle handle) {
   return result;
 }
 
-Tensor borrow(AtenTensorHandle handle) { return Tensor(own(handle)); }
-
-std::optional<Tensor> borrow(AtenTensorHandle* handle) {
-  return handle ? std::optional(borrow(*handle)) : std::nullopt;
-}
-
-int64_t borrow(int64_t value) { return value; }
-double borrow(double value) { return value; }
-bool borrow(int32_t value) { return value != 0; }
-
-const char* borrow(const char* value) { return value; }
-
-/// A list of tensors.
-struct Handles {
-  const AtenTensorHandle* first;
-  int64_t count;
-};
-
-std::vector<Tensor> borrow(Handles handles) {
-  std::vector<Tensor> tensors;
-  for (int64_t i = 0; i < handles.count; ++i) tensors.push_back(borrow(handles.first[i]));
-  return tensors;
-}
-
-/// Calls a kernel, and puts a new handle of each result into its place; the place of a kernel that
-/// has no result is set to null. What a kernel throws goes through the generated code to the caller
-/// of the package.
-template <size_t kPlaces, class Kernel, class... Arguments>
-AOTITorchError call(
-    AtenTensorHandle* const (&places)[kPlaces], Kernel kernel, Arguments... arguments) {
-  using Result = decltype(kernel(borrow(arguments)...));
-  if constexpr (std::is_void_v<Result>) {
-    kernel(borrow(arguments)...);
-    if (places[0]) *places[0] = nullptr;
-  } else if constexpr (std::is_same_v<Result, Tensor>) {
-    *places[0] = own(kernel(borrow(arguments)...).get());
+/// An argument as a kernel's parameter of type T.
+template <class T>
+T take(const Argument& argument) {
+  if constexpr (std::is_same_v<T, Tensor>) {
+    return Tensor(own(*argument.tensors));
+  } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
+    return argument.tensors ? std::optional(Tensor(own(*argument.tensors))) : std::nullopt;
+  } else if constexpr (std::is_same_v<T, std::vector<Tensor>>) {
+    std::vector<Tensor> tensors;
+    for (int64_t i = 0; i < argument.count; ++i) tensors.emplace_back(own(argument.tensors[i]));
+    return tensors;
+  } else if constexpr (std::is_same_v<T, double>) {
+    return argument.number;
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return argument.text;
   } else {
-    static_assert(std::tuple_size_v<Result> == kPlaces);
-    const Result results = kernel(borrow(arguments)...);
-    AtenTensorHandle* const* place = places;
-    std::apply([&](const auto&... each) { ((**place++ = own(each.get())), ...); }, results);
+    static_assert(std::is_integral_v<T>);
+    return static_cast<T>(argument.integer);
   }
-  return AOTI_TORCH_SUCCESS;
+}
+
+template <class Result, class... Parameters, size_t... kIndex>
+void call(Result (*kernel)(Parameters...), const Argument* arguments,
+          AtenTensorHandle* const* places, std::index_sequence<kIndex...>) {
+  if constexpr (std::is_void_v<Result>) {
+    kernel(take<std::decay_t<Parameters>>(arguments[kIndex])...);
+  } else if constexpr (std::is_same_v<Result, Tensor>) {
+    *places[0] = own(kernel(take<std::decay_t<Parameters>>(arguments[kIndex])...).get());
+  } else {
+    const Result results = kernel(take<std::decay_t<Parameters>>(arguments[kIndex])...);
+    std::apply([&](const auto&... each) { ((**places++ = own(each.get())), ...); }, results);
+  }
+}
+
+/// Calls a kernel, and puts a new handle of each result into its place.
+template <class Result, class... Parameters>
+void call(Result (*kernel)(Parameters...), const Argument* arguments,
+          AtenTensorHandle* const* places) {
+  call(kernel, arguments, places, std::index_sequence_for<Parameters...>{});
 }
 
 }  // namespace

@@ -1,0 +1,340 @@
+"""From a flat step graph to a tape: which call each node becomes.
+
+- A view becomes nothing: it is a tensor of the tape.
+- A kernel of ours is called past torch's dispatcher.
+- Arithmetic on elements, folds along a dimension and rows by index are computed by
+  `cpu_kernels/between.cpp`, with the same bits wherever a value stands in a tensor.
+- Any other operator is called through torch's dispatcher.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
+
+from mtpc.backends.record_tape import TapeRecorder
+from mtpc.backends.tape import Entry
+from mtpc.capture.effects import analyse
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.capture.inline import fake_mode_of
+from mtpc.passes.base import refresh_values
+
+Values = dict[str, Any]
+"""A call's arguments by name; tensors are fake."""
+
+_UNARY = {"neg", "bitwise_not", "logical_not", "isfinite", "cos", "sin", "exp", "sqrt", "rsqrt",
+          "sigmoid", "silu"}  # fmt: skip
+_BINARY = {"add", "sub", "mul", "div", "floor_divide", "remainder", "minimum", "maximum",
+           "__and__", "__or__", "bitwise_and", "bitwise_or", "logical_and", "logical_or",
+           "eq", "ne", "lt", "le", "gt", "ge", "rsub"}  # fmt: skip
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_RENAMED = {"__and__": "and", "__or__": "or", "bitwise_and": "and", "bitwise_or": "or"}
+_FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_COPIES = {"to", "_to_copy", "clone", "contiguous", "reshape", "flatten", "unflatten", "type_as"}
+_FOLDS = {"sum": "sum", "amax": "maximum", "amin": "minimum", "any": "any", "all": "all",
+          "cumsum": "scan", "mean": "sum"}  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
+_MOST_INDICES = 4
+
+
+def lower_to_tape(graph: StepGraph) -> tuple[int, list[Entry]]:
+    """Bytes of the arena and the entries of a flat, verified graph."""
+    refresh_values(graph)  # Passes need not keep what aliases what among temporaries.
+    recorder = TapeRecorder()
+    written = frozenset().union(*analyse(graph.graph).writes.values())
+    with fake_mode_of(graph.graph):
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                recorder.bind(str(node.target), node.meta["val"])
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                _Lowering(recorder, node, node in written).run()
+    return recorder.entries()
+
+
+class _Lowering:
+    """One call of the graph."""
+
+    def __init__(self, recorder: TapeRecorder, node: fx.Node, is_written: bool):
+        self.tape, self.node, self.is_written = recorder, node, is_written
+        named = arguments(node)
+        self.values: Values = fx.node.map_aggregate(named, _value)
+        self.results: list[Tensor] = []
+        tree_map_only(Tensor, self.results.append, node.meta.get("val"))
+        overload: Any = node.target
+        self.schema = overload._schema
+        name = str(self.schema.name).partition("::")[2]
+        self.in_place = self.schema.is_mutable and name.endswith("_") and not name.startswith("__")
+        self.name = name[:-1] if self.in_place else name
+        self.is_aten = str(self.schema.name).startswith("aten::")
+
+    def run(self) -> None:
+        known = [self.tape.is_known(result) for result in self.results]
+        is_view = not self.schema.is_mutable or self.name == "detach"
+        if is_view and known and all(known):
+            return
+        if self.is_aten and (self._constant() or self._between()):
+            return
+        for result, is_known in zip(self.results, known, strict=True):
+            if not is_known:
+                self.tape.new("returned", result)
+        taken = [] if all(known) else self.results
+        self.tape.operator(self.node, self.values, taken)
+
+    @property
+    def out(self) -> Tensor:
+        """The only result, in memory of its own or in that of the first argument."""
+        (result,) = self.results
+        return result
+
+    def _constant(self) -> bool:
+        """Hold a result of no tensor, which nothing writes; False where the node is none."""
+        if self.node.all_input_nodes or self.is_written or len(self.results) != 1:
+            return False
+        self.tape.hold(self.out, _computed(self.node))
+        return True
+
+    def _between(self) -> bool:
+        """Lower to arithmetic, folds or rows by index; False where the node is none of these."""
+        if len(self.results) != 1:
+            return False
+        for lower in (_unary, _binary, _select, _clamp, _copy, _join, _fill, _fold,
+                      _take_rows, _put_rows):  # fmt: skip
+            call = lower(self)
+            if call is not None:
+                if not self.tape.is_known(self.out):
+                    self.tape.new("planned", self.out)
+                call()
+                return True
+        return False
+
+    def map(self, function: str, kind: torch.dtype, *operands: Any) -> Call | None:
+        """A call of `TapeRecorder.map`, unless torch would round operands first."""
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        if kind in _NARROW and any(tensor.dtype not in (kind, torch.bool) for tensor in tensors):
+            return None
+        if any(tensor.is_complex() for tensor in tensors):
+            return None
+        return lambda: self.tape.map(function, self.out, *operands, kind=kind)
+
+
+Call = Callable[[], None]
+Lower = Callable[[_Lowering], Call | None]
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _computed(node: fx.Node) -> list[Any]:
+    """The numbers of a result of no tensor, in the order of its memory."""
+    target: Any = node.target
+    with unset_fake_temporarily():
+        result = target(*node.args, **{**node.kwargs, "device": "cpu"})
+        return list(result.reshape(-1).tolist())
+
+
+def _unary(at: _Lowering) -> Call | None:
+    if at.name == "square" or (at.name == "pow" and at.values.get("exponent") == 2):
+        return at.map("mul", at.out.dtype, at.values["self"], at.values["self"])
+    if at.name not in _UNARY or len(at.schema.arguments) != 1:
+        return None
+    (x,) = at.values.values()
+    if at.name == "bitwise_not":
+        return at.map("logical_not" if x.dtype == torch.bool else "not", x.dtype, x)
+    kind = x.dtype if at.name in ("neg", "isfinite", "logical_not") else at.out.dtype
+    return at.map(at.name, kind, x)
+
+
+def _binary(at: _Lowering) -> Call | None:
+    if at.name not in _BINARY or at.values.get("alpha", 1) != 1:
+        return None
+    left, right, *_ = at.values.values()
+    kind, name = torch.result_type(left, right), at.name
+    rounding = at.values.get("rounding_mode")
+    if name == "div" and rounding is None:
+        kind = at.out.dtype
+    elif name == "div" and rounding == "floor":
+        name = "floor_divide"
+    elif name == "div":
+        return None
+    if name in ("floor_divide", "remainder") and kind.is_floating_point:
+        return None
+    if name.startswith("logical"):
+        if not all(isinstance(x, Tensor) and x.dtype == torch.bool for x in (left, right)):
+            return None
+        name = name.removeprefix("logical_")
+    if name == "rsub":
+        return at.map("sub", kind, right, left)
+    return at.map(_RENAMED.get(name, name), kind, left, right)
+
+
+def _select(at: _Lowering) -> Call | None:
+    """where, masked_fill."""
+    values = at.values
+    if at.name == "where" and "condition" in values and len(values) == 3:
+        return at.map("where", at.out.dtype, *values.values())
+    if at.name == "masked_fill":
+        return at.map("where", at.out.dtype, values["mask"], values["value"], values["self"])
+    return None
+
+
+def _clamp(at: _Lowering) -> Call | None:
+    bounds = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}.get(at.name)
+    if bounds is None:
+        return None
+    given = [(n, at.values[n]) for n in bounds if at.values.get(n) is not None]
+    calls: list[Call] = []
+    source = at.values["self"]
+    for name, bound in given:
+        function = "maximum" if name == "min" else "minimum"
+        call = at.map(function, at.out.dtype, source, bound)
+        if call is None:
+            return None
+        calls.append(call)
+        source = at.out
+
+    def clamp() -> None:
+        for call in calls:
+            call()
+
+    return clamp
+
+
+def _copy(at: _Lowering) -> Call | None:
+    values = at.values
+    if at.name == "copy" and at.in_place:
+        source, out = values["src"], at.out
+    elif at.name in _COPIES and not at.in_place:
+        source, out = values["self"], at.out
+        if source.numel() == out.numel() and source.shape != out.shape:
+            return _reshape(at, source)
+    else:
+        return None
+    kind = torch.promote_types(source.dtype, out.dtype)
+    return lambda: at.tape.map("copy", out, source, kind=kind)
+
+
+def _reshape(at: _Lowering, source: Tensor) -> Call | None:
+    """A copy into memory that is dense, where it has the shape of the source."""
+    if not at.out.is_contiguous():
+        return None
+    return lambda: at.tape.map("copy", at.out.view(source.shape), source, kind=at.out.dtype)
+
+
+def _join(at: _Lowering) -> Call | None:
+    """cat, stack: each part is copied to its place."""
+    if at.name not in ("cat", "stack"):
+        return None
+    parts, dim = at.values["tensors"], at.values["dim"]
+    if any(part.dtype != at.out.dtype for part in parts):
+        return None
+
+    def call() -> None:
+        start = 0
+        for part in parts:
+            if at.name == "stack":
+                place, size = at.out.select(dim, start), 1
+            else:
+                size = part.shape[dim] if part.dim() == at.out.dim() else 0
+                place = at.out.narrow(dim, start, size)
+            if size and part.numel():
+                at.tape.map("copy", place, part, kind=part.dtype)
+            start += size
+
+    return call
+
+
+def _fill(at: _Lowering) -> Call | None:
+    if at.name in _FILLS:
+        number: Any = _FILLS[at.name]
+    elif at.name in ("full", "full_like", "new_full"):
+        number = at.values["fill_value"]
+    elif at.name == "fill" and at.in_place and not isinstance(at.values["value"], Tensor):
+        number = at.values["value"]
+    elif at.name == "zero" and at.in_place:
+        number = 0
+    else:
+        return None
+    return lambda: at.tape.map("copy", at.out, number, kind=at.out.dtype)
+
+
+def _fold(at: _Lowering) -> Call | None:
+    if at.name not in _FOLDS or at.in_place or "dim" not in at.values:
+        return None
+    x, dims = at.values["self"], at.values["dim"]
+    if isinstance(dims, (list, tuple)):
+        if len(dims) != 1:
+            return None
+        (dims,) = dims
+    if not isinstance(dims, int) or x.dim() == 0:
+        return None
+    dim = dims % x.dim()
+    if x.shape[dim] == 0 or (at.out.dtype in _NARROW and at.name in ("sum", "mean", "cumsum")):
+        return None
+    kept = at.values.get("keepdim", False) or at.name == "cumsum"
+    out = at.out if kept else at.out.unsqueeze(dim)
+
+    def fold() -> None:
+        at.tape.fold(_FOLDS[at.name], out, x, dim)
+        if at.name == "mean":
+            at.tape.map("div", out, out, x.shape[dim], kind=out.dtype)
+
+    return fold
+
+
+def _take_rows(at: _Lowering) -> Call | None:
+    """index, index_select, embedding: rows of a table."""
+    if at.in_place:
+        return None
+    if at.name == "embedding":
+        return lambda: at.tape.move_rows(False, at.out, at.values["weight"], [at.values["indices"]])
+    if at.name == "index_select":
+        x, dim, index = at.values["self"], at.values["dim"], at.values["index"]
+        if x.dim() == 0 or index.dim() != 1:
+            return None
+        return lambda: at.tape.move_rows(False, at.out.movedim(dim, 0), x.movedim(dim, 0), [index])
+    if at.name == "index":
+        return _advanced(at, False, at.out)
+    return None
+
+
+def _put_rows(at: _Lowering) -> Call | None:
+    """index_copy_, index_put_: rows of a table are written."""
+    if not at.in_place:
+        return None
+    if at.name == "index_copy":
+        dim, index, source = at.values["dim"], at.values["index"], at.values["source"]
+        if index.dim() != 1 or source.dtype != at.out.dtype or at.out.dim() == 0:
+            return None
+        table = at.out.movedim(dim, 0)
+        return lambda: at.tape.move_rows(True, source.movedim(dim, 0), table, [index])
+    if at.name == "index_put" and not at.values["accumulate"]:
+        return _advanced(at, True, at.values["values"])
+    return None
+
+
+def _advanced(at: _Lowering, into: bool, rows: Tensor) -> Call | None:
+    """x[i, j] with integer tensors for adjacent dimensions."""
+    table, given = at.values["self"], list(at.values["indices"])
+    indexed = [dim for dim, index in enumerate(given) if index is not None]
+    indices = [given[dim] for dim in indexed]
+    first, count = indexed[0], len(indexed)
+    if indexed != list(range(first, first + count)) or count > _MOST_INDICES:
+        return None
+    if any(index.dtype not in (torch.int64, torch.int32) for index in indices):
+        return None
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    wanted = (*table.shape[:first], *shape, *table.shape[first + count :])
+    if rows.dtype != table.dtype or (not into and tuple(rows.shape) != wanted):
+        return None
+    rows = rows.expand(wanted)
+    table = table.movedim(list(range(first, first + count)), list(range(count)))
+    moved = range(first, first + len(shape))
+    rows = rows.movedim(list(moved), list(range(len(shape))))
+    return lambda: at.tape.move_rows(into, rows, table, indices)
