@@ -170,6 +170,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = parse(["serve", "--port", "0", "--max-queue", "7", "--drain-seconds", "2.5"])
     assert server_fields(args) == {"port": 0, "max_queue": 7, "drain_seconds": 2.5}
     assert args.sampling is True
+    hosts = parse(["serve", "--allowed-hosts", "a.example,b.example"])
+    assert server_fields(hosts) == {"allowed_hosts": ("a.example", "b.example")}
     assert parse(["serve", "--no-sampling"]).sampling is False
     monkeypatch.delenv("MTPC_API_KEY", raising=False)
     assert serve._key(args) is None
