@@ -402,7 +402,7 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
             if layer.head is not None:  # A head of its own that has not gone far in a few seconds.
                 head = target.get_output_embeddings().weight
                 layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
-    steps = 10 if name == "deepseek_v4" else 18
+    steps = 16 if name == "deepseek_v4" else 18
     train(name, target, layers, steps)
     return save_checkpoint(name, target, layers, directory)
 
