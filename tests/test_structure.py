@@ -215,10 +215,12 @@ LINES = {
     "models": 3300,
     "ops": 1850,
     "passes": 2450,
-    "program": 2400,
+    # Processes that end together (`program/processes.py`), and records checked by their types.
+    "program": 2600,
     "server": 2150,
     "step": 1100,
-    "store": 850,
+    # Temporary directories that outlive no process for long (`store/scratch.py`).
+    "store": 950,
     # Hub ids (`weights/hub.py`), and checks of a checkpoint's JSON files (`weights/json_file.py`).
     "weights": 1400,
 }

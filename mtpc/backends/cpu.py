@@ -37,6 +37,7 @@ from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.store.entries import EntryStore
 from mtpc.store.machine import cpu_flags
+from mtpc.store.scratch import Scratch
 
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,
@@ -99,7 +100,7 @@ class CpuBackend:
     def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:
         load_kernels(store, report)
         self.notes: Counter[str] = Counter()
-        self._scratch = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
+        self._scratch = Scratch("packages")
 
     def free_bytes(self) -> int | None:
         """Host memory is not planned ahead."""

@@ -29,12 +29,15 @@ from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
+from mtpc.program.processes import end_with_parent, ended_by_sigterm
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
 from mtpc.store.entries import Entry
 from mtpc.weights.checkpoint import Checkpoint
 
 _POLL_S = 0.2
+_GRACE_S = 10.0
+"""A worker that was told to end has this long to put things away."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +255,10 @@ class _Remote:
 
 def _work(job: _Job, tasks: Any, events: Any) -> None:
     """A worker process."""
+    end_with_parent()
     try:
-        job.run(_drain(tasks), _Remote(events))
+        with ended_by_sigterm():
+            job.run(_drain(tasks), _Remote(events))
     except MtpcError as error:
         events.put(("error", (type(error).__name__, str(error))))
 
@@ -289,7 +294,11 @@ def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller
     finally:
         for process in processes:
             process.terminate()
-            process.join()
+        for process in processes:
+            process.join(_GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _handle(events: Any, tell: _Teller) -> None:

@@ -27,6 +27,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import Form, graph_keys
 from mtpc.layout.progress import Listener, Progress
+from mtpc.program.processes import end_children
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -167,4 +168,5 @@ class _Caller(threading.Thread):
         except (EOFError, OSError):
             self.has_gone = True
             if self.is_waiting:
+                end_children()
                 interrupt_main()
