@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+COPIES = 4
+"""A building process holds at most this many times the weights: plain, packed, and as constants."""
 _PR_SET_PDEATHSIG = 1
 """Linux's prctl option: the signal that a process receives when its parent ends."""
 
@@ -47,6 +49,24 @@ def end_children() -> None:
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGTERM)
+
+
+def how_it_ended(status: int, weights: int) -> str:
+    """How a building process died, and what to do.
+
+    Args:
+        status: its exit status; negative for a signal.
+        weights: bytes of the checkpoint's weights.
+    """
+    if status != -signal.SIGKILL:
+        return f"status {status}; what it said is on stderr"
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (
+        f"status {status}: the system killed it, as a rule because memory ran out; a process needs "
+        f"up to {COPIES} times the weights, {COPIES * weights / 2**30:.1f} GiB, and "
+        f"{free / 2**30:.1f} GiB are free: use `mtpc build --jobs 1`, or build on a larger machine "
+        "and copy the cache"
+    )
 
 
 def _end(number: int, frame: FrameType | None) -> None:

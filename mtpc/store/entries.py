@@ -52,6 +52,10 @@ class Entry:
     pin: str
     nbytes: int
 
+    def __str__(self) -> str:
+        """Its place, for messages."""
+        return str(self.directory)
+
     def read(self, name: str) -> bytes:
         """The bytes of a file, checked again.
 
