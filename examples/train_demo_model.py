@@ -34,6 +34,7 @@ from transformers import AutoTokenizer, DynamicCache, Glm4MoeConfig, PreTrainedT
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = Path(__file__).parents[1] / "mtpc/demo/chat_template.jinja"
 NO_DOCUMENTATION = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 HELD_OUT_ONE_IN = 12
 COMMENT = re.compile(r"(?:^[ \t]*# [A-Za-z(].*\n){2,}", re.MULTILINE)  # two lines or more
@@ -220,6 +221,7 @@ def prepare(out: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Run:
         special = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
         backend = Tokenizer.from_str(bpe.to_str())
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+        tokenizer.chat_template = CHAT_TEMPLATE.read_text()
     joined = [END_OF_TEXT.join([*part, ""]) for part in texts]
     train, held_out = (torch.tensor(tokenizer(text).input_ids) for text in joined)
     # Evenly spaced held-out pieces, each within one document.

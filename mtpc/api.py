@@ -119,6 +119,17 @@ class SpecModel:
         self.engine = Engine(program, options, served.vocab_size)
         self.served = usable_ends(served, self.stats.fallbacks)
 
+    def __repr__(self) -> str:
+        """One line: the model, what it was compiled with, and its number of steps."""
+        options = self.options
+        drafts = ",".join(map(str, options.tiers))
+        buckets = ",".join(map(str, options.batch_buckets))
+        return (
+            f"<SpecModel {self.served.name!r}: spec_tokens {drafts}, batch_buckets {buckets}, "
+            f"max_len {options.max_len}, backend {options.backend}, {len(self.program.steps)} "
+            f"steps, vocabulary of {self.served.vocab_size}>"
+        )
+
     @property
     def stats(self) -> Stats:
         """Acceptance, steps, replays per bucket and fallbacks since compilation."""

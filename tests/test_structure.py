@@ -216,11 +216,13 @@ LINES = {
     "models": 3500,
     "ops": 1850,
     "passes": 2500,
-    "program": 2450,  # the key says which stored embeddings and heads are equal
+    # Processes that end together (`program/processes.py`), and records checked by their types.
+    "program": 2600,
     # Limits on templates, names of hosts, clients that half-close.
     "server": 2500,
     "step": 1100,
-    "store": 850,
+    # Temporary directories that outlive no process for long (`store/scratch.py`).
+    "store": 950,
     # Hub ids, checks of a checkpoint's JSON files, fused projections of queries, keys and values.
     "weights": 1500,
 }

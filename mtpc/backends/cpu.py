@@ -23,6 +23,7 @@ from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.store.entries import EntryStore
+from mtpc.store.scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CpuBackend:
     def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:
         load_kernels(store, report)
         self.notes: Counter[str] = Counter()
-        self._scratch = tempfile.TemporaryDirectory(prefix="mtpc-packages-")
+        self._scratch = Scratch("packages")
 
     def free_bytes(self) -> int | None:
         """Host memory is not planned ahead."""

@@ -316,8 +316,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", action="store_true", help="print every node of the graph")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the step to a file")
-    _add_compile_options(parser, backend="eager")
-    parser.set_defaults(backend="eager")
+    _add_compile_options(parser)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

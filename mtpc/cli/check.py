@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
+from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.errors import OptionError, RequestError
@@ -53,7 +53,7 @@ def command(args: argparse.Namespace) -> int:
             "no prompt is given; the number of accepted drafts depends on the text: give prompts "
             f"that suit {args.checkpoint}, with -p or --ids"
         )
-    checkpoint = args.checkpoint or demo_checkpoint()
+    checkpoint = chosen_checkpoint(args.checkpoint)
     prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
     given = {"batch_buckets": (len(prompts),), "backend": "eager", **compile_options(args)}
     options = mtpc.CompileOptions.parse(given)

@@ -39,29 +39,32 @@ def command(args: argparse.Namespace) -> int:
     if args.svg is not None:
         _check_writable(args.svg)
     with show_progress(sys.stderr) as tell:
-        graph, layouts = _build(checkpoint, options, args, tell)
+        graph, layouts, backend = _build(checkpoint, options, args, tell)
     if args.svg is not None:  # Before printing, so that `| head` does not prevent the drawing.
         from mtpc.cli.drawing import draw
 
         _write(args.svg, draw(graph, f"{_position(graph)}, {checkpoint.absolute().name}"))
         print(f"drawn to {args.svg}", file=sys.stderr)
-    _print_graph(graph, layouts, args.nodes)
+    _print_graph(graph, layouts, args.nodes, backend)
     return 0
 
 
 def _build(
     checkpoint: Path, options: CompileOptions, args: argparse.Namespace, tell: Tell
-) -> tuple[StepGraph, list[Layout]]:
-    """The requested graph, and its buffers' layout for every bucket of its phase."""
+) -> tuple[StepGraph, list[Layout], str]:
+    """The requested graph, its buffers' layout for every bucket of its phase, and the backend."""
     tell("import torch and transformers")
-    from mtpc.backends import make_backend, settle_prefill
+    from mtpc.backends import choose_backend, settle_prefill
     from mtpc.layout import Layout, StepKey
     from mtpc.models.load import load
     from mtpc.program.compiler import StepCompiler, step_keys
     from mtpc.program.open_cache import kernel_store
     from mtpc.weights.checkpoint import Checkpoint
 
-    backend = make_backend(options.backend, tell, kernel_store(options, None))
+    store = kernel_store(options, None)
+    backend, fallback = choose_backend(options.backend, options.strict, tell, store)
+    if fallback:
+        print(f"note: {fallback}", file=sys.stderr)
     last = _last_pass(options, backend, args.after, args.before)
     tell(f"load {checkpoint}")
     source = Checkpoint(checkpoint)
@@ -80,7 +83,7 @@ def _build(
         compiler.rewrite(graph, last)
     keys = sorted({key, *(k for k in step_keys(options) if k.phase == args.phase)})
     specs = graph.layout.values()
-    return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys]
+    return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys], backend.name
 
 
 def _last_pass(
@@ -114,11 +117,11 @@ def _position(graph: StepGraph) -> str:
     return f"after {graph.history[-1].name}" if graph.history else "as traced, before any pass"
 
 
-def _print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool) -> None:
+def _print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backend: str) -> None:
     from mtpc.cli.tables import output
 
     console = output()
-    title = f"{graph.key} {_position(graph)}: {graph.num_nodes} nodes"
+    title = f"{graph.key} {_position(graph)}: {graph.num_nodes} nodes, for backend {backend}"
     console.print(title, style="bold", soft_wrap=True)
     if nodes:
         console.print(graph.text(), soft_wrap=True)

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from mtpc.cli.arguments import parse
 from mtpc.errors import MtpcError
+from mtpc.program.processes import ended_by_sigterm
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
@@ -23,12 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 for success, 1 for a negative result (`doctor`, `check`, `cache verify`
-        and `cache why`), 2 for an error, 130 for Ctrl-C, 141 for a closed output pipe.
+        and `cache why`), 2 for an error, 130 for Ctrl-C, 143 for SIGTERM, 141 for a closed output
+        pipe.
     """
     _print_any_character()
     args = parse(argv)
     try:
-        code: int = import_module(f"mtpc.cli.{args.command}").command(args)
+        with ended_by_sigterm():
+            code: int = import_module(f"mtpc.cli.{args.command}").command(args)
         sys.stdout.flush()
         return code
     except MtpcError as error:

@@ -29,12 +29,20 @@ from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
+from mtpc.program.processes import (
+    COPIES,
+    end_with_parent,
+    ended_by_sigterm,
+    how_it_ended,
+)
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
 from mtpc.store.entries import Entry
 from mtpc.weights.checkpoint import Checkpoint
 
 _POLL_S = 0.2
+_GRACE_S = 10.0
+"""A worker that was told to end has this long to put things away."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +169,14 @@ def _report(
 
 def default_jobs(directory: Path) -> int:
     """One a core, as long as half of the free memory holds weights of each, plain and packed."""
-    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    weights = _weights(directory)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(os.cpu_count() or 1, free // (4 * max(weights, 1))))
+    return max(1, min(os.cpu_count() or 1, free // (COPIES * max(weights, 1))))
+
+
+def _weights(directory: Path) -> int:
+    """Bytes of a checkpoint's weights."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 class _Teller:
@@ -253,8 +266,10 @@ class _Remote:
 
 def _work(job: _Job, tasks: Any, events: Any) -> None:
     """A worker process."""
+    end_with_parent()
     try:
-        job.run(_drain(tasks), _Remote(events))
+        with ended_by_sigterm():
+            job.run(_drain(tasks), _Remote(events))
     except MtpcError as error:
         events.put(("error", (type(error).__name__, str(error))))
 
@@ -273,7 +288,7 @@ def _drain(tasks: Any) -> Iterator[Task]:
 
 
 def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller) -> None:
-    context = multiprocessing.get_context("spawn")
+    context, weights = multiprocessing.get_context("spawn"), _weights(job.directory)
     tasks, events = context.Queue(), context.Queue()
     for task in [*todo, *[None] * workers]:
         tasks.put(task)
@@ -286,11 +301,15 @@ def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller
     try:
         while any(process.is_alive() for process in processes) or not events.empty():
             _handle(events, tell)
-            _check_alive(processes)
+            _check_alive(processes, weights)
     finally:
         for process in processes:
             process.terminate()
-            process.join()
+        for process in processes:
+            process.join(_GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _handle(events: Any, tell: _Teller) -> None:
@@ -308,11 +327,11 @@ def _handle(events: Any, tell: _Teller) -> None:
         raise getattr(errors, name)(message)
 
 
-def _check_alive(processes: list[Any]) -> None:
+def _check_alive(processes: list[Any], weights: int) -> None:
     """A worker that died unheard (out of memory, as a rule) ends the build."""
     dead = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
     if dead:
         raise BackendError(
-            f"a building process ended with status {dead[0]}; what it had finished is in the "
-            "cache. Out of memory? Try --jobs 1"
+            f"a building process ended with {how_it_ended(dead[0], weights)}; what it had finished "
+            "is in the cache"
         )

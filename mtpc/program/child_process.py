@@ -27,6 +27,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import Form, graph_keys
 from mtpc.layout.progress import Listener, Progress
+from mtpc.program.processes import end_children, how_it_ended
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -85,9 +86,8 @@ def _build(source: Checkpoint, options: CompileOptions, form: Form, listener: Li
         status = process.wait()
     if status != 0:
         raise BackendError(
-            f"the process that compiled {source.directory} ended with status {status}; what it had "
-            "finished is in the cache, what it said on stderr. Out of memory? Try `mtpc build "
-            "--jobs 1` first"
+            f"the process that compiled {source.directory} ended with "
+            f"{how_it_ended(status, source.nbytes)}; what it had finished is in the cache"
         )
 
 
@@ -167,4 +167,5 @@ class _Caller(threading.Thread):
         except (EOFError, OSError):
             self.has_gone = True
             if self.is_waiting:
+                end_children()
                 interrupt_main()

@@ -19,6 +19,7 @@ from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
 from mtpc.store.lookup import KEY, find, key_bytes, nearest
 from mtpc.store.machine import environment_fields
+from mtpc.store.scratch import Scratch
 from mtpc.wiring import rule_text
 
 _SHOWN = 4
@@ -124,7 +125,7 @@ class StepCache:
         self.store, self.program, self.frozen = store, program, frozen
         self.notes: Counter[str] = Counter()
         self._tell = tell
-        self._scratch = tempfile.TemporaryDirectory(prefix="mtpc-steps-")
+        self._scratch = Scratch("steps")
 
     def find(self, key: StepKey, part: Part = "step") -> CachedStep | None:
         """The step, or None if the cache lacks it. A damaged entry is noted and counts as missing.

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.store.safety import DIRECTORY_MODE, FILE_MODE, check_owner
+from mtpc.store.scratch import is_old, remove_abandoned
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)")
@@ -50,6 +51,10 @@ class Entry:
     files: dict[str, str]
     pin: str
     nbytes: int
+
+    def __str__(self) -> str:
+        """Its place, for messages."""
+        return str(self.directory)
 
     def read(self, name: str) -> bytes:
         """The bytes of a file, checked again.
@@ -101,15 +106,21 @@ class EntryStore:
     def prepare(self) -> None:
         """Create the folders; to be called before long work whose result will be written.
 
+        Temporary directories of killed processes are removed.
+
         Raises:
             CacheWriteError: the cache cannot be written.
             CacheError: another user could have written the cache.
         """
+        remove_abandoned()
         with self._writing():
             for name in ("entries", "locks", "tmp"):
                 self._make(name)
                 if not os.access(self.root / name, os.W_OK):
                     raise PermissionError(f"no permission to write {self.root / name}")
+        for path in self.leftovers():
+            if is_old(path):
+                shutil.rmtree(path, ignore_errors=True)
 
     def read(self, digest: str) -> Entry | None:
         """An entry, after a check of all its files; None if there is no such entry.

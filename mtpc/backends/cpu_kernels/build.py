@@ -34,6 +34,7 @@ from mtpc.store.machine import (
     machine_fields,
     version_fields,
 )
+from mtpc.store.scratch import Scratch
 from mtpc.store.sources import source_fields
 
 LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"
@@ -173,7 +174,7 @@ class _Build:
         what = f"the cpu kernels for {self.level.name} with {self.compiler}"
         self.report(f"compiling {what} (once, about a minute of one core)")
         with (
-            tempfile.TemporaryDirectory(prefix="mtpc-objects-") as scratch,
+            Scratch("objects") as scratch,
             ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
         ):
             generated = _write_generated(Path(scratch))

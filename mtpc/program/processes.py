@@ -1,0 +1,90 @@
+"""Processes that end together: what a build starts does not outlive it.
+
+A build runs workers, and these run compilers. SIGTERM ends a process as Ctrl-C does, so that its
+temporary directories are removed; its children are ended first, so that it waits for none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+COPIES = 4
+"""A building process holds at most this many times the weights: plain, packed, and as constants."""
+_PR_SET_PDEATHSIG = 1
+"""Linux's prctl option: the signal that a process receives when its parent ends."""
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Within the block, SIGTERM ends all children and raises SystemExit(143); a second one kills.
+
+    Outside of the main thread, which alone may say so, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_with_parent() -> None:
+    """Make this process, a child, receive SIGTERM when its parent ends in any way; Linux only."""
+    with contextlib.suppress(OSError, AttributeError):  # Another system.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def end_children() -> None:
+    """Send SIGTERM to all processes that this one started, and to those that they started."""
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def how_it_ended(status: int, weights: int) -> str:
+    """How a building process died, and what to do.
+
+    Args:
+        status: its exit status; negative for a signal.
+        weights: bytes of the checkpoint's weights.
+    """
+    if status != -signal.SIGKILL:
+        return f"status {status}; what it said is on stderr"
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (
+        f"status {status}: the system killed it, as a rule because memory ran out; a process needs "
+        f"up to {COPIES} times the weights, {COPIES * weights / 2**30:.1f} GiB, and "
+        f"{free / 2**30:.1f} GiB are free: use `mtpc build --jobs 1`, or build on a larger machine "
+        "and copy the cache"
+    )
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_children()
+    raise SystemExit(128 + number)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below one, parents first; [] on a system without /proc."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):  # It has ended meanwhile.
+            # "PID (NAME) STATE PARENT ...", where NAME may hold anything.
+            children[int(path.read_text().rpartition(")")[2].split()[1])].append(
+                int(path.parent.name)
+            )
+    found = [pid]
+    for parent in found:
+        found += children[parent]
+    return found[1:]
