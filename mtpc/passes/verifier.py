@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mtpc.capture.effects import analyse, storages
+from mtpc.capture.effects import Effects, analyse, storages
 from mtpc.capture.graph import StepGraph, arguments, is_buffer_name, operators
 from mtpc.errors import GraphError
 from mtpc.passes.base import evaluate
@@ -52,8 +52,9 @@ class Verifier:
             check_values(graph, pass_name)
 
     def _check_effects(self, graph: StepGraph, pass_name: str) -> None:
-        check_writers(graph, pass_name)
-        trace = effect_trace(graph.graph)
+        effects = analyse(graph.graph)
+        check_writers(graph, effects, pass_name)
+        trace = effect_trace(graph.graph, effects)
         before, self._effects = self._effects, trace
         if before is not None and before != trace:
             changed = sorted(
@@ -113,13 +114,12 @@ def _indexes_by_integer(node: fx.Node) -> bool:
     return all(i.meta["val"].dtype not in (torch.bool, torch.uint8) for i in indices)
 
 
-def check_writers(graph: StepGraph, pass_name: str) -> None:
+def check_writers(graph: StepGraph, effects: Effects, pass_name: str) -> None:
     """Check that the step writes no weight and no buffer that only the host writes.
 
     Raises:
         GraphError: a node writes one.
     """
-    effects = analyse(graph.graph)
     for node in graph.graph.nodes:
         for root in effects.writes[node]:
             if not isinstance(root, str):
@@ -135,12 +135,11 @@ def check_writers(graph: StepGraph, pass_name: str) -> None:
                 )
 
 
-def effect_trace(graph: fx.Graph) -> EffectTrace:
+def effect_trace(graph: fx.Graph, effects: Effects) -> EffectTrace:
     """Buffer name -> its writes by any operator and, for caches, its reads by `mtpc::` operators.
 
     Both are in order of execution.
     """
-    effects = analyse(graph)
     trace: EffectTrace = {}
     for node, op in operators(graph):
         names = effects.buffer_writes(node)
