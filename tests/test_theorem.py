@@ -84,6 +84,7 @@ def test_prefill_chunking_changes_nothing(
         )
 
 
+@pytest.mark.slow
 def test_float32_random_weights(
     compiled: Callable[..., Any], checkpoint: Callable[..., Any]
 ) -> None:

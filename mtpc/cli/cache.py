@@ -23,7 +23,7 @@ from mtpc.program.step_cache import KIND, RECORD, StepCache, read_record
 from mtpc.program.step_record import FORMAT
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, differences
-from mtpc.store.lookup import key_of
+from mtpc.store.lookup import KERNELS, key_of
 from mtpc.store.machine import COMPILER, environment_fields, machine_fields
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -89,7 +89,7 @@ def _stale(fields: dict[str, str], here: dict[str, str]) -> Iterator[Difference]
     for difference in differences({n: fields[n] for n in comparable}, comparable):
         if not difference.field.startswith(_PER_PROCESS):
             yield difference
-    if COMPILER in here and fields.get("kind") == "kernels" and COMPILER not in fields:
+    if COMPILER in here and fields.get("kind") == KERNELS and COMPILER not in fields:
         yield Difference(COMPILER, None, here[COMPILER])
 
 

@@ -141,6 +141,8 @@ class ModelFamily:
         Raises:
             OptionError: a rule has no meaning for layers that are fed residual streams.
         """
+        if not rules:
+            return self
         if self.wiring.stream_head:
             wrong = [name for name, _ in rules if name not in _RULES_OF_STREAMS]
             if wrong:

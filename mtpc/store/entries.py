@@ -97,7 +97,7 @@ class EntryStore:
         """
         try:
             paths = list(self._entries.iterdir())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise self._unreadable(error) from error

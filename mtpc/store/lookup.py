@@ -12,6 +12,8 @@ from mtpc.store.key import Difference, Fields, differences, digest
 from mtpc.store.machine import COMPILER
 from mtpc.store.safety import check_owner
 
+KERNELS = "kernels"
+"""The kind of entries that hold compiled code."""
 KEY = "key.json"
 """File with the key of an entry. The digest of the key is the name of the entry."""
 
@@ -46,14 +48,14 @@ def _parse(data: bytes) -> dict[str, str] | None:
 def find(store: EntryStore, wanted: Fields) -> Entry | None:
     """The entry with exactly this key; None if there is none.
 
-    If no C++ compiler is installed, `wanted` has no field for it, and entries of all compilers
-    match.
+    If no C++ compiler is installed, the key of the kernels has no field for it, and entries of all
+    compilers match.
 
     Raises:
         DamagedEntryError: the only matching entries are damaged.
         CacheError: another user could have written the cache.
     """
-    if COMPILER in wanted:
+    if COMPILER in wanted or wanted.get("kind") != KERNELS:
         found = _checked(store, digest(wanted))
         return found[0] if found else None
     damage: DamagedEntryError | None = None

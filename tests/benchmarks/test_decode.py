@@ -55,6 +55,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_engine_has_its_rows(results: dict[str, Any]) -> None:
     keys = {
         (row["model"], row["weights"], row["engine"], row["spec_tokens"], row["batch"])
@@ -72,6 +73,7 @@ def test_every_engine_has_its_rows(results: dict[str, Any]) -> None:
     assert results["markdown"].count("\n| mimo ") == len(mimo)
 
 
+@pytest.mark.slow
 def test_every_batch_is_set_beside_the_one_that_transformers_drafts_for(
     results: dict[str, Any],
 ) -> None:
@@ -84,6 +86,7 @@ def test_every_batch_is_set_beside_the_one_that_transformers_drafts_for(
         assert ratio == over
 
 
+@pytest.mark.slow
 def test_the_record_holds_no_path(results: dict[str, Any]) -> None:
     """Where files were is no part of a measurement; everything else that was asked for is."""
     assert results["benchmark"] == "decode"
@@ -92,6 +95,7 @@ def test_the_record_holds_no_path(results: dict[str, Any]) -> None:
     assert str(results["path"].parent) not in results["path"].read_text() + results["markdown"]
 
 
+@pytest.mark.slow
 def test_csv_has_the_same_numbers(results: dict[str, Any]) -> None:
     """And what they were measured on, in each row."""
     assert len(results["csv"]) == len(results["rows"])
@@ -101,6 +105,7 @@ def test_csv_has_the_same_numbers(results: dict[str, Any]) -> None:
         assert line["commit"] == results["versions"]["commit"]
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_from_them(results: dict[str, Any], tmp_path: Path) -> None:
     picture = tmp_path / "results.png"
     assert plot.main([str(results["path"]), str(picture)]) == 0
@@ -109,6 +114,7 @@ def test_the_picture_is_drawn_from_them(results: dict[str, Any], tmp_path: Path)
         plot.main([str(results["path"]), str(picture), "--model", "none"])
 
 
+@pytest.mark.slow
 def test_acceptance_is_what_the_weights_force(results: dict[str, Any]) -> None:
     for row in results["rows"]:
         if row["spec_tokens"] == 0:
@@ -119,6 +125,7 @@ def test_acceptance_is_what_the_weights_force(results: dict[str, Any]) -> None:
             assert row["acceptance_rate"] < 0.2
 
 
+@pytest.mark.slow
 def test_mtpc_times_whole_steps(results: dict[str, Any]) -> None:
     """Where all drafts are accepted, two tokens a step and request, but for the last step; steps
     before all are prefilled, or after one has ended, are not counted. There are none here: the

@@ -376,7 +376,7 @@ def test_find(store: EntryStore) -> None:
 def test_nearest(store: EntryStore) -> None:
     """The fewest differences of the same kind, every one of them named, and no other."""
     assert nearest(store, FIELDS) is None
-    put(store, kind="kernels")
+    put(store, kind="step")
     put(store, model="other", **{"options.size": "5", "more": "x"})
     near = put(store, **{"options.size": "6", COMPILER: "clang++ 18"})
     differences = [f"{COMPILER}: clang++ 18 -> g++ 13", "options.size: 6 -> 4"]

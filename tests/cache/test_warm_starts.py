@@ -138,6 +138,7 @@ def test_nan_weights_are_refused_warm(
         warm("mimo", directory)
 
 
+@pytest.mark.slow
 def test_an_own_head_has_steps_of_its_own(
     copied: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
 ) -> None:

@@ -52,7 +52,7 @@ def test_build_fills_a_cache_that_compile_uses(
     ]
     assert [row.split()[-1] for row in rows] == ["built", "built", "cached", "cached"]
     assert all(
-        re.search(r" \d+ +\d+ +\d+\.\d s +\d+\.\d s +\d+\.\d s +\d+\.\d MiB ", r) for r in rows
+        re.search(r" \d+ +\d+ +\d+\.\d s +\d+\.\d s +\d+\.\d s +\d+\.\d [Mk]i?B ", r) for r in rows
     )
     assert re.search(r"/2 lower (decode|prefill)\[R=.,Q=.,K=0\]", told)
     pins = dict(re.findall(r"K=(\d): .* --require-sha256 ([0-9a-f]{64})", printed))
@@ -109,7 +109,7 @@ def test_ls_and_inspect(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"options\.page_size +4 ", shown)
     assert re.search(r"fuse-draft-chain +\d+ +\d+ +\d+ +\d\.\d\d s", shown)
     assert re.search(r"lower +\d+\.\d s", shown)
-    assert re.search(r"step\.so +\d\.\d MiB +[0-9a-f]{64}", shown)
+    assert re.search(r"step\.tape\.json +\d+\.\d [Mk]i?B +[0-9a-f]{64}", shown)
     for name, wanted in (("traced", "call_module"), ("legalise-cpu", "mtpc_cpu.paged_attention")):
         assert run("cache", "inspect", found[1], "--graph", name, "--cache-dir", mine) == 0
         assert wanted.removeprefix("call_") in capsys.readouterr().out
@@ -136,10 +136,10 @@ def test_verify_and_prune(
     where = ["--cache-dir", mine]
     assert run("cache", "verify", *where) == 0
     whole = int(re.search(r"(\d+) of \1 entries are whole", capsys.readouterr().out)[1])
-    damage(mine, cpu_built("mimo").compiler.obtain(DECODE), "step.so")
+    damage(mine, cpu_built("mimo").compiler.obtain(DECODE), "step.tape.json")
     (mine / "tmp" / ("0" * 32 + "-killed")).mkdir(parents=True)
     assert run("cache", "verify", *where) == 1
-    assert "step.so does not have the SHA-256" in capsys.readouterr().out
+    assert "step.tape.json does not have the SHA-256" in capsys.readouterr().out
     assert run("cache", "ls", *where) == 0
     assert re.search(r"damaged: .*\n(.*\n)*left by a killed build: ", capsys.readouterr().out)
     assert run("cache", "prune", "--dry-run", *where) == 0

@@ -156,6 +156,7 @@ def test_who_decodes_never_waits(compiled: Callable[..., Any]) -> None:
         engine.abort(second)
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_those_of_requests_alone(compiled: Callable[..., Any]) -> None:
     """Filters, penalties and log-probabilities are of a request's own rows, wherever these are."""
     spec = compiled("mimo", 2, sampling=True, **WIDE)

@@ -45,7 +45,7 @@ def record() -> StepRecord:
         "step": KEY_OF_STEP,
         "part": "step",
         "buffers": (BufferSpec("state.lens", (4,), torch.int64),),
-        "package": Package(("state.lens",), {"state.lens": "int64[4](1)", "w": "float32[2](1)"}),
+        "package": Package({"state.lens": "int64[4](1)", "w": "float32[2](1)"}),
         "derived": {"w": Convert("pack", Join("cat", ("a", Rows(((0, 2),), "b"))))},
         "stored": {"a": "model.a", "b": "model.b"},
         "dtypes": {"a": "float32", "b": "float32"},

@@ -11,7 +11,7 @@ from transformers import generation
 
 from helpers.theorem import PROMPTS
 
-EOS = [8, 24, 45]
+EOS = [17, 24, 46]
 """Ids that the trained models emit often: rows end apart."""
 
 

@@ -33,7 +33,7 @@ DIGEST = "0123456789abcdef" * 2
 FIRST, SECOND = "part-0.bin", "part-1.bin"
 Tampering = Callable[[Path], object]
 """Does something to the directory of an entry."""
-FIELDS = {"kind": "step", "model": "tiny", "options.size": "4", "machine.compiler": "g++ 13"}
+FIELDS = {"kind": "kernels", "model": "tiny", "options.size": "4", "machine.compiler": "g++ 13"}
 UNKNOWN = {name: value for name, value in FIELDS.items() if name != "machine.compiler"}
 """A key, and the same where no compiler is installed."""
 SMALL = "mount -t tmpfs -o size=256k,mode=755 tmpfs store"

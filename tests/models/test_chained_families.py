@@ -122,6 +122,7 @@ def test_mtp_layers_are_counted(checkpoint: Callable[..., Path], tmp_path: Path)
     assert len(load(Checkpoint(directory), None, True).mtp_layers) == 3
 
 
+@pytest.mark.slow
 def test_step3p7_model_objects(
     checkpoint: Callable[..., Path], compiled: Callable[..., Any]
 ) -> None:

@@ -54,7 +54,7 @@ class Stepper:
         tensors = {name: layout.allocate(name).fill_(math.nan) for name in layout}
         pool = CachePool(tensors, SLOTS, family.cache_kinds)
         decoder = share_model(model, family.canonical).get_decoder()
-        self.target = StreamTarget(decoder, pool)
+        self.target = StreamTarget(decoder, pool, family.wiring)
         if layer is not None:
             use_seams(layer.block.mlp.experts.config)
             stand_in(layer, family.canonical)

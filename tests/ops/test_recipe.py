@@ -193,6 +193,7 @@ def test_on_the_cpu(package: Path, tmp_path: Path) -> None:
     assert _run(package, ON_CPU, str(tmp_path / "cache")) == ""
 
 
+@pytest.mark.slow
 def test_a_kernel_that_deviates_is_not_built(package: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     kernel = package / "mtpc" / "backends" / "cpu_kernels" / "halve.cpp"

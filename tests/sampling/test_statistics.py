@@ -93,6 +93,7 @@ class TableModel(nn.Module):
         nn.init.eye_(self.target_head.weight)
         self.draft_heads = nn.ModuleList([self.target_head])
         self.vocab_size = TOKENS
+        self.feeds_target = False
 
     def draft_index(self, step: int) -> int:
         return 0

@@ -27,7 +27,7 @@ from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest, hash_of
-from mtpc.store.lookup import KEY, find, key_bytes
+from mtpc.store.lookup import KERNELS, KEY, find, key_bytes
 from mtpc.store.machine import (
     COMPILER,
     cpu_flags,
@@ -115,7 +115,7 @@ def kernel_fields(level: Level) -> dict[str, str]:
     flags = " ".join((*_FLAGS, *level.flags, "runner:", *_RUNNER_FLAGS))
     generated = hash_of(text.encode() for text in generate().values())
     own = {"flags": flags, "source.generated": generated, "machine.level": level.name}
-    return {"kind": "kernels", **own, **decisive}
+    return {"kind": KERNELS, **own, **decisive}
 
 
 def _find(store: EntryStore, fields: Fields, report: Callable[[str], None]) -> Entry | None:
