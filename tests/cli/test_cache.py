@@ -52,7 +52,7 @@ def test_build_fills_a_cache_that_compile_uses(
     ]
     assert [row.split()[-1] for row in rows] == ["built", "built", "cached", "cached"]
     assert all(
-        re.search(r" \d+ +\d+ +\d+\.\d s +\d+\.\d s +\d+\.\d s +\d+\.\d [Mk]i?B ", r) for r in rows
+        re.search(r" \d+ +\d+ +\d+\.\d s +\d+\.\d s +\d+\.\d s +\d+\.\d [MK]iB ", r) for r in rows
     )
     assert re.search(r"/2 lower (decode|prefill)\[R=.,Q=.,K=0\]", told)
     pins = dict(re.findall(r"K=(\d): .* --require-sha256 ([0-9a-f]{64})", printed))
@@ -109,7 +109,7 @@ def test_ls_and_inspect(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"options\.page_size +4 ", shown)
     assert re.search(r"fuse-draft-chain +\d+ +\d+ +\d+ +\d\.\d\d s", shown)
     assert re.search(r"lower +\d+\.\d s", shown)
-    assert re.search(r"step\.tape\.json +\d+\.\d [Mk]i?B +[0-9a-f]{64}", shown)
+    assert re.search(r"step\.tape\.json +\d+\.\d [MK]iB +[0-9a-f]{64}", shown)
     for name, wanted in (("traced", "call_module"), ("legalise-cpu", "mtpc_cpu.paged_attention")):
         assert run("cache", "inspect", found[1], "--graph", name, "--cache-dir", mine) == 0
         assert wanted.removeprefix("call_") in capsys.readouterr().out

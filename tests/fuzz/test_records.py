@@ -21,7 +21,7 @@ from mtpc.cli.cache import examine
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, DamagedEntryError, MtpcError
 from mtpc.layout import BufferSpec, StepKey
-from mtpc.program.step_cache import RECORD, StepCache, step_fields
+from mtpc.program.step_cache import KIND, RECORD, StepCache, step_fields
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import EntryStore
 from mtpc.store.key import digest
@@ -30,7 +30,7 @@ from mtpc.store.machine import cpu_flags
 from mtpc.weights.recipes import Convert, Join, Rows
 
 KEY_OF_STEP = StepKey.decode(2, 3)
-PROGRAM = {**FIELDS, "format": str(FORMAT)}
+PROGRAM = {**FIELDS, "kind": KIND, "format": str(FORMAT)}
 DEEP = b'{"kind": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 VALUES: tuple[Any, ...] = (
     *(None, "x", -1, 0, 2**41, 2**70, [], {}, True, 1.5, [None], {"a": {}}, ["a", "b"]),
@@ -125,6 +125,8 @@ def test_a_neighbours_key(cache: StepCache, data: bytes) -> None:
     row = nearest(cache.store, wanted)
     assert row is not None
     assert row.digest == whole.digest
+    assert "it holds no step" in cache.miss(KEY_OF_STEP)
+    put(cache.store, kind=KIND)
     assert "the nearest entry differs in" in cache.miss(KEY_OF_STEP)
 
 
@@ -179,7 +181,7 @@ def test_random_records(cache: StepCache, chances: Callable[..., Any]) -> None:
             continue
         accepted += 1
         assert step.record.to_json(), chance
-        assert step.record.layout(), chance
+        assert step.record.layout() is not None, chance
     assert refused > accepted / 10 > 0, (refused, accepted)
 
 
