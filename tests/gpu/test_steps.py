@@ -183,7 +183,8 @@ def test_nothing_that_passes_fuse_is_left_to_references(
     """In bfloat16: norms, entries, activations of joint projections."""
     for launches in _fused_launches(checkpoint(family)):
         assert launches["draft_entry_kernel"] == 2
-        assert launches["add_rms_norm_kernel"] > 5
+        # MiMo's MTP layer is fed from before the target's final norm, which is alone then.
+        assert launches["add_rms_norm_kernel"] > 5 - (family == "mimo")
         assert launches["rms_norm_kernel"] > 2
         # Qwen3-Next's layers here are all mixtures; Step-3.7 bounds what it multiplies.
         assert (launches["silu_and_mul_kernel"] > 0) == (family not in ("qwen3_next", "step3p7"))
