@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
+from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads, stage_listener
 from mtpc.errors import OptionError, RequestError
@@ -79,13 +79,8 @@ class Sample:
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
-    if args.checkpoint is not None and not args.prompts:
-        raise RequestError(
-            "no prompt is given; the number of accepted drafts depends on the text: give prompts "
-            f"that suit {args.checkpoint}, with -p or --ids"
-        )
+    prompts: list[Prompt] = chosen_prompts(args)
     checkpoint = chosen_checkpoint(args.checkpoint)
-    prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
     options = {"batch_buckets": (len(prompts),), **compile_options(args)}
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     variants = list(_variants(numbers, args.compare or ()))

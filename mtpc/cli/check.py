@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
+from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
-from mtpc.errors import OptionError, RequestError
+from mtpc.errors import OptionError
 from mtpc.wiring import Rules, choices, rule_text
 
 if TYPE_CHECKING:
@@ -48,13 +48,8 @@ class Sample:
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return 0 if no other rule accepts clearly more, else 1."""
-    if args.checkpoint is not None and not args.prompts:
-        raise RequestError(
-            "no prompt is given; the number of accepted drafts depends on the text: give prompts "
-            f"that suit {args.checkpoint}, with -p or --ids"
-        )
+    prompts: list[Prompt] = chosen_prompts(args)
     checkpoint = chosen_checkpoint(args.checkpoint)
-    prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
     given = {"batch_buckets": (len(prompts),), "backend": "eager", **compile_options(args)}
     options = mtpc.CompileOptions.parse(given)
     if options.spec_tokens == 0:

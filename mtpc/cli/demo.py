@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from mtpc.errors import CheckpointError
+from mtpc.errors import CheckpointError, RequestError
 from mtpc.weights.hub import find_directory
 
 DEFAULT_PROMPT = "The with statement is used to wrap the execution of a block with"
@@ -26,6 +28,20 @@ def chosen_checkpoint(given: Path | None) -> Path:
         CheckpointError: as `find_directory` and `demo_checkpoint`.
     """
     return demo_checkpoint() if given is None else find_directory(given)
+
+
+def chosen_prompts(args: argparse.Namespace) -> list[Any]:
+    """The prompts of a command that measures acceptance; by default the demo model's.
+
+    Raises:
+        RequestError: a checkpoint is given, and no prompt.
+    """
+    if args.checkpoint is not None and not args.prompts:
+        raise RequestError(
+            "no prompt is given; the number of accepted drafts depends on the text: give prompts "
+            f"that suit {args.checkpoint}, with -p or --ids"
+        )
+    return args.prompts or list(BENCH_PROMPTS)
 
 
 def demo_checkpoint() -> Path:
