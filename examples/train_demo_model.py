@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, DynamicCache, Glm4MoeConfig, PreTrainedTokenizerFast
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 
+from mtpc.models.hf import CACHE
+
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = Path(__file__).parents[1] / "mtpc/demo/chat_template.jinja"
 NO_DOCUMENTATION = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
@@ -137,7 +139,7 @@ class DemoModel(glm.Glm4MoeForCausalLM):
             embeddings = self.model.embed_tokens(ids[:, step:])
             rope = self.model.rotary_emb(embeddings, torch.arange(step, length)[None])
             block = {"position_embeddings": rope, "attention_mask": chain_mask(length, step)}
-            hidden = mtp.draft(embeddings, hidden[:, :-1], past_key_values=cache, **block)
+            hidden = mtp.draft(embeddings, hidden[:, :-1], **{CACHE: cache}, **block)
             states.append(hidden)
         return states
 
@@ -186,7 +188,7 @@ def continue_text(model: DemoModel, ids: Tensor, count: int, temperature: float 
     """Append ``count`` tokens of the target to ``ids`` (greedy at temperature 0)."""
     cache, last = DynamicCache(), ids
     for _ in range(count):
-        logits = model(input_ids=last, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        logits = model(input_ids=last, **{CACHE: cache}, logits_to_keep=1).logits[:, -1]
         last = logits.argmax(dim=-1, keepdim=True)
         if temperature > 0:
             last = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)

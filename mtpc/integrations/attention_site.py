@@ -107,7 +107,7 @@ def _(q: Tensor, first: Tensor, second: Tensor, v_head_dim: int, site: int) -> T
 
 
 class SiteRecorder:
-    """Replaces `past_key_values` while a draft is traced, and records the attention sites.
+    """Replaces transformers' cache while a draft is traced, and records the attention sites.
 
     Tracing may run the model several times; `begin` discards the sites of the previous run.
     """
@@ -122,7 +122,9 @@ class SiteRecorder:
         self.positions = positions
         self._found.clear()
 
-    def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, first: Tensor, second: Tensor, layer_idx: int, **_: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store keys and values, as transformers' cache does. Returns them unchanged."""
         self.layers[layer_idx].write(first, second)
         return first, second

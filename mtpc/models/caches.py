@@ -92,7 +92,7 @@ class LayerCache(Protocol):
     """The cache of one attention layer."""
 
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
-        """Store the two tensors that the layer passes to `past_key_values.update`."""
+        """Store the two tensors that the layer passes to its cache's `update`."""
         ...
 
     def attend(

@@ -1,6 +1,6 @@
 """DeepSeek-V4's attention on explicit buffers: a sliding window, and compressed entries beyond it.
 
-A canonical module: it is made from transformers' `DeepseekV4Attention` (5.17 to 5.23) and shares
+A canonical module: it is made from transformers' `DeepseekV4Attention` (5.17 to 5.24) and shares
 its parameters under their names. It reads keys from rings and entries by request slot, where
 transformers keeps tensors that grow.
 

@@ -104,11 +104,12 @@ class GatedDelta(nn.Module):
         self.num_v_heads, self.head_v_dim = module.num_v_heads, module.head_v_dim
         self._project = project
 
-    def forward(self, hidden_states: Tensor, cache_params: Any, **_: Any) -> Tensor:
-        """hidden_states: [1, T, H]; cache_params: the `StepContext`; returns [1, T, H]."""
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        """[1, T, H] -> [1, T, H]. `options` has the `StepContext` in the place of the cache."""
+        context = options["cache" if "cache" in options else "cache_params"]  # since, before 5.24
         mixed, z, b, a = self._project(self, hidden_states[0])
-        state = cache_params.layers[self.layer_idx]
-        out = state.run(self, torch.cat([mixed, b, a], -1), cache_params)
+        state = context.layers[self.layer_idx]
+        out = state.run(self, torch.cat([mixed, b, a], -1), context)
         return self.out_proj(self.norm(out, z).flatten(1))[None]
 
 

@@ -2,15 +2,15 @@
 
 Three interfaces of transformers redirect its modules to mtpc; here they are called seams. Attention
 goes through `AttentionInterface` and experts through `ExpertsInterface`, both under the name
-"mtpc". The KV cache goes through the protocol `past_key_values.update(a, b, layer_idx)`. The user's
-model does not change: mtpc copies its module tree and shares its tensors.
+"mtpc". The KV cache goes through the protocol `cache.update(a, b, layer_idx)`. The user's model
+does not change: mtpc copies its module tree and shares its tensors.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
@@ -27,10 +28,18 @@ from mtpc.step.records import Metadata
 
 SEAM_NAME = "mtpc"
 
+CACHE = next(
+    field.name
+    for field in fields(CausalLMOutputWithPast)
+    if field.name in ("cache", "past_key_values")
+)
+"""transformers' name for the KV cache as an argument and as an output: "cache" since 5.24, and
+"past_key_values" before."""
+
 
 @dataclass(frozen=True)
 class StepContext(Metadata):
-    """Metadata of one forward and the caches of its layers, in the place of `past_key_values`.
+    """Metadata of one forward and the caches of its layers, in the place of transformers' cache.
 
     `layers` holds a `LayerCache`, or state of another kind, by layer index.
     """
@@ -42,7 +51,9 @@ class StepContext(Metadata):
         """From the fields of `Metadata`, in its order."""
         return cls(**vars(Metadata(*metadata)), layers=layers)
 
-    def update(self, first: Tensor, second: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, first: Tensor, second: Tensor, layer_idx: int, **_: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values to its cache: the cache protocol of transformers."""
         self.layers[layer_idx].write(first, second, self)
         return first, second
@@ -144,9 +155,9 @@ class HFTarget(nn.Module):
         out = self.decoder(
             input_ids=ids[None],
             position_ids=context.positions[None],
-            past_key_values=context,
             use_cache=False,
             mtpc_context=context,
+            **{CACHE: context},
         )
         return out.last_hidden_state[0]
 
@@ -314,7 +325,7 @@ def run_mtp_layer(
         rotary: the layer's rotary embedding.
         embedding: of the rows' token ids, [T, H].
         features: of the rows, [T, H].
-        context: in the place of `past_key_values`; has `positions` [T], `layers` and `update`.
+        context: in the place of transformers' cache; has `positions` [T], `layers` and `update`.
 
     Returns:
         Hidden states before the final norm, [T, H].
@@ -325,10 +336,10 @@ def run_mtp_layer(
         hidden,
         attention_mask=None,
         position_ids=positions[None],
-        past_key_values=context,
         use_cache=False,
         position_embeddings=rotary(hidden, positions),
         mtpc_context=context,
+        **{CACHE: context},
     )
     return hidden[0]
 

@@ -1,6 +1,6 @@
 """DeepSeek-V4's hyper-connections, with all rounds of normalisation as one op.
 
-A canonical module for transformers' `DeepseekV4HyperConnection` (5.17 to 5.23). A trace of
+A canonical module for transformers' `DeepseekV4HyperConnection` (5.17 to 5.24). A trace of
 transformers' module has about ten nodes for each of `hc_sinkhorn_iters` rounds, twice per layer.
 """
 

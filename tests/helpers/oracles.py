@@ -9,7 +9,7 @@ import torch
 
 from helpers.released import PAGES
 from helpers.tiny import family_of, logits_of, num_layers, target_features, text_config
-from mtpc.models.hf import model_class
+from mtpc.models.hf import CACHE, model_class
 
 MIN_MARGIN = 1e-6
 """Least top-1 margin of a logit row that a test may rest on: far above float64 rounding, so a
@@ -131,7 +131,7 @@ class TransformersDraftOracle(DraftOracle):
             features,
             position_embeddings=self.mtp.rotary_emb(embeds, position_ids=positions),
             position_ids=positions,
-            past_key_values=None,
+            **{CACHE: None},
             **masks,
         )
         return self.mtp.shared_post_norm(features) if self.mtp.use_shared_post_norm else features

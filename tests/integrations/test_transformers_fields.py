@@ -15,6 +15,7 @@ from transformers.generation import GenerationConfig
 import mtpc
 from mtpc.errors import RequestError
 from mtpc.integrations.transformers.inputs import check_model_arguments
+from mtpc.models.hf import CACHE
 
 PAGE = ROOT / "docs" / "embedding-transformers.md"
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
@@ -168,8 +169,8 @@ def test_arguments_of_the_forward(model: Any) -> None:
     embeds = model.get_input_embeddings()(IDS)
     refuse(model, r"input_ids has shape \(2, 0\)", input_ids=None, inputs_embeds=embeds)
     cache = DynamicCache()
-    model(IDS[:, :2], past_key_values=cache)
-    refuse(model, "past_key_values was given", past_key_values=cache, use_cache=True)
+    model(IDS[:, :2], **{CACHE: cache})
+    refuse(model, f"{CACHE} was given", **{CACHE: cache}, use_cache=True)
     refuse(model, "'inputs_embeds' is not supported", inputs_embeds=embeds)
     refuse(model, "'cu_seq_lens_q' is not supported", cu_seq_lens_q=torch.tensor([0, 3]))
 

@@ -136,7 +136,7 @@ def test_the_module_equals_transformers(family: str) -> None:
                 state_slots=torch.tensor([1, 2]),
                 certain_lens=torch.tensor([2, certain]),
             )
-            found = ours(x[None], cache_params=context)[0, 2 : 2 + accepted]
+            found = ours(x[None], cache=context)[0, 2 : 2 + accepted]
             close(found, wanted[committed : committed + accepted])
             committed += accepted
 

@@ -84,7 +84,7 @@ FIELDS: dict[str, Field] = {
     "eos_token_id": _honoured("ends a row; up to 8 ids"),
     "pad_token_id": _honoured("fills rows that end before others"),
     "bos_token_id": _honoured("transformers begins with it if no inputs are given"),
-    "return_dict_in_generate": _honoured("returns `sequences`; past_key_values is None"),
+    "return_dict_in_generate": _honoured("returns `sequences`; its cache is None"),
     "num_beams": _refused(_BEAMS, 1),
     "num_beam_groups": _refused(_BEAMS, 1),
     "diversity_penalty": _refused(_BEAMS, 0),
@@ -146,7 +146,7 @@ FIELDS: dict[str, Field] = {
     "continuous_batching_config": _irrelevant("concerns `generate_batch`"),
     "transformers_version": _irrelevant("the version that wrote the file"),
 }
-"""Every field of transformers 5.17 to 5.23, except those that begin with an underscore."""
+"""Every field of transformers 5.17 to 5.24, except those that begin with an underscore."""
 
 
 def check_fields(config: GenerationConfig) -> None:

@@ -1,7 +1,7 @@
 """`model.generate` with mtpc's steps instead of transformers' decoding loop.
 
 transformers offers the argument `custom_generate` of `generate` for this: a callable that gets the
-model, the ids, and everything that `generate` has prepared. transformers (5.17 to 5.23) does not
+model, the ids, and everything that `generate` has prepared. transformers (5.17 to 5.24) does not
 pass four of the user's arguments to the callable: `streamer`, `tokenizer`, `assistant_model` and
 `synced_gpus`. `Generator.generate` passes the first two in other ways, and refuses the third.
 """

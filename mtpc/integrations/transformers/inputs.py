@@ -20,6 +20,9 @@ OF_THE_HOST = (
 """Model arguments that only concern transformers' own forward. `fields` decides which values of
 the generation config are refused."""
 
+CACHES = ("cache", "past_key_values")
+"""The KV cache: its name since transformers 5.24, and its name before."""
+
 ENCODED = "mm_encoder_outputs"
 """The outputs of a multimodal model's encoders. They are empty for a text prompt."""
 
@@ -68,10 +71,10 @@ def check_model_arguments(arguments: Mapping[str, Any], padding: Tensor) -> None
     for name, value in arguments.items():
         if value is None or name in OF_THE_HOST or (name == ENCODED and not value):
             continue
-        if name == "past_key_values":
+        if name in CACHES:
             if getattr(value, "_is_user_defined", False) or value.get_seq_length() > 0:
                 raise RequestError(
-                    "past_key_values was given; mtpc keeps its own KV cache: give the whole text "
+                    f"{name} was given; mtpc keeps its own KV cache: give the whole text "
                     "as input_ids (mtpc reuses its beginning, see docs/engine.md)"
                 )
         elif name == "position_ids":

@@ -5,7 +5,7 @@ query heads score the keys that a row may see, and the row attends to the `index
 with the highest scores (DeepSeek Sparse Attention). MTP layers, experts and tensor names are those
 of DeepSeek-V3.
 
-Source: transformers' DeepseekV32 (5.17 to 5.23). Like it, this module leaves out two things of the
+Source: transformers' DeepseekV32 (5.17 to 5.24). Like it, this module leaves out two things of the
 released code: the Hadamard rotation, which changes no product of query and key, and the rounding of
 keys to FP8.
 """

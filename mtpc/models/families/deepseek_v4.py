@@ -4,7 +4,7 @@ The MTP layer is fed all residual streams, [T, streams, H]: the target's, from b
 head, or its own for further drafts. It uses the target's embedding and output head, and has a norm
 and a stream head of its own.
 
-Source: transformers' DeepseekV4 (5.17 to 5.23) for the target. transformers does not build the MTP
+Source: transformers' DeepseekV4 (5.17 to 5.24) for the target. transformers does not build the MTP
 layer: the released tensor names (`mtp.0.*`) and vLLM's predictor are its source.
 """
 

@@ -1,6 +1,6 @@
 """Step-3.5-Flash: the text model of Step-3.7 by itself.
 
-transformers (5.17 to 5.23) has the text model and its config (`Step3p7TextModel`, model type
+transformers (5.17 to 5.24) has the text model and its config (`Step3p7TextModel`, model type
 "step3p5"), but a causal language model only inside Step-3.7's multimodal one. The class here adds
 the head to the text model, under the names of the released checkpoints.
 
@@ -32,6 +32,8 @@ def step3p5_class() -> type[nn.Module]:
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.step3p7 import modeling_step3p7 as hf
 
+    from mtpc.models.hf import CACHE
+
     class Step3p5ForCausalLM(hf.Step3p7PreTrainedModel, GenerationMixin):
         """`Step3p7TextModel` with a head that is not tied to the embedding."""
 
@@ -47,7 +49,7 @@ def step3p5_class() -> type[nn.Module]:
             """Token ids [B, L] -> logits [B, L, V], as in transformers' causal language models."""
             out = self.model(input_ids=input_ids, **options)
             logits = self.lm_head(out.last_hidden_state)
-            return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: out[CACHE]})
 
     # Step-3.7's conversion of stored names, without the rules that nest the text model.
     known = get_checkpoint_conversion_mapping("step3p7")
