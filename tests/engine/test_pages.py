@@ -27,6 +27,7 @@ def test_pages_are_shared_kept_and_evicted() -> None:
     scheduler.next_turn()
     assert one.pages[:2] == two.pages[:2]
     assert [pool.users(page) for page in one.pages] == [2, 2, 1, 1, 1]
+    assert pool.num_idle == 1, "a page that is used again cannot be evicted"
     assert scheduler.reused_tokens == 16
     assert one.num_prefilled == two.num_prefilled == 8
     scheduler.remove(one)

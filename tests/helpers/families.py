@@ -17,6 +17,7 @@ FAMILY_NAMES = (
     "deepseek_v32",
 )
 """Qwen3.5 differs from qwen3_next by its projections and its loading: models/test_recurrent.py."""
+EVERY_FAMILY = (*FAMILY_NAMES, "step3p5", "qwen3_5", "qwen3_5_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
 """What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
 EACH_FAMILY = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from helpers.families import FAMILY_NAMES
+from helpers.families import EVERY_FAMILY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.theorem import PROMPTS, check_drafts
 from safetensors.torch import load_file, save_file
@@ -59,7 +59,7 @@ class Rows:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*FAMILY_NAMES, "step3p5", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_rows_equal_the_released_wiring(
     family: str, checkpoint: Callable[..., Path], oracle: Callable[..., Any]
 ) -> None:

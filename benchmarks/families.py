@@ -1,0 +1,176 @@
+"""What is shown for each family of models, by the test behind each cell.
+
+    python -m benchmarks.families                              # the tests alone, some minutes
+    python -m benchmarks.families --vllm-python VENV/bin/python   # and vLLM on the same checkpoints
+
+A cell says "yes" where all tests behind it passed, "no" where one failed, and "-" where there is
+none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks import ROOT
+from benchmarks.harness import command
+from benchmarks.harness.results import Record, Table, add_result_files, publish
+
+FAMILIES = (
+    "mimo",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "step3p5",
+    "step3p7",
+    "mimo_v2",
+)
+_STEP3P5 = "models/test_step3p5.py"
+_RECURRENT = "models/test_recurrent.py"
+TESTS: dict[str, tuple[str, dict[str, str]]] = {
+    "released names": (
+        "models/test_wiring.py::test_rows_equal_the_released_wiring[{family}]",
+        {},
+    ),
+    "text = plain": (
+        "test_theorem.py::test_speculative_output_equals_plain_decoding[{family}-3]",
+        {
+            "step3p5": f"{_STEP3P5}::test_speculative_output_equals_plain_decoding[3]",
+            "qwen3_5": f"{_RECURRENT}::test_speculative_output_equals_plain_decoding[qwen3_5-3]",
+            "qwen3_5_moe": (
+                f"{_RECURRENT}::test_speculative_output_equals_plain_decoding[qwen3_5_moe-2]"
+            ),
+        },
+    ),
+    "drafts = the wiring": (
+        "models/test_drafts.py::test_drafts_equal_the_wiring[{family}-trained]",
+        {
+            "step3p5": f"{_STEP3P5}::test_partial_acceptance_and_drafts",
+            "qwen3_5": f"{_RECURRENT}::test_drafts_equal_the_released_names[qwen3_5]",
+            "qwen3_5_moe": f"{_RECURRENT}::test_drafts_equal_the_released_names[qwen3_5_moe]",
+        },
+    ),
+    "drafts = transformers": (
+        "models/test_drafts.py::test_drafts_equal_transformers_mtp[{family}-trained]",
+        {},
+    ),
+    "model object": (
+        "models/test_objects.py::test_an_object_decodes_as_its_directory[{family}]",
+        {},
+    ),
+}
+"""Column -> the test of a family, below tests/, and those with other names."""
+VLLM = "text and drafts = vLLM"
+COLUMNS = ("family", *TESTS, VLLM)
+NOTES = (
+    "released names: every row of every MTP layer equals plain code over the released tensor names",
+    "text = plain: the theorem at K = 3 (K = 2 for qwen3_5_moe)",
+    "drafts = the wiring: drafts after each step equal an oracle that shares no code with mtpc",
+    "drafts = transformers: the same against transformers' own `MtpModel`, where it has the family",
+    f"{VLLM}: tests/peers/vllm_agreement.py, K = 0, 1, 3",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tests and print the table; exit status 1 if one failed."""
+    args = _parse(argv)
+    tell = command.teller()
+    known = _collected()
+    tests = {
+        (family, column): test
+        for family in FAMILIES
+        for column in TESTS
+        for test in [test_of(family, column)]
+        if test in known
+    }
+    tell(f"run {len(set(tests.values()))} tests")
+    passed = _run(sorted(set(tests.values())))
+    rows = []
+    for family in FAMILIES:
+        cells = {c: tests.get((family, c)) for c in TESTS}
+        row: dict[str, Any] = {"family": family, "tests": cells}
+        row["passed"] = {c: test in passed for c, test in cells.items() if test is not None}
+        if args.vllm_python:
+            tell(f"{family} in vLLM")
+            row["passed"][VLLM] = _agrees_with_vllm(args.vllm_python, family)
+        rows.append(row)
+    publish("families", args, {"rows": rows}, table)
+    return int(not all(p is not False for row in rows for p in row["passed"].values()))
+
+
+def test_of(family: str, column: str) -> str:
+    """The test behind a cell, whether there is one of that name or not."""
+    usual, others = TESTS[column]
+    return others.get(family, usual.format(family=family))
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    words = {True: "yes", False: "no", None: "-"}
+    cells = [
+        [row["family"], *(words[row["passed"].get(column)] for column in COLUMNS[1:])]
+        for row in record["rows"]
+    ]
+    return Table("Families", COLUMNS, cells, NOTES)
+
+
+def _collected() -> set[str]:
+    """The names of all tests."""
+    listing = _pytest("--collect-only", "-qq", "-n", "0", "tests/models", "tests/test_theorem.py")
+    lines = listing.stdout.splitlines()
+    return {line.removeprefix("tests/") for line in lines if "::" in line}
+
+
+def _run(tests: Sequence[str]) -> set[str]:
+    """Run tests; returns those that passed."""
+    with tempfile.TemporaryDirectory() as kept:
+        report = Path(kept) / "report.xml"
+        _pytest("--junitxml", str(report), *(f"tests/{test}" for test in tests))
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    return {
+        f"{case.attrib['classname'].removeprefix('tests.').replace('.', '/')}.py::"
+        f"{case.attrib['name']}"
+        for case in cases
+        if not any(child.tag in ("failure", "error", "skipped") for child in case)
+    }
+
+
+def _pytest(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in the repository, slow tests included."""
+    line = [sys.executable, "-m", "pytest", "-m", "", *options]
+    return subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def _agrees_with_vllm(python: Path, family: str) -> bool | None:
+    """Whether vLLM emits and accepts the same; None where it does not run the family."""
+    line = [
+        sys.executable,
+        "tests/peers/vllm_agreement.py",
+        "--vllm-python",
+        str(python.absolute()),
+    ]
+    done = subprocess.run([*line, "--families", family], cwd=ROOT, capture_output=True, text=True)
+    if "agree" in done.stdout or "DIFFER" in done.stdout:
+        return done.returncode == 0
+    return None
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("families", __doc__)
+    parser.add_argument("--vllm-python", type=Path, metavar="VENV/bin/python")
+    add_result_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

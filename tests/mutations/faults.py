@@ -1,0 +1,533 @@
+"""Sixty faults of the kinds that MTP engines have had, each with a default test that must fail.
+
+A fault replaces text of one file of mtpc. `plant` plants one at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: what goes wrong.
+        file: in mtpc/.
+        right: text that stands there once.
+        wrong: what replaces it.
+        test: a test of the default run, below tests/, that must fail.
+        in_sample: whether the default run plants it.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+    in_sample: bool = False
+
+
+_MIMO = "test_theorem.py::test_speculative_output_equals_plain_decoding[mimo-3]"
+_QWEN = "test_theorem.py::test_speculative_output_equals_plain_decoding[qwen3_next-3]"
+_V2 = "test_theorem.py::test_speculative_output_equals_plain_decoding[mimo_v2-3]"
+_V4 = "test_theorem.py::test_speculative_output_equals_plain_decoding[deepseek_v4-3]"
+_V32 = "test_theorem.py::test_speculative_output_equals_plain_decoding[deepseek_v32-3]"
+_GLM = "test_theorem.py::test_speculative_output_equals_plain_decoding[glm4_moe-3]"
+_DRAFTS = "models/test_drafts.py::test_drafts_equal_the_wiring"
+_CHAINS = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[step3p7@3-4]"
+_WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
+_ACCEPT = "ops/test_accept.py"
+_SCHEDULES = "engine/test_schedules.py"
+
+METADATA = "step/metadata.py"
+ACCEPT = "ops/accept.py"
+STEP = "step/step.py"
+CHAINING = "step/chaining.py"
+CACHES = "models/caches.py"
+HF = "models/hf.py"
+DELTA = "ops/gated_delta.py"
+
+FAULTS = (
+    # Lengths and positions.
+    Fault(
+        "positions are one too high",
+        METADATA,
+        "+ token - query_start_loc[request].long()",
+        "+ token - query_start_loc[request].long() + 1",
+        f"{_WIRING}[glm4_moe]",
+        in_sample=True,
+    ),
+    Fault(
+        "sequence lengths are one too short",
+        METADATA,
+        "torch.where(active, context_lens + query_lens, 0)",
+        "torch.where(active, context_lens + query_lens - 1, 0)",
+        _MIMO,
+    ),
+    Fault(
+        "the chain stays at one position",
+        METADATA,
+        "Chained(positions, slots, seq_lens, starts, lens + 1)",
+        "Chained(positions, slots, seq_lens, starts, lens)",
+        f"{_DRAFTS}[mimo-trained]",
+    ),
+    Fault(
+        "the logits of a prompt are those of its first row",
+        METADATA,
+        "first = query_start_loc[1:] - counts",
+        "first = query_start_loc[:-1]",
+        _MIMO,
+    ),
+    Fault(
+        "a prompt's tokens are counted behind those of decoding requests",
+        METADATA,
+        "before = packed.cumsum(0) - packed",
+        "before = counts.cumsum(0) - counts",
+        _MIMO,
+    ),
+    Fault(
+        "a decode step counts all rows as committed",
+        ACCEPT,
+        "certain = torch.where(decodes, accepted + 1, starts[1:] - starts[:-1])",
+        "certain = starts[1:] - starts[:-1]",
+        _MIMO,
+    ),
+    Fault(
+        "the budget of tokens falls by one a step",
+        ACCEPT,
+        "left = torch.where(emits & (reason == RUNNING), remaining - num, 0)",
+        "left = torch.where(emits & (reason == RUNNING), remaining - 1, 0)",
+        _ACCEPT,
+    ),
+    # Rows without a slot, padding, pages.
+    Fault(
+        "rows of requests that are off write the cache",
+        METADATA,
+        "live = active[request] & in_batch & (position < blocks * page_size)",
+        "live = in_batch & (position < blocks * page_size)",
+        "step/test_step.py",
+        in_sample=True,
+    ),
+    Fault(
+        "padded rows write the cache of the last request",
+        METADATA,
+        "live = active[request] & in_batch & (position < blocks * page_size)",
+        "live = active[request] & (position < blocks * page_size)",
+        _MIMO,
+    ),
+    Fault(
+        "rows without a page write the null page",
+        METADATA,
+        "has_page = live & (page != NULL_PAGE)",
+        "has_page = live",
+        "step/test_step.py",
+    ),
+    Fault(
+        "rows behind the last page write another request's",
+        METADATA,
+        "& (position < blocks * page_size)\n    position",
+        "\n    position",
+        "step/test_step.py",
+    ),
+    Fault(
+        "offsets within a page are one too high",
+        METADATA,
+        "page * page_size + position % page_size, NO_SLOT",
+        "page * page_size + (position + 1) % page_size, NO_SLOT",
+        _MIMO,
+    ),
+    Fault(
+        "rows without a slot write over the null page",
+        "ops/attention.py",
+        "values = torch.where(live.view(shape), rows.to(cache.dtype), flat[0])",
+        "values = rows.to(cache.dtype)",
+        "cpu/test_kernels.py",
+    ),
+    Fault(
+        "a finished request goes on decoding",
+        METADATA,
+        """        active = (state_indices != SCRATCH_SLOT) & (remaining_tokens[state_indices] > 0)
+        context_lens""",
+        """        active = state_indices != SCRATCH_SLOT
+        context_lens""",
+        "engine/test_async_scheduling.py",
+    ),
+    Fault(
+        "slot_mapping keeps one row a request",
+        "passes/resize_metadata.py",
+        "if demand > rows and spec.dims[0] == R:",
+        "if demand > rows and spec.dims[0] == T:",
+        "passes/test_whole_steps.py::test_resize_metadata",
+        in_sample=True,
+    ),
+    # Acceptance.
+    Fault(
+        "a draft behind a rejected one is accepted",
+        ACCEPT,
+        "accepted = matches.long().cumprod(1).sum(1)",
+        "accepted = matches.long().sum(1)",
+        _ACCEPT,
+        in_sample=True,
+    ),
+    Fault(
+        "drafts are compared with the choice one row later",
+        ACCEPT,
+        "matches = (drafts == choices[:, :-1]) & decodes[:, None]",
+        "matches = (drafts == choices[:, 1:]) & decodes[:, None]",
+        _MIMO,
+    ),
+    Fault(
+        "the bonus token is lost where every draft is right",
+        ACCEPT,
+        "torch.where(emits, accepted + 1, 0),",
+        "torch.where(emits, (accepted + 1).clamp(max=max(width - 1, 1)), 0),",
+        _ACCEPT,
+    ),
+    Fault(
+        "the next round drafts from the last row, accepted or not",
+        ACCEPT,
+        "anchors = torch.where(active & ~decodes, starts[1:] - 1, starts[:-1] + accepted)",
+        "anchors = torch.where(active & ~decodes, starts[1:] - 1, starts[1:] - 1)",
+        f"{_DRAFTS}[mimo-trained]",
+    ),
+    Fault(
+        "the stop token is not emitted",
+        ACCEPT,
+        "torch.minimum(wanted, first_stop + 1)",
+        "torch.minimum(wanted, first_stop)",
+        _ACCEPT,
+    ),
+    Fault(
+        "tokens behind NaN logits are emitted",
+        ACCEPT,
+        "num = torch.minimum(torch.minimum(wanted, first_stop + 1), first_bad)",
+        "num = torch.minimum(wanted, first_stop + 1)",
+        _ACCEPT,
+    ),
+    Fault(
+        "a prompt that goes on emits a token",
+        ACCEPT,
+        "emits = active if goes_on is None else active & ~goes_on",
+        "emits = active",
+        _MIMO,
+    ),
+    Fault(
+        "what a prompt's last row chose is not what follows it",
+        "step/accept.py",
+        "following = torch.where(goes_on, next_prompt_id, chosen[last])",
+        "following = chosen[last]",
+        f"{_DRAFTS}[mimo-trained]",
+    ),
+    # What the MTP layers are fed.
+    Fault(
+        "drafts take each row's own token, not the next one",
+        "step/accept.py",
+        "torch.cat([ids[1:], ids[:1]])",
+        "ids",
+        f"{_DRAFTS}[mimo-trained]",
+    ),
+    Fault(
+        "all drafts of a chain take the first draft",
+        STEP,
+        "self.pieces.drafts[layer](drafts[-1], features, *metadata)",
+        "self.pieces.drafts[layer](drafts[0], features, *metadata)",
+        f"{_DRAFTS}[mimo-trained]",
+    ),
+    Fault(
+        "the chain keeps the first features",
+        STEP,
+        """            features = self.pieces.drafts[layer](drafts[-1], features, *metadata)
+            drafts.append(self._pick(step, self.pieces.draft_heads[layer](features), inputs))""",
+        """            new = self.pieces.drafts[layer](drafts[-1], features, *metadata)
+            drafts.append(self._pick(step, self.pieces.draft_heads[layer](new), inputs))""",
+        f"{_DRAFTS}[mimo-trained]",
+    ),
+    Fault(
+        "the last token is the row's own",
+        STEP,
+        "last_token = aten.index_select.default(accepted.next_ids, 0, accepted.anchors)",
+        "last_token = aten.index_select.default(begun.ids, 0, accepted.anchors)",
+        _MIMO,
+    ),
+    Fault(
+        "state rows are written one column to the right",
+        "step/advance.py",
+        "torch.cat([next_token_ids, unused], 1)",
+        "torch.cat([next_token_ids.roll(1, 1), unused], 1)",
+        _MIMO,
+    ),
+    Fault(
+        "the final norm is applied before features that precede it",
+        HF,
+        """    if wiring.first_features == "before":
+        others["norm"]""",
+        """    if wiring.first_features == "after":
+        others["norm"]""",
+        f"{_WIRING}[mimo]",
+        in_sample=True,
+    ),
+    Fault(
+        "features and embedding are joined in the other order",
+        HF,
+        "if self.wiring.hidden_first:",
+        "if not self.wiring.hidden_first:",
+        f"{_WIRING}[mimo]",
+    ),
+    Fault(
+        "the norms of features and embedding are exchanged",
+        HF,
+        "parts = [self.embedding_norm(embedding), self.hidden_norm(features)]",
+        "parts = [self.hidden_norm(embedding), self.embedding_norm(features)]",
+        f"{_WIRING}[deepseek_v3]",
+    ),
+    Fault(
+        "the embedding at position 0 is kept",
+        HF,
+        "if self.wiring.zero_first_embedding:",
+        "if self.wiring.zero_first_embedding is None:",
+        f"{_WIRING}[mimo]",
+    ),
+    Fault(
+        "an MTP layer's features are those before its norm",
+        HF,
+        """        if self.layer.wiring.next_features == "before":
+            return hidden
+""",
+        """        if self.layer.wiring.next_features != "":
+            return hidden
+""",
+        f"{_DRAFTS}[glm4_moe-trained]",
+    ),
+    Fault(
+        "an MTP layer's own head is left out",
+        HF,
+        'own = layer.head if layer.wiring.head == "own" else None',
+        'own = layer.head if layer.wiring.head == "other" else None',
+        f"{_WIRING}[step3p7]",
+        in_sample=True,
+    ),
+    # Several MTP layers.
+    Fault(
+        "one row too few is computed again",
+        CHAINING,
+        "context_lens.clamp(max=self.window)",
+        "context_lens.clamp(max=self.window - 1)",
+        _CHAINS,
+    ),
+    Fault(
+        "the earlier rows of a short text are read from the wrong end",
+        CHAINING,
+        "kept = (self.window - earlier[request] + row).clamp(0, self.window - 1)",
+        "kept = row.clamp(0, self.window - 1)",
+        _CHAINS,
+    ),
+    Fault(
+        "earlier rows stand at later positions",
+        CHAINING,
+        "first = (context_lens - earlier).int()",
+        "first = context_lens.int()",
+        _CHAINS,
+    ),
+    Fault(
+        "the rows that are kept end one row early",
+        CHAINING,
+        "rows = anchors[:, None] - back[None]",
+        "rows = anchors[:, None] - back[None] - 1",
+        _CHAINS,
+    ),
+    Fault(
+        "every MTP layer is fed the target's features",
+        CHAINING,
+        "if not step.feeds_target:",
+        "if step.feeds_target:",
+        _CHAINS,
+    ),
+    Fault(
+        "a layer's rows keep the tokens of the layer before",
+        CHAINING,
+        "inputs = replace(inputs, ids=ids)",
+        "inputs = replace(inputs, ids=inputs.ids)",
+        _CHAINS,
+    ),
+    # Caches.
+    Fault(
+        "every layer attends to the first layer's cache",
+        HF,
+        "cache: LayerCache = mtpc_context.layers[module.layer_idx]",
+        "cache: LayerCache = mtpc_context.layers[0]",
+        _MIMO,
+    ),
+    Fault(
+        "every MTP layer writes the last target layer's cache",
+        HF,
+        "self.layers[layer_idx].write(first, second, self)",
+        "self.layers[min(layer_idx, 1)].write(first, second, self)",
+        f"{_DRAFTS}[mimo-trained]",
+    ),
+    Fault(
+        "a row does not attend to itself",
+        "ops/attention.py",
+        "(key[None] <= position[:, None])",
+        "(key[None] < position[:, None])",
+        _MIMO,
+    ),
+    Fault(
+        "a window is one position too wide",
+        "ops/attention.py",
+        "visible &= key[None] > position[:, None] - sliding_window",
+        "visible &= key[None] >= position[:, None] - sliding_window",
+        _V2,
+    ),
+    Fault(
+        "a ring takes the place of another request's",
+        CACHES,
+        "first = torch.where(slots == SCRATCH_SLOT, 0, (slots - 1) * pages + 1)",
+        "first = torch.where(slots == SCRATCH_SLOT, 0, (slots - 1) * (pages - 1) + 1)",
+        _V2,
+    ),
+    Fault(
+        "padded rows write rings",
+        CACHES,
+        "slot = torch.where(metadata.slot_mapping == NO_SLOT, NO_SLOT, slot)",
+        "slot = slot.clone()",
+        "models/test_ring_cache.py",
+        in_sample=True,
+    ),
+    Fault(
+        "attention sinks are left out",
+        CACHES,
+        'options.get("s_aux"),',
+        "None,",
+        _V2,
+    ),
+    # State that is no page.
+    Fault(
+        "a recurrent state takes in drafts that are rejected",
+        DELTA,
+        "certain = live & (index < certain_lens[request])",
+        "certain = live",
+        "ops/test_gated_delta.py",
+        in_sample=True,
+    ),
+    Fault(
+        "a recurrent state counts rejected drafts as seen",
+        DELTA,
+        "seen = committed + torch.minimum(certain_lens.long(), lens)",
+        "seen = committed + lens",
+        _QWEN,
+    ),
+    Fault(
+        "a new request starts from the state of the last one",
+        DELTA,
+        "stood = torch.where(on & (committed > 0), standing[state_slots].long(), 0)",
+        "stood = torch.where(on, standing[state_slots].long(), 0)",
+        _QWEN,
+    ),
+    Fault(
+        "a convolution reads what a slot held before",
+        DELTA,
+        "older = torch.where((there >= 0)[:, None], older, 0)",
+        "older = older + 0",
+        _QWEN,
+    ),
+    Fault(
+        "a decode step takes its drafts for certain",
+        METADATA,
+        "Begun(*fresh, starts, blocks, slots, active.int(), ids, context_lens, active)",
+        "Begun(*fresh, starts, blocks, slots, active.int() * query_len, ids, context_lens, active)",
+        _QWEN,
+    ),
+    Fault(
+        "decoding requests in a prefill step take their drafts for certain",
+        METADATA,
+        "certain = torch.where(decodes, active.int(), counts)",
+        "certain = counts",
+        _QWEN,
+    ),
+    Fault(
+        "a compressed entry is seen one token late",
+        "models/deepseek_v4_attention.py",
+        "closed = (rows.position + 1) // ratio",
+        "closed = rows.position // ratio",
+        _V4,
+    ),
+    Fault(
+        "a sparse attention chooses positions that it does not see",
+        "ops/choose_slots.py",
+        'chosen = torch.where(visible, total, float("-inf")).topk',
+        "chosen = total.topk",
+        _V32,
+    ),
+    # The engine.
+    Fault(
+        "a page is reused whatever follows it",
+        "engine/prefix.py",
+        "return Block(parent, tokens, tuple(request.token_ids(end, end + self.lookahead)))",
+        "return Block(parent, tokens, ())",
+        _SCHEDULES,
+    ),
+    Fault(
+        "a page is reused whatever precedes it",
+        "engine/prefix.py",
+        "return Block(parent, tokens,",
+        "return Block(ROOT, tokens,",
+        _SCHEDULES,
+    ),
+    Fault(
+        "pages are learned before the draft layers' rows are final",
+        "engine/prefix.py",
+        "final = request.num_committed - max(self.lookahead - 1, 0)",
+        "final = request.num_committed + 1",
+        _SCHEDULES,
+    ),
+    Fault(
+        "a shared page can be evicted while it is used",
+        "engine/pages.py",
+        "            self._idle.pop(page, None)\n            self._users[page] += 1",
+        "            self._users[page] += 1",
+        "engine/test_pages.py",
+        in_sample=True,
+    ),
+    Fault(
+        "an evicted page is still known",
+        "engine/pages.py",
+        "del self._idle[page]\n            self.index.forget(page)\n",
+        "del self._idle[page]\n",
+        "engine/test_pages.py",
+        in_sample=True,
+    ),
+    Fault(
+        "a request that reuses pages starts at length 0",
+        "engine/rows.py",
+        'write(shared["state.committed_lens"][slot], request.num_prefilled)',
+        'write(shared["state.committed_lens"][slot], 0)',
+        _SCHEDULES,
+    ),
+    Fault(
+        "every chunk of a prompt is taken for its last",
+        "engine/rows.py",
+        "following += request.token_ids(end, end + 1) if end < request.num_input else [-1]",
+        "following += [-1]",
+        _MIMO,
+    ),
+    Fault(
+        "a preempted request keeps its old prompt",
+        "engine/scheduler.py",
+        """        self._release(request)
+        request.num_input, request.num_prefilled = request.num_tokens, 0
+""",
+        """        self._release(request)
+        request.num_prefilled = 0
+""",
+        "engine/test_scheduler.py",
+    ),
+    Fault(
+        "pages for the chained drafts are not reserved",
+        "engine/engine.py",
+        "return self.options.blocks_per_request(num_committed + 1)",
+        "return self.options.blocks_per_request(num_committed + 1 - self.options.spec_tokens)",
+        _SCHEDULES,
+    ),
+)

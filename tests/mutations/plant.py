@@ -1,0 +1,193 @@
+"""Plant faults in copies of mtpc, one at a time: the test that each names must fail.
+
+    python tests/mutations/plant.py [--sample] [--only WORDS] [--jobs 2] [--out FILE]
+
+Each fault has a process of its own, a fork of one that has torch imported. Exit status 1 means that
+a test missed its fault, or fails without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from mutations.faults import FAULTS, Fault  # noqa: E402
+
+LIMIT_S = 600.0
+"""For each test. A fault that makes its test run longer is seen, too: the run hangs."""
+_PASSED, _FAILED = 0, 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a test ended.
+
+    Attributes:
+        status: pytest's exit status; None where it was stopped after `LIMIT_S`.
+        seconds: how long it ran.
+        output: what it printed.
+    """
+
+    status: int | None
+    seconds: float
+    output: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether the test has seen the fault."""
+        return self.status in (_FAILED, None)
+
+
+def plant(fault: Fault, tree: Path) -> None:
+    """Write a fault into a copy of the repository.
+
+    Raises:
+        ValueError: the text to replace does not stand in its file exactly once.
+    """
+    path = tree / "mtpc" / fault.file
+    text = path.read_text()
+    if text.count(fault.right) != 1:
+        raise ValueError(f"{fault.name}: {fault.file} has its text {text.count(fault.right)} times")
+    path.write_text(text.replace(fault.right, fault.wrong))
+
+
+class Trial:
+    """Tests that run in a fork of this process, on a copy of the repository.
+
+    Args:
+        tests: names below tests/.
+        fault: what to plant in the copy; None leaves it right.
+    """
+
+    def __init__(self, tests: Sequence[str], fault: Fault | None = None):
+        self.fault, self._start, self._limit_s = fault, time.monotonic(), LIMIT_S * len(tests)
+        self._tree = Path(tempfile.mkdtemp(prefix="mtpc-fault-"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        for part in ("mtpc", "tests", "examples"):
+            shutil.copytree(ROOT / part, self._tree / part, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", self._tree)
+        if fault is not None:
+            plant(fault, self._tree)
+        self._child = os.fork()
+        if self._child == 0:
+            _test(tests, self._tree)
+
+    def poll(self) -> Run | None:
+        """How the tests ended, or None while they run. Removes the copy."""
+        seconds = time.monotonic() - self._start
+        done, status = os.waitpid(self._child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if done else None
+        if not done:
+            if seconds < self._limit_s:
+                return None
+            os.killpg(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+        output = (self._tree / "log.txt").read_text()
+        shutil.rmtree(self._tree, ignore_errors=True)
+        return Run(code, seconds, output)
+
+
+def _test(tests: Sequence[str], tree: Path) -> None:
+    """The child: run pytest on the copy, and end."""
+    status = 3
+    try:
+        os.setpgrp()
+        with (tree / "log.txt").open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = str(tree)
+        ours = {str(ROOT / part) for part in ("", "tests", "examples", "tests/mutations")}
+        sys.path[:] = [str(tree), *(place for place in sys.path if place not in ours)]
+        for name in [name for name in sys.modules if name.split(".")[0] == "mutations"]:
+            del sys.modules[name]
+        import pytest
+
+        options = ["-n", "0", "-x", "-p", "no:cacheprovider", "--tb=short"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # Imported by transformers.
+        status = int(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def check_all(faults: Sequence[Fault], jobs: int) -> list[tuple[Fault, Run]]:
+    """Check faults, `jobs` at a time; says how each ended. They are sorted as `faults` is."""
+    waiting, running, found = list(faults), list[Trial](), dict[Fault, Run]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            fault = waiting.pop(0)
+            running.append(Trial([fault.test], fault))
+        for trial in list(running):
+            result = trial.poll()
+            if result is None or trial.fault is None:
+                continue
+            running.remove(trial)
+            found[trial.fault] = result
+            verdict = "seen" if result.failed else f"MISSED (pytest's status {result.status})"
+            print(f"{verdict}: {trial.fault.name} ({result.seconds:.0f} s)", flush=True)
+            if not result.failed:
+                print(result.output[-2000:], flush=True)
+        time.sleep(0.1)
+    return [(fault, found[fault]) for fault in faults]
+
+
+def report(found: Sequence[tuple[Fault, Run]]) -> str:
+    """What was planted, and what saw it, as Markdown."""
+    lines = [
+        "# Planted faults",
+        "",
+        "`python tests/mutations/plant.py --out tests/mutations/results.md` writes this file. It",
+        "plants each fault in a copy of mtpc, and runs the test, which has to fail.",
+        "",
+        "| fault | file | test | seen |",
+        "|---|---|---|---|",
+    ]
+    for fault, result in found:
+        seen = {True: "yes", False: "no"}[result.failed] if result.status else "by a hang"
+        lines.append(f"| {fault.name} | `{fault.file}` | `{fault.test}` | {seen} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sample", action="store_true", help="plant those of the default run")
+    parser.add_argument("--only", default="", help="plant those with these words in the name")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="write the results as Markdown")
+    options = parser.parse_args()
+    wanted = [f for f in FAULTS if options.only in f.name and (f.in_sample or not options.sample)]
+    import torch  # noqa: F401  (each fork has them)
+    import transformers  # noqa: F401
+
+    trial, right = Trial(sorted({fault.test for fault in wanted})), None
+    while right is None:
+        time.sleep(0.1)
+        right = trial.poll()
+    if right.status != _PASSED:
+        print(f"without a fault, the tests end with {right.status}:\n{right.output[-3000:]}")
+        return 1
+    print(f"the tests pass without a fault ({right.seconds:.0f} s)", flush=True)
+    found = check_all(wanted, options.jobs)
+    if options.out:
+        options.out.write_text(report(found))
+    return int(not all(result.failed for _, result in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
