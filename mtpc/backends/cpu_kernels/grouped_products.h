@@ -30,9 +30,14 @@ inline constexpr int kTileRegisters = kFeatures / kLanes<float>;
 /// Rows that share one pass over a tile.
 inline constexpr int kMostGroupedRows = kVectorBytes >= 32 ? 8 : 1;
 
-/// Registers of features that products of integers take at a time. With AVX2, one leaves room for
-/// all rows' sums; the broadcast of a row's inputs is a load, of which there are enough.
-inline constexpr int kBlock = kVectorBytes == 32 ? 1 : kTileRegisters;
+/// Registers of features that products of integers take at a time. With AVX2, so many that the sums
+/// of all rows stay in registers.
+template <int kRows>
+inline constexpr int kBlock = kVectorBytes == 32 ? (kRows <= 4 ? 2 : 1) : kTileRegisters;
+
+/// Steps of a tile that are gone through for one block of registers after the other: they stay in
+/// the first-level cache meanwhile.
+inline constexpr int64_t kWindow = 16;
 
 /// The same of products of floats, whose additions wait for one another: several at a time.
 template <int kRows>
@@ -131,10 +136,13 @@ class TileScales {
     return widen_bytes(zeros_ + group * kFeatures + feature);
   }
 
-  void fetch(int64_t group) const {
-    constexpr int64_t kAhead = 512;
-    const int64_t bytes = type_ == ScalarType::Float ? 4 : 2;
-    __builtin_prefetch(scales_ + group * kFeatures * bytes + kAhead, 0, 3);
+  /// Fetches scales that groups some way after these will need.
+  void fetch(int64_t group, int64_t end) const {
+    constexpr int64_t kAhead = 512, kLine = 64;
+    const int64_t bytes = kFeatures * (type_ == ScalarType::Float ? 4 : 2);
+    for (int64_t at = group * bytes; at < end * bytes; at += kLine) {
+      __builtin_prefetch(scales_ + at + kAhead, 0, 3);
+    }
   }
 
  private:
@@ -147,7 +155,8 @@ class TileScales {
 template <class Codes, int kRows>
 class GroupProducts {
  public:
-  using Sums = Groups[kRows][kBlock];
+  static constexpr int kRegs = kBlock<kRows>;
+  using Sums = Groups[kRows][kRegs];
 
   GroupProducts(const GroupedRows& x, int64_t row, const char* codes)
       : x_(reinterpret_cast<const Group*>(x.row(row))),
@@ -155,73 +164,104 @@ class GroupProducts {
         codes_(codes) {}
 
   /// Of `count` steps from `step` on, of the registers from `feature` on.
+  template <class Count>
   __attribute__((always_inline)) void sum(
-      int64_t step, int64_t count, int feature, Sums& sums) const {
-    const int64_t end = step + count;
-    if constexpr (std::is_same_v<Codes, Int4Codes> && kNarrowSteps > 0) {
-      if (count < kNarrowSteps) return sum_some<false>(step, end, feature, sums);
-      sum_few<false>(step, feature, sums);
-      for (step += kNarrowSteps; step + kNarrowSteps <= end; step += kNarrowSteps) {
-        sum_few<true>(step, feature, sums);
-      }
-      if (step < end) sum_some<true>(step, end, feature, sums);
+      int64_t step, Count count, int feature, Sums& sums) const {
+    Part part(*this, step, feature);
+    if constexpr (!std::is_same_v<Codes, Int4Codes> || kNarrowSteps == 0) {
+      return part.template add_some<false>(count, sums);
+    } else if constexpr (!std::is_same_v<Count, int64_t>) {
+      static_assert(Count::value == kNarrowSteps);
+      return part.template add_few<false>(sums);
     } else {
-      sum_some<false>(step, end, feature, sums);
+      if (count < kNarrowSteps) return part.template add_some<false>(count, sums);
+      part.template add_few<false>(sums);
+      for (count -= kNarrowSteps; count >= kNarrowSteps; count -= kNarrowSteps) {
+        part.template add_few<true>(sums);
+      }
+      if (count > 0) part.template add_some<true>(count, sums);
     }
   }
 
  private:
-  template <bool kMore>
-  __attribute__((always_inline)) void sum_few(int64_t step, int feature, Sums& sums) const {
-    Sums parts{};
-    const auto add_all = [&]<int... kStep>(std::integer_sequence<int, kStep...>)
-        __attribute__((always_inline)) { (add(step + kStep, feature, parts), ...); };
-    add_all(std::make_integer_sequence<int, kNarrowSteps>{});
-    widen<kMore>(parts, sums);
-  }
-
-  template <bool kMore>
-  __attribute__((always_inline)) void sum_some(
-      int64_t step, int64_t end, int feature, Sums& sums) const {
-    Sums parts{};
-    for (; step < end; ++step) add(step, feature, parts);
-    widen<kMore>(parts, sums);
-  }
-
-  template <bool kMore>
-  static __attribute__((always_inline)) void widen(const Sums& parts, Sums& sums) {
+  /// Where products have got to, in the rows and the codes.
+  class Part {
+   public:
+    __attribute__((always_inline)) Part(const GroupProducts& all, int64_t step, int feature)
+        : codes_(all.codes_ + step * kGroupBytes + feature * sizeof(Group)) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-      for (int i = 0; i < kBlock; ++i) {
-        const Groups part = Codes::widen(parts[r][i]);
-        sums[r][i] = kMore ? sums[r][i] + part : part;
+      for (int r = 0; r < kRows; ++r) {
+        rows_[r] = all.x_ + r * all.stride_ + Codes::kParts * step;
       }
     }
-  }
 
-  __attribute__((always_inline)) void add(int64_t step, int feature, Sums& parts) const {
-    const char* from = codes_ + step * kGroupBytes + feature * sizeof(Group);
-    Groups codes[kBlock];
-#pragma GCC unroll 8
-    for (int i = 0; i < kBlock; ++i) std::memcpy(&codes[i], from + i * kVectorBytes, kVectorBytes);
-    add_part<0>(step, codes, parts);
-    if constexpr (Codes::kParts == 2) add_part<1>(step, codes, parts);
-  }
-
-  template <int kPart>
-  __attribute__((always_inline)) void add_part(
-      int64_t step, const Groups (&codes)[kBlock], Sums& parts) const {
-    Groups these[kBlock];
-#pragma GCC unroll 8
-    for (int i = 0; i < kBlock; ++i) these[i] = Codes::template part<kPart>(codes[i]);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Groups x = Groups{} + x_[r * stride_ + Codes::kParts * step + kPart];
-#pragma GCC unroll 8
-      for (int i = 0; i < kBlock; ++i) parts[r][i] = Codes::add(parts[r][i], these[i], x);
+    /// The products of kNarrowSteps; `sums` becomes theirs, or they are added to it.
+    template <bool kMore>
+    __attribute__((always_inline)) void add_few(Sums& sums) {
+      Sums parts{};
+      const auto add_all = [&]<int... kStep>(std::integer_sequence<int, kStep...>)
+          __attribute__((always_inline)) { (add(kStep, parts), ...); };
+      add_all(std::make_integer_sequence<int, kNarrowSteps>{});
+      advance(kNarrowSteps);
+      widen<kMore>(parts, sums);
     }
-  }
+
+    template <bool kMore>
+    __attribute__((always_inline)) void add_some(int64_t count, Sums& sums) {
+      Sums parts{};
+      for (; count > 0; --count) {
+        add(0, parts);
+        advance(1);
+      }
+      widen<kMore>(parts, sums);
+    }
+
+   private:
+    __attribute__((always_inline)) void advance(int64_t steps) {
+      codes_ += steps * kGroupBytes;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) rows_[r] += Codes::kParts * steps;
+    }
+
+    __attribute__((always_inline)) void add(int step, Sums& parts) const {
+      Groups codes[kRegs];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRegs; ++i) {
+        std::memcpy(&codes[i], codes_ + step * kGroupBytes + i * kVectorBytes, kVectorBytes);
+      }
+      add_part<0>(step, codes, parts);
+      if constexpr (Codes::kParts == 2) add_part<1>(step, codes, parts);
+    }
+
+    template <int kPart>
+    __attribute__((always_inline)) void add_part(
+        int step, const Groups (&codes)[kRegs], Sums& parts) const {
+      Groups these[kRegs];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRegs; ++i) these[i] = Codes::template part<kPart>(codes[i]);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Groups x = Groups{} + rows_[r][Codes::kParts * step + kPart];
+#pragma GCC unroll 8
+        for (int i = 0; i < kRegs; ++i) parts[r][i] = Codes::add(parts[r][i], these[i], x);
+      }
+    }
+
+    template <bool kMore>
+    static __attribute__((always_inline)) void widen(const Sums& parts, Sums& sums) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kRegs; ++i) {
+          const Groups part = Codes::widen(parts[r][i]);
+          sums[r][i] = kMore ? sums[r][i] + part : part;
+        }
+      }
+    }
+
+    const char* codes_;
+    const Group* rows_[kRows];
+  };
 
   const Group* x_;
   int64_t stride_;
@@ -230,42 +270,122 @@ class GroupProducts {
 
 /// kRows rows from `row` on times one tile.
 template <class Codes, int kRows>
-void multiply_codes(const GroupedRows& x, int64_t row, const GroupedWeight& tile,
-                    const char* fetch, GroupedSums& out) {
+class TileProduct {
   using Products = GroupProducts<Codes, kRows>;
-  constexpr int kRegs = kBlock;
-  const TileScales scales(tile);
-  const Products products(x, row, tile.codes);
-  const int64_t groups = tile.form.groups(), steps = tile.form.steps() / groups;
-  const float* x_steps = x.steps(row);
-  const int32_t* x_offsets = x.offsets(row);
-  Vec<float> totals[kRows][kTileRegisters]{};
-  for (int64_t g = 0; g < groups; ++g) {
-    for (int64_t at = 0; at < steps * kGroupBytes; at += 64) {
-      __builtin_prefetch(fetch + at, 0, 3);
+  using Sums = typename Products::Sums;
+  static constexpr int kRegs = Products::kRegs, kBlocks = kTileRegisters / kRegs;
+  using Totals = Vec<float>[kRows][kRegs];
+
+ public:
+  TileProduct(const GroupedRows& x, int64_t row, const GroupedWeight& tile)
+      : products_(x, row, tile.codes),
+        scales_(tile),
+        x_steps_(x.steps(0) + row),
+        x_offsets_(x.offsets(0) + row),
+        x_rows_(x.rows()),
+        groups_(tile.form.groups()),
+        steps_(tile.form.steps() / groups_) {}
+
+  /// Fetches the tile's length from `fetch` on meanwhile.
+  __attribute__((always_inline)) void operator()(const char* fetch, GroupedSums& out) const {
+    Totals totals[kBlocks]{};
+    using Few = std::integral_constant<int64_t, kNarrowSteps>;
+    if (std::is_same_v<Codes, Int4Codes> && steps_ == Few::value) {
+      add_groups(Few{}, fetch, totals);
+    } else if (steps_ <= kWindow) {
+      add_groups(steps_, fetch, totals);
+    } else {
+      for (int64_t g = 0; g < groups_; ++g) add_large_group(g, fetch, totals);
     }
-    fetch += steps * kGroupBytes;
-    scales.fetch(g);
-#pragma GCC unroll 4
-    for (int first = 0; first < kTileRegisters; first += kRegs) {
-      typename Products::Sums sums;
-      products.sum(g * steps, steps, first * kLanes<float>, sums);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRegs; ++i) {
-        const int feature = (first + i) * kLanes<float>;
-        const Vec<float> scale = scales.scale(g, feature);
-        const Groups zero = scales.has_zeros() ? scales.zero(g, feature) : Groups{} + 1;
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const Groups offset = zero * x_offsets[r * groups + g];
-          const Vec<float> sum = __builtin_convertvector(sums[r][i] - offset, Vec<float>);
-          Vec<float>& total = totals[r][first + i];
-          total = multiply_add(sum, scale * x_steps[r * groups + g], total);
+    for (int r = 0; r < kRows; ++r) {
+      for (int b = 0; b < kBlocks; ++b) std::memcpy(out[r] + feature(b), totals[b][r], kBytes);
+    }
+  }
+
+ private:
+  static constexpr int kBytes = kRegs * kVectorBytes;
+
+  static int feature(int block) { return block * kRegs * kLanes<float>; }
+
+  static void prefetch(const char* fetch, int64_t steps) {
+    for (int64_t at = 0; at < steps * kGroupBytes; at += 64) __builtin_prefetch(fetch + at, 0, 3);
+  }
+
+  /// All groups, of `steps` each: a window of them for one block after the other.
+  template <class Steps>
+  __attribute__((always_inline)) void add_groups(
+      Steps steps, const char* fetch, Totals (&totals)[kBlocks]) const {
+    const int64_t span = kWindow / std::max<int64_t>(steps, 1);
+    for (int64_t first = 0; first < groups_; first += span) {
+      const int64_t end = std::min(first + span, groups_);
+      prefetch(fetch + first * steps * kGroupBytes, (end - first) * steps);
+      scales_.fetch(first, end);
+      for (int b = 0; b < kBlocks; ++b) {
+        for (int64_t g = first; g < end; ++g) {
+          Sums sums;
+          products_.sum(g * steps, steps, feature(b), sums);
+          finish(g, b, sums, totals[b]);
         }
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) std::memcpy(out[r], totals[r], sizeof(out[r]));
+
+  /// A group that is gone through in parts, all blocks in each.
+  __attribute__((always_inline)) void add_large_group(
+      int64_t g, const char* fetch, Totals (&totals)[kBlocks]) const {
+    Sums sums[kBlocks]{};
+    for (int64_t step = 0; step < steps_; step += kWindow) {
+      const int64_t count = std::min(kWindow, steps_ - step), at = g * steps_ + step;
+      prefetch(fetch + at * kGroupBytes, count);
+      for (int b = 0; b < kBlocks; ++b) {
+        Sums parts;
+        products_.sum(at, count, feature(b), parts);
+        for (int r = 0; r < kRows; ++r) {
+          for (int i = 0; i < kRegs; ++i) sums[b][r][i] += parts[r][i];
+        }
+      }
+    }
+    scales_.fetch(g, g + 1);
+    for (int b = 0; b < kBlocks; ++b) finish(g, b, sums[b], totals[b]);
+  }
+
+  /// Adds the sums of a group's integers, with its zero points and scales, to the totals.
+  __attribute__((always_inline)) void finish(
+      int64_t g, int block, const Sums& sums, Totals& totals) const {
+    const float* x_steps = x_steps_ + g * x_rows_;
+    const int32_t* x_offsets = x_offsets_ + g * x_rows_;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegs; ++i) {
+      const int at = feature(block) + i * kLanes<float>;
+      const Vec<float> scale = scales_.scale(g, at);
+      const auto add = [&](auto offset_of) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const Groups integers = sums[r][i] - offset_of(x_offsets[r]);
+          const Vec<float> sum = __builtin_convertvector(integers, Vec<float>);
+          totals[r][i] = multiply_add(sum, scale * x_steps[r], totals[r][i]);
+        }
+      };
+      if (scales_.has_zeros()) {
+        const Groups zero = scales_.zero(g, at);
+        add([&](int32_t offset) { return zero * offset; });
+      } else {
+        add([](int32_t offset) { return Groups{} + offset; });
+      }
+    }
+  }
+
+  Products products_;
+  TileScales scales_;
+  const float* x_steps_;
+  const int32_t* x_offsets_;
+  int64_t x_rows_, groups_, steps_;
+};
+
+template <class Codes, int kRows>
+void multiply_codes(const GroupedRows& x, int64_t row, const GroupedWeight& tile,
+                    const char* fetch, GroupedSums& out) {
+  TileProduct<Codes, kRows>(x, row, tile)(fetch, out);
 }
 
 /// Byte kByte of each lane, a float8, times 2^-120.
@@ -289,7 +409,7 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
   Vec<float> totals[kRows][kTileRegisters]{};
   Groups nan[kTileRegisters]{};
   for (int64_t g = 0; g < groups; ++g) {
-    scales.fetch(g);
+    scales.fetch(g, g + 1);
 #pragma GCC unroll 4
     for (int first = 0; first < kTileRegisters; first += kRegs) {
       Vec<float> sums[kRows][kRegs]{};

@@ -113,6 +113,7 @@ class GroupedRows {
   /// Makes room for so many rows of a form; they are to be set.
   void reserve(int64_t rows, const GroupForm& form) {
     form_ = form;
+    rows_ = rows;
     stride_ = spaced(form.inputs * form.input_bytes());
     bytes_.reserve(rows * stride_);
     if (is_float()) return;
@@ -123,13 +124,14 @@ class GroupedRows {
   /// The bytes of row r: of int8, of pairs of int16, or of floats.
   const char* row(int64_t r) const { return bytes_.get() + r * stride_; }
 
-  /// What an integer of each group of row r stands for.
-  const float* steps(int64_t r) const { return steps_.get() + r * form_.groups(); }
+  /// What an integer of each row stands for in a group: those of rows lie side by side.
+  const float* steps(int64_t group) const { return steps_.get() + group * rows_; }
 
-  /// The sum of each group's integers, times the form's zero.
-  const int32_t* offsets(int64_t r) const { return offsets_.get() + r * form_.groups(); }
+  /// The sum of each row's integers of a group, times the form's zero; in the same order.
+  const int32_t* offsets(int64_t group) const { return offsets_.get() + group * rows_; }
 
   const GroupForm& form() const { return form_; }
+  int64_t rows() const { return rows_; }
   int64_t stride() const { return stride_; }
 
   /// Takes `from`, as many numbers as the form has inputs, as row r. Different rows may be set on
@@ -144,7 +146,7 @@ class GroupedRows {
     }
     for (int64_t g = 0; g < form_.groups(); ++g) {
       const int64_t first = g * form_.group;
-      round_group(r * form_.groups() + g, from + first, to + first * form_.input_bytes());
+      round_group(g * rows_ + r, from + first, to + first * form_.input_bytes());
     }
   }
 
@@ -152,8 +154,10 @@ class GroupedRows {
   void copy(int64_t r, const GroupedRows& from, int64_t other) const {
     std::memcpy(bytes_.get() + r * stride_, from.row(other), stride_);
     if (is_float()) return;
-    std::copy_n(from.steps(other), form_.groups(), steps_.get() + r * form_.groups());
-    std::copy_n(from.offsets(other), form_.groups(), offsets_.get() + r * form_.groups());
+    for (int64_t g = 0; g < form_.groups(); ++g) {
+      steps_.get()[g * rows_ + r] = from.steps(g)[other];
+      offsets_.get()[g * rows_ + r] = from.offsets(g)[other];
+    }
   }
 
  private:
@@ -164,56 +168,98 @@ class GroupedRows {
 
   bool is_float() const { return form_.kind == CodeKind::kFloat8; }
 
+  /// As for_steps, but inlined, so that what the body adds up stays in registers.
+  template <class Body>
+  __attribute__((always_inline)) static void for_group(int64_t width, const Body& body) {
+    int64_t i = 0;
+    for (; i + kStep <= width; i += kStep) body(i, std::integral_constant<int, kStep>{});
+    if (i < width) body(i, static_cast<int>(width - i));
+  }
+
   template <class T>
   void round_group(int64_t at, const T* from, char* to) const {
     // Magnitudes as integers are in the same order, and NaN is the largest.
     Mask<float> magnitudes{};
-    for_steps(form_.group, [&](int64_t i, auto count) {
+    for_group(form_.group, [&](int64_t i, auto count) __attribute__((always_inline)) {
       const Mask<float> magnitude =
           reinterpret_cast<Mask<float>>(take(from + i, count)) & 0x7fffffff;
       magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
     });
-    const Vec<float> numbers = reinterpret_cast<Vec<float>>(magnitudes);
-    const float largest = reduce_lanes<float>(numbers, [](Vec<float> a, Vec<float> b) {
-      const auto is_larger = reinterpret_cast<Mask<float>>(a) > reinterpret_cast<Mask<float>>(b);
-      return is_larger ? a : b;
+    const int32_t bits = across(magnitudes, [](Mask<float> a, Mask<float> b) {
+      return a > b ? a : b;
     });
+    float largest;
+    std::memcpy(&largest, &bits, sizeof(largest));
     const float inverse = largest < kTiny ? 0 : kLargestCode / largest;
     Mask<float> totals{};
-    for_steps(form_.group, [&](int64_t i, auto count) {
+    const bool as_pairs = kBytesAsPairs && form_.kind == CodeKind::kInt8;
+    for_group(form_.group, [&](int64_t i, auto count) __attribute__((always_inline)) {
       const Mask<float> integers = round_to_integers(take(from + i, count) * inverse);
-      put_integers(to + i * form_.input_bytes(), integers, count);
+      if (as_pairs) {
+        put_pairs(to + i * static_cast<int64_t>(sizeof(int16_t)), integers, count);
+      } else {
+        put_bytes(to + i, integers, count);
+      }
       totals += integers;
     });
-    int32_t total = 0;
-    for (int lane = 0; lane < kStep; ++lane) total += totals[lane];
-    steps_.get()[at] = largest / kLargestCode;
-    offsets_.get()[at] = total * form_.zero;
+    // A group with an infinity is not a number, as one with NaN is.
+    steps_.get()[at] = largest / kLargestCode + (largest - largest);
+    offsets_.get()[at] = form_.zero *
+        across(totals, [](Mask<float> a, Mask<float> b) { return a + b; });
   }
 
-  /// The first `count` lanes, a multiple of four, none of which needs more than a byte.
-  void put_integers(char* to, Mask<float> integers, int count) const {
-    if (kBytesAsPairs && form_.kind == CodeKind::kInt8) {
-      typedef int16_t Pairs __attribute__((vector_size(2 * kStep)));
-      const Pairs in_order = __builtin_convertvector(integers, Pairs);
-      Pairs pairs;
-      for (int lane = 0; lane < kStep; ++lane) {
-        constexpr int kPlace[] = {0, 2, 1, 3};
-        pairs[lane] = in_order[lane / 4 * 4 + kPlace[lane % 4]];
-      }
-      std::memcpy(to, &pairs, count * sizeof(int16_t));
-    } else {
-      typedef int8_t Bytes __attribute__((vector_size(kStep)));
-      const Bytes bytes = __builtin_convertvector(integers, Bytes);
-      std::memcpy(to, &bytes, count);
-    }
+  template <class Combine>
+  static int32_t across(Mask<float> lanes, Combine combine) {
+    const float combined = reduce_lanes<float>(
+        reinterpret_cast<Vec<float>>(lanes), [&](Vec<float> a, Vec<float> b) {
+          return reinterpret_cast<Vec<float>>(
+              combine(reinterpret_cast<Mask<float>>(a), reinterpret_cast<Mask<float>>(b)));
+        });
+    int32_t bits;
+    std::memcpy(&bits, &combined, sizeof(bits));
+    return bits;
   }
+
+  /// The first `count` lanes, none of which needs more than a byte.
+  template <class Count>
+  static void put_bytes(char* to, Mask<float> integers, Count count) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i words = words_of(integers);
+    const __m128i both = _mm_packs_epi16(words, words);
+    std::memcpy(to, &both, count);
+#else
+    typedef int8_t Bytes __attribute__((vector_size(kStep)));
+    const Bytes bytes = __builtin_convertvector(integers, Bytes);
+    std::memcpy(to, &bytes, count);
+#endif
+  }
+
+  /// The same as int16, of each four the even ones before the odd ones; `count` is a multiple of
+  /// four.
+  template <class Count>
+  static void put_pairs(char* to, Mask<float> integers, Count count) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    constexpr int kEvenFirst = _MM_SHUFFLE(3, 1, 2, 0);
+    const __m128i pairs =
+        _mm_shufflehi_epi16(_mm_shufflelo_epi16(words_of(integers), kEvenFirst), kEvenFirst);
+    std::memcpy(to, &pairs, count * sizeof(int16_t));
+#else
+    static_cast<void>(to), static_cast<void>(integers), static_cast<void>(count);
+#endif
+  }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static __m128i words_of(Mask<float> integers) {
+    const __m256i all = (__m256i)integers;
+    return _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  }
+#endif
 
   GroupForm form_{};
-  int64_t stride_ = 0;
+  int64_t rows_ = 0, stride_ = 0;
   Buffer<char> bytes_;
-  Buffer<float> steps_;
-  Buffer<int32_t> offsets_;
+  Buffer<float> steps_;      // [groups, rows]
+  Buffer<int32_t> offsets_;  // the same
 };
 
 /// Sets the rows of a dense tensor of any floating-point dtype, on torch's threads if they are many.
