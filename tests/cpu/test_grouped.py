@@ -11,12 +11,16 @@ from helpers.batches import bf16, mixture
 from helpers.compiled import run_on
 from helpers.grouped import Packed, bound, exact, random_weight
 from helpers.places import TESTS
+from helpers.small_graphs import small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.cpu_kernels.levels import chosen_level
+from mtpc.backends.lower_tape import lower_to_tape
+from mtpc.backends.tape import open_tape, write_tape
+from mtpc.capture.graph import get_tensor
 from mtpc.store.machine import cpu_flags
 from mtpc.weights.grouped import Kind
 
@@ -170,6 +174,25 @@ def test_the_largest_is_that_of_the_layer(
         expected = namespace.grouped_linear(x, *made.operands, bias).max(-1)
         assert torch.equal(values, expected.values)
         assert torch.equal(indices, expected.indices)
+
+
+@pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMS)
+def test_a_tape_calls_them(kind: Kind, group: int, has_zeros: bool) -> None:
+    """With codes of each dtype as weights, and with zero points or without."""
+    codes, scales, zeros = random_weight(kind, (64, 256), group, has_zeros=has_zeros).parts
+    tensors = {"x": bf16(3, 256), "codes": codes, "scales": scales}
+    if zeros is not None:
+        tensors["zeros"] = zeros
+
+    def layer(out: Tensor, x: Tensor, *parts: Tensor) -> None:
+        out.copy_(OURS.grouped_linear(x, *parts[:2], parts[2] if parts[2:] else None, 64))
+
+    graph = small_graph(layer, batch_out=torch.zeros(3, 64).bfloat16(), **tensors)
+    text = write_tape(*lower_to_tape(graph))
+    open_tape(text, lambda name: get_tensor(graph.module, name))()
+    assert torch.equal(
+        graph.buffer("batch.out"), OURS.grouped_linear(tensors["x"], codes, scales, zeros, 64)
+    )
 
 
 # ---- Experts ---------------------------------------------------------------------------------
