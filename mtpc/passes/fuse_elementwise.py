@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 import mtpc.ops.fused
+import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
@@ -17,6 +18,12 @@ from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 
 aten = torch.ops.aten
+
+_GATED: dict[Any, tuple[Any, int]] = {
+    torch.ops.mtpc.packed_linear.default: (torch.ops.mtpc.packed_gated_linear.default, 3),
+    torch.ops.mtpc.grouped_linear.default: (torch.ops.mtpc.grouped_gated_linear.default, 5),
+}
+"""Linear op -> the op that applies SwiGLU to its result, and how many arguments both share."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +136,12 @@ def _emit_activation(
     graph: fx.Graph, both: fx.Node, halves: set[fx.Node], like: fx.Node
 ) -> fx.Node:
     """Append silu(gate) * up, together with the linear before it if nothing else reads that."""
-    linear, features = torch.ops.mtpc.packed_linear.default, both.meta["val"].shape[-1]
-    if is_call(both, linear) and set(both.users) == halves and features % (2 * TILE) == 0:
-        x, weight, _ = operands(both, linear, 3)
-        if x is not None:
-            args = (x, weight, features)
-            return emit(graph, torch.ops.mtpc.packed_gated_linear.default, args, like)
+    features = both.meta["val"].shape[-1]
+    if is_call(both, *_GATED) and set(both.users) == halves and features % (2 * TILE) == 0:
+        gated, count = _GATED[both.target]
+        args = operands(both, both.target, count)
+        if args[0] is not None:
+            return emit(graph, gated, args, like)
     return emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), like)
 
 

@@ -1,0 +1,213 @@
+"""Linear layers and experts on weights of 4 or 8 bits with a scale for each group of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.ops.experts import swiglu
+from mtpc.ops.fused import silu_and_mul
+from mtpc.ops.ragged import keep_rows
+from mtpc.weights.grouped import GroupedWeight, form_of, unpack_codes, unpack_scales
+from mtpc.weights.packing import LARGEST
+
+TINY = 2.0**-100
+"""Inputs of a group whose largest magnitude is smaller count as zeros."""
+
+
+@torch.library.custom_op("mtpc::grouped_linear", mutates_args=())
+def grouped_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    features: int,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias. W has a scale for each group of adjacent inputs of a feature.
+
+    The codes' dtype and the shapes say what kind of codes they are and how large a group is:
+    codes [_, K / 8, 32, 4] are int4, uint8 codes [_, K / 4, 32, 4] int8.
+
+    With int4 and int8 codes, x is rounded to int8: each row has one scale for each group of W, the
+    largest magnitude of these inputs divided by 127. A group's sum of products is an exact integer.
+    It becomes a float32, is multiplied by the product of both scales, and is added in float32 to
+    the sum of the groups before it, first group first.
+
+    With float8 codes, x stays as it is. A group's products are added in float32, first input first.
+    The sum is multiplied by the group's scale and added as above.
+
+    A product and the addition of it to a sum of groups are rounded once, as one. Processors without
+    such an instruction round twice. A row's result depends on no other row, and in kernels not on
+    the number of rows.
+
+    Args:
+        x: floating point [..., K].
+        codes: uint8 or float8_e4m3fn [ceil(N / 32), K / 8 or K / 4, 32, 4], as
+            `mtpc.weights.grouped.pack_codes` makes them.
+        scales: float16, bfloat16 or float32 [ceil(N / 32), K / group, 32], of `pack_scales`.
+        zeros: uint8 of the same shape, or None: 8 for int4 and 128 for int8. None for float8.
+        features: N.
+        bias: [N].
+        rows: as in `packed_linear`.
+
+    Returns:
+        [..., N], of x's dtype.
+
+    Raises:
+        ValueError: codes and scales do not fit x.
+    """
+    form = form_of(x.shape[-1], codes, scales, zeros)
+    plain = unpack_codes(codes, form.kind, features)
+    points = None if zeros is None else unpack_scales(zeros, features)
+    weight = GroupedWeight(form, plain, unpack_scales(scales, features), points)
+    grouped = x.float().unflatten(-1, (-1, form.group))
+    sums = _float_sums if form.kind == "float8" else _integer_sums
+    out = sums(grouped, weight)
+    return keep_rows((out if bias is None else out + bias.float()).to(x.dtype), rows)
+
+
+def _integer_sums(x: Tensor, weight: GroupedWeight) -> Tensor:
+    """Sums over the groups of x [..., G, group] as int8: float32 [..., N]."""
+    largest = x.abs().amax(-1, keepdim=True)
+    # Divided as the kernel divides: torch multiplies a number over a tensor by its reciprocal.
+    inverse = torch.full_like(largest, LARGEST) / largest
+    integers = torch.round(x * torch.where(largest < TINY, 0.0, inverse)).double()
+    steps = (largest / LARGEST).squeeze(-1)
+    codes = weight.codes.double().unflatten(-1, (-1, weight.form.group))
+    points = weight.form.default_zero if weight.zeros is None else weight.zeros[..., None].double()
+    scales, out = weight.scales.float(), x.new_zeros((*x.shape[:-2], codes.shape[0]))
+    for group in range(x.shape[-2]):
+        # Exact: integers below 2^53.
+        sums = integers[..., group, :] @ (codes - points)[:, group].t()
+        out = _add(out, sums.float(), steps[..., group, None] * scales[:, group])
+    return out
+
+
+def _add(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total + left * right of float32, rounded once: float64 holds the product."""
+    return (total.double() + left.double() * right.double()).float()
+
+
+def _float_sums(x: Tensor, weight: GroupedWeight) -> Tensor:
+    """Sums over the groups of x [..., G, group]: float32 [..., N]."""
+    codes = weight.codes.float().unflatten(-1, (-1, weight.form.group))
+    scales, out = weight.scales.float(), x.new_zeros((*x.shape[:-2], codes.shape[0]))
+    for group in range(x.shape[-2]):
+        out = _add(out, x[..., group, :] @ codes[:, group].t(), scales[:, group])
+    return out
+
+
+@grouped_linear.register_fake
+def _(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Any, features: int, *_: Any, **__: Any
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], features))
+
+
+@torch.library.custom_op("mtpc::grouped_linear_max", mutates_args=())
+def grouped_linear_max(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    features: int,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The largest feature of `grouped_linear` of bfloat16 x; else as `packed_linear_max`."""
+    values, indices = grouped_linear(x, codes, scales, zeros, features, bias, rows).max(-1)
+    return values, indices
+
+
+@grouped_linear_max.register_fake
+def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
+
+
+@torch.library.custom_op("mtpc::grouped_gated_linear", mutates_args=())
+def grouped_gated_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    features: int,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """silu(x G^T) * (x U^T): `silu_and_mul` of a `grouped_linear`, rounded where they round.
+
+    Args:
+        x: bfloat16 [..., K].
+        codes: as in `grouped_linear`, of G [N / 2, K] and U [N / 2, K] as one.
+        scales: as there.
+        zeros: as there.
+        features: N, a multiple of 64.
+        rows: as there.
+
+    Returns:
+        bfloat16 [..., N / 2].
+    """
+    return silu_and_mul(grouped_linear(x, codes, scales, zeros, features, None, rows), rows)
+
+
+@grouped_gated_linear.register_fake
+def _(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Any, features: int, *_: Any, **__: Any
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], features // 2))
+
+
+@torch.library.custom_op("mtpc::grouped_experts", mutates_args=())
+def grouped_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float = 0.0,
+    limit_input: bool = False,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """`mtpc::experts` with the products of `mtpc::grouped_linear`, in float32 between them.
+
+    Args:
+        x: floating point [T, H].
+        gate_up: codes [E, 2I / 32, H / 8 or H / 4, 32, 4] of a packed stack [E, 2I, H]; I is a
+            multiple of 32.
+        gate_up_scales: [E, 2I / 32, H / group, 32].
+        gate_up_zeros: of the same shape, or None.
+        down: codes [E, ceil(H / 32), I / 8 or I / 4, 32, 4] of a packed stack [E, H, I].
+        down_scales: [E, ceil(H / 32), I / group, 32]; the group may be another than gate_up's.
+        down_zeros: of the same shape, or None.
+        expert_ids: int64 [T, k], distinct per row.
+        expert_weights: [T, k].
+        limit: as in `mtpc::experts`.
+        limit_input: as there.
+        rows: as in `packed_linear`; a row that is not in use chooses no expert.
+
+    Returns:
+        [T, H], of x's dtype.
+    """
+    numbers, out = x.float(), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    wide, narrow = gate_up.shape[1] * gate_up.shape[3], x.shape[1]
+    of = [[None] * down.shape[0] if z is None else z for z in (gate_up_zeros, down_zeros)]
+    for expert in range(down.shape[0]):
+        chosen = expert_ids == expert
+        weight = (expert_weights.float() * chosen).sum(1, keepdim=True)
+        both = grouped_linear(numbers, gate_up[expert], gate_up_scales[expert], of[0][expert], wide)
+        active = swiglu(both, limit, limit_input)
+        added = grouped_linear(active, down[expert], down_scales[expert], of[1][expert], narrow)
+        out = torch.where(chosen.any(1, keepdim=True), out + added * weight, out)
+    return keep_rows(out.to(x.dtype), rows)
+
+
+@grouped_experts.register_fake
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty(x.shape)

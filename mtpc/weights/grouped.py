@@ -1,0 +1,178 @@
+"""Weights of 4 or 8 bits with a scale for each group of inputs, and their packed order.
+
+A weight [N, K] has codes [N, K]. Each row of codes is cut into groups of adjacent inputs, and each
+group has a scale and, where the form has them, a zero point. The value of a code is
+(code - zero) * scale. A float8 code is a number itself: code * scale.
+
+The packed order is that of `mtpc.weights.packing`: tiles of 32 output features, in which 32 bits of
+each feature lie side by side. For int4 these hold eight inputs: byte j has input j in its low four
+bits and input j + 4 in its high four bits. One shift and one mask then give two groups of four
+adjacent inputs, as dot-product instructions take them. Scales and zero points of a tile are
+[K / group, 32].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtpc.weights.packing import TILE, allocate, count_tiles, pack, unpack
+
+Kind = Literal["int4", "int8", "float8"]
+
+PACKED_INPUTS: dict[Kind, int] = {"int4": 8, "int8": 4, "float8": 4}
+"""Inputs of one feature in 32 bits: K and the group are multiples of it."""
+_BITS: dict[Kind, int] = {"int4": 4, "int8": 8}
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class GroupForm:
+    """How a weight is stored.
+
+    Attributes:
+        kind: of the codes.
+        group: inputs that share a scale; all K inputs of a row for one scale a channel.
+        has_zeros: whether each group has a zero point of its own. Without, the zero point of int4
+            and int8 is `default_zero`. A float8 weight has none.
+    """
+
+    kind: Kind
+    group: int
+    has_zeros: bool = False
+
+    @property
+    def default_zero(self) -> int:
+        """2^(bits - 1); 0 for float8."""
+        return 1 << (_BITS[self.kind] - 1) if self.kind in _BITS else 0
+
+    def misfit(self, inputs: int) -> str | None:
+        """Why a weight of so many inputs cannot have this form; None if it can."""
+        step = PACKED_INPUTS[self.kind]
+        if self.has_zeros and self.kind == "float8":
+            return "float8 weights have no zero points"
+        if self.group <= 0 or inputs % self.group:
+            return f"groups of {self.group} do not divide {inputs} inputs"
+        if self.group % step:
+            return f"groups of {self.group} are not a multiple of {step} inputs, as {self.kind}"
+        return None
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A weight [..., N, K], or a stack of them, as its codes.
+
+    Attributes:
+        form: how to read the codes.
+        codes: uint8 [..., N, K], 0..15 for int4; float8_e4m3fn [..., N, K] for float8.
+        scales: float16, bfloat16 or float32 [..., N, K / group].
+        zeros: uint8 [..., N, K / group], of the codes' range; None if the form has none.
+    """
+
+    form: GroupForm
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if dtypes or shapes are not as stated."""
+        *rows, inputs = self.codes.shape
+        why = self.form.misfit(inputs)
+        if why is not None:
+            raise ValueError(f"a weight {list(self.codes.shape)} of {self.form}: {why}")
+        codes = torch.float8_e4m3fn if self.form.kind == "float8" else torch.uint8
+        shape = torch.Size((*rows, inputs // self.form.group))
+        expected: dict[str, tuple[Tensor, tuple[torch.dtype, ...], torch.Size]]
+        expected = {"codes": (self.codes, (codes,), self.codes.shape)}
+        expected["scales"] = (self.scales, _SCALES, shape)
+        if self.zeros is not None:
+            expected["zeros"] = (self.zeros, (torch.uint8,), shape)
+        for name, (tensor, dtypes, wanted) in expected.items():
+            if tensor.dtype not in dtypes or tensor.shape != wanted:
+                raise ValueError(
+                    f"{name} of {self.form}: expected {' or '.join(map(str, dtypes))} "
+                    f"{list(wanted)}, found {tensor.dtype} {list(tensor.shape)}"
+                )
+        if (self.zeros is not None) != self.form.has_zeros:
+            raise ValueError(
+                f"{self.form}: zeros are {'missing' if self.form.has_zeros else 'given'}"
+            )
+
+    def dequantise(self) -> Tensor:
+        """The weight in float32 [..., N, K]."""
+        codes = self.codes.float().unflatten(-1, (-1, self.form.group))
+        zeros = self.form.default_zero if self.zeros is None else self.zeros[..., None].float()
+        return ((codes - zeros) * self.scales[..., None].float()).flatten(-2)
+
+
+def pack_codes(codes: Tensor, kind: Kind) -> Tensor:
+    """Codes in the order in which kernels read them. Features that fill the last tile are zero.
+
+    Args:
+        codes: uint8 or float8_e4m3fn [..., N, K], K a multiple of `PACKED_INPUTS`.
+        kind: of the codes.
+
+    Returns:
+        [..., ceil(N / 32), K / 8, 32, 4] for int4, else [..., ceil(N / 32), K / 4, 32, 4], of the
+        codes' dtype.
+    """
+    raw = codes.view(torch.uint8)
+    if kind == "int4":
+        halves = raw.unflatten(-1, (-1, 2, 4))
+        raw = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    return pack(raw).view(codes.dtype)
+
+
+def unpack_codes(packed: Tensor, kind: Kind, features: int) -> Tensor:
+    """The codes [..., features, K] of `pack_codes`; its inverse."""
+    raw = unpack(packed.view(torch.uint8), features)
+    if kind == "int4":
+        bytes_ = raw.unflatten(-1, (-1, 4))
+        raw = torch.stack((bytes_ & 15, bytes_ >> 4), -2).flatten(-3)
+    return raw.view(packed.dtype)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """Scales, or zero points, in the order in which kernels read them.
+
+    Args:
+        scales: [..., N, K / group].
+
+    Returns:
+        [..., ceil(N / 32), K / group, 32]. Features that fill the last tile are zero.
+    """
+    *stack, features, groups = scales.shape
+    packed = allocate((*stack, count_tiles(features), groups, TILE), scales.dtype)
+    whole, rest = divmod(features, TILE)
+    tiles = scales[..., : whole * TILE, :].unflatten(-2, (whole, TILE))
+    packed[..., :whole, :, :] = tiles.transpose(-2, -1)
+    if rest:
+        packed[..., whole, :, :] = 0
+        packed[..., whole, :, :rest] = scales[..., whole * TILE :, :].transpose(-2, -1)
+    return packed
+
+
+def unpack_scales(packed: Tensor, features: int) -> Tensor:
+    """The scales, or zero points, [..., features, K / group] of `pack_scales`; its inverse."""
+    return packed.transpose(-2, -1).flatten(-3, -2)[..., :features, :]
+
+
+def form_of(inputs: int, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> GroupForm:
+    """The form of packed codes and scales of so many inputs, from their dtype and shapes.
+
+    Raises:
+        ValueError: they have none.
+    """
+    steps, groups = codes.shape[-3], scales.shape[-2]
+    is_float = codes.dtype == torch.float8_e4m3fn
+    kinds: tuple[Kind, ...] = ("float8",) if is_float else ("int4", "int8")
+    found = [kind for kind in kinds if steps * PACKED_INPUTS[kind] == inputs > 0]
+    form = GroupForm(found[0], inputs // groups, zeros is not None) if found and groups else None
+    if form is None or form.group * groups != inputs or form.misfit(inputs) is not None:
+        raise ValueError(
+            f"codes {list(codes.shape)} and scales {list(scales.shape)} do not fit {inputs} inputs"
+        )
+    return form
