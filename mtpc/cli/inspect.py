@@ -100,7 +100,9 @@ def _last_pass(
     if wanted is None:
         return None
     enabled = (*options.enabled_passes, *backend.enables)
-    selected = select_passes({}, options.disabled_passes, enabled, options.draft_vocab)
+    selected = select_passes(
+        {}, options.disabled_passes, enabled, options.draft_vocab, options.quantize
+    )
     running = [step.name for step in (*selected, *backend.legalise())]
     if wanted not in running:
         if wanted in pass_names():

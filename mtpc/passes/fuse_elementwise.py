@@ -9,14 +9,29 @@ import torch
 from torch import fx
 
 import mtpc.ops.fused
+import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import (
+    GETITEM,
+    Policy,
+    emit,
+    emit_named,
+    is_call,
+    refresh_values,
+    sweep,
+)
 from mtpc.passes.patterns import cast, either_way, is_narrow, operands
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 
 aten = torch.ops.aten
+
+_GATED: dict[Any, Any] = {
+    torch.ops.mtpc.packed_linear.default: torch.ops.mtpc.packed_gated_linear.default,
+    torch.ops.mtpc.grouped_linear.default: torch.ops.mtpc.grouped_gated_linear.default,
+}
+"""Linear op -> the op that returns silu(gate) * up of the halves of its result."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +144,11 @@ def _emit_activation(
     graph: fx.Graph, both: fx.Node, halves: set[fx.Node], like: fx.Node
 ) -> fx.Node:
     """Append silu(gate) * up, together with the linear before it if nothing else reads that."""
-    linear, features = torch.ops.mtpc.packed_linear.default, both.meta["val"].shape[-1]
-    if is_call(both, linear) and set(both.users) == halves and features % (2 * TILE) == 0:
-        x, weight, _ = operands(both, linear, 3)
-        if x is not None:
-            args = (x, weight, features)
-            return emit(graph, torch.ops.mtpc.packed_gated_linear.default, args, like)
+    features = both.meta["val"].shape[-1]
+    if is_call(both, *_GATED) and set(both.users) == halves and features % (2 * TILE) == 0:
+        values = arguments(both)
+        if values.pop("bias") is None:
+            return emit_named(graph, _GATED[both.target], values, like)
     return emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), like)
 
 
