@@ -124,18 +124,14 @@ class Checkpoint:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that tell a user how the weights are read."""
-        lines = []
-        if self._quantised:
-            layouts = Counter(weight.layout for weight in self._quantised.values())
-            kinds = "; ".join(f"{count} x {layout}" for layout, count in layouts.most_common())
-            lines.append(f"{len(self._quantised)} quantised weight(s): {kinds}")
-        if self.dequantised:
-            lines.append(
-                f"{len(self.dequantised)} quantised weight(s) are dequantised to "
-                f"{self.dtype}, because no kernel reads their codes where they are used: "
-                f"{listing(sorted(self.dequantised))}"
-            )
-        return tuple(lines)
+        if not self.dequantised:
+            return ()
+        layouts = Counter(self._quantised[self._whole(n)].layout for n in self.dequantised)
+        kinds = "; ".join(f"{count} x {layout}" for layout, count in layouts.most_common())
+        return (
+            f"{len(self.dequantised)} of {len(self._quantised)} quantised weight(s) are "
+            f"dequantised to {self.dtype} where no kernel reads their codes: {kinds}",
+        )
 
     @property
     def _config_path(self) -> Path:
