@@ -67,7 +67,7 @@ class WeightTable:
         groups: StoredGroups | None = None,
     ):
         self.defers = False
-        self._groups = groups or StoredGroups({}, {}.__getitem__)
+        self._groups = groups or StoredGroups()
         self._maker = GroupedMaker(self._grouped)
         self._deferred: set[str] = set()
         self._by_name = dict(tensors)

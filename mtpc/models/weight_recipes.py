@@ -48,7 +48,7 @@ def stored_groups(loaded: LoadedModel) -> StoredGroups:
     """
     checkpoint = loaded.checkpoint
     if checkpoint is None or not checkpoint.specs or not loaded.owned:
-        return StoredGroups({}, {}.__getitem__)
+        return StoredGroups()
     recipes: dict[str, Recipe] = {}
     for name in loaded.weights():
         recipe = next(_candidates(name, loaded, checkpoint), None)

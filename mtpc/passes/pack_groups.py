@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -48,13 +49,7 @@ class PackGroups:
             for node in graph.graph.nodes
             if (spec := self._spec(graph, node)) is not None
         }
-        rewrites = 0
-        for spec in dict.fromkeys(found.values()):
-            groups = linear_groups(
-                graph, lambda node, _, spec=spec: found.get(arguments(node)["weight"]) == spec
-            )
-            replace_groups(groups, partial(_grouped_linear, spec=spec))
-            rewrites += len(groups)
+        rewrites = sum(_place_linears(graph, spec, found) for spec in dict.fromkeys(found.values()))
         return rewrites + exchange_experts(
             graph,
             lambda node: all(arguments(node)[name] in found for name in EXPERT_WEIGHTS),
@@ -74,6 +69,13 @@ class PackGroups:
         return SCHEMES[self.scheme].spec(weight.shape[-1], weight.dtype)
 
 
+def _place_linears(graph: StepGraph, spec: GroupSpec, specs: Mapping[fx.Node, GroupSpec]) -> int:
+    """Replace the linears on weights of one spec; returns how many calls take their place."""
+    groups = linear_groups(graph, lambda node, _: specs.get(arguments(node)["weight"]) == spec)
+    replace_groups(groups, partial(_grouped_linear, spec=spec))
+    return len(groups)
+
+
 def _grouped_linear(group: LinearGroup, spec: GroupSpec) -> fx.Node:
     bias = group.bias()
     pieces = group.pieces(spec)
@@ -81,7 +83,9 @@ def _grouped_linear(group: LinearGroup, spec: GroupSpec) -> fx.Node:
     return emit(group.graph.graph, torch.ops.mtpc.grouped_linear.default, args, group.nodes[0])
 
 
-def _grouped_experts(graph: StepGraph, node: fx.Node, specs: dict[fx.Node, GroupSpec]) -> fx.Node:
+def _grouped_experts(
+    graph: StepGraph, node: fx.Node, specs: Mapping[fx.Node, GroupSpec]
+) -> fx.Node:
     values: dict[str, Any] = arguments(node)
     for name in EXPERT_WEIGHTS:
         weight = values[name]

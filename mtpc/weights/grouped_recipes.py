@@ -7,7 +7,7 @@ does to each of them, and the codes are never expanded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -41,6 +41,10 @@ class GroupSpec:
         return f"{self.form.kind} by {self.form.group}{zeros}, {self.scales} scales"
 
 
+def _read_nothing(name: str) -> GroupedWeight:
+    raise KeyError(name)
+
+
 @dataclass(frozen=True)
 class StoredGroups:
     """Weights of a model that its checkpoint stores in groups.
@@ -50,8 +54,8 @@ class StoredGroups:
         read: name -> the weight as codes.
     """
 
-    specs: Mapping[str, GroupSpec]
-    read: Callable[[str], GroupedWeight]
+    specs: Mapping[str, GroupSpec] = field(default_factory=dict)
+    read: Callable[[str], GroupedWeight] = _read_nothing
 
 
 GroupedOf = Callable[[str, GroupSpec], GroupedWeight]

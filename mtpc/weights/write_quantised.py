@@ -189,7 +189,7 @@ class _Writer:
         if count == 1:
             (self._directory / _numbered(0)).rename(self._directory / "model.safetensors")
             return
-        places = {}
+        places: dict[str, str] = {}
         for index, names in enumerate(self._shards):
             file = f"model-{index + 1:05}-of-{count:05}.safetensors"
             (self._directory / _numbered(index)).rename(self._directory / file)

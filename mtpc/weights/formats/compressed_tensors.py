@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import (
+    KINDS,
     SCALES,
     Config,
     Decoded,
@@ -175,27 +176,17 @@ def _packed(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
     rows, columns = grid.shape(shape)
     is_symmetric = setting(weights, "symmetric", True, True, False)
     if not is_symmetric:
-        sizes = [(-(-rows * bits // 32), columns)]
+        sizes: list[tuple[int, ...]] = [(-(-rows * bits // 32), columns)]
         parts["zeros"] = find_part(tensors, f"{module}.weight_zero_point", ("I32",), sizes, _ZEROS)
-    order = None
-    if f"{module}.weight_g_idx" in tensors:
-        order = "order"
-        sizes = [(shape[1],)]
-        parts[order] = find_part(tensors, f"{module}.weight_g_idx", ("I32", "I64"), sizes, "groups")
+    indices = f"{module}.weight_g_idx"
+    if indices in tensors:
+        parts["order"] = find_part(tensors, indices, ("I32", "I64"), [(shape[1],)], "groups")
+    order = "order" if indices in tensors else None
     layout = f"int{bits} in groups of {grid.group(shape[1])}{', desc_act' if order else ''}"
     decode = partial(_decode_packed, name=name, shape=shape, bits=bits, rows=rows)
-    kind = "int4" if bits == 4 else "int8"
+    dtype, has_zeros = scales_dtype(tensors, parts), not is_symmetric
     return QuantisedWeight(
-        name,
-        shape,
-        layout,
-        kind,
-        grid,
-        not is_symmetric,
-        parts,
-        decode,
-        scales_dtype(tensors, parts),
-        order,
+        name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import (
+    KINDS,
     SCALES,
     Config,
     Decoded,
@@ -80,22 +81,12 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
     group = whole_number(says, "group_size", 128)
     group = shape[1] if group == -1 else group
     check_groups(name, shape, group)
-    groups = shape[1] // group
-    sizes = [(groups, -(-shape[0] * bits // 32))]
-    parts = {
-        "codes": f"{module}.qweight",
-        "scales": find_part(
-            tensors, f"{module}.scales", SCALES, [(groups, shape[0])], "its scales"
-        ),
-        "zeros": find_part(tensors, f"{module}.qzeros", ("I32",), sizes, "its zero points"),
-    }
-    in_order = not setting(says, "desc_act", False, False, True)
-    if not in_order or f"{module}.g_idx" in tensors:
-        parts["order"] = find_part(
-            tensors, f"{module}.g_idx", ("I32",), [(shape[1],)], "the group of each input"
-        )
     is_symmetric = setting(says, "sym", True, True, False)
+    in_order = not setting(says, "desc_act", False, False, True)
     stored_less = setting(says, "checkpoint_format", "gptq", "gptq", "gptq_v2") == "gptq"
+    parts = _parts(tensors, module, shape, shape[1] // group, bits)
+    if not in_order and "order" not in parts:
+        raise CheckpointError(f"{module}.g_idx is missing; expected I32[{shape[1]}] with desc_act")
     decode = partial(
         _decode,
         name=name,
@@ -105,21 +96,30 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
         is_symmetric=is_symmetric,
     )
     layout = f"GPTQ int{bits} in groups of {group}{'' if in_order else ', desc_act'}"
-    kind = "int4" if bits == 4 else "int8"
-    order = None if in_order else "order"
-    grid = Grid(1, group)
+    dtype, order = scales_dtype(tensors, parts), None if in_order else "order"
+    grid, has_zeros = Grid(1, group), not is_symmetric
     return QuantisedWeight(
-        name,
-        shape,
-        layout,
-        kind,
-        grid,
-        not is_symmetric,
-        parts,
-        decode,
-        scales_dtype(tensors, parts),
-        order,
+        name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order
     )
+
+
+def _parts(
+    tensors: Tensors, module: str, shape: tuple[int, int], groups: int, bits: int
+) -> dict[str, str]:
+    """The tensors of a weight by role."""
+    sizes = [(groups, shape[0])]
+    packed = [(groups, -(-shape[0] * bits // 32))]
+    parts = {
+        "codes": f"{module}.qweight",
+        "scales": find_part(tensors, f"{module}.scales", SCALES, sizes, "its scales"),
+        "zeros": find_part(tensors, f"{module}.qzeros", ("I32",), packed, "its zero points"),
+    }
+    indices = f"{module}.g_idx"
+    if indices in tensors:
+        parts["order"] = find_part(
+            tensors, indices, ("I32",), [(shape[1],)], "the group of each input"
+        )
+    return parts
 
 
 def _decode(

@@ -26,6 +26,8 @@ Tensors = Mapping[str, StoredTensor]
 Config = Mapping[str, Any]
 """The entry `quantization_config` of config.json."""
 
+KINDS: Mapping[int, Kind] = {4: "int4", 8: "int8"}
+"""Bits of a code that is a whole number -> its kind."""
 SCALES = ("F16", "BF16", "F32")
 """safetensors' names of the dtypes that scales may have."""
 _CHUNK = 1 << 22
