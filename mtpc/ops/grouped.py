@@ -40,8 +40,9 @@ def grouped_linear(
     With float8 codes, x stays as it is. A group's products are added in float32, first input first.
     The sum is multiplied by the group's scale and added as above.
 
-    A row's result depends on no other row, and in kernels not on the number of rows. Kernels may
-    round a product and the addition of it as one.
+    A product and the addition of it to a sum of groups are rounded once, as one. Processors without
+    such an instruction round twice. A row's result depends on no other row, and in kernels not on
+    the number of rows.
 
     Args:
         x: floating point [..., K].
@@ -82,8 +83,13 @@ def _integer_sums(x: Tensor, weight: GroupedWeight) -> Tensor:
     for group in range(x.shape[-2]):
         # Exact: integers below 2^53.
         sums = integers[..., group, :] @ (codes - points)[:, group].t()
-        out = out + sums.float() * (steps[..., group, None] * scales[:, group])
+        out = _add(out, sums.float(), steps[..., group, None] * scales[:, group])
     return out
+
+
+def _add(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total + left * right of float32, rounded once: float64 holds the product."""
+    return (total.double() + left.double() * right.double()).float()
 
 
 def _float_sums(x: Tensor, weight: GroupedWeight) -> Tensor:
@@ -91,7 +97,7 @@ def _float_sums(x: Tensor, weight: GroupedWeight) -> Tensor:
     codes = weight.codes.float().unflatten(-1, (-1, weight.form.group))
     scales, out = weight.scales.float(), x.new_zeros((*x.shape[:-2], codes.shape[0]))
     for group in range(x.shape[-2]):
-        out = out + (x[..., group, :] @ codes[:, group].t()) * scales[:, group]
+        out = _add(out, x[..., group, :] @ codes[:, group].t(), scales[:, group])
     return out
 
 

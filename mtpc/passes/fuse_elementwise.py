@@ -11,27 +11,19 @@ from torch import fx
 import mtpc.ops.fused
 import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
-from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import (
-    GETITEM,
-    Policy,
-    emit,
-    emit_named,
-    is_call,
-    refresh_values,
-    sweep,
-)
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import cast, either_way, is_narrow, operands
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 
 aten = torch.ops.aten
 
-_GATED: dict[Any, Any] = {
-    torch.ops.mtpc.packed_linear.default: torch.ops.mtpc.packed_gated_linear.default,
-    torch.ops.mtpc.grouped_linear.default: torch.ops.mtpc.grouped_gated_linear.default,
+_GATED: dict[Any, tuple[Any, int]] = {
+    torch.ops.mtpc.packed_linear.default: (torch.ops.mtpc.packed_gated_linear.default, 3),
+    torch.ops.mtpc.grouped_linear.default: (torch.ops.mtpc.grouped_gated_linear.default, 5),
 }
-"""Linear op -> the op that returns silu(gate) * up of the halves of its result."""
+"""Linear op -> the op that applies SwiGLU to its result, and how many arguments both share."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +138,10 @@ def _emit_activation(
     """Append silu(gate) * up, together with the linear before it if nothing else reads that."""
     features = both.meta["val"].shape[-1]
     if is_call(both, *_GATED) and set(both.users) == halves and features % (2 * TILE) == 0:
-        values = arguments(both)
-        if values.pop("bias") is None:
-            return emit_named(graph, _GATED[both.target], values, like)
+        gated, count = _GATED[both.target]
+        args = operands(both, both.target, count)
+        if args[0] is not None:
+            return emit(graph, gated, args, like)
     return emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), like)
 
 

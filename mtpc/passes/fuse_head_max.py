@@ -29,12 +29,12 @@ _MAXIMA: dict[Any, Any] = {
 class FuseHeadMax:
     """Replace a packed head whose logits are only reduced to their maximum.
 
-    The new op is `mtpc::packed_linear_max`, `grouped_linear_max` or `quantised_linear_max`. A
-    greedy choice reads all logits once, right after the head writes them, and Inductor's code for
-    it uses few threads. The new op reduces each tile of logits as soon as the tile is computed.
-    That costs almost nothing and needs no memory for logits. Sampling and log-probabilities read
-    logits in other ways, so the pass leaves those heads alone. On by default on backends with such
-    kernels (cpu).
+    The new op is `mtpc::packed_linear_max`, `mtpc::quantised_linear_max` or
+    `mtpc::grouped_linear_max`. A greedy choice reads all logits once, right after the head writes
+    them, and Inductor's code for it uses few threads.
+    The new op reduces each tile of logits as soon as the tile is computed. That costs almost
+    nothing and needs no memory for logits. Sampling and log-probabilities read logits in other
+    ways, so the pass leaves those heads alone. On by default on backends with such kernels (cpu).
     """
 
     name: ClassVar[str] = "fuse-head-max"

@@ -10,20 +10,24 @@ from torch import fx
 
 import mtpc.ops.chain  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.ops.chain import BIASED, GATED, LINEAR, NORM, NORM_PLUS_ONE
+from mtpc.ops.chain import BIASED, GATED, GROUPED, LINEAR, NORM, NORM_PLUS_ONE, ZEROS
 from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
-from mtpc.passes.patterns import operands
+from mtpc.passes.patterns import is_narrow, operands
 from mtpc.weights.packing import TILE
 
 _CHAIN = torch.ops.mtpc.linear_chain.default
 _LINEAR = torch.ops.mtpc.packed_linear.default
 _GATED = torch.ops.mtpc.packed_gated_linear.default
+_GROUPED = torch.ops.mtpc.grouped_linear.default
+_GROUPED_GATED = torch.ops.mtpc.grouped_gated_linear.default
 _NORM = torch.ops.mtpc.add_rms_norm.default
 
 
 @dataclass(frozen=True)
 class FuseLinearChains:
-    """Replace a sequence of packed linears and norms with a residual sum by `mtpc::linear_chain`.
+    """Replace a sequence of linears and norms with a residual sum by `mtpc::linear_chain`.
+
+    Linears are those on packed weights, of bfloat16 or of grouped codes.
 
     Between two attentions, a dense layer is such a sequence: the output projection, a norm, SwiGLU,
     the down projection, the next layer's norm and its joint projection. With few rows, much of the
@@ -62,10 +66,10 @@ class _Stage:
 
     Attributes:
         node: the call.
-        kind: its letter in `mtpc.ops.chain`.
+        kind: its letter in `mtpc.ops.chain`, and `ZEROS` after it if it has them.
         inputs: the input of a linear, or the two terms of a norm's sum. One of them is the result
             of the stage before.
-        operands: its weight, and its bias if it has one.
+        operands: its weight, the scales and zeros of a grouped one, and its bias if it has one.
         epsilon: of a norm; None for a linear.
         out: the result that the next stage reads.
         total: a norm's residual sum; None if nothing reads it.
@@ -108,13 +112,34 @@ def _stage_of(node: fx.Node) -> _Stage | None:
     """The call as a stage, or None if it is of another kind or has arguments that stages lack."""
     if is_call(node, _NORM):
         return _norm_stage(node)
+    if is_call(node, _GROUPED, _GROUPED_GATED):
+        return _grouped_stage(node)
     count = 4 if is_call(node, _LINEAR) else 3
     x, weight, features, *bias = operands(node, _LINEAR if count == 4 else _GATED, count)
-    if x is None or features % TILE or weight.meta["val"].shape[0] * TILE != features:
+    if x is None or not _fills_tiles(weight, features):
         return None
     biases = [operand for operand in bias if operand is not None]
     kind = GATED if count == 3 else BIASED if biases else LINEAR
     return _Stage(node, kind, (x,), (weight, *biases), None, node, None)
+
+
+def _grouped_stage(node: fx.Node) -> _Stage | None:
+    """A linear on a grouped weight as a stage, if its rows are bfloat16."""
+    count = 6 if is_call(node, _GROUPED) else 5
+    x, codes, scales, zeros, features, *bias = operands(node, node.target, count)
+    if x is None or not is_narrow(x) or not _fills_tiles(codes, features):
+        return None
+    biases = [operand for operand in bias if operand is not None]
+    kind = GROUPED[GATED if count == 5 else BIASED if biases else LINEAR]
+    if any(not is_narrow(operand) for operand in biases):
+        return None
+    points = [] if zeros is None else [zeros]
+    weights = (codes, scales, *points, *biases)
+    return _Stage(node, kind + ZEROS * len(points), (x,), weights, None, node, None)
+
+
+def _fills_tiles(weight: fx.Node, features: int) -> bool:
+    return features % TILE == 0 and weight.meta["val"].shape[0] * TILE == features
 
 
 def _norm_stage(node: fx.Node) -> _Stage | None:

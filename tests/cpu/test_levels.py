@@ -24,6 +24,7 @@ SAPPHIRE_RAPIDS = frozenset.union(*(level.needs for level in X86)) | {"sse2"}
 ZEN4 = SAPPHIRE_RAPIDS - {"amx_tile", "amx_bf16", "amx_int8"}
 NAMES = {level.name: level for level in X86}
 KERNEL_TESTS = [
+    "cpu/test_grouped.py",
     "cpu/test_kernels.py",
     "ops/test_gated_delta.py",
     "ops/test_row_linears.py",

@@ -11,6 +11,8 @@ import torch
 from helpers.batches import bf16
 from helpers.compiled import run_on
 from helpers.families import EACH_FAMILY_OF_FEW
+from helpers.grouped import random_weight
+from helpers.small_graphs import run, small_graph
 from helpers.whole_steps import check_no_token_changes, rewritten
 from torch import Tensor, fx
 
@@ -34,10 +36,15 @@ def quantised(features: int, inputs: int, bias: Tensor | None = None) -> tuple[s
     return "quantised_linear", (pack(quantise(weight)), row_scales(weight), bias)
 
 
+def grouped(features: int, inputs: int, bias: Tensor | None = None) -> tuple[str, Sequence[Any]]:
+    made = random_weight("int4", (features, inputs), 32, has_zeros=True)
+    return "grouped_linear", (*made.operands, bias)
+
+
 SIZES = [(1, 32), (31, 64), (64, 64), (97, 96), (4000, 128)]
 
 
-@pytest.mark.parametrize("form", [packed, quantised])
+@pytest.mark.parametrize("form", [packed, quantised, grouped])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("features", "inputs"), [(1, 32), (31, 64), (64, 64), (97, 96), (4000, 128)]
@@ -120,7 +127,7 @@ def test_threads_change_nothing(threads: int) -> None:
     assert torch.equal(found[1], expected.indices)
 
 
-@pytest.mark.parametrize("form", [packed, quantised])
+@pytest.mark.parametrize("form", [packed, quantised, grouped])
 def test_schemas_and_fakes(form: Callable[..., Any]) -> None:
     name, operands = form(70, 64)
     for namespace in (OURS, REFERENCE):
@@ -166,6 +173,20 @@ def test_the_targets_head_and_the_drafts(
     assert aten.max.dim not in found
     graph.graph.lint()
     assert FuseHeadMax().apply(graph) == 0
+
+
+def test_a_grouped_head() -> None:
+    codes, scales, zeros, features = random_weight("int4", (70, 64), 32, has_zeros=True).operands
+
+    def head(out: Tensor, x: Tensor, *parts: Tensor) -> None:
+        out.copy_(REFERENCE.grouped_linear(x, *parts, features).argmax(-1))
+
+    tensors = dict(x=bf16(3, 64), codes=codes, scales=scales, zeros=zeros)
+    graph = small_graph(head, batch_out=torch.zeros(3, dtype=torch.int64), **tensors)
+    before = run(graph)
+    assert FuseHeadMax().apply(graph) == 1
+    assert REFERENCE.grouped_linear_max.default in targets(graph)
+    assert torch.equal(run(graph), before)
 
 
 def largest(graph: StepGraph, target: Any) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,20 @@ import torch
 from helpers.batches import bf16
 from helpers.compiled import run_on
 from helpers.families import EACH_FAMILY_OF_FEW
+from helpers.grouped import random_weight
+from helpers.small_graphs import run, small_graph
 from helpers.whole_steps import check_no_token_changes, rewritten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
+from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.weights.grouped import Kind
 from mtpc.weights.packing import TILE, pack
 
 load_kernels()
@@ -28,20 +34,33 @@ EPSILON = 1e-6
 HIDDEN, FEATURES, MIDDLE = 64, 96, 160
 CHAINS = ["LN", "NL", "LNGLNB", "LPGL", "NGL", "LNBN", "GLNL"]
 """A linear layer behind a norm takes HIDDEN rows, one before it gives them."""
+GROUPED = ["lNglNb", "lzN", "gzlNL", "LPglzNbz"]
+"""The same with int4, int8 and float8 weights in turns, where their inputs are groups of 32."""
+
+
+def stages_of(kinds: str) -> list[str]:
+    return re.findall("[A-Z]|[lbg]z?", kinds)
 
 
 def operands_of(kinds: str, width: int) -> list[Tensor]:
     """Weights for a chain that begins with rows of `width`."""
     operands = []
-    for at, kind in enumerate(kinds):
-        feeds_norm = kinds[at + 1 : at + 2] in ("N", "P")
+    stages = stages_of(kinds)
+    for at, kind in enumerate(stages):
+        feeds_norm = stages[at + 1 : at + 2] in (["N"], ["P"])
         if kind in "NP":
             operands.append(bf16(width, seed=at) + 1)
             continue
-        width, inputs = HIDDEN if feeds_norm else MIDDLE if kind == "G" else FEATURES, width
-        features = 2 * width if kind == "G" else width
-        operands.append(pack(bf16(features, inputs, seed=at) / 8))
-        if kind == "B":
+        is_gated = kind[0] in "Gg"
+        width, inputs = HIDDEN if feeds_norm else MIDDLE if is_gated else FEATURES, width
+        features = 2 * width if is_gated else width
+        if kind.isupper():
+            operands.append(pack(bf16(features, inputs, seed=at) / 8))
+        else:
+            code: Kind = "int4" if "z" in kind else ("int4", "int8", "float8")[at % 3]
+            made = random_weight(code, (features, inputs), 32, has_zeros="z" in kind, seed=at)
+            operands += [part for part in made.parts if part is not None]
+        if kind[0] in "Bb":
             operands.append(bf16(features, seed=at + 10))
     return operands
 
@@ -51,16 +70,19 @@ def one_by_one(
 ) -> tuple[Tensor, Tensor]:
     """The same by the kernels of each stage."""
     following = iter(operands)
-    for kind in kinds:
+    for kind in stages_of(kinds):
         weight = next(following)
-        features = weight.shape[0] * TILE
         if kind in "NP":
             total, x = OURS.add_rms_norm(total, x, weight, EPSILON, kind == "P", rows)
-        elif kind == "G":
-            x = OURS.packed_gated_linear(x, weight, features, rows)
-        else:
-            bias = next(following) if kind == "B" else None
-            x = OURS.packed_linear(x, weight, features, bias, rows)
+            continue
+        form, of = "packed", [weight]
+        if kind.islower():
+            form, of = "grouped", [weight, next(following)]
+            of.append(next(following) if "z" in kind else None)
+        bias = [next(following)] if kind[0] in "Bb" else [] if kind[0] in "Gg" else [None]
+        gated = "_gated" if kind[0] in "Gg" else ""
+        stage = getattr(OURS, f"{form}{gated}_linear")
+        x = stage(x, *of, weight.shape[0] * TILE, *bias, rows)
     return total, x
 
 
@@ -80,7 +102,7 @@ def check_stages(rows: int, kinds: str, used: int | None, width: int = 128) -> N
         assert bool(one[:used].isfinite().all())
 
 
-@pytest.mark.parametrize("kinds", CHAINS)
+@pytest.mark.parametrize("kinds", [*CHAINS, *GROUPED])
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 32, 33, 63, 64, 65, 130])
 def test_a_chain_is_its_stages(rows: int, kinds: str) -> None:
     """Bit for bit, on both sides of the number of rows from which stages are run one by one."""
@@ -89,7 +111,7 @@ def test_a_chain_is_its_stages(rows: int, kinds: str) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    kinds=st.sampled_from(CHAINS),
+    kinds=st.sampled_from([*CHAINS, *GROUPED]),
     rows=st.integers(1, 80),
     idle=st.integers(0, 80),
     width=st.sampled_from([32, 70, 128, 1024]),
@@ -99,6 +121,7 @@ def test_whatever_threads_and_idle_rows(
     kinds: str, rows: int, idle: int, width: int, threads: int
 ) -> None:
     """More threads than processors, too: whoever comes late finds the work done."""
+    width = 64 if kinds in GROUPED and width % 32 else width
     with run_on(threads):
         check_stages(rows, kinds, rows - min(idle, rows), width)
 
@@ -108,7 +131,7 @@ def test_inputs_that_do_not_go_by_tiles() -> None:
     check_stages(64, "LN", None, width=16384)
 
 
-@pytest.mark.parametrize("kinds", CHAINS)
+@pytest.mark.parametrize("kinds", [*CHAINS, *GROUPED])
 def test_the_reference_means_the_same(kinds: str) -> None:
     width = HIDDEN if kinds[0] == "N" else 128
     x, residual = bf16(7, width, seed=1), bf16(7, HIDDEN, seed=2)
@@ -134,12 +157,12 @@ def test_strides_and_leading_dimensions() -> None:
 
 
 def test_schemas_and_fakes() -> None:
-    operands = operands_of("LNGLNB", 128)
-    arguments = (bf16(3, 128), bf16(3, HIDDEN), "LNGLNB", operands, EPSILON, torch.tensor([2]))
-    for namespace in (OURS, REFERENCE):
-        torch.library.opcheck(
-            namespace.linear_chain.default, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+    for kinds in ("LNGLNB", "lPgzNbz"):
+        operands = operands_of(kinds, 128)
+        arguments = (bf16(3, 128), bf16(3, HIDDEN), kinds, operands, EPSILON, torch.tensor([2]))
+        for namespace in (OURS, REFERENCE):
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(namespace.linear_chain.default, arguments, test_utils=tests)
 
 
 def test_misfits_are_refused() -> None:
@@ -159,6 +182,9 @@ def test_misfits_are_refused() -> None:
         ((x, residual, "LN", [operands[0], bf16(63)]), "operand 1 does not fit stage N of LN"),
         ((x, residual, "LN", [operands[0].float(), operands[1]]), "expected a bfloat16 operand"),
         ((x, bf16(3, 32), "LN", operands), "operand 1 does not fit stage N"),
+        ((x, residual, "lN", operands), "codes and scales of .* do not fit 128 inputs"),
+        ((x, residual, "LzN", operands), "unknown|does not fit stage z"),
+        ((x, residual, "lzN", operands), "operand for each stage of lzN"),
     ):
         with pytest.raises(RuntimeError, match=message):
             OURS.linear_chain(*arguments, EPSILON)
@@ -167,6 +193,9 @@ def test_misfits_are_refused() -> None:
         ("L", operands[:1]),
         ("LN", operands[:1]),
         ("N", operands),
+        ("LzN", operands),
+        ("zLN", operands),
+        ("lN", operands),
     ):
         with pytest.raises(ValueError, match="an N or P among them"):
             REFERENCE.linear_chain(x, residual, kinds, some, EPSILON)
@@ -224,6 +253,41 @@ def test_all_stages_are_taken_once(checkpoint: Callable[..., Path]) -> None:
     assert FuseLinearChains().apply(graph) == 0
     assert not calls(graph, REFERENCE.packed_gated_linear)
     assert not calls(graph, REFERENCE.add_rms_norm)
+
+
+def test_grouped_linears_are_stages() -> None:
+    """After SwiGLU was found among them. What the graph computes stays, bit for bit."""
+    made = {
+        "first": random_weight("int4", (64, 96), 32),
+        "both": random_weight("int8", (128, 64), 64, has_zeros=True, seed=1),
+        "last": random_weight("float8", (64, 64), 64, seed=2),
+    }
+    tensors = {"x": bf16(3, 96, seed=3), "residual": bf16(3, 64, seed=4), "weight": bf16(64) + 1}
+    for name, one in made.items():
+        parts = zip(("codes", "scales", "zeros"), one.parts, strict=True)
+        tensors |= {f"{name}_{part}": tensor for part, tensor in parts if tensor is not None}
+    names = list(tensors)
+
+    def layer(out: Tensor, *given: Tensor) -> None:
+        t = dict(zip(names, given, strict=True))
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            parts = (t[f"{name}_codes"], t[f"{name}_scales"], t.get(f"{name}_zeros"))
+            return REFERENCE.grouped_linear(x, *parts, made[name].features)
+
+        first = linear(t["x"], "first")
+        total, x = REFERENCE.add_rms_norm(t["residual"], first, t["weight"], EPSILON)
+        both = linear(x, "both")
+        gate, up = (torch.ops.aten.slice.Tensor(both, -1, at, at + 64) for at in (0, 64))
+        active = F.silu(gate) * up
+        out.copy_(linear(active, "last") + total)
+
+    graph = small_graph(layer, batch_out=torch.zeros(3, 64).bfloat16(), **tensors)
+    before = run(graph)
+    assert FuseElementwise().apply(graph) == 1
+    assert FuseLinearChains().apply(graph) == 1
+    assert kinds_of(graph) == ["lNgzl"]
+    assert torch.equal(run(graph), before)
 
 
 def test_a_chain_has_one_epsilon(checkpoint: Callable[..., Path]) -> None:

@@ -1,4 +1,5 @@
-// A chain of linear layers and norms on packed bfloat16 weights. See mtpc/ops/chain.py.
+// A chain of linear layers and norms on packed weights, of bfloat16 or grouped codes. See
+// mtpc/ops/chain.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <deque>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "gated_tiles.h"
+#include "grouped_products.h"
 #include "operators.h"
 #include "linear_result.h"
 #include "norm.h"
@@ -31,19 +33,41 @@ struct Rows {
 };
 
 /// One of a chain: a linear layer ("L", with a bias "B"), a gated one ("G"), or a residual sum and
-/// its norm ("N", scaled by 1 + weight: "P").
+/// its norm ("N", scaled by 1 + weight: "P"). Linear layers on grouped codes have `grouped`.
 struct Stage {
   char kind;
   Tensor operand;
-  std::optional<Tensor> bias;
+  std::optional<Tensor> bias, scales, zeros;
   int64_t inputs, width;
+  std::optional<GroupedWeight> grouped;
 
   bool is_norm() const { return kind == 'N' || kind == 'P'; }
   bool is_gated() const { return kind == 'G'; }
   int64_t features() const { return is_gated() ? 2 * width : width; }
   int64_t tiles() const { return width / kFeatures; }
   const char* weight() const { return static_cast<const char*>(operand.const_data_ptr()); }
+
+  /// Bytes of a tile of a linear layer's weight.
+  int64_t tile_bytes() const {
+    return grouped ? grouped->tile_bytes() : inputs / kPair * kGroupBytes;
+  }
+
+  /// Inputs of a group of bfloat16.
+  static constexpr int64_t kPair = 2;
 };
+
+/// Notes a linear stage's width, and whether its operands have the sizes that they must have.
+bool fits_linear(Stage& stage) {
+  const int64_t features = stage.operand.dim() > 0 ? stage.operand.size(0) * kFeatures : 0;
+  stage.width = stage.is_gated() ? features / 2 : features;
+  if (stage.scales) {
+    stage.grouped = grouped_weight("linear_chain", stage.operand, *stage.scales, stage.zeros, 0,
+                                   features, stage.inputs);
+  }
+  return (stage.grouped || is_packed_linear(stage.operand, features, stage.inputs)) &&
+      stage.width % kFeatures == 0 &&
+      (!stage.bias || (stage.bias->dim() == 1 && stage.bias->size(0) == stage.width));
+}
 
 /// Reads the letters of a chain, and checks that each operand has the size that it must have.
 std::vector<Stage> read_stages(
@@ -51,30 +75,34 @@ std::vector<Stage> read_stages(
     int64_t residual_width) {
   std::vector<Stage> stages;
   size_t next = 0;
-  const auto take = [&] {
+  const auto take = [&](bool any_dtype = false) {
     STD_TORCH_CHECK(
-        next < operands.size() && operands[next].scalar_type() == ScalarType::BFloat16,
+        next < operands.size() &&
+            (any_dtype || operands[next].scalar_type() == ScalarType::BFloat16),
         "mtpc_cpu::linear_chain: expected a bfloat16 operand for each stage of ", kinds,
-        ", two for B; found ", operands.size());
+        ", two for B; found ", operands.size(), " (codes and scales for l, b, g; zeros for z)");
     return operands[next++];
   };
-  for (const char kind : kinds) {
-    Stage stage{kind, take(), std::nullopt, width, width};
-    if (kind == 'B') stage.bias = take();
-    const int64_t features = stage.operand.size(0) * kFeatures;
-    bool fits = true;
-    if (stage.is_norm()) {
-      fits = width == residual_width && stage.operand.dim() == 1 &&
-          stage.operand.size(0) == width && stage.operand.is_contiguous();
-    } else {
-      stage.width = width = stage.is_gated() ? features / 2 : features;
-      fits = is_packed_linear(stage.operand, features, stage.inputs) && width % kFeatures == 0 &&
-          (!stage.bias || (stage.bias->dim() == 1 && stage.bias->size(0) == width));
+  for (size_t at = 0; at < kinds.size(); ++at) {
+    const bool is_grouped = std::string("lbg").find(kinds[at]) != std::string::npos;
+    const char kind = is_grouped ? kinds[at] - 'a' + 'A' : kinds[at];
+    const size_t first = next;
+    Stage stage{kind,         take(is_grouped), std::nullopt, std::nullopt,
+                std::nullopt, width,            width,        std::nullopt};
+    if (is_grouped) stage.scales = take(true);
+    if (is_grouped && at + 1 < kinds.size() && kinds[at + 1] == 'z') {
+      stage.zeros = take(true);
+      ++at;
     }
+    if (kind == 'B') stage.bias = take();
+    const bool fits = stage.is_norm() ? width == residual_width && stage.operand.dim() == 1 &&
+            stage.operand.size(0) == width && stage.operand.is_contiguous()
+                                      : fits_linear(stage);
     STD_TORCH_CHECK(
         fits && std::string("LBGNP").find(kind) != std::string::npos,
-        "mtpc_cpu::linear_chain: operand ", next - 1, " does not fit stage ", kind, " of ", kinds,
+        "mtpc_cpu::linear_chain: operand ", first, " does not fit stage ", kind, " of ", kinds,
         ", which gets rows of ", stage.inputs);
+    width = stage.width;
     stages.push_back(std::move(stage));
   }
   STD_TORCH_CHECK(
@@ -96,6 +124,8 @@ class Chain {
       workers_ = std::max(workers_, worker_count(rows * work));
       widest_ = std::max(widest_, stride(stage.width));
       biases_.emplace_back(stage.bias, stage.width);
+      rounded_.emplace_back();
+      if (stage.grouped) rounded_.back().reserve(rows, stage.grouped->form);
     }
   }
 
@@ -103,7 +133,7 @@ class Chain {
   void run(const Rows& x, const BFloat16* residual, const Rows& total, const Rows& out) {
     const int64_t place = rows_ * widest_;
     BFloat16* scratch = scratch_.reserve(2 * place);
-    std::deque<StageTasks> tasks;
+    std::deque<StageTasks> tasks, roundings;
     std::vector<Rows> places{x};
     for (size_t s = 0; s < stages_.size(); ++s) {
       const int64_t width = stages_[s].width;
@@ -111,6 +141,7 @@ class Chain {
       // Two places in turns: a stage begins when nobody reads what the last but one has read.
       places.push_back(last ? out : Rows{scratch + s % 2 * place, width, stride(width)});
       tasks.emplace_back(stages_[s].is_norm() ? rows_ : stages_[s].tiles(), workers_);
+      roundings.emplace_back(needs_rounding(s) ? rows_ : 0, workers_);
     }
     run_workers(workers_, [&](int64_t me) {
       GatedWorker worker;
@@ -118,6 +149,10 @@ class Chain {
       worker.gates.reserve(gates_of_run(rows_));
       const BFloat16* sums = residual;
       for (size_t s = 0; s < stages_.size(); ++s) {
+        if (needs_rounding(s)) {
+          roundings[s].run(me, 1, [&](Tasks run) { round(s, run, places[s]); });
+          roundings[s].wait(warm(s, me));
+        }
         tasks[s].run(me, gated_run(rows_), [&](Tasks run) {
           run_tasks(s, run, places[s], sums, total, places[s + 1], worker);
         });
@@ -132,6 +167,17 @@ class Chain {
     return spaced(width * sizeof(BFloat16)) / static_cast<int64_t>(sizeof(BFloat16));
   }
 
+  /// Whether a stage's rows are to be rounded before it. A norm before it does so itself.
+  bool needs_rounding(size_t s) const {
+    return stages_[s].grouped && (s == 0 || !stages_[s - 1].is_norm());
+  }
+
+  void round(size_t s, Tasks run, const Rows& from) const {
+    for (int64_t row = run.first; row < run.first + run.count; ++row) {
+      rounded_[s].set(row, from[row]);
+    }
+  }
+
   void run_tasks(size_t s, Tasks run, const Rows& from, const BFloat16* sums, const Rows& total,
                  const Rows& to, GatedWorker& worker) const {
     const Stage& stage = stages_[s];
@@ -142,19 +188,34 @@ class Chain {
       for (int64_t row = run.first; row < end; ++row) {
         norm.of_sum(sums + row * total.stride, from[row], total[row], to[row]);
       }
+      if (s + 1 < stages_.size() && stages_[s + 1].grouped) round(s + 1, run, to);
       return;
     }
-    const InputRows x{reinterpret_cast<const Group*>(from.first), from.width / kPair,
-                      from.stride / kPair};
+    if (stage.grouped) {
+      return multiply(s, run, to, worker, [&](int64_t tile, const auto& body) {
+        for_grouped_products(rounded_[s], 0, rows_, stage.grouped->from(tile), body);
+      });
+    }
+    const InputRows x{reinterpret_cast<const Group*>(from.first), from.width / Stage::kPair,
+                      from.stride / Stage::kPair};
+    multiply(s, run, to, worker, [&](int64_t tile, const auto& body) {
+      for_products<Bf16Pairs>(
+          x, rows_, stage.weight() + tile * stage.tile_bytes(), worker.registers, body);
+    });
+  }
+
+  /// Tiles of a linear stage: products(tile, body) calls body(row, its 32 sums) for all rows.
+  template <class Products>
+  void multiply(size_t s, Tasks run, const Rows& to, GatedWorker& worker,
+                const Products& products) const {
+    const Stage& stage = stages_[s];
     if (stage.is_gated()) {
-      return multiply_gated(x, rows_, stage.weight(), stage.tiles(), run, worker, to.first,
-                            to.stride);
+      return multiply_gated(
+          products, rows_, stage.tiles(), run, worker.gates, to.first, to.stride);
     }
     const LinearResult result{biases_[s].get(), to.first, stage.width, to.stride};
-    for (int64_t tile = run.first; tile < end; ++tile) {
-      for_products<Bf16Pairs>(
-          x, rows_, stage.weight() + tile * x.groups * kGroupBytes, worker.registers,
-          [&](int64_t row, const float* products) { result.put(tile, row, products); });
+    for (int64_t tile = run.first; tile < run.first + run.count; ++tile) {
+      products(tile, [&](int64_t row, const float* sums) { result.put(tile, row, sums); });
     }
   }
 
@@ -163,20 +224,18 @@ class Chain {
     while (s < stages_.size() && stages_[s].is_norm()) ++s;
     if (s == stages_.size()) return {nullptr, 0};
     const Stage& stage = stages_[s];
-    const int64_t tile = stage.inputs / kPair * kGroupBytes;
+    const int64_t tile = stage.tile_bytes();
     const int64_t first = stage.tiles() * me / workers_;
     const int64_t count = stage.tiles() * (me + 1) / workers_ - first;
     return {stage.weight() + first * tile, std::min(kWarmBytes, count * tile)};
   }
-
-  /// Inputs of a group.
-  static constexpr int64_t kPair = 2;
 
   const std::vector<Stage>& stages_;
   int64_t rows_;
   float epsilon_;
   int64_t workers_ = 1, widest_ = 0;
   std::vector<Biases> biases_;
+  std::vector<GroupedRows> rounded_;  // rows of stages with grouped weights
   Buffer<BFloat16> scratch_;
 };
 
@@ -188,6 +247,12 @@ std::tuple<Tensor, Tensor> run_each(
     if (stage.is_norm()) {
       std::tie(total, x) = add_rms_norm(
           total, x, stage.operand, epsilon, stage.kind == 'P', rows);
+    } else if (stage.grouped && stage.is_gated()) {
+      x = grouped_gated_linear(
+          x, stage.operand, *stage.scales, stage.zeros, stage.features(), rows);
+    } else if (stage.grouped) {
+      x = grouped_linear(
+          x, stage.operand, *stage.scales, stage.zeros, stage.features(), stage.bias, rows);
     } else if (stage.is_gated()) {
       x = packed_gated_linear(x, stage.operand, stage.features(), rows);
     } else {
@@ -210,6 +275,7 @@ void check_rows(const Tensor& x, const Tensor& residual) {
 bool go_by_tiles(const std::vector<Stage>& stages, int64_t rows) {
   if (rows > kFewRows) return false;
   for (const Stage& stage : stages) {
+    if (stage.grouped) continue;
     if (!goes_by_tiles({nullptr, stage.inputs / 2, stage.inputs / 2}, rows)) return false;
   }
   return true;

@@ -14,10 +14,14 @@ namespace {
 void run(InputRows x, int64_t rows, const BFloat16* weight, int64_t width, BFloat16* out) {
   const int64_t tiles = width / kFeatures;
   const char* bytes = reinterpret_cast<const char*>(weight);
+  const int64_t size = x.groups * kGroupBytes;
   const int64_t workers = worker_count(4 * rows * width * x.groups);
   run_stream_in_runs<GatedWorker>(
       tiles, workers, gated_run(rows), [&](Tasks run, GatedWorker& worker) {
-        multiply_gated(x, rows, bytes, tiles, run, worker, out, width);
+        const auto products = [&](int64_t tile, const auto& body) {
+          for_products<Bf16Pairs>(x, rows, bytes + tile * size, worker.registers, body);
+        };
+        multiply_gated(products, rows, tiles, run, worker.gates, out, width);
       });
 }
 

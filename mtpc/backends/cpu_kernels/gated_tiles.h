@@ -24,28 +24,25 @@ inline int64_t gated_run(int64_t rows) {
 inline int64_t gates_of_run(int64_t rows) { return gated_run(rows) * rows * kFeatures; }
 
 /// Some tiles' features of silu(gate) * up, of `tiles` in each; rows of out are `stride` apart.
-inline void multiply_gated(InputRows x, int64_t rows, const char* weight, int64_t tiles, Tasks run,
-                           GatedWorker& worker, BFloat16* out, int64_t stride) {
-  const int64_t size = x.groups * kGroupBytes;
-  float* gates = worker.gates.reserve(gates_of_run(rows));
+/// products(tile, body) calls body(row, its 32 sums) for all rows.
+template <class Products>
+void multiply_gated(const Products& products, int64_t rows, int64_t tiles, Tasks run,
+                    Buffer<float>& buffer, BFloat16* out, int64_t stride) {
+  float* gates = buffer.reserve(gates_of_run(rows));
   for (int64_t i = 0; i < run.count; ++i) {
-    for_products<Bf16Pairs>(
-        x, rows, weight + (run.first + i) * size, worker.registers,
-        [&](int64_t row, const float* sums) {
-          std::memcpy(gates + (i * rows + row) * kFeatures, sums, kFeatures * sizeof(float));
-        });
+    products(run.first + i, [&](int64_t row, const float* sums) {
+      std::memcpy(gates + (i * rows + row) * kFeatures, sums, kFeatures * sizeof(float));
+    });
   }
   for (int64_t i = 0; i < run.count; ++i) {
-    for_products<Bf16Pairs>(
-        x, rows, weight + (tiles + run.first + i) * size, worker.registers,
-        [&](int64_t row, const float* sums) {
-          const float* gate = gates + (i * rows + row) * kFeatures;
-          BFloat16* to = out + row * stride + (run.first + i) * kFeatures;
-          for (int f = 0; f < kFeatures; f += kStep) {
-            narrow(to + f, activate(round_bf16(load<float>(gate + f)),
-                                    round_bf16(load<float>(sums + f))));
-          }
-        });
+    products(tiles + run.first + i, [&](int64_t row, const float* sums) {
+      const float* gate = gates + (i * rows + row) * kFeatures;
+      BFloat16* to = out + row * stride + (run.first + i) * kFeatures;
+      for (int f = 0; f < kFeatures; f += kStep) {
+        narrow(to + f,
+               activate(round_bf16(load<float>(gate + f)), round_bf16(load<float>(sums + f))));
+      }
+    });
   }
 }
 

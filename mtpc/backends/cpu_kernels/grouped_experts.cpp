@@ -1,0 +1,131 @@
+// Mixture of experts on packed codes of 4 or 8 bits: every chosen expert's are read once.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "choices.h"
+#include "grouped_products.h"
+#include "operators.h"
+#include "tensors.h"
+
+namespace mtpc {
+namespace {
+
+class GroupedExperts {
+ public:
+  GroupedExperts(const Tensor& x, const GroupedWeight& gate_up, const GroupedWeight& down,
+                 int64_t experts, Choices<float> choices, int64_t used, Limit limit)
+      : gate_up_(gate_up),
+        down_(down),
+        wide_tiles_(gate_up.tiles / experts),
+        narrow_tiles_(down.tiles / experts),
+        choices_(std::move(choices)),
+        limit_(limit),
+        inputs_(choices_.slots, gate_up.form),
+        active_(choices_.slots * down.form.inputs),
+        rounded_(choices_.slots, down.form) {
+    const GroupedRows rows(used, gate_up.form);
+    set_rows(rows, x, used);
+    for (const Choice<float>& choice : choices_.chosen) {
+      for (size_t i = 0; i < choice.rows.size(); ++i) {
+        inputs_.copy(choice.first_slot + i, rows, choice.rows[i]);
+      }
+    }
+  }
+
+  void run(const Tensor& out) {
+    const int64_t experts = choices_.chosen.size(), width = down_.form.inputs;
+    const int64_t gates = width / kFeatures;
+    // An instruction does twice the work that it does in bfloat16.
+    const int64_t work = choices_.slots * gate_up_.form.inputs * width / 2;
+    run_tasks(experts * gates, worker_count(2 * work), [&](int64_t task) {
+      activate(choices_.chosen[task / gates], task % gates);
+    });
+    run_tasks(choices_.slots, worker_count(8 * choices_.slots * width), [&](int64_t slot) {
+      rounded_.set(slot, active_.get() + slot * width);
+    });
+    run_tasks(narrow_tiles_, worker_count(work), [&](int64_t tile) { combine(tile, out); });
+  }
+
+ private:
+  /// silu(gate) * up of the choice's rows, for 32 features.
+  void activate(const Choice<float>& choice, int64_t tile) const {
+    const int64_t rows = choice.rows.size(), width = down_.form.inputs;
+    const int64_t gate_tile = choice.expert * wide_tiles_ + tile;
+    std::vector<float> gates(rows * kFeatures);
+    const auto products = [&](int64_t at, const auto& body) {
+      for_grouped_products(inputs_, choice.first_slot, rows, gate_up_.from(at), body);
+    };
+    products(gate_tile, [&](int64_t row, const float* sums) {
+      std::copy_n(sums, kFeatures, gates.data() + row * kFeatures);
+    });
+    products(gate_tile + width / kFeatures, [&](int64_t row, const float* sums) {
+      float* active = active_.get() + (choice.first_slot + row) * width + tile * kFeatures;
+      for (int f = 0; f < kFeatures; ++f) {
+        active[f] = swiglu<float>(gates[row * kFeatures + f], sums[f], limit_);
+      }
+    });
+  }
+
+  /// 32 output features of all rows: the weighted sum over experts, in index order.
+  void combine(int64_t tile, const Tensor& out) const {
+    const int64_t begin = tile * kFeatures, tokens = out.size(0), features = out.size(1);
+    const int64_t count = std::min<int64_t>(kFeatures, features - begin);
+    std::vector<float> total(tokens * kFeatures);
+    for (const Choice<float>& choice : choices_.chosen) {
+      for_grouped_products(
+          rounded_, choice.first_slot, choice.rows.size(),
+          down_.from(choice.expert * narrow_tiles_ + tile), [&](int64_t row, const float* sums) {
+            float* to = total.data() + choice.rows[row] * kFeatures;
+            for (int64_t f = 0; f < count; ++f) to[f] += choice.weights[row] * sums[f];
+          });
+    }
+    for (int64_t row = 0; row < tokens; ++row) {
+      write(out, row * features + begin, total.data() + row * kFeatures, count);
+    }
+  }
+
+  const GroupedWeight gate_up_, down_;
+  const int64_t wide_tiles_, narrow_tiles_;  // of an expert
+  const Choices<float> choices_;
+  const Limit limit_;
+  GroupedRows inputs_;    // [slots, hidden]
+  Buffer<float> active_;  // [slots, intermediate]
+  GroupedRows rounded_;   // the same, as products take them
+};
+
+}  // namespace
+
+MTPC_OPERATOR Tensor grouped_experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& gate_up_scales,
+    const std::optional<Tensor>& gate_up_zeros, const Tensor& down, const Tensor& down_scales,
+    const std::optional<Tensor>& down_zeros, const Tensor& expert_ids,
+    const Tensor& expert_weights, double limit, bool limit_input,
+    const std::optional<Tensor>& rows) {
+  STD_TORCH_CHECK(
+      x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 && gate_up.size(0) == down.size(0) &&
+          down.size(0) > 0 && gate_up.size(1) % 2 == 0,
+      "mtpc_cpu::grouped_experts: expected x [T, H] and packed stacks of one number of experts, "
+      "gate's and up's features whole tiles each");
+  const int64_t experts = down.size(0), features = gate_up.size(1) * kFeatures;
+  const GroupedWeight wide = grouped_weight(
+      "grouped_experts", gate_up, gate_up_scales, gate_up_zeros, experts, features, x.size(1));
+  const GroupedWeight narrow = grouped_weight(
+      "grouped_experts", down, down_scales, down_zeros, experts, x.size(1), features / 2);
+  STD_TORCH_CHECK(
+      expert_ids.dim() == 2 && expert_weights.dim() == 2 && expert_ids.size(0) == x.size(0) &&
+          expert_weights.size(0) == x.size(0) && expert_weights.size(1) == expert_ids.size(1),
+      "mtpc_cpu::grouped_experts: expert_ids and expert_weights must be [T, k]");
+  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor out = dense_empty(dense, {x.size(0), x.size(1)});
+  const int64_t used = used_rows(rows, x.size(0));
+  Choices<float> choices =
+      group_rows<float>(expert_ids, adjacent_last(expert_weights), experts, used);
+  GroupedExperts(dense, wide, narrow, experts, std::move(choices), used, {limit, limit_input})
+      .run(out);
+  return out;
+}
+
+}  // namespace mtpc

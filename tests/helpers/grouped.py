@@ -1,0 +1,82 @@
+"""Weights with scales of groups, made at random; and products with them in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, pack_codes, pack_scales
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight, and the operands that operators take."""
+
+    weight: GroupedWeight
+    features: int
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales, zeros."""
+        zeros = self.weight.zeros
+        packed = None if zeros is None else pack_scales(zeros)
+        codes = pack_codes(self.weight.codes, self.weight.form.kind)
+        return codes, pack_scales(self.weight.scales), packed
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """What a linear takes after x: the parts, and the number of features."""
+        return *self.parts, self.features
+
+
+def random_weight(
+    kind: Kind,
+    shape: tuple[int, ...],
+    group: int,
+    *,
+    has_zeros: bool = False,
+    scales: torch.dtype = torch.float16,
+    seed: int = 0,
+) -> Packed:
+    """Codes over their whole range, and scales about 1 / sqrt(K) of what makes them ones."""
+    gen = torch.Generator().manual_seed(seed)
+    form = GroupForm(kind, group, has_zeros and kind != "float8")
+    top = 2 * form.default_zero
+    if kind == "float8":
+        codes = torch.randn(shape, generator=gen).to(torch.float8_e4m3fn)
+    else:
+        codes = torch.randint(0, top, shape, generator=gen, dtype=torch.uint8)
+    groups = (*shape[:-1], shape[-1] // group)
+    step = (0.5 + torch.rand(groups, generator=gen)) / (max(top, 2) / 4 * shape[-1] ** 0.5)
+    zeros = torch.randint(0, max(top, 1), groups, generator=gen, dtype=torch.uint8)
+    weight = GroupedWeight(form, codes, step.to(scales), zeros if form.has_zeros else None)
+    return Packed(weight, shape[-2])
+
+
+def exact(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
+    """In float64, of the weight dequantised here: not by the code under test."""
+    codes, scales = weight.codes.double(), weight.scales.double()
+    group = codes.shape[-1] // scales.shape[-1]
+    default = {"int4": 8.0, "int8": 128.0, "float8": 0.0}[weight.form.kind]
+    zeros = torch.full_like(scales, default) if weight.zeros is None else weight.zeros.double()
+    dense = (codes - zeros.repeat_interleave(group, -1)) * scales.repeat_interleave(group, -1)
+    return F.linear(x.double(), dense, None if bias is None else bias.double())
+
+
+def bound(x: Tensor, weight: GroupedWeight) -> Tensor:
+    """The largest error of a result in float32: half a step of each rounded input, and sums.
+
+    A group's inputs are rounded to steps of a 127th of the largest of them. Sums of integers are
+    exact; each group's costs three roundings. With float8 each product costs one.
+    """
+    form, magnitudes = weight.form, x.double().abs()
+    dense = weight.dequantise().double().abs()
+    products = F.linear(magnitudes, dense)
+    if form.kind == "float8":
+        return products * (form.group + 2 * x.shape[-1] // form.group + 4) * 2.0**-24
+    largest = magnitudes.unflatten(-1, (-1, form.group)).amax(-1)
+    halves = F.linear(largest / 254, dense.unflatten(-1, (-1, form.group)).sum(-1))
+    return halves * 1.001 + (products + halves) * (x.shape[-1] // form.group + 4) * 2.0**-23
