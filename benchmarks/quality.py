@@ -23,7 +23,10 @@ import torch
 import mtpc
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.config import SCHEMES
-from mtpc.models.load import load
+from mtpc.models.hf import model_class
+from mtpc.models.load import find_family
+from mtpc.models.read_config import read_config
+from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.weights.write_quantised import quantise_checkpoint
 
@@ -48,7 +51,14 @@ class Quality:
 @torch.no_grad()
 def quality(checkpoint: Path, windows: torch.Tensor) -> Quality:
     """Run transformers with the values of a checkpoint's weights, in bfloat16."""
-    target = load(checkpoint, "bfloat16", needs_mtp=False).target
+    stored = Checkpoint(checkpoint)
+    family = find_family(stored.config["architectures"])
+    target = model_class(family).from_pretrained(
+        None,
+        config=read_config(stored, family),
+        state_dict={name: stored.tensor(name) for name in stored.tensors},
+        dtype=torch.bfloat16,
+    )
     loss, choices = 0.0, []
     for window in windows:
         logits = target(window[None], use_cache=False).logits[0].float()

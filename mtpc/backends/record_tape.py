@@ -35,6 +35,7 @@ from mtpc.errors import BackendError
 _DTYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
     torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bool: 11, torch.bfloat16: 15,
+    torch.float8_e4m3fn: 24,
 }  # fmt: skip
 """torch's numbers of dtypes in C++."""
 _LINE = 64
