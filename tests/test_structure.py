@@ -206,7 +206,7 @@ LINES = {
     ".": 1100,  # wiring.py: the rules of MTP layers, and the check of those that a user gives
     "backends": 7150,  # Tapes: a runner and its arithmetic in place of Inductor's.
     "capture": 1000,  # What a checkpoint stores in groups is made from its codes (`WeightTable`).
-    "cli": 3200,  # `mtpc check`, `mtpc quantize`
+    "cli": 3250,  # `mtpc check`, `mtpc quantize`
     # The outbox and what mends an interrupted call; names that people type; `Completion`.
     "engine": 3600,
     "host": 750,
