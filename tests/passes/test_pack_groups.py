@@ -177,7 +177,7 @@ def test_the_theorem_on_four_bits(
     keep = ("*mtp_layers*",) if family == "mimo" else ()
     quantise_checkpoint(checkpoint(family), tmp_path / "out", "int4-g32", keep=keep)
     common: dict[str, Any] = dict(
-        TINY, backend="cpu", dtype="bfloat16", batch_buckets=(1, 4), cache_dir=cpu_cache
+        TINY, backend="cpu", dtype="bfloat16", batch_buckets=(4,), cache_dir=cpu_cache
     )
     plain = mtpc.compile(tmp_path / "out", spec_tokens=0, **common)
     spec = mtpc.compile(tmp_path / "out", spec_tokens=3, **common)
