@@ -33,6 +33,8 @@ SKIP_IDLE_ROWS = "skip-idle-rows"
 """The name of a pass that decides `prefill_chunk`. The pass takes it from here: options are read
 without the passes, which import torch."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
+"""Names of schemes that quantise weights; `mtpc.weights.quantise` says what they are."""
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
@@ -73,6 +75,10 @@ class CompileOptions:
             eager, which the stats show and `strict` forbids.
         dtype: dtype of the weights of a directory ("bfloat16", "float32", ...); None keeps the
             checkpoint's. A model object keeps its own.
+        quantize: a scheme that quantises the weights of linear layers and experts as they are
+            loaded: "int4-g32", "int4-g128", "int8" or "fp8". Weights that the checkpoint stores
+            quantised stay as they are, and so do embeddings, routers and the joints of MTP layers.
+            See docs/quantised.md.
         sampling: compile sampling: temperature, filters, penalties, masks and log-probabilities.
             Without it, every request is decoded greedily.
         max_logprobs: with `sampling`, the largest number of most probable tokens that a request may
@@ -113,6 +119,7 @@ class CompileOptions:
     async_scheduling: bool = False
     backend: str = "auto"
     dtype: str | None = None
+    quantize: str | None = None
     sampling: bool = False
     max_logprobs: int = 5
     token_mask: bool = False
@@ -144,6 +151,8 @@ class CompileOptions:
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise OptionError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        if self.quantize is not None:
+            check_scheme("quantize", self.quantize)
         for name in ("disabled_passes", "enabled_passes"):
             object.__setattr__(self, name, _check_names(name, getattr(self, name)))
         object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
@@ -318,6 +327,18 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None
         raise OptionError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
     if value < low or (high is not None and value > high):
         raise OptionError(f"{name} is {value}; expected {wanted}")
+
+
+def check_scheme(option: str, value: Any) -> None:
+    """Refuse what is no scheme of `SCHEMES`.
+
+    Raises:
+        OptionError: the message names the nearest scheme.
+    """
+    if value not in SCHEMES:
+        near = difflib.get_close_matches(str(value), SCHEMES, n=1, cutoff=0.4)
+        hint = f" (the nearest is {near[0]!r})" if near else ""
+        raise OptionError(f"{option} is {value!r}{hint}; expected one of {', '.join(SCHEMES)}")
 
 
 def _check_names(option: str, names: Any) -> tuple[str, ...]:

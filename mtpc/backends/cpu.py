@@ -20,6 +20,7 @@ from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.passes.pack_groups import PackGroups
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.store.entries import EntryStore
@@ -56,6 +57,7 @@ class CpuBackend:
 
     name = "cpu"
     enables: tuple[str, ...] = (
+        PackGroups.name,
         PackWeights.name,
         FuseCacheWrite.name,
         FuseElementwise.name,

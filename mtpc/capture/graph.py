@@ -12,7 +12,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
-from mtpc.weights.recipes import Recipe, allocate, make, substitute
+from mtpc.weights.grouped import GroupedWeight
+from mtpc.weights.grouped_recipes import GroupSpec, StoredGroups
+from mtpc.weights.quantise import quantise
+from mtpc.weights.recipes import (
+    Grouped,
+    GroupedMaker,
+    Recipe,
+    allocate,
+    make,
+    names,
+    spec_of,
+    substitute,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class WeightTable:
 
     Args:
         tensors: the model's weights by name.
+        groups: those of them that are stored in groups.
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
@@ -48,8 +61,14 @@ class WeightTable:
             only writes packages down never fills them.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        groups: StoredGroups | None = None,
+    ):
         self.defers = False
+        self._groups = groups or StoredGroups()
+        self._maker = GroupedMaker(self._grouped)
         self._deferred: set[str] = set()
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
@@ -68,6 +87,10 @@ class WeightTable:
         """The name of this very tensor object; None if it is not in the table."""
         return self._name_of.get(id(tensor))
 
+    def spec(self, name: str) -> GroupSpec | None:
+        """How a weight is stored in groups; None for a plain one."""
+        return spec_of(self.recipes.get(name, name), self._groups.specs)
+
     def bind(self, name: str, tensor: Tensor) -> None:
         """Add a weight of the model. Loaders use it; passes use `derive`."""
         self._by_name[name] = tensor
@@ -80,17 +103,30 @@ class WeightTable:
         weights, and steps compiled for one checkpoint serve its fine-tunes.
         """
         if name not in self._by_name:
-            create = allocate if self.defers else make
-            self.bind(name, create(recipe, lambda part: self[part].detach()))
-            self.recipes[name] = substitute(recipe, lambda part: self.recipes.get(part, part))
+            whole = substitute(recipe, lambda part: self.recipes.get(part, part))
             if self.defers:
+                self.bind(name, allocate(recipe, lambda part: self[part].detach()))
                 self._deferred.add(name)
+            else:
+                self.bind(name, self._make(whole if isinstance(recipe, Grouped) else recipe))
+            self.recipes[name] = whole
         return self[name]
+
+    def _make(self, recipe: Recipe) -> Tensor:
+        if not isinstance(recipe, Grouped):
+            return make(recipe, lambda part: self[part].detach())
+        return self._maker.make(recipe).to(self[next(names(recipe))].device)
+
+    def _grouped(self, name: str, spec: GroupSpec) -> GroupedWeight:
+        """A weight in groups: as its checkpoint stores it, or rounded here."""
+        if name in self._groups.specs:
+            return self._groups.read(name)
+        return quantise(self[name].detach(), spec)
 
     def settle(self) -> None:
         """Make the derived weights that have no contents yet, as new tensors."""
         for name in sorted(self._deferred):
-            self.bind(name, make(self.recipes[name], lambda part: self[part].detach()))
+            self.bind(name, self._make(self.recipes[name]))
         self._deferred.clear()
 
     def add_constant(self, tensor: Tensor) -> str:

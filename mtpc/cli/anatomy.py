@@ -14,6 +14,7 @@ from torch import fx
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, is_buffer_name
 from mtpc.layout import BufferSpec, Layout
+from mtpc.weights.recipes import Convert, Grouped, names
 
 _INDEXED = re.compile(r"^(\w+)\.(\d+)\.(.+)$")
 
@@ -27,6 +28,40 @@ def operations(graph: StepGraph) -> Iterator[tuple[str, str]]:
             yield from ((piece_of(node), name) for name in names)
         elif node.op.startswith("call_"):
             yield piece_of(node), operator_name(node)
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """Weights of a step that are stored alike.
+
+    Attributes:
+        count: number of tensors.
+        nbytes: their bytes.
+        dequantised: how many of them are values of weights that the checkpoint has as codes.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+    dequantised: int = 0
+
+
+def weight_kinds(graph: StepGraph) -> dict[str, WeightKind]:
+    """The weights that a step reads, by how they are stored."""
+    table, found = graph.weights, dict[str, WeightKind]()
+    held = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    for name in sorted(name for name in held if name in table and not is_buffer_name(name)):
+        recipe, tensor = table.recipes.get(name, name), table[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        kind, wide = f"{dtype}{', packed' if isinstance(recipe, Convert) else ''}", False
+        if isinstance(recipe, Grouped):
+            kind = str(recipe.spec)
+        else:
+            wide = any(table.spec(part) is not None for part in names(recipe))
+        so_far = found.get(kind, WeightKind())
+        found[kind] = WeightKind(
+            so_far.count + 1, so_far.nbytes + tensor.nbytes, so_far.dequantised + wide
+        )
+    return found
 
 
 def inner_graph(graph: StepGraph, node: fx.Node) -> fx.Graph | None:

@@ -19,7 +19,7 @@ from mtpc.cli.parsing import (
     wiring,
 )
 from mtpc.cli.serve_arguments import add_server_options
-from mtpc.config import CompileOptions
+from mtpc.config import SCHEMES, CompileOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
@@ -74,6 +74,7 @@ def _build_parser() -> argparse.ArgumentParser:
         ),
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
         ("check", "measure which wiring of the MTP layers accepts more drafts", _add_check),
+        ("quantize", "write a quantised copy of a checkpoint", _add_quantize),
         ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
@@ -197,6 +198,30 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     _add_threads(parser)
     _add_compile_options(parser, several_k=True, backend="cpu")
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="checkpoint of plain weights, or an id of the local hub cache",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
+    parser.add_argument(
+        "--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}"
+    )
+    parser.add_argument(
+        "--head",
+        action="store_true",
+        help="quantise output heads, too: vLLM reads them since March 2026, SGLang does not",
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        metavar="PATTERN",
+        help="leave modules of these names plain, as '*.self_attn.*'; repeatable",
+    )
 
 
 def _add_vocab(parser: argparse.ArgumentParser) -> None:
@@ -365,6 +390,7 @@ def _add_compile_options(
         ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
         ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
+        ("quantize", str, "SCHEME", f"quantise weights: {', '.join(SCHEMES)}"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
         shown = "" if default in (None, ()) else f" (default: {_listed(default)})"

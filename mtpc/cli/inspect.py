@@ -100,7 +100,9 @@ def _last_pass(
     if wanted is None:
         return None
     enabled = (*options.enabled_passes, *backend.enables)
-    selected = select_passes({}, options.disabled_passes, enabled, options.draft_vocab)
+    selected = select_passes(
+        {}, options.disabled_passes, enabled, options.draft_vocab, options.quantize
+    )
     running = [step.name for step in (*selected, *backend.legalise())]
     if wanted not in running:
         if wanted in pass_names():
@@ -128,6 +130,7 @@ def _print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backe
         console.print()
     _print_history(console, graph)
     _print_counts(console, graph)
+    _print_weights(console, graph)
     _print_buffers(console, graph, layouts)
     _print_growth(console, layouts[0])
     _print_effects(console, graph)
@@ -160,6 +163,22 @@ def _print_counts(console: Console, graph: StepGraph) -> None:
         for name, count in by_operator.most_common()
     ]
     print_table(console, "Nodes by operator", ("operator", "nodes", "in"), rows, (*total, ""))
+
+
+def _print_weights(console: Console, graph: StepGraph) -> None:
+    """Print the bytes of the weights that the step reads, by how they are stored."""
+    from mtpc.cli.anatomy import weight_kinds
+    from mtpc.cli.tables import format_bytes, print_table
+
+    kinds = weight_kinds(graph)
+    rows = [
+        (kind, found.count, found.dequantised, format_bytes(found.nbytes))
+        for kind, found in sorted(kinds.items(), key=lambda item: -item[1].nbytes)
+    ]
+    total = ("total", sum(k.count for k in kinds.values()), "",
+             format_bytes(sum(k.nbytes for k in kinds.values())))  # fmt: skip
+    columns = ("kind", "tensors", "dequantised", "size")
+    print_table(console, "Weights", columns, rows, total)
 
 
 def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]) -> None:

@@ -11,7 +11,9 @@ from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import EXPERTS, layer_names, stored_name
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.recipes import Join, Recipe, make, names
+from mtpc.weights.grouped import GroupedWeight
+from mtpc.weights.grouped_recipes import GroupSpec, StoredGroups
+from mtpc.weights.recipes import Join, Recipe, make, make_grouped, names, spec_of
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
@@ -37,6 +39,31 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
         if recipe is not None and _gives(recipe, checkpoint, tensor):
             found[name] = recipe
     return found
+
+
+def stored_groups(loaded: LoadedModel) -> StoredGroups:
+    """The weights of a loaded model that its checkpoint stores in groups; from headers alone.
+
+    A model object's weights are what the object holds, so none of them is.
+    """
+    checkpoint = loaded.checkpoint
+    if checkpoint is None or not checkpoint.specs or not loaded.owned:
+        return StoredGroups()
+    recipes: dict[str, Recipe] = {}
+    for name in loaded.weights():
+        recipe = next(_candidates(name, loaded, checkpoint), None)
+        if recipe is not None and spec_of(recipe, checkpoint.specs) is not None:
+            recipes[name] = recipe
+    specs = {name: spec_of(recipe, checkpoint.specs) for name, recipe in recipes.items()}
+
+    def stored(name: str, spec: GroupSpec) -> GroupedWeight:
+        return checkpoint.grouped(name)
+
+    def read(name: str) -> GroupedWeight:
+        return make_grouped(recipes[name], known[name], stored)
+
+    known = {name: spec for name, spec in specs.items() if spec is not None}
+    return StoredGroups(known, read)
 
 
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:

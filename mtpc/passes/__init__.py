@@ -16,6 +16,7 @@ from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
+from mtpc.passes.pack_groups import PackGroups
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
@@ -26,13 +27,16 @@ from mtpc.passes.verifier import Verifier
 
 
 def full_pipeline(
-    buffer_names: Mapping[int, str], draft_vocab: tuple[int, ...] = ()
+    buffer_names: Mapping[int, str],
+    draft_vocab: tuple[int, ...] = (),
+    quantize: str | None = None,
 ) -> tuple[Pass, ...]:
     """Every pass, in order.
 
     Args:
         buffer_names: layout name by tensor id, for state that model pieces hold.
         draft_vocab: token ids that drafts may be; none: all.
+        quantize: scheme for weights that are not quantised; None leaves them as they are.
     """
     return (
         ResizeMetadata(),
@@ -44,6 +48,7 @@ def full_pipeline(
         TrimDraftHead(draft_vocab),
         QuantiseDraft(),
         MergeProjections(),
+        PackGroups(quantize),
         PackWeights(),
         FuseCacheWrite(),
         FuseElementwise(),
@@ -65,6 +70,7 @@ def select_passes(
     disabled: tuple[str, ...],
     enabled: tuple[str, ...],
     draft_vocab: tuple[int, ...] = (),
+    quantize: str | None = None,
 ) -> tuple[Pass, ...]:
     """The pipeline with the choices of the user and the backend.
 
@@ -73,6 +79,7 @@ def select_passes(
         disabled: passes that do not run, whatever else is said of them.
         enabled: passes that run although they are not on by themselves.
         draft_vocab: token ids that drafts may be; none: all.
+        quantize: scheme for weights that are not quantised; it enables pack-groups.
 
     Raises:
         OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
@@ -90,8 +97,9 @@ def select_passes(
             f"pass {TrimDraftHead.name!r} needs the option draft_vocab: the token ids that drafts "
             "may be, or how many of the lowest"
         )
-    running = ({*pass_names("required", "on")} | {*enabled}) - {*disabled}
-    pipeline = full_pipeline(buffer_names, draft_vocab)
+    placed = {PackGroups.name} if quantize else set()
+    running = ({*pass_names("required", "on")} | {*enabled} | placed) - {*disabled}
+    pipeline = full_pipeline(buffer_names, draft_vocab, quantize)
     return tuple(step for step in pipeline if step.name in running)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments, get_tensor, is_buffer_name
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
+from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
-from mtpc.weights.recipes import Conversion, Convert, Join, Recipe
+from mtpc.weights.recipes import Conversion, Convert, Grouped, Join, Recipe
 
 aten = torch.ops.aten
 
@@ -53,6 +54,10 @@ class LinearGroup:
         """Append the get_attr node of their joined weight; see `joined_weight`."""
         return joined_weight(self.graph, self._operands("weight"), form)
 
+    def pieces(self, spec: GroupSpec) -> tuple[fx.Node | None, ...]:
+        """Append the get_attr nodes of their joined codes, scales and zero points."""
+        return joined_pieces(self.graph, self._operands("weight"), spec)
+
     def bias(self) -> fx.Node | None:
         """Append the get_attr node of their joined bias; None if they have none."""
         biases = self._operands("bias")
@@ -70,13 +75,39 @@ def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | N
         weights: get_attr nodes.
         form: conversion of `mtpc.weights.packing`; None keeps plain rows.
     """
-    names = tuple(str(weight.target) for weight in weights)
-    if len(names) == 1 and form is None:
+    if len(weights) == 1 and form is None:
         return weights[0]
-    joined: Recipe = names[0] if len(names) == 1 else Join("cat", names)
+    joined, stem = _joined(weights)
     recipe = joined if form is None else Convert(form, joined)
-    name = f"{_STEMS[form]}." + "+".join(part.replace(".", "_") for part in names)
-    return emit_weight(graph, name, recipe, weights[0])
+    return emit_weight(graph, f"{_STEMS[form]}.{stem}", recipe, weights[0])
+
+
+def joined_pieces(
+    graph: StepGraph, weights: list[fx.Node], spec: GroupSpec
+) -> tuple[fx.Node | None, ...]:
+    """Append the get_attr nodes of the concatenation of weights in groups.
+
+    Args:
+        graph: where to append them.
+        weights: get_attr nodes.
+        spec: of the weights.
+
+    Returns:
+        Codes, scales and zero points; None in place of the last where the form has none.
+    """
+    joined, stem = _joined(weights)
+    nodes = [
+        emit_weight(graph, f"grouped.{stem}.{piece}", Grouped(piece, spec, joined), weights[0])
+        for piece in spec.pieces
+    ]
+    return (*nodes, *[None] * (3 - len(nodes)))
+
+
+def _joined(weights: list[fx.Node]) -> tuple[Recipe, str]:
+    """The recipe of a concatenation of weights, and a name without dots."""
+    names = tuple(str(weight.target) for weight in weights)
+    joined: Recipe = names[0] if len(names) == 1 else Join("cat", names)
+    return joined, "+".join(part.replace(".", "_") for part in names)
 
 
 def draft_nodes(graph: fx.Graph) -> set[fx.Node]:

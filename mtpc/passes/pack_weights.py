@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 import mtpc.ops.float32_linear
+import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import Policy, emit, emit_named, is_call, sweep
@@ -26,6 +27,7 @@ from mtpc.weights.packing import can_pack
 
 aten = torch.ops.aten
 
+_GROUPED = (torch.ops.mtpc.grouped_linear.default, torch.ops.mtpc.grouped_experts.default)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -50,7 +52,8 @@ class PackWeights:
         replace_groups(groups, _packed_linear)
         packed = len(groups) + pack_head_products(graph)
         packed += exchange_experts(graph, lambda node: True, can_pack, _packed_experts)
-        return packed + (_widen_linears(graph) if packed else 0)
+        is_ours = packed or any(is_call(node, *_GROUPED) for node in graph.graph.nodes)
+        return packed + (_widen_linears(graph) if is_ours else 0)
 
 
 def _packed_linear(group: LinearGroup) -> fx.Node:

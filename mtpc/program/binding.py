@@ -17,8 +17,11 @@ from mtpc.program.program import CapturedStep, Program
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
+from mtpc.weights.grouped import GroupedWeight
+from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import Fill
-from mtpc.weights.recipes import make, names, substitute
+from mtpc.weights.quantise import quantise
+from mtpc.weights.recipes import Grouped, GroupedMaker, make, names, substitute
 
 
 @dataclass
@@ -113,21 +116,40 @@ class WeightSource:
     def __init__(self, checkpoint: Checkpoint, fill: Fill):
         self._checkpoint, self._fill = checkpoint, fill
         self._finite: dict[str, bool] = {}
+        self._maker, self._dtypes = GroupedMaker(self._grouped), dict[str, torch.dtype]()
+        # What was read to trace the model is gone, and is no longer of interest.
+        checkpoint.dequantised.clear()
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
         recipe = record.derived.get(name, name)
-        tensors = {
-            stored: self._read(stored, getattr(torch, record.dtypes[part]))
+        dtypes = {
+            stored: getattr(torch, record.dtypes[part])
             for part in names(recipe)
             for stored in names(record.stored[part])
         }
         made_of = substitute(recipe, record.stored.__getitem__)
+        if isinstance(made_of, Grouped):
+            self._dtypes |= dtypes
+            return self._maker.make(made_of)
+        tensors = {stored: self._read(stored, dtype) for stored, dtype in dtypes.items()}
         made = make(made_of, tensors.__getitem__, self._fill)
         if not isinstance(made_of, str):  # `made` is a copy, so its parts are no longer needed.
             for stored in tensors:
                 self._checkpoint.release(stored)
         return made
+
+    def _grouped(self, name: str, spec: GroupSpec) -> GroupedWeight:
+        """A stored weight as codes; a plain one is rounded to them."""
+        if name not in self._checkpoint.specs:
+            weight = quantise(self._read(name, self._dtypes[name]), spec)
+        else:
+            weight = self._checkpoint.grouped(name)
+            is_float = weight.codes.is_floating_point()
+            numbers = (weight.scales, weight.codes) if is_float else (weight.scales,)
+            self._finite.setdefault(name, all(map(is_finite, numbers)))
+        self._checkpoint.release(name)
+        return weight
 
     def check(self) -> None:
         """Check the tensors that were read so far.

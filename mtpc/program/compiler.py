@@ -38,6 +38,7 @@ from mtpc.layout.buffers import (
 )
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, SteppedModel
+from mtpc.models.weight_recipes import stored_groups
 from mtpc.program.lowering import Lowering, Seen
 from mtpc.program.program import CapturedStep, Program
 from mtpc.sampling_params import MAX_LOGIT_BIAS
@@ -68,7 +69,7 @@ class StepCompiler:
         self._check_draft_vocab()
         self.keys = step_keys(options)
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
-        self.weights = WeightTable(loaded.weights())
+        self.weights = WeightTable(loaded.weights(), stored_groups(loaded))
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._lowering = Lowering(
             backend,
@@ -76,6 +77,7 @@ class StepCompiler:
             options.disabled_passes,
             options.enabled_passes,
             options.draft_vocab,
+            options.quantize,
             options.verify_passes,
         )
         self._traces: ModelTraces | None = None

@@ -30,6 +30,7 @@ class Lowering:
         disabled: names of passes to leave out.
         enabled: names of passes to run that are off by default.
         draft_vocab: token ids that drafts may be; empty: all.
+        quantize: scheme for weights that are not quantised; None leaves them as they are.
         verify_passes: recompute every value on fake tensors after each pass, not only at the end.
     """
 
@@ -38,6 +39,7 @@ class Lowering:
     disabled: tuple[str, ...] = ()
     enabled: tuple[str, ...] = ()
     draft_vocab: tuple[int, ...] = ()
+    quantize: str | None = None
     verify_passes: bool = False
 
     def rewrite(
@@ -54,7 +56,9 @@ class Lowering:
             GraphError: a pass left an invalid graph.
         """
         enabled = (*self.enabled, *self.backend.enables)
-        passes = select_passes(self.buffer_names, self.disabled, enabled, self.draft_vocab)
+        passes = select_passes(
+            self.buffer_names, self.disabled, enabled, self.draft_vocab, self.quantize
+        )
         pipeline = (*passes, *self.backend.legalise())
         verify = Verifier(self.verify_passes)
 

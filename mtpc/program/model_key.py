@@ -24,7 +24,11 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
     """Key fields of a checkpoint directory, from its config and the headers of its tensors."""
-    tensors = {name: str(tensor) for name, tensor in checkpoint.tensors.items()}
+    specs = checkpoint.specs
+    tensors = {
+        name: f"{tensor} as {specs[name]}" if name in specs else str(tensor)
+        for name, tensor in checkpoint.tensors.items()
+    }
     return {
         "model.source": "checkpoint",
         **_config_fields(checkpoint.config),
@@ -77,7 +81,7 @@ def _copies(checkpoint: Checkpoint, others: Mapping[str, Tensor]) -> str:
     ]
     found: list[tuple[Tensor, list[str]]] = [(tensor, [name]) for name, tensor in others.items()]
     for name in sorted(names):
-        tensor = checkpoint.tensor(name)
+        tensor = checkpoint.peek(name)
         same = next((group for first, group in found if _equal(tensor, first)), None)
         if same is None:
             found.append((tensor, [name]))

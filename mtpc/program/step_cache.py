@@ -75,6 +75,7 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
         "options.token_mask": str(options.token_mask),
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
+        "options.quantize": options.quantize or "none",
         "options.wiring": rule_text(options.wiring) or "the family's",
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),

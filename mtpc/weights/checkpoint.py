@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.block_scales import dequantise, find_block_scales
+from mtpc.weights.formats import QuantisedWeight, find_quantised
 from mtpc.weights.fused_qkv import find_fused_qkv
+from mtpc.weights.grouped import GroupedWeight
+from mtpc.weights.grouped_recipes import GroupSpec, take_rows
 from mtpc.weights.hub import download_again, find_directory, is_directory
 from mtpc.weights.json_file import (
     CONFIG,
@@ -29,7 +32,7 @@ from mtpc.weights.json_file import (
     read_json,
     shard_names,
 )
-from mtpc.weights.tensor_file import StoredTensor, TensorFile
+from mtpc.weights.tensor_file import StoredTensor, TensorFile, dtype_code
 
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 """Entries that multimodal configs may have outside of the language model's config."""
@@ -46,9 +49,12 @@ class Checkpoint:
     Attributes:
         directory: where its files are.
         config: config.json.
-        tensors: headers of all weights by name, without the scales of block-scaled weights. A
+        tensors: headers of all weights by name. A quantised weight is there as the weight that its
+            codes stand for, by its own name ("X.weight"), with its shape and the model's dtype. A
             projection of queries, keys or values that is stored within a fused tensor is there by
             its own name (`fused_qkv`).
+        stored: headers of all tensors by their names in the files.
+        dequantised: names of the quantised weights that were read as values so far.
 
     Raises:
         CheckpointError: there is no such directory, no config.json or no safetensors file; a file
@@ -67,25 +73,48 @@ class Checkpoint:
         self.tensors: dict[str, StoredTensor] = {}
         for file in self._files.values():
             self._add_tensors(file)
-        self._fused: dict[str, StoredTensor] = {}
+        self.stored = dict(self.tensors)
         check_counts(self.config, self._config_path, len(self.tensors))
         try:
-            self._scales = find_block_scales(self.tensors, self.config)
+            found = find_quantised(self.tensors, self.config)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from None
-        for scale in self._scales.values():
-            del self.tensors[scale.name]
+        self._quantised = found.weights
+        self.dequantised: set[str] = set()
+        for name in found.dropped:
+            del self.tensors[name]
+        for weight in self._quantised.values():
+            self._add_quantised(weight)
         self._parts = find_fused_qkv(self.tensors, self.text_config)
         for name, part in self._parts.items():
             whole = self.tensors[part.fused]
             self.tensors[name] = replace(whole, shape=(part.count, *whole.shape[1:]))
         for fused in {part.fused for part in self._parts.values()}:
-            self._fused[fused] = self.tensors.pop(fused)
+            del self.tensors[fused]
+
+    def _add_quantised(self, weight: QuantisedWeight) -> None:
+        """Put a weight in the place of the tensors that it is stored as."""
+        codes = self.stored[weight.parts["codes"]]
+        for part in weight.parts.values():
+            self.tensors.pop(part, None)
+        self.tensors[weight.name] = replace(
+            codes, dtype=dtype_code(self._read_dtype), shape=weight.shape
+        )
 
     @property
-    def is_block_scaled(self) -> bool:
-        """Whether weights are stored as FP8 and read as bfloat16."""
-        return bool(self._scales)
+    def is_quantised(self) -> bool:
+        """Whether weights are stored as codes with scales."""
+        return bool(self._quantised)
+
+    @cached_property
+    def specs(self) -> dict[str, GroupSpec]:
+        """Name of each weight that `grouped` gives -> its form; from headers alone.
+
+        Other quantised weights are only read as values.
+        """
+        own = {name: weight.spec for name, weight in self._quantised.items()}
+        parts = {name: own.get(part.fused) for name, part in self._parts.items()}
+        return {name: spec for name, spec in (own | parts).items() if spec and name in self.tensors}
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +124,14 @@ class Checkpoint:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that tell a user how the weights are read."""
-        if not self._scales:
+        if not self.dequantised:
             return ()
-        return (f"{len(self._scales)} block-scaled FP8 weight(s) are dequantised to bfloat16",)
+        layouts = Counter(self._quantised[self._whole(n)].layout for n in self.dequantised)
+        kinds = "; ".join(f"{count} x {layout}" for layout, count in layouts.most_common())
+        return (
+            f"{len(self.dequantised)} of {len(self._quantised)} quantised weight(s) are "
+            f"dequantised to {self.dtype} where no kernel reads their codes: {kinds}",
+        )
 
     @property
     def _config_path(self) -> Path:
@@ -136,7 +170,7 @@ class Checkpoint:
         """Add the tensors of a file.
 
         Raises:
-            CheckpointError: another file has a tensor of that name, or a weight holds integers.
+            CheckpointError: another file has a tensor of that name.
         """
         for name, stored in file.tensors.items():
             if name in self.tensors:
@@ -144,11 +178,6 @@ class Checkpoint:
                     f"{name} is in {self.tensors[name].path.name} and in {stored.path.name} of "
                     f"{self.directory}; expected it in one file: remove the other, or write an "
                     f"index ({INDEX})"
-                )
-            if name.endswith((".weight", ".bias")) and not stored.is_floating_point:
-                raise CheckpointError(
-                    f"{stored.path}: {name} is {stored}; expected floating-point weights, or "
-                    "block-scaled FP8 weights that config.json announces"
                 )
             self.tensors[name] = stored
 
@@ -165,11 +194,16 @@ class Checkpoint:
     def dtype(self) -> str:
         """Name of the weights' dtype: config.json's, or that of most weights if it has none.
 
-        It is "bfloat16" if they are dequantised.
+        That of quantised weights is the one that they are read as.
         """
-        if self.is_block_scaled:
-            return "bfloat16"
+        if self.is_quantised:
+            return self._read_dtype
         return self._announced_dtype or self._usual_dtype
+
+    @property
+    def _read_dtype(self) -> str:
+        """Name of the dtype that quantised weights are read as."""
+        return self._announced_dtype or "bfloat16"
 
     @property
     def _announced_dtype(self) -> str | None:
@@ -193,7 +227,7 @@ class Checkpoint:
             CheckpointError: most of the weights have another dtype.
         """
         announced, usual = self._announced_dtype, self._usual_dtype
-        if not self.is_block_scaled and announced not in (None, usual):
+        if not self.is_quantised and announced not in (None, usual):
             raise CheckpointError(
                 f"{self._config_path}: dtype is {announced!r}, and most weights are {usual}; "
                 f"expected the same: correct the file, or choose one with dtype={announced!r}"
@@ -206,27 +240,48 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored, in a private memory map of its file; using it reads the file.
 
-        A block-scaled weight is dequantised to a new tensor at each call, and a part of a fused
-        one is copied.
+        A quantised weight is dequantised to a new tensor at each call, and a part of a fused one is
+        copied.
         """
-        if name in self._parts:
-            part = self._parts[name]
-            whole = self._read(part.fused, self._fused[part.fused])
-            return torch.cat([whole[start:stop] for start, stop in part.runs])
-        return self._read(name, self.tensors[name])
+        if self._whole(name) in self._quantised:
+            self.dequantised.add(name)
+        return self.peek(name)
 
-    def _read(self, name: str, header: StoredTensor) -> Tensor:
-        stored = self._files[header.path].tensor(name)
-        if name not in self._scales:
-            return stored
-        scale = self._scales[name]
-        factors = self._files[scale.stored.path].tensor(scale.name)
-        return dequantise(stored, factors, scale)
+    def peek(self, name: str) -> Tensor:
+        """As `tensor`, for a look that `dequantised` does not count."""
+        if name not in self._parts:
+            return self._values(name)
+        part = self._parts[name]
+        whole = self._values(part.fused)
+        return torch.cat([whole[start:stop] for start, stop in part.runs])
+
+    def grouped(self, name: str) -> GroupedWeight:
+        """A quantised weight as its codes; only those that `specs` names."""
+        if name not in self._parts:
+            return self._quantised[name].grouped(self.read)
+        part = self._parts[name]
+        whole = self._quantised[part.fused].grouped(self.read)
+        return take_rows(whole, part.runs)
+
+    def _whole(self, name: str) -> str:
+        """The weight that a weight is stored in: the fused one, or itself."""
+        return self._parts[name].fused if name in self._parts else name
+
+    def _values(self, name: str) -> Tensor:
+        if name not in self._quantised:
+            return self.read(name)
+        return self._quantised[name].values(self.read, getattr(torch, self._read_dtype))
+
+    def read(self, name: str) -> Tensor:
+        """One tensor of the files, by its name there and as it is stored, in the memory map."""
+        return self._files[self.stored[name].path].tensor(name)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; if it is used again, it is read again."""
-        stored = self._parts[name].fused if name in self._parts else name
-        self._files[self.tensors[name].path].release(stored)
+        whole = self._whole(name)
+        quantised = self._quantised.get(whole)
+        for part in quantised.parts.values() if quantised else (whole,):
+            self._files[self.stored[part].path].release(part)
 
     def stop_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""

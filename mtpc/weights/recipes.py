@@ -1,14 +1,15 @@
 """Recipes: how a weight is made from other tensors, as data that the cache can store.
 
 A recipe is the name of a tensor, several recipes joined, a part of one, or one converted for the
-kernels. Passes derive weights by recipes, and recipes read checkpoints that store experts one by
-one. So a warm start makes its weights from the checkpoint's present values, even if the cached
-program was built with other values.
+kernels. A weight that is stored in groups is converted from its codes. Passes derive weights by
+recipes, and recipes read checkpoints that store experts one by one. So a warm start makes its
+weights from the checkpoint's present values, even if the cached program was built with other
+values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Literal, TypeAlias, get_args
@@ -17,7 +18,21 @@ import torch
 from torch import Tensor
 
 from mtpc.weights import packing
+from mtpc.weights.grouped import GroupedWeight, GroupForm
+from mtpc.weights.grouped_recipes import (
+    GroupedOf,
+    GroupSpec,
+    PackedWeight,
+    Piece,
+    allocate_piece,
+    join,
+    pack_grouped,
+    stack,
+    stack_packed,
+    take_rows,
+)
 from mtpc.weights.packing import Fill
+from mtpc.weights.quantise import quantise
 
 Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
 
@@ -81,7 +96,22 @@ class Convert:
     part: Recipe
 
 
-Recipe: TypeAlias = "str | Join | Rows | Blocks | Convert"
+@dataclass(frozen=True)
+class Grouped:
+    """One tensor of a weight that is stored in groups, in the kernels' order.
+
+    Attributes:
+        piece: which tensor.
+        spec: of the weight, which every weight of `part` has.
+        part: the weight: a name, or rows of names joined or stacked.
+    """
+
+    piece: Piece
+    spec: GroupSpec
+    part: Recipe
+
+
+Recipe: TypeAlias = "str | Join | Rows | Blocks | Convert | Grouped"
 TensorOf: TypeAlias = Callable[[str], Tensor]
 
 
@@ -98,6 +128,8 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
     """
     if isinstance(recipe, str):
         return tensor_of(recipe)
+    if isinstance(recipe, Grouped):
+        return GroupedMaker(lambda name, spec: quantise(tensor_of(name), spec)).make(recipe)
     if isinstance(recipe, Convert):
         return _convert(recipe, tensor_of, fill)
     if isinstance(recipe, Rows):
@@ -118,6 +150,8 @@ def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
         recipe: what the memory is for.
         tensor_of: name -> tensor; only shapes and dtypes are read.
     """
+    if isinstance(recipe, Grouped):
+        return allocate_piece(recipe.piece, recipe.spec, _extent(recipe.part, tensor_of)[0])
     shape, dtype = _extent(recipe.part if isinstance(recipe, Convert) else recipe, tensor_of)
     if not isinstance(recipe, Convert):
         return torch.empty(shape, dtype=dtype)
@@ -158,7 +192,7 @@ def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype
     """Shape and dtype of the tensor of a recipe without conversions; does not make it."""
     if isinstance(recipe, str):
         return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
-    if isinstance(recipe, Convert):
+    if isinstance(recipe, (Convert, Grouped)):
         raise TypeError("a converted weight cannot be joined or converted again")
     if isinstance(recipe, Rows):
         (_, *inner), dtype = _extent(recipe.part, tensor_of)
@@ -201,11 +235,75 @@ def _place(recipe: Recipe, out: Tensor, rows: int, tensor_of: TensorOf, fill: Fi
     fill(make(recipe, tensor_of).contiguous(), out)
 
 
+def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
+    """The spec of a weight that a recipe makes of grouped weights; None if it has none.
+
+    Args:
+        recipe: of the weight.
+        specs: of the weights that are grouped, by name.
+    """
+    if isinstance(recipe, str):
+        return specs.get(recipe)
+    if isinstance(recipe, Rows):
+        return spec_of(recipe.part, specs)
+    if not isinstance(recipe, Join):
+        return None
+    found = {spec_of(part, specs) for part in recipe.parts}
+    return found.pop() if len(found) == 1 else None
+
+
+def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> GroupedWeight:
+    """The weight of a recipe as codes, which are never expanded.
+
+    Args:
+        recipe: of the weight, which `spec_of` knows; or of plain weights, which get this spec.
+        spec: of the weight and of all that it is made of.
+        grouped_of: (name, spec) -> a weight as codes.
+
+    Raises:
+        TypeError: the recipe does more than join and take rows.
+    """
+    if isinstance(recipe, str):
+        return grouped_of(recipe, spec)
+    if isinstance(recipe, Rows):
+        return take_rows(make_grouped(recipe.part, spec, grouped_of), recipe.runs)
+    if not isinstance(recipe, Join):
+        raise TypeError(f"a {type(recipe).__name__} of a weight in groups has no groups")
+    parts = [make_grouped(part, spec, grouped_of) for part in recipe.parts]
+    return stack(parts) if recipe.op == "stack" else join(parts, 0 if recipe.op == "cat" else 1)
+
+
+class GroupedMaker:
+    """Makes the tensors of grouped weights, and keeps those of the last one: they come in turn.
+
+    Args:
+        grouped_of: (name, spec) -> a weight as codes.
+    """
+
+    def __init__(self, grouped_of: GroupedOf):
+        self._grouped_of = grouped_of
+        self._last: tuple[tuple[GroupSpec, Recipe], PackedWeight] | None = None
+
+    def make(self, recipe: Grouped) -> Tensor:
+        """One tensor of a weight, in the host's memory."""
+        wanted = (recipe.spec, recipe.part)
+        if self._last is None or self._last[0] != wanted:
+            self._last = None  # Its memory goes before the next weight is made.
+            self._last = (wanted, self._pack(recipe.part, recipe.spec))
+        return self._last[1][recipe.piece]
+
+    def _pack(self, part: Recipe, spec: GroupSpec) -> PackedWeight:
+        if isinstance(part, Join) and part.op == "stack":
+            return stack_packed((self._pack(one, spec) for one in part.parts), len(part.parts))
+        weight = make_grouped(part, spec, self._grouped_of)
+        return pack_grouped(weight)
+
+
 def names(recipe: Recipe) -> Iterator[str]:
     """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):
         yield recipe
-    elif isinstance(recipe, (Convert, Rows, Blocks)):
+    elif isinstance(recipe, (Convert, Rows, Blocks, Grouped)):
         yield from names(recipe.part)
     else:
         for part in recipe.parts:
@@ -220,7 +318,7 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
         return Convert(recipe.op, substitute(recipe.part, recipe_of))
     if isinstance(recipe, Rows):
         return Rows(recipe.runs, substitute(recipe.part, recipe_of))
-    if isinstance(recipe, Blocks):
+    if isinstance(recipe, (Blocks, Grouped)):
         return replace(recipe, part=substitute(recipe.part, recipe_of))
     return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
 
@@ -229,7 +327,8 @@ def to_json(recipe: Recipe) -> Any:
     """The recipe as JSON: a name, or an operation with its arguments.
 
     Examples: `{"cat": [...]}`, `{"pack": ...}`, `{"rows": [[[0, 8], [9, 12]], ...]}`,
-    `{"blocks": [[4, 0, 8, true], ...]}`.
+    `{"blocks": [[4, 0, 8, true], ...]}`, `{"grouped": [["codes", "int4", 32, false, "bfloat16"],
+    ...]}`.
     """
     if isinstance(recipe, str):
         return recipe
@@ -240,6 +339,10 @@ def to_json(recipe: Recipe) -> Any:
     if isinstance(recipe, Blocks):
         taken = [recipe.count, recipe.start, recipe.stop, recipe.transposed]
         return {"blocks": [taken, to_json(recipe.part)]}
+    if isinstance(recipe, Grouped):
+        form = recipe.spec.form
+        says = [recipe.piece, form.kind, form.group, form.has_zeros, recipe.spec.scales]
+        return {"grouped": [says, to_json(recipe.part)]}
     return {recipe.op: [to_json(part) for part in recipe.parts]}
 
 
@@ -260,6 +363,12 @@ def from_json(value: Any) -> Recipe:
     if op == "blocks":
         (count, start, stop, transposed), part = parts
         return Blocks(index(count), index(start), index(stop), bool(transposed), from_json(part))
+    if op == "grouped":
+        (piece, kind, group, has_zeros, scales), part = parts
+        if piece not in get_args(Piece):
+            raise ValueError(f"a grouped weight has no {piece!r}")
+        form = GroupForm(kind, index(group), bool(has_zeros))
+        return Grouped(piece, GroupSpec(form, scales), from_json(part))
     if op not in ("cat", "cat_rows", "stack") or not isinstance(parts, list):
         raise ValueError(f"a recipe has the operation {op!r} of {type(parts).__name__}")
     return Join(op, tuple(map(from_json, parts)))

@@ -39,6 +39,11 @@ _DTYPES = {
 }
 
 
+def dtype_code(name: str) -> str:
+    """safetensors' name of a dtype, given torch's name."""
+    return next(code for code, dtype in _DTYPES.items() if dtype == getattr(torch, name))
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor as a safetensors header describes it.

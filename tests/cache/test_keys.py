@@ -54,6 +54,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
         {"options.sampling", "options.max_logprobs", "options.token_mask"},
     ),
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
+    ({"quantize": "int8"}, {"options.quantize"}),
     ({"wiring": {"first_features": "after"}}, {"options.wiring"}),
     ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
     ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),

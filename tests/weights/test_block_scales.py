@@ -28,7 +28,7 @@ from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import make
 
 EAGER = {"backend": "eager", "dtype": "float64", "batch_buckets": (2,), **TINY}
-NOTE = "block-scaled FP8 weight"
+NOTE = "FP8 in blocks of"
 
 
 def quantise(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,10 @@ def test_other_layouts_are_refused(
 @pytest.mark.parametrize(
     ("says", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq'; expected 'fp8'"),
+        (
+            {"quant_method": "gptq_4"},
+            r"quant_method 'gptq_4' \(the nearest is 'gptq'\); expected one",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
         ({"quant_method": "fp8"}, r"expected F32\[1,1\], a scale for each block of 128 x 128"),
     ],

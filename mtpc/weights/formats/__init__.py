@@ -1,0 +1,112 @@
+"""Formats of quantised weights: which of a checkpoint's tensors are one weight, and how to read it.
+
+Each format is a module with a function `find`: (tensors, quantization_config) -> the quantised
+weights, and the names of tensors that only other programs need. `FORMATS` is the table.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.formats import awq, block_fp8, compressed_tensors, gptq
+from mtpc.weights.formats.stored import Config, QuantisedWeight, Tensors
+
+ADVICE = "dequantise the checkpoint to bfloat16 first"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of quantised weights.
+
+    Attributes:
+        find: (tensors, quantization_config, config of the language model) -> its weights. Raises
+            CheckpointError.
+        leaves: last parts of names of the tensors that make up weights. Each must belong to one.
+        ignored: last parts of names of tensors that are not read: scales of activations, which
+            are rounded as they come, or not at all.
+    """
+
+    find: Callable[[Tensors, Config, Mapping[str, Any]], list[QuantisedWeight]]
+    leaves: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+
+
+FORMATS: Mapping[str, Format] = {
+    "fp8": Format(block_fp8.find, block_fp8.LEAVES),
+    "compressed-tensors": Format(
+        compressed_tensors.find, compressed_tensors.LEAVES, compressed_tensors.IGNORED
+    ),
+    "gptq": Format(gptq.find, gptq.LEAVES),
+    "awq": Format(awq.find, awq.LEAVES),
+}
+"""Value of `quant_method` in config.json -> its format."""
+_UNNAMED = "fp8"
+"""The format of FP8 weights that config.json does not announce."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is quantised in a checkpoint.
+
+    Attributes:
+        weights: quantised weights by name.
+        dropped: names of tensors that are not read.
+    """
+
+    weights: dict[str, QuantisedWeight]
+    dropped: tuple[str, ...] = ()
+
+
+def find_quantised(tensors: Tensors, config: Mapping[str, Any]) -> Found:
+    """The quantised weights of a checkpoint.
+
+    Args:
+        tensors: descriptions of all tensors by name.
+        config: config.json.
+
+    Raises:
+        CheckpointError: weights are quantised in a way that mtpc does not read; or a tensor of
+            theirs is missing, or of another dtype or shape.
+    """
+    text = config.get("text_config") or config
+    says = config.get("quantization_config") or text.get("quantization_config") or {}
+    method = says.get("quant_method", _UNNAMED)
+    if method not in FORMATS:
+        near = difflib.get_close_matches(str(method), FORMATS, n=1)
+        hint = f" (the nearest is {near[0]!r})" if near else ""
+        raise CheckpointError(
+            f"config.json has quant_method {method!r}{hint}; expected one of "
+            f"{', '.join(map(repr, FORMATS))}, or weights that are not quantised; {ADVICE}"
+        )
+    form = FORMATS[method]
+    weights = {weight.name: weight for weight in form.find(tensors, says, text)}
+    used = {name for weight in weights.values() for name in weight.parts.values()}
+    _check_left(tensors, used, form)
+    ignored = tuple(name for name in tensors if name.rpartition(".")[2] in form.ignored)
+    return Found(weights, ignored)
+
+
+def _check_left(tensors: Tensors, used: set[str], form: Format) -> None:
+    """Refuse tensors of quantised weights that are part of none."""
+    for name, stored in tensors.items():
+        leaf = name.rpartition(".")[2]
+        if name in used:
+            continue
+        if leaf in form.leaves:
+            raise CheckpointError(
+                f"{name} scales no weight of this checkpoint; expected the codes of a weight "
+                f"beside it; {ADVICE}"
+            )
+        is_narrow = stored.dtype.startswith(("F8", "F6", "F4"))
+        if leaf in ("weight", "bias") and (is_narrow or not stored.is_floating_point):
+            raise CheckpointError(
+                f"{stored.path}: {name} is {stored}; expected floating-point weights of at least "
+                f"16 bits, or quantised weights that config.json announces; {ADVICE}"
+            )
+
+
+__all__ = ["FORMATS", "Format", "Found", "QuantisedWeight", "find_quantised"]

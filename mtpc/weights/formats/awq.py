@@ -1,0 +1,93 @@
+"""Weights of AWQ (arXiv:2306.00978), as AutoAWQ's version "gemm" writes them.
+
+A weight X.weight [N, K] is three tensors: X.qweight int32 [K, N / 8], X.qzeros int32
+[K / group, N / 8] and X.scales [K / group, N]. An int32 holds codes of eight adjacent outputs, the
+low bits first, in the order 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.formats.stored import (
+    SCALES,
+    Config,
+    Decoded,
+    Grid,
+    QuantisedWeight,
+    Tensors,
+    check_groups,
+    find_part,
+    scales_dtype,
+    setting,
+    texts,
+    unpack_words,
+    whole_number,
+)
+
+LEAVES = ("qweight", "qzeros", "scales")
+_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight adjacent outputs is in an int32."""
+
+
+def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
+    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
+    stems = [name.rpartition(".")[0] for name in tensors if name.endswith(".qweight")]
+    left_out = texts(says, "modules_to_not_convert")
+    setting(says, "version", "gemm", "gemm", "GEMM")
+    setting(says, "bits", 4, 4)
+    setting(says, "zero_point", True, True)
+    for stem in stems:
+        if any(part in stem for part in left_out):
+            raise CheckpointError(
+                f"{stem}.qweight is quantised, but modules_to_not_convert in quantization_config "
+                "leaves it out; expected one of both"
+            )
+    return [_weight(tensors, stem, says) for stem in stems]
+
+
+def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
+    name, stored = f"{module}.weight", tensors[f"{module}.qweight"]
+    if len(stored.shape) != 2 or stored.dtype != "I32":
+        raise CheckpointError(f"{module}.qweight is {stored}; expected I32 [K, N / 8]")
+    shape = (stored.shape[1] * 8, stored.shape[0])
+    group = whole_number(says, "group_size", 128)
+    group = shape[1] if group == -1 else group
+    check_groups(name, shape, group)
+    groups, words = shape[1] // group, shape[0] // 8
+    parts = {
+        "codes": f"{module}.qweight",
+        "scales": find_part(
+            tensors, f"{module}.scales", SCALES, [(groups, shape[0])], "its scales"
+        ),
+        "zeros": find_part(
+            tensors, f"{module}.qzeros", ("I32",), [(groups, words)], "its zero points"
+        ),
+    }
+    layout = f"AWQ int4 in groups of {group}"
+    return QuantisedWeight(
+        name,
+        shape,
+        layout,
+        "int4",
+        Grid(1, group),
+        True,
+        parts,
+        _decode,
+        scales_dtype(tensors, parts),
+    )
+
+
+def _decode(parts: Mapping[str, Tensor]) -> Decoded:
+    scales = parts["scales"].t().contiguous()
+    return Decoded(_outputs(parts["codes"]), scales, _outputs(parts["zeros"]))
+
+
+def _outputs(words: Tensor) -> Tensor:
+    """int32 [n, N / 8] -> uint8 [N, n]."""
+    codes = unpack_words(words, 4).unflatten(-1, (-1, 8))[..., list(_PLACE)]
+    return codes.flatten(-2).t().contiguous()

@@ -1,0 +1,261 @@
+"""Weights of the library compressed-tensors, which vLLM's tools write.
+
+A weight X.weight [N, K] is stored in one of three formats:
+
+- pack-quantized: X.weight_packed int32 [N, K * bits / 32], codes of 4 or 8 bits with 2^(bits - 1)
+  added, the low bits first; X.weight_shape int64 [2]. Zero points are packed in the same way down
+  the rows: X.weight_zero_point int32 [N * bits / 32, K / group].
+- int-quantized: X.weight int8 [N, K]; X.weight_zero_point int8, a place for each scale.
+- float-quantized: X.weight float8_e4m3fn [N, K].
+
+X.weight_scale has a place for the tensor ([1]), a channel ([N, 1]), a group ([N, K / group]) or a
+block. X.weight_g_idx int32 [K] gives the group of each input where these are not adjacent. The
+config lists groups of modules with common settings, and modules that are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.formats.stored import (
+    KINDS,
+    SCALES,
+    Config,
+    Decoded,
+    Grid,
+    QuantisedWeight,
+    Tensors,
+    check_groups,
+    find_part,
+    matches,
+    scales_dtype,
+    setting,
+    texts,
+    unpack_words,
+    whole_number,
+)
+
+LEAVES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+IGNORED = (
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+)
+_REGEX = "re:"
+_ZEROS = "its zero points"
+
+
+def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
+    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
+    settings = _Settings.of(says)
+    found = []
+    for name, stored in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        is_packed = leaf == "weight_packed"
+        if not is_packed and (leaf != "weight" or stored.dtype not in ("I8", "F8_E4M3")):
+            continue
+        weights = settings.weights_of(module, name)
+        if is_packed:
+            found.append(_packed(tensors, module, weights))
+        else:
+            kind = "int" if stored.dtype == "I8" else "float"
+            found.append(_plain(tensors, module, weights, kind))
+    return found
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the config says of modules.
+
+    Attributes:
+        groups: (targets, settings of their weights).
+        ignored: names or patterns of modules that are left out.
+    """
+
+    groups: tuple[tuple[list[str], Config], ...]
+    ignored: list[str]
+
+    @classmethod
+    def of(cls, says: Config) -> _Settings:
+        """Raises CheckpointError if config.json has no groups of modules."""
+        groups = says.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise CheckpointError(
+                f"quantization_config in config.json has config_groups {groups!r}; expected an "
+                "object with the settings of at least one group of modules"
+            )
+        found = []
+        for key, group in groups.items():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            if not isinstance(weights, dict):
+                raise CheckpointError(
+                    f"config_groups.{key} in config.json has no weights; expected an object with "
+                    "num_bits, type and strategy"
+                )
+            found.append((texts(group, "targets"), weights))
+        return cls(tuple(found), texts(says, "ignore"))
+
+    def weights_of(self, module: str, name: str) -> Config:
+        """Settings of a module's weights: of its own name before those of its class.
+
+        Raises:
+            CheckpointError: the config leaves the module out, or names it nowhere.
+        """
+        if any(_names(pattern, module) for pattern in self.ignored):
+            raise CheckpointError(
+                f"{name} is quantised, but quantization_config in config.json ignores {module}; "
+                "expected one of both: correct the list 'ignore'"
+            )
+        for targets, weights in self.groups:
+            if any(_names(target, module) for target in targets):
+                return weights
+        for targets, weights in self.groups:
+            if any(_is_class(target) for target in targets):
+                return weights
+        raise CheckpointError(
+            f"{name} is quantised, but no group of config_groups in config.json has {module} among "
+            "its targets"
+        )
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether an entry of the config names a module, by its name or by a regular expression."""
+    if pattern.startswith(_REGEX):
+        return matches(pattern.removeprefix(_REGEX), module)
+    return pattern == module
+
+
+def _is_class(target: str) -> bool:
+    """Whether a target is a class of modules: only linear layers have quantised weights here."""
+    return not target.startswith(_REGEX) and "." not in target and target[:1].isupper()
+
+
+def _grid(weights: Config, of: str, shape: tuple[int, int]) -> Grid:
+    """Which weights share a scale by the strategy of the config."""
+    strategy = setting(weights, "strategy", "tensor", "tensor", "channel", "group", "block")
+    if strategy == "group":
+        group = whole_number(weights, "group_size", 0)
+        check_groups(of, shape, group)
+        return Grid(1, group)
+    if strategy == "block":
+        sides = weights.get("block_structure")
+        if not isinstance(sides, list) or [type(s) for s in sides] != [int, int] or min(sides) < 1:
+            raise CheckpointError(
+                f"quantization_config has block_structure {sides!r}; expected two positive integers"
+            )
+        return Grid(sides[0], sides[1])
+    return Grid(shape[0] if strategy == "tensor" else 1, shape[1])
+
+
+def _packed(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
+    bits = setting(weights, "num_bits", 4, 4, 8)
+    setting(weights, "type", "int", "int")
+    name, stored = f"{module}.weight", tensors[f"{module}.weight_packed"]
+    if len(stored.shape) != 2 or stored.dtype != "I32":
+        raise CheckpointError(
+            f"{module}.weight_packed is {stored}; expected I32 [N, K * {bits} / 32]"
+        )
+    shape = (stored.shape[0], stored.shape[1] * 32 // bits)
+    grid = _grid(weights, name, shape)
+    parts = {"codes": f"{module}.weight_packed"}
+    parts["shape"] = find_part(
+        tensors, f"{module}.weight_shape", ("I64", "I32"), [(2,)], "its sizes"
+    )
+    parts["scales"] = _scales(tensors, module, grid, shape)
+    rows, columns = grid.shape(shape)
+    is_symmetric = setting(weights, "symmetric", True, True, False)
+    if not is_symmetric:
+        sizes: list[tuple[int, ...]] = [(-(-rows * bits // 32), columns)]
+        parts["zeros"] = find_part(tensors, f"{module}.weight_zero_point", ("I32",), sizes, _ZEROS)
+    indices = f"{module}.weight_g_idx"
+    if indices in tensors:
+        parts["order"] = find_part(tensors, indices, ("I32", "I64"), [(shape[1],)], "groups")
+    order = "order" if indices in tensors else None
+    layout = f"int{bits} in groups of {grid.group(shape[1])}{', desc_act' if order else ''}"
+    decode = partial(_decode_packed, name=name, shape=shape, bits=bits, rows=rows)
+    dtype, has_zeros = scales_dtype(tensors, parts), not is_symmetric
+    return QuantisedWeight(
+        name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order
+    )
+
+
+def _decode_packed(
+    parts: Mapping[str, Tensor], name: str, shape: tuple[int, int], bits: int, rows: int
+) -> Decoded:
+    if tuple(parts["shape"].tolist()) != shape:
+        raise CheckpointError(
+            f"{name}_shape is {parts['shape'].tolist()}, and {name}_packed holds {list(shape)}; "
+            f"expected the same, and inputs that are a multiple of {32 // bits}"
+        )
+    zeros = parts.get("zeros")
+    if zeros is not None:
+        zeros = unpack_words(zeros.t(), bits)[:, :rows].t().contiguous()
+    grid = parts["scales"].reshape(rows, -1)
+    return Decoded(unpack_words(parts["codes"], bits), grid, zeros)
+
+
+def _plain(tensors: Tensors, module: str, weights: Config, kind: str) -> QuantisedWeight:
+    """A weight whose codes are numbers of one byte: int8, or float8."""
+    setting(weights, "num_bits", 8, 8)
+    setting(weights, "type", kind, kind)
+    name = f"{module}.weight"
+    stored = tensors[name]
+    if len(stored.shape) != 2:
+        raise CheckpointError(f"{name} is {stored}; expected a quantised matrix [N, K]")
+    shape = (stored.shape[0], stored.shape[1])
+    grid = _grid(weights, name, shape)
+    parts = {"codes": name, "scales": _scales(tensors, module, grid, shape)}
+    is_symmetric = kind == "float" or setting(weights, "symmetric", True, True, False)
+    if not is_symmetric:
+        sizes = _sizes(grid, shape)
+        parts["zeros"] = find_part(tensors, f"{module}.weight_zero_point", ("I8",), sizes, _ZEROS)
+    rows = grid.shape(shape)[0]
+    strategy = f"a scale for {grid.rows} x {grid.group(shape[1])}"
+    return QuantisedWeight(
+        name,
+        shape,
+        f"{'int8' if kind == 'int' else 'FP8'}, {strategy}",
+        "int8" if kind == "int" else "float8",
+        grid,
+        not is_symmetric,
+        parts,
+        partial(_decode_plain, rows=rows),
+        scales_dtype(tensors, parts),
+    )
+
+
+def _decode_plain(parts: Mapping[str, Tensor], rows: int) -> Decoded:
+    zeros = parts.get("zeros")
+    if zeros is not None:
+        zeros = _unsigned(zeros).reshape(rows, -1)
+    codes = parts["codes"]
+    codes = _unsigned(codes) if codes.dtype == torch.int8 else codes
+    return Decoded(codes, parts["scales"].reshape(rows, -1), zeros)
+
+
+def _unsigned(values: Tensor) -> Tensor:
+    """int8 plus 128, as uint8."""
+    return values.view(torch.uint8) ^ 128
+
+
+def _scales(tensors: Tensors, module: str, grid: Grid, shape: tuple[int, int]) -> str:
+    name = f"{module}.weight_scale"
+    return find_part(tensors, name, SCALES, _sizes(grid, shape), f"scales of {list(shape)}")
+
+
+def _sizes(grid: Grid, shape: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Shapes that a grid may have; exporters differ in dimensions of size 1."""
+    rows, columns = grid.shape(shape)
+    flat: list[tuple[int, ...]] = [(rows,)] if columns == 1 else []
+    return [(rows, columns), *flat, *([()] if rows == columns == 1 else [])]

@@ -1,0 +1,304 @@
+"""A quantised weight as a checkpoint stores it, whatever its format.
+
+Each format tells three things of a weight: its codes, a grid of scales, and a grid of zero points
+if it has them. A place of the grid holds for a rectangle of weights. One scale a tensor, a channel,
+a group of inputs or a block are grids with different rectangles. So all formats share what follows
+from that: the form that kernels read, and the values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind
+from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.tensor_file import StoredTensor
+
+Tensors = Mapping[str, StoredTensor]
+"""Descriptions of tensors by name."""
+Config = Mapping[str, Any]
+"""The entry `quantization_config` of config.json."""
+
+KINDS: Mapping[int, Kind] = {4: "int4", 8: "int8"}
+"""Bits of a code that is a whole number -> its kind."""
+SCALES = ("F16", "BF16", "F32")
+"""safetensors' names of the dtypes that scales may have."""
+_CHUNK = 1 << 22
+"""Weights that are dequantised at once, so that no float32 copy of a whole weight is made."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which weights [N, K] share a scale.
+
+    Attributes:
+        rows: rows of a rectangle.
+        columns: inputs of a rectangle.
+        chunks: parts of the rows that begin with a new rectangle, as fused projections have them.
+    """
+
+    rows: int
+    columns: int
+    chunks: int = 1
+
+    def shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Sizes of the grid of a weight of this shape; rectangles at the edges are smaller."""
+        of_chunk = -(-(shape[0] // self.chunks) // self.rows)
+        return self.chunks * of_chunk, -(-shape[1] // self.columns)
+
+    def expand(self, grid: Tensor, num_rows: int) -> Tensor:
+        """A grid with a row for each row of the weight."""
+        if self.rows == 1:
+            return grid
+        chunks = grid.unflatten(0, (self.chunks, -1)).repeat_interleave(self.rows, 1)
+        return chunks[:, : num_rows // self.chunks].flatten(0, 1).contiguous()
+
+    def group(self, inputs: int) -> int:
+        """Inputs of a row that share a scale."""
+        return min(self.columns, inputs)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a format's tensors say of one weight.
+
+    Attributes:
+        codes: uint8 or float8_e4m3fn [N, K].
+        scales: the grid of scales.
+        zeros: uint8, the grid of zero points; None if all are 2^(bits - 1).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
+Decode = Callable[[Mapping[str, Tensor]], Decoded]
+"""Tensors by their role -> what they say. Raises CheckpointError if they contradict the config."""
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight as its format stores it, known from headers alone.
+
+    Attributes:
+        name: of the weight, "X.weight".
+        shape: [N, K].
+        layout: what it is, for notes: "int4 in groups of 128".
+        kind: of the codes.
+        grid: which weights share a scale.
+        has_zeros: whether there is a grid of zero points.
+        parts: role -> name of the tensor. One role is "codes".
+        decode: reads the tensors.
+        scales: torch's name of the dtype of the scales.
+        order: role of a tensor int32 [K] with the group of each input; None if groups are runs of
+            adjacent inputs.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    layout: str
+    kind: Kind
+    grid: Grid
+    has_zeros: bool
+    parts: Mapping[str, str]
+    decode: Decode
+    scales: str
+    order: str | None = None
+
+    @property
+    def spec(self) -> GroupSpec | None:
+        """What kernels read; None if the weight must be dequantised."""
+        return None if self.form is None else GroupSpec(self.form, self.scales)
+
+    @property
+    def form(self) -> GroupForm | None:
+        """The form that kernels read; None if the weight must be dequantised."""
+        group = self.grid.group(self.shape[1])
+        form = GroupForm(self.kind, group, self.has_zeros)
+        return None if self.order or form.misfit(self.shape[1]) else form
+
+    def grouped(self, read: Callable[[str], Tensor]) -> GroupedWeight:
+        """The weight in the form that kernels read; only where it has one.
+
+        Args:
+            read: name of a tensor -> the tensor.
+        """
+        assert self.form is not None
+        decoded = self._decode(read)
+        return GroupedWeight(self.form, decoded.codes, decoded.scales, decoded.zeros)
+
+    def values(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight that the codes stand for: float32 values, rounded once to `dtype`."""
+        decoded, out = self._decode(read), torch.empty(self.shape, dtype=dtype)
+        column = self._columns(read)
+        rows = max(1, _CHUNK // max(self.shape[1], 1))
+        for start in range(0, self.shape[0], rows):
+            run = slice(start, start + rows)
+            zeros = None if decoded.zeros is None else decoded.zeros[run]
+            if column is None:
+                assert self.form is not None
+                part = GroupedWeight(self.form, decoded.codes[run], decoded.scales[run], zeros)
+                out[run] = part.dequantise()
+                continue
+            default = GroupForm(self.kind, 1).default_zero
+            points = default if zeros is None else zeros.float()[:, column]
+            scales = decoded.scales[run].float()[:, column]
+            out[run] = (decoded.codes[run].float() - points) * scales
+        return out
+
+    def _columns(self, read: Callable[[str], Tensor]) -> Tensor | None:
+        """The group of each input; None where kernels could read the weight."""
+        if self.form is not None:
+            return None
+        if self.order is None:
+            return torch.arange(self.shape[1]) // self.grid.columns
+        name = self.parts[self.order]
+        column, groups = read(name).long(), self.grid.shape(self.shape)[1]
+        if bool((column < 0).any()) or bool((column >= groups).any()):
+            raise CheckpointError(f"{name} names groups outside of 0..{groups - 1}")
+        return column
+
+    def _decode(self, read: Callable[[str], Tensor]) -> Decoded:
+        decoded = self.decode({role: read(name) for role, name in self.parts.items()})
+        grids = [decoded.scales, *([] if decoded.zeros is None else [decoded.zeros])]
+        wide = [self.grid.expand(grid, self.shape[0]) for grid in grids]
+        return Decoded(decoded.codes, wide[0], wide[1] if len(wide) > 1 else None)
+
+
+def find_part(
+    tensors: Tensors, name: str, dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]], what: str
+) -> str:
+    """The name of a tensor that a weight needs, checked.
+
+    Args:
+        tensors: of the checkpoint.
+        name: of the tensor.
+        dtypes: those that it may have, by safetensors' names.
+        shapes: those that it may have.
+        what: what the tensor holds, for messages.
+
+    Raises:
+        CheckpointError: it is missing, or of another dtype or shape.
+    """
+    dtypes, shapes = list(dtypes), list(shapes)
+    sizes = (f"{dtypes[0]}[{','.join(map(str, shape))}]" for shape in shapes)
+    wanted = f"{' or '.join(sizes)}, {what}{''.join(f', or in {d}' for d in dtypes[1:])}"
+    stored = tensors.get(name)
+    if stored is None:
+        raise CheckpointError(
+            f"{name} is missing; expected {wanted}; download the checkpoint again, or "
+            "correct quantization_config in its config.json"
+        )
+    if stored.dtype not in dtypes or stored.shape not in shapes:
+        raise CheckpointError(
+            f"{name} is {stored}; expected {wanted}; correct "
+            "quantization_config in config.json, or download the checkpoint again"
+        )
+    return name
+
+
+def scales_dtype(tensors: Tensors, parts: Mapping[str, str]) -> str:
+    """torch's name of the dtype of a weight's scales."""
+    return tensors[parts["scales"]].dtype_name
+
+
+def check_groups(of: str, shape: tuple[int, int], group: int) -> None:
+    """Refuse groups that do not divide the inputs of a weight.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    if group < 1 or shape[1] % group:
+        raise CheckpointError(
+            f"{of} has {shape[1]} inputs, and config.json has groups of {group}; expected a size "
+            "that divides them: correct group_size in quantization_config"
+        )
+
+
+def setting(config: Config, name: str, default: Any, *wanted: Any) -> Any:
+    """An entry of the config that has one of the wanted values.
+
+    Raises:
+        CheckpointError: it has another value.
+    """
+    value = config.get(name, default)
+    if value not in wanted or isinstance(value, bool) != isinstance(wanted[0], bool):
+        names = " or ".join(repr(one) for one in wanted)
+        raise CheckpointError(
+            f"quantization_config in config.json has {name} {value!r}; expected {names}: "
+            "dequantise the checkpoint to bfloat16 first"
+        )
+    return value
+
+
+def whole_number(config: Config, name: str, default: int) -> int:
+    """An entry of the config that is a whole number.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(
+            f"quantization_config in config.json has {name} {value!r}; expected a whole number"
+        )
+    return value
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of the config matches the beginning of a module's name.
+
+    Raises:
+        CheckpointError: it is no regular expression.
+    """
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise CheckpointError(
+            f"quantization_config in config.json has the pattern {pattern!r}: {error}; expected a "
+            "regular expression"
+        ) from None
+
+
+def texts(config: Config, name: str) -> list[str]:
+    """A list of texts in the config; none if it is absent.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = config.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise CheckpointError(
+            f"quantization_config in config.json has {name} {value!r}; expected a list of names"
+        )
+    return value
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Codes of 4 or 8 bits, packed in int32 from the low bits up, along the last dimension.
+
+    Args:
+        words: int32 [..., W].
+        bits: 4 or 8.
+
+    Returns:
+        uint8 [..., W * 32 / bits].
+    """
+    bytes_ = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return bytes_
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+
+
+def pack_words(codes: Tensor) -> Tensor:
+    """The inverse of `unpack_words` for 4 bits: uint8 [..., 8 W] -> int32 [..., W]."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)

@@ -1,0 +1,157 @@
+"""Making grouped weights from plain ones: schemes, and the scales of least squared error.
+
+A scheme names the form of every linear layer and expert. What stays plain is decided by a module's
+name, in checkpoints and in transformers' modules alike (`stays_plain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind
+from mtpc.weights.grouped_recipes import GroupSpec
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are quantised.
+
+    Attributes:
+        kind: of the codes; all have symmetric scales.
+        group: inputs that share a scale; None for one scale a row.
+    """
+
+    kind: Kind
+    group: int | None = None
+
+    def spec(self, inputs: int, dtype: torch.dtype) -> GroupSpec | None:
+        """The spec of a weight with so many inputs; None if this scheme does not fit it.
+
+        Scales of groups have the weight's dtype, scales of rows are float32.
+        """
+        form = GroupForm(self.kind, self.group or inputs)
+        if form.misfit(inputs) is not None:
+            return None
+        is_wide = self.group is None or dtype not in (torch.bfloat16, torch.float16)
+        return GroupSpec(form, "float32" if is_wide else str(dtype).removeprefix("torch."))
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "int4-g32": Scheme("int4", 32),
+    "int4-g128": Scheme("int4", 128),
+    "int8": Scheme("int8"),
+    "fp8": Scheme("float8"),
+}
+"""By the names of `mtpc.config.SCHEMES`."""
+
+PLAIN = (
+    "embed_tokens",  # Rows of it are read, not all of it.
+    "embed",
+    "gate",
+    "router",
+    "shared_expert_gate",  # Small, and an expert too many or too few costs more than the bytes.
+    "kv_b_proj",  # Absorbed into the attention of latent caches, by parts.
+    "eh_proj",
+    "fc",
+    "input_proj",
+    "projection",  # Joints of MTP layers: other servers read them as they are.
+)
+"""Last parts of names of modules whose weights are never quantised."""
+HEADS = ("lm_head", "head", "output")
+"""Last parts of names of output heads, those of MTP layers included."""
+_OTHERS = ("visual", "vision_model", "vision_tower")
+"""Parts of names of modules that mtpc does not run."""
+
+_LARGEST: Mapping[Kind, tuple[int, int]] = {"int4": (-8, 7), "int8": (-128, 127)}
+_FACTORS: Mapping[Kind, tuple[float, ...]] = {
+    "int4": tuple(0.66 + 0.04 * step for step in range(12)),
+    "int8": (0.85, 0.9, 0.95, 0.98, 1.0),
+}
+"""Scales that are tried, times the largest magnitude of a group over the largest code."""
+_CHUNK = 1 << 20
+"""Weights that are rounded at once, so that temporaries stay in the processor's caches."""
+
+
+def stays_plain(name: str) -> bool:
+    """Whether a weight, "X.weight", is left as it is by every scheme."""
+    *outer, last = name.removesuffix(".weight").split(".")
+    return last in PLAIN or not {*outer, last}.isdisjoint(_OTHERS)
+
+
+def is_head(name: str) -> bool:
+    """Whether a weight, "X.weight", is an output head."""
+    return name.removesuffix(".weight").rpartition(".")[2] in HEADS
+
+
+def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
+    """Round a weight to codes; each scale is the one of least squared error among those tried.
+
+    Args:
+        weight: floating point [..., N, K], finite.
+        spec: of a scheme: no zero points.
+
+    Returns:
+        On the weight's device. A group of zeros has scale 0.
+    """
+    form, flat = spec.form, weight.reshape(-1, weight.shape[-1])
+    groups = weight.shape[-1] // form.group
+    is_float = form.kind == "float8"
+    codes = torch.empty(
+        flat.shape, dtype=torch.float8_e4m3fn if is_float else torch.uint8, device=weight.device
+    )
+    dtype = getattr(torch, spec.scales)
+    scales = torch.empty((len(flat), groups), dtype=dtype, device=weight.device)
+    rows = max(1, _CHUNK // max(weight.shape[-1], 1))
+    for start in range(0, len(flat), rows):
+        part = flat[start : start + rows].float().unflatten(-1, (groups, form.group))
+        step = _float8_scales(part, dtype) if is_float else _scales(part, form.kind, dtype)
+        scales[start : start + rows] = step
+        inverse = _inverse(step.float()[..., None])
+        if is_float:
+            limit = torch.finfo(torch.float8_e4m3fn).max
+            numbers = (part * inverse).clamp_(-limit, limit).to(torch.float8_e4m3fn)
+        else:
+            numbers = (_round(part, inverse, form.kind) + form.default_zero).to(torch.uint8)
+        codes[start : start + rows] = numbers.flatten(1)
+    shape = (*weight.shape[:-1], groups)
+    return GroupedWeight(form, codes.view(weight.shape), scales.view(shape))
+
+
+def _round(part: Tensor, inverse: Tensor, kind: Kind) -> Tensor:
+    low, high = _LARGEST[kind]
+    return (part * inverse).round_().clamp_(low, high)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 0.0, 1 / scale)
+
+
+def _scales(part: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
+    """Scales [n, G] of groups [n, G, group], as rounded to their dtype."""
+    whole = part.abs().amax(-1) / _LARGEST[kind][1]
+    best, least = whole.to(dtype), torch.full_like(whole, float("inf"))
+    for factor in _FACTORS[kind]:
+        tried, codes, error = _try(part, (whole * factor).to(dtype), kind)
+        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
+        # Given the codes, this scale has the least error of all.
+        squares = codes.square().sum(-1)
+        fitted = torch.where(squares == 0, 0.0, (codes * part).sum(-1) / squares)
+        tried, _, error = _try(part, fitted.to(dtype), kind)
+        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
+    return best
+
+
+def _try(part: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """(scale, codes, squared error of each group)."""
+    wide = scale.float()[..., None]
+    codes = _round(part, _inverse(wide), kind)
+    return scale, codes, (codes * wide).sub_(part).square_().sum(-1)
+
+
+def _float8_scales(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number of eight bits has its own exponent, so that the largest magnitude serves."""
+    return (part.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).to(dtype)

@@ -1,0 +1,328 @@
+"""Quantised formats against their definitions: loops over single bits that share no code with mtpc.
+
+Stored tensors are random, so that every bit of a word counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.grouped import GroupForm
+
+N, K = 24, 64
+NAME = "model.layers.0.mlp.up_proj"
+Tensors = dict[str, Tensor]
+At = Callable[[int, int], float]
+"""(row, input) -> the value of a weight."""
+
+
+def words(*shape: int) -> Tensor:
+    """Random int32, all 32 bits of them."""
+    return torch.randint(-(2**31), 2**31, shape).int()
+
+
+def bits_of(words: Tensor, at: tuple[int, ...], place: int, bits: int) -> int:
+    """Field `place` of an int32, counted from the low bits."""
+    return (int(words[at]) & 0xFFFFFFFF) >> (place * bits) & (2**bits - 1)
+
+
+def scales(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return (torch.rand(shape) + 0.1).to(dtype)
+
+
+def packed(bits: int, group: int, symmetric: bool, ordered: bool = True) -> tuple[Tensors, At, Any]:
+    """compressed-tensors, pack-quantized."""
+    per, groups = 32 // bits, K // group
+    codes, scale = words(N, K // per), scales(N, groups, dtype=torch.bfloat16)
+    zeros, order = words(N // per, groups), torch.arange(K) // group
+    if not ordered:
+        order = order[torch.randperm(K)]
+    stored = {"weight_packed": codes, "weight_scale": scale, "weight_shape": torch.tensor([N, K])}
+    stored |= {} if symmetric else {"weight_zero_point": zeros}
+    stored |= {} if ordered else {"weight_g_idx": order.int()}
+
+    def at(row: int, column: int) -> float:
+        code = bits_of(codes, (row, column // per), column % per, bits)
+        g = int(order[column])
+        zero = 2 ** (bits - 1)
+        if not symmetric:
+            zero = bits_of(zeros, (row // per, g), row % per, bits)
+        return (code - zero) * float(scale[row, g])
+
+    settings = dict(num_bits=bits, type="int", symmetric=symmetric, group_size=group)
+    return stored, at, compressed("pack-quantized", strategy="group", **settings)
+
+
+def compressed(name: str, **weights: Any) -> dict[str, Any]:
+    """quantization_config of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "config_groups": groups,
+        "ignore": ["lm_head", "re:.*gate$"],
+    }
+
+
+def int8(symmetric: bool) -> tuple[Tensors, At, Any]:
+    """compressed-tensors, int-quantized, a scale for each channel."""
+    codes = torch.randint(-128, 128, (N, K)).to(torch.int8)
+    scale, zeros = scales(N, 1, dtype=torch.float32), torch.randint(-128, 128, (N, 1)).char()
+    stored = {"weight": codes, "weight_scale": scale}
+    stored |= {} if symmetric else {"weight_zero_point": zeros}
+
+    def at(row: int, column: int) -> float:
+        zero = 0 if symmetric else int(zeros[row, 0])
+        return (int(codes[row, column]) - zero) * float(scale[row, 0])
+
+    settings = dict(num_bits=8, type="int", symmetric=symmetric, strategy="channel")
+    return stored, at, compressed("int-quantized", **settings)
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def float8(strategy: str, scale: Tensor, **more: Any) -> tuple[Tensors, At, Any]:
+    """compressed-tensors, float-quantized."""
+    codes = floats(N, K)
+    rows, columns = scale.shape if scale.dim() == 2 else (1, 1)
+
+    def at(row: int, column: int) -> float:
+        place = scale.reshape(rows, columns)[row * rows // N, column * columns // K]
+        return float(codes[row, column].float()) * float(place)
+
+    stored = {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(1)}
+    settings = dict(num_bits=8, type="float", strategy=strategy, **more)
+    return stored, at, compressed("float-quantized", **settings)
+
+
+def blocks(rows: int, columns: int) -> tuple[Tensors, At, Any]:
+    """DeepSeek's blocks."""
+    codes, scale = floats(N, K), scales(-(-N // rows), -(-K // columns), dtype=torch.float32)
+
+    def at(row: int, column: int) -> float:
+        return float(codes[row, column].float()) * float(scale[row // rows, column // columns])
+
+    says = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    return {"weight": codes, "weight_scale_inv": scale}, at, says
+
+
+def gptq(
+    bits: int, group: int, *, v2: bool = False, sym: bool = False, act: bool = False
+) -> tuple[Tensors, At, Any]:
+    per, groups = 32 // bits, K // group
+    codes, zeros, scale = words(K // per, N), words(groups, N // per), scales(groups, N)
+    middle, less = 2 ** (bits - 1), 0 if v2 else 1
+    if sym:
+        one = sum((middle - less) << bits * place for place in range(per))
+        zeros = torch.full((groups, N // per), one - 2**32 if one >= 2**31 else one).int()
+    order = torch.arange(K) // group
+    if act:
+        order = order[torch.randperm(K)]
+    stored = {"qweight": codes, "qzeros": zeros, "scales": scale, "g_idx": order.int()}
+
+    def at(row: int, column: int) -> float:
+        code = bits_of(codes, (column // per, row), column % per, bits)
+        g = int(order[column])
+        zero = bits_of(zeros, (g, row // per), row % per, bits) + less
+        return (code - zero) * float(scale[g, row])
+
+    form = "gptq_v2" if v2 else "gptq"
+    says = dict(bits=bits, group_size=group, sym=sym, desc_act=act, checkpoint_format=form)
+    return stored, at, {"quant_method": "gptq", **says}
+
+
+def awq(group: int) -> tuple[Tensors, At, Any]:
+    groups = K // group
+    codes, zeros, scale = words(K, N // 8), words(groups, N // 8), scales(groups, N)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)  # Of the outputs in a word.
+
+    def at(row: int, column: int) -> float:
+        g, place = column // group, order.index(row % 8)
+        code = bits_of(codes, (column, row // 8), place, 4)
+        zero = bits_of(zeros, (g, row // 8), place, 4)
+        return (code - zero) * float(scale[g, row])
+
+    says = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+    stored = {"qweight": codes, "qzeros": zeros, "scales": scale}
+    return stored, at, {**says, "version": "gemm"}
+
+
+def save(directory: Path, stored: Mapping[str, Tensor], says: Any, **more: Tensor) -> Path:
+    tensors = {f"{NAME}.{leaf}": tensor for leaf, tensor in stored.items()}
+    tensors |= {name.replace("__", "."): tensor for name, tensor in more.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {"dtype": "float32", "quantization_config": says}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+FORMS: dict[str, tuple[Callable[[], tuple[Tensors, At, Any]], GroupForm | None]] = {
+    "int4 by 32": (lambda: packed(4, 32, True), GroupForm("int4", 32)),
+    "int4 by 64, zeros": (lambda: packed(4, 64, False), GroupForm("int4", 64, True)),
+    "int4 by 32, g_idx": (lambda: packed(4, 32, True, ordered=False), None),
+    "int8 by 32, zeros": (lambda: packed(8, 32, False), GroupForm("int8", 32, True)),
+    "int8": (lambda: int8(True), GroupForm("int8", K)),
+    "int8, zeros": (lambda: int8(False), GroupForm("int8", K, True)),
+    "fp8 tensor": (lambda: float8("tensor", scales(1)), GroupForm("float8", K)),
+    "fp8 number": (lambda: float8("tensor", scales(1)[0]), GroupForm("float8", K)),
+    "fp8 channel": (lambda: float8("channel", scales(N, 1)), GroupForm("float8", K)),
+    "fp8 block": (
+        lambda: float8("block", scales(3, 2), block_structure=[8, 32]),
+        GroupForm("float8", 32),
+    ),
+    "blocks 8 x 32": (lambda: blocks(8, 32), GroupForm("float8", 32)),
+    "blocks 128 x 128": (lambda: blocks(128, 128), GroupForm("float8", K)),
+    "blocks 10 x 40": (lambda: blocks(10, 40), None),
+    "gptq": (lambda: gptq(4, 32), GroupForm("int4", 32, True)),
+    "gptq v2": (lambda: gptq(4, 32, v2=True), GroupForm("int4", 32, True)),
+    "gptq sym": (lambda: gptq(4, 64, sym=True), GroupForm("int4", 64)),
+    "gptq desc_act": (lambda: gptq(4, 16, act=True), None),
+    "gptq 8 bits": (lambda: gptq(8, 32), GroupForm("int8", 32, True)),
+    "gptq 8 bits, sym": (lambda: gptq(8, 32, sym=True, v2=True), GroupForm("int8", 32)),
+    "awq": (lambda: awq(32), GroupForm("int4", 32, True)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_is_what_its_format_says(form: str, tmp_path: Path) -> None:
+    """By its own name, with its shape and the model's dtype; as values, and as codes."""
+    torch.manual_seed(len(form))
+    make, expected_form = FORMS[form]
+    stored, at, says = make()
+    checkpoint = Checkpoint(save(tmp_path, stored, says, lm_head__weight=torch.ones(4, 4)))
+    name = f"{NAME}.weight"
+    assert checkpoint.tensors.keys() == {name, "lm_head.weight"}
+    assert str(checkpoint.tensors[name]) == f"F32[{N},{K}]"
+    expected = torch.tensor([[at(row, column) for column in range(K)] for row in range(N)])
+    torch.testing.assert_close(checkpoint.tensor(name), expected, rtol=1e-6, atol=0)
+    assert checkpoint.dequantised == {name}
+    spec = checkpoint.specs.get(name)
+    assert (spec.form if spec else None) == expected_form
+    if spec is not None:
+        weight = checkpoint.grouped(name)
+        assert weight.form == expected_form
+        assert str(weight.scales.dtype) == f"torch.{spec.scales}"
+        torch.testing.assert_close(weight.dequantise(), expected, rtol=1e-6, atol=0)
+
+
+def edited(stored: Tensors, **changes: Tensor | None) -> Tensors:
+    return {n: t for n, t in {**stored, **changes}.items() if t is not None}
+
+
+PACKED, AWQ, GPTQ = packed(4, 32, False), awq(32), gptq(4, 32)
+BROKEN: list[tuple[Tensors, Any, str]] = [
+    (
+        edited(PACKED[0], weight_scale=None),
+        PACKED[2],
+        r"weight_scale is missing; expected F16\[24,2",
+    ),
+    (edited(PACKED[0], weight_zero_point=None), PACKED[2], r"zero_point is missing; .*I32\[3,2\]"),
+    (
+        edited(PACKED[0], weight_shape=None),
+        PACKED[2],
+        r"weight_shape is missing; expected I64\[2\]",
+    ),
+    (edited(PACKED[0], weight_packed=None), PACKED[2], "scales no weight of this checkpoint"),
+    (
+        edited(PACKED[0], weight_scale=scales(24, 1)),
+        PACKED[2],
+        r"weight_scale is F16\[24,1\]; expected F16\[24,2\]",
+    ),
+    (
+        edited(PACKED[0], weight_scale=torch.ones(24, 2).int()),
+        PACKED[2],
+        r"weight_scale is I32\[24,2\]; expected F16\[24,2\]",
+    ),
+    (
+        edited(PACKED[0], weight_packed=words(24)),
+        PACKED[2],
+        r"weight_packed is I32\[24\]; expected",
+    ),
+    (PACKED[0], packed(4, 64, False)[2], r"weight_scale is BF16\[24,2\]; expected F16\[24,1\]"),
+    (
+        PACKED[0],
+        compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=48),
+        "64 inputs, and config.json has groups of 48; expected a size that divides",
+    ),
+    (
+        PACKED[0],
+        compressed("pack-quantized", num_bits=3, type="int", strategy="group", group_size=32),
+        "has num_bits 3; expected 4 or 8",
+    ),
+    (PACKED[0], {**PACKED[2], "ignore": [NAME]}, f"ignores {NAME}; expected one of both"),
+    (PACKED[0], {**PACKED[2], "ignore": ["re:.*up"]}, f"ignores {NAME}; expected one of both"),
+    (PACKED[0], {**PACKED[2], "ignore": ["re:("]}, r"pattern '\(': .*; expected a regular"),
+    (PACKED[0], {**PACKED[2], "config_groups": {}}, "at least one group of modules"),
+    (AWQ[0], {**AWQ[2], "version": "gemv"}, "has version 'gemv'; expected 'gemm'"),
+    (AWQ[0], {**AWQ[2], "modules_to_not_convert": ["mlp"]}, "leaves it out; expected one of both"),
+    (edited(AWQ[0], qzeros=words(2, 2)), AWQ[2], r"qzeros is I32\[2,2\]; expected I32\[2,3\]"),
+    (edited(AWQ[0], scales=None), AWQ[2], r"scales is missing; expected F16\[2,24\]"),
+    (GPTQ[0], {**GPTQ[2], "group_size": 24}, "groups of 24; expected a size that divides"),
+    (GPTQ[0], {**GPTQ[2], "dynamic": {"-:.*up_proj": {}}}, "leaves out '-:.*up_proj'"),
+    (GPTQ[0], {**GPTQ[2], "bits": 2}, "has bits 2; expected 4 or 8"),
+    (GPTQ[0], {**GPTQ[2], "group_size": "all"}, "group_size 'all'; expected a whole number"),
+    (GPTQ[0], {"quant_method": "gguf"}, r"'gguf'.*expected one of 'fp8', 'compressed-tensors'"),
+]
+
+
+@pytest.mark.parametrize(("stored", "says", "message"), BROKEN, ids=[case[2] for case in BROKEN])
+def test_what_is_broken_is_named(stored: Tensors, says: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(save(tmp_path, stored, says))
+
+
+@pytest.mark.parametrize(
+    ("stored", "says", "message"),
+    [
+        (GPTQ[0], {**GPTQ[2], "sym": True}, "qzeros holds other zero points than 8; expected"),
+        (gptq(4, 32, act=True)[0], GPTQ[2], "g_idx does not name runs of 32 inputs; expected"),
+        (
+            edited(PACKED[0], weight_shape=torch.tensor([24, 60])),
+            PACKED[2],
+            r"weight_shape is \[24, 60\], and .*weight_packed holds \[24, 64\]; expected the same",
+        ),
+        (
+            edited(gptq(4, 32, act=True)[0], g_idx=torch.full((64,), 2).int()),
+            gptq(4, 32, act=True)[2],
+            r"g_idx names groups outside of 0\.\.1",
+        ),
+    ],
+)
+def test_values_that_contradict_the_config_are_named(
+    stored: Tensors, says: Any, message: str, tmp_path: Path
+) -> None:
+    """Headers do not show it; reading the weight does."""
+    checkpoint = Checkpoint(save(tmp_path, stored, says))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.tensor(f"{NAME}.weight")
+
+
+def test_gptq_settings_of_one_module(tmp_path: Path) -> None:
+    stored, _, says = gptq(8, 32)
+    dynamic = {"+:.*up_proj": {"bits": 8, "group_size": 32}}
+    says = {**says, "bits": 4, "group_size": 64, "dynamic": dynamic}
+    checkpoint = Checkpoint(save(tmp_path, stored, says))
+    assert checkpoint.specs[f"{NAME}.weight"].form == GroupForm("int8", 32, True)
+
+
+def test_compressed_groups_by_name(tmp_path: Path) -> None:
+    """The settings of a module's own name stand before those of its class."""
+    stored, _, says = packed(4, 32, True)
+    other = packed(8, 64, False)[2]["config_groups"]["group_0"]
+    own = {"targets": ["re:.*up_proj"], "weights": says["config_groups"]["group_0"]["weights"]}
+    checkpoint = Checkpoint(
+        save(tmp_path, stored, {**says, "config_groups": {"a": other, "b": own}})
+    )
+    assert checkpoint.specs[f"{NAME}.weight"].form == GroupForm("int4", 32)

@@ -1,0 +1,121 @@
+"""`mtpc quantize`: what is written, what stays plain, and that nothing half-written appears."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtpc.cli.main import main
+from mtpc.errors import CheckpointError
+from mtpc.weights import write_quantised
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.quantise import quantise
+from mtpc.weights.write_quantised import quantise_checkpoint
+
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+PLAIN = (
+    "model.embed_tokens.weight",
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.2.eh_proj.weight",
+    "lm_head.weight",
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint in two files, with a tokenizer."""
+    directory = tmp_path / "plain"
+    directory.mkdir()
+    torch.manual_seed(0)
+    one = {UP: torch.randn(40, 64).bfloat16(), "model.norm.weight": torch.ones(64).bfloat16()}
+    two = {name: torch.randn(8, 64).bfloat16() for name in (*PLAIN, DOWN)}
+    save_file(one, directory / "a.safetensors")
+    save_file(two, directory / "b.safetensors")
+    (directory / "config.json").write_text(json.dumps({"dtype": "bfloat16", "vocab_size": 8}))
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def test_the_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two weights become codes; all else is bit for bit what it was; the tokenizer comes along."""
+    out = source.parent / "out"
+    assert main(["quantize", str(source), str(out), "--scheme", "int4-g32"]) == 0
+    assert "2 weights in int4-g32, 4 matrices plain; " in capsys.readouterr().out
+    before, after = Checkpoint(source), Checkpoint(out)
+    assert after.specs.keys() == {UP, DOWN}
+    assert after.tensors.keys() == before.tensors.keys()
+    for name in before.tensors:
+        spec = after.specs.get(name)
+        if spec is None:
+            assert torch.equal(after.tensor(name), before.tensor(name))
+            continue
+        expected = quantise(before.tensor(name), spec)
+        assert torch.equal(after.grouped(name).codes, expected.codes)
+        assert torch.equal(after.grouped(name).scales, expected.scales)
+    assert {p.name for p in out.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignored) == {name.removesuffix(".weight") for name in PLAIN}
+
+
+def test_heads_and_patterns(source: Path) -> None:
+    quantise_checkpoint(source, source.parent / "out", "int8", head=True, keep=("*.up_proj",))
+    assert Checkpoint(source.parent / "out").specs.keys() == {DOWN, "lm_head.weight"}
+
+
+@pytest.mark.parametrize("scheme", ["int4-g32", "int8", "fp8"])
+def test_files_of_limited_size(scheme: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is written when it is full; the index names the place of every tensor."""
+    monkeypatch.setattr(write_quantised, "_SHARD_BYTES", 1000)
+    written = quantise_checkpoint(source, source.parent / "out", scheme, keep=("*.down_proj",))
+    places = json.loads((source.parent / "out/model.safetensors.index.json").read_text())
+    files = set(places["weight_map"].values())
+    assert len(files) > 2
+    held = {(n, f) for f in files for n in load_file(source.parent / "out" / f)}
+    assert held == set(places["weight_map"].items())
+    assert places["metadata"]["total_size"] == written.bytes_after
+    assert Checkpoint(source.parent / "out").specs.keys() == {UP}
+
+
+def test_nothing_half_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that is not finite ends the run after other tensors were written."""
+    monkeypatch.setattr(write_quantised, "_SHARD_BYTES", 1)
+    tensors = load_file(source / "b.safetensors")
+    tensors[PLAIN[1]][3, 5] = torch.nan
+    save_file(tensors, source / "b.safetensors")
+    with pytest.raises(CheckpointError, match=rf"1 tensor\(s\) hold NaN or infinity: {PLAIN[1]}"):
+        quantise_checkpoint(source, source.parent / "out", "fp8")
+    assert list(source.parent.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "out", "message"),
+    [
+        (
+            "int4_g32",
+            "out",
+            "error: scheme is 'int4_g32' (the nearest is 'int4-g32'); expected one",
+        ),
+        ("int8", "plain", "plain exists; expected the name of a new directory"),
+        ("int8", "no/out", "error: cannot write "),
+        ("int4-g128", "out", "has no weight that int4-g128 fits; expected matrices whose number"),
+    ],
+)
+def test_errors(
+    scheme: str, out: str, message: str, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(source), str(source.parent / out), "--scheme", scheme]) == 2
+    assert message in capsys.readouterr().err
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_a_quantised_checkpoint_is_refused(source: Path) -> None:
+    out = source.parent / "out"
+    quantise_checkpoint(source, out, "fp8")
+    with pytest.raises(
+        CheckpointError, match="is quantised already; expected a checkpoint of plain"
+    ):
+        quantise_checkpoint(out, source.parent / "again", "fp8")
