@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ class WeightTable:
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
         self.recipes: dict[str, Recipe] = {}
+        self._made: dict[Recipe, Tensor] = {}
+        self._holders: dict[Hashable, str] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
@@ -80,8 +82,7 @@ class WeightTable:
         weights, and steps compiled for one checkpoint serve its fine-tunes.
         """
         if name not in self._by_name:
-            create = allocate if self.defers else make
-            self.bind(name, create(recipe, lambda part: self[part].detach()))
+            self.bind(name, allocate(recipe, self._tensor) if self.defers else self._make(recipe))
             self.recipes[name] = substitute(recipe, lambda part: self.recipes.get(part, part))
             if self.defers:
                 self._deferred.add(name)
@@ -90,8 +91,24 @@ class WeightTable:
     def settle(self) -> None:
         """Make the derived weights that have no contents yet, as new tensors."""
         for name in sorted(self._deferred):
-            self.bind(name, make(self.recipes[name], lambda part: self[part].detach()))
+            self.bind(name, self._make(self.recipes[name]))
         self._deferred.clear()
+
+    def _make(self, recipe: Recipe) -> Tensor:
+        """The weight of a recipe; the same recipe over the same memory gives the same tensor."""
+        same = substitute(recipe, self._holder)
+        if same not in self._made:
+            self._made[same] = make(recipe, self._tensor)
+        return self._made[same]
+
+    def _holder(self, name: str) -> str:
+        """The first weight seen in the memory of this one: itself, or the one it is a copy of."""
+        tensor = self[name]
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        return self._holders.setdefault(memory, name)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self[name].detach()
 
     def add_constant(self, tensor: Tensor) -> str:
         """Add a constant of the model's code; returns its name, a digest of its contents."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from safetensors import safe_open
@@ -18,7 +19,10 @@ from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.packing import Fill
-from mtpc.weights.recipes import make, names, substitute
+from mtpc.weights.recipes import Recipe, make, names, substitute
+
+_FIRST_ROWS = 16
+"""Rows of two embeddings or heads that are compared first: other ones differ there."""
 
 
 @dataclass
@@ -103,7 +107,8 @@ class WeightSource:
     """Makes the weights of steps from the tensors of a checkpoint.
 
     It packs and joins weights straight from the mapped files. So plain weights that no step reads
-    are never in memory.
+    are never in memory. An embedding or a head that a checkpoint stores once more for its MTP
+    layers is made once.
 
     Args:
         checkpoint: holds the tensors.
@@ -113,21 +118,53 @@ class WeightSource:
     def __init__(self, checkpoint: Checkpoint, fill: Fill):
         self._checkpoint, self._fill = checkpoint, fill
         self._finite: dict[str, bool] = {}
+        self._ends = _ends(checkpoint)
+        self._copies: dict[str, str] = {}
+        self._shared: dict[Hashable, Tensor] = {}
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
         recipe = record.derived.get(name, name)
-        tensors = {
-            stored: self._read(stored, getattr(torch, record.dtypes[part]))
+        dtypes = {
+            self._first_copy(stored): getattr(torch, record.dtypes[part])
             for part in names(recipe)
             for stored in names(record.stored[part])
         }
-        made_of = substitute(recipe, record.stored.__getitem__)
-        made = make(made_of, tensors.__getitem__, self._fill)
-        if not isinstance(made_of, str):  # `made` is a copy, so its parts are no longer needed.
-            for stored in tensors:
-                self._checkpoint.release(stored)
+        stored_recipe = substitute(recipe, record.stored.__getitem__)
+        made_of = substitute(stored_recipe, self._first_copy)
+        if self._ends.isdisjoint(dtypes):
+            return self._make(made_of, dtypes)
+        key = (made_of, *dtypes.items())
+        if key not in self._shared:
+            self._shared[key] = self._make(made_of, dtypes)
+        return self._shared[key]
+
+    def _make(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        tensors = {name: self._read(name, dtype) for name, dtype in dtypes.items()}
+        made = make(recipe, tensors.__getitem__, self._fill)
+        if not isinstance(recipe, str):  # `made` is a copy, so its parts are no longer needed.
+            for name in tensors:
+                self._checkpoint.release(name)
         return made
+
+    def _first_copy(self, name: str) -> str:
+        """The first stored embedding or head that equals this one; another tensor is itself."""
+        if name not in self._ends:
+            return name
+        if name not in self._copies:
+            equal = partial(self._is_copy, name)
+            self._copies[name] = next(filter(equal, sorted(self._ends)))
+            if self._copies[name] != name:
+                self._checkpoint.release(name)
+        return self._copies[name]
+
+    def _is_copy(self, name: str, other: str) -> bool:
+        headers = self._checkpoint.tensors
+        if name == other or headers[name].shape != headers[other].shape:
+            return name == other
+        one, two = self._checkpoint.tensor(name), self._checkpoint.tensor(other)
+        alike = one.dtype == two.dtype and torch.equal(one[:_FIRST_ROWS], two[:_FIRST_ROWS])
+        return alike and torch.equal(one, two)
 
     def check(self) -> None:
         """Check the tensors that were read so far.
@@ -144,3 +181,14 @@ class WeightSource:
         if name not in self._finite:
             self._finite[name] = is_finite(tensor)
         return tensor
+
+
+def _ends(checkpoint: Checkpoint) -> set[str]:
+    """Names of the stored tensors of an embedding's or a head's shape."""
+    config = checkpoint.text_config
+    rows, width = config.get("vocab_size", 0), config.get("hidden_size", 0)
+    return {
+        name
+        for name, stored in checkpoint.tensors.items()
+        if len(stored.shape) == 2 and stored.shape[0] >= rows and stored.shape[1] == width
+    }

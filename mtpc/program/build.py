@@ -23,7 +23,7 @@ from mtpc.backends import PACKAGING, make_backend, settle_prefill
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
-from mtpc.layout import Form, Part, StepKey, graph_keys
+from mtpc.layout import Form, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
@@ -228,7 +228,9 @@ class _Job:
                 if (k > 0) not in models:
                     tell("load the model", task)
                     options = self.options
-                    models[k > 0] = load(self.directory, options.dtype, k > 0, options.wiring)
+                    models[k > 0] = load(
+                        self.directory, options.dtype, k > 0, options.wiring, headers_only=True
+                    )
                 compilers[k] = self._compiler(k, models[k > 0], tell)
             compilers[k].compiler.listener = partial(_pass_on, tell, task)
             compilers[k].obtain(task.key, task.part)
@@ -238,7 +240,8 @@ class _Job:
         cache = self.cache(spec_tokens, tell.line)
         backend = make_backend(PACKAGING, tell.line, cache.store)
         options = replace(self.options, spec_tokens=spec_tokens)
-        return CachingCompiler(StepCompiler(loaded, options, backend), cache)
+        compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)
+        return CachingCompiler(compiler, cache)
 
 
 def _pass_on(tell: Any, task: Task, progress: Progress) -> None:

@@ -43,14 +43,6 @@ class CachingCompiler:
     def __init__(self, compiler: StepCompiler, cache: StepCache):
         self.compiler, self.cache = compiler, cache
         compiler.weights.defers = True
-        self._obtained: list[CachedStep] = []
-
-    @property
-    def is_restorable(self) -> bool:
-        """Whether all that was compiled here is in the cache, for `restore` to take from there."""
-        return all(
-            step.entry is not None and not step.record.unexplained for step in self._obtained
-        )
 
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """The entry of every graph, in order."""
@@ -62,9 +54,7 @@ class CachingCompiler:
 
     def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
         """One step's entry, built if the cache lacks it."""
-        step = self.cache.obtain(key, partial(self._build, key, part), part)
-        self._obtained.append(step)
-        return step
+        return self.cache.obtain(key, partial(self._build, key, part), part)
 
     @torch.no_grad()
     def _build(self, key: StepKey, part: Part, directory: Path) -> StepRecord:

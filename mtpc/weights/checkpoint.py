@@ -215,6 +215,15 @@ class Checkpoint:
             return torch.cat([whole[start:stop] for start, stop in part.runs])
         return self._read(name, self.tensors[name])
 
+    def meta_tensor(self, name: str) -> Tensor:
+        """What `tensor` gives, on the meta device: its shape and dtype by the headers alone."""
+        header, stored = self.tensors[name], name
+        if name in self._parts:
+            stored = self._parts[name].fused
+        is_scaled = stored in self._scales
+        dtype = torch.bfloat16 if is_scaled else self._files[header.path].dtype(stored)
+        return torch.empty(header.shape, dtype=dtype, device="meta")
+
     def _read(self, name: str, header: StoredTensor) -> Tensor:
         stored = self._files[header.path].tensor(name)
         if name not in self._scales:
