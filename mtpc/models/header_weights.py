@@ -45,8 +45,8 @@ class HeaderWeights:
         """Give every meta tensor of these modules memory; tied ones stay tied."""
         modules = {id(m): m for root in roots for m in root.modules()}
         for module in modules.values():
-            held: dict[str, Any]
-            for held in (module._parameters, module._buffers):
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for held in tables:
                 for name, tensor in held.items():
                     if tensor is not None and tensor.is_meta:
                         held[name] = self._memory_of(tensor)

@@ -21,6 +21,7 @@ from mtpc.layout import Form, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, line_reporter
 from mtpc.program.binding import WeightSource
 from mtpc.program.child_process import build_in_child
+from mtpc.program.host_memory import check_model, free_bytes, need_of_steps
 from mtpc.program.open_cache import kernel_store, open_cache
 from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache
@@ -151,6 +152,8 @@ class _Opener(Generic[T]):
 
     def _bound(self, found: Restored, cache: StepCache) -> Opened[T]:
         """Steps with weights straight from the checkpoint's files."""
+        options = found.settled(self.options)
+        need_of_steps(found.steps, self.assembler.owns_buffers).check(options, free_bytes())
         try:
             made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
         except MtpcError:
@@ -161,7 +164,6 @@ class _Opener(Generic[T]):
                 f"{found.checkpoint.directory}: {type(error).__name__}: {error}; remove them: "
                 "mtpc cache prune --all"
             ) from error
-        options = found.settled(self.options)
         return Opened(
             made, found.served(), options, found.device, Counter(), found.check, None, cache
         )
@@ -170,8 +172,8 @@ class _Opener(Generic[T]):
         """Fill the cache in a process of its own, which pays for a large checkpoint."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return False
-        form = self.assembler.form
-        return build_in_child(self.source, self.options, form, cache, self.progress, self.report)
+        form, owns_buffers = self.assembler.form, self.assembler.owns_buffers
+        return build_in_child(self.source, self.options, form, cache, self.progress, owns_buffers)
 
     def compiled(self, cache: StepCache | None) -> Opened[T]:
         """Trace and lower what the cache lacks."""
@@ -212,6 +214,7 @@ class _Opener(Generic[T]):
 
         loaded = self._load(backend, headers_only=True)
         compiler = self._compiler(loaded, self.options, backend, cache)
+        check_model(compiler, self.assembler.owns_buffers)
         steps = CachingCompiler(compiler, cache).obtain_all(self._graphs)
         if any(step.record.unexplained for step in steps.values()):
             return None
