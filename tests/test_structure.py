@@ -205,21 +205,23 @@ def test_every_family_is_in_the_tables() -> None:
 LINES = {
     ".": 1100,  # wiring.py: the rules of MTP layers, and the check of those that a user gives
     "backends": 7150,  # Tapes: a runner and its arithmetic in place of Inductor's.
-    "capture": 1000,  # What a checkpoint stores in groups is made from its codes (`WeightTable`).
+    "capture": 1150,  # Copies of layers that repeat (`repeat_layers.py`).
     "cli": 3250,  # `mtpc check`, `mtpc quantize`
     # The outbox and what mends an interrupted call; names that people type; `Completion`.
     "engine": 3600,
     "host": 750,
     "integrations": 2850,
     "layout": 600,
-    # What a model object must be; own heads and embeddings, MiMo-V2's released config.
-    "models": 3500,
+    # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
+    # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`).
+    "models": 3800,
     # Linear layers and experts on grouped weights (`grouped.py`).
     "ops": 2150,
     # Grouped linears as stages of chains; pack-groups.
     "passes": 2700,
-    # Processes that end together (`program/processes.py`), and records checked by their types.
-    "program": 2600,
+    # Processes that end together (`program/processes.py`), and records checked by their types; the
+    # host's memory planned before a build (`host_memory.py`).
+    "program": 2850,
     # Limits on templates, names of hosts, clients that half-close.
     "server": 2500,
     "step": 1100,

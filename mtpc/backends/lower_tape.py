@@ -48,11 +48,12 @@ def lower_to_tape(graph: StepGraph) -> tuple[int, list[Entry]]:
     refresh_values(graph)  # Passes need not keep what aliases what among temporaries.
     recorder = TapeRecorder()
     written = frozenset().union(*analyse(graph.graph).writes.values())
+    held = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    for node in sorted(held, key=lambda node: str(node.target)):
+        recorder.bind(str(node.target), node.meta["val"])
     with fake_mode_of(graph.graph):
         for node in graph.graph.nodes:
-            if node.op == "get_attr":
-                recorder.bind(str(node.target), node.meta["val"])
-            elif node.op == "call_function" and node.target is not operator.getitem:
+            if node.op == "call_function" and node.target is not operator.getitem:
                 _Lowering(recorder, node, node in written).run()
     return recorder.entries()
 

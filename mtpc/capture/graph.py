@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,8 @@ class WeightTable:
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
         self.recipes: dict[str, Recipe] = {}
+        self._made: dict[Recipe, Tensor] = {}
+        self._holders: dict[Hashable, str] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
@@ -105,29 +107,45 @@ class WeightTable:
         if name not in self._by_name:
             whole = substitute(recipe, lambda part: self.recipes.get(part, part))
             if self.defers:
-                self.bind(name, allocate(recipe, lambda part: self[part].detach()))
+                self.bind(name, allocate(recipe, self._tensor))
                 self._deferred.add(name)
             else:
                 self.bind(name, self._make(whole if isinstance(recipe, Grouped) else recipe))
             self.recipes[name] = whole
         return self[name]
 
-    def _make(self, recipe: Recipe) -> Tensor:
-        if not isinstance(recipe, Grouped):
-            return make(recipe, lambda part: self[part].detach())
-        return self._maker.make(recipe).to(self[next(names(recipe))].device)
-
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedWeight:
         """A weight in groups: as its checkpoint stores it, or rounded here."""
         if name in self._groups.specs:
             return self._groups.read(name)
-        return quantise(self[name].detach(), spec)
+        return quantise(self._tensor(name), spec)
 
     def settle(self) -> None:
         """Make the derived weights that have no contents yet, as new tensors."""
         for name in sorted(self._deferred):
             self.bind(name, self._make(self.recipes[name]))
         self._deferred.clear()
+
+    def _make(self, recipe: Recipe) -> Tensor:
+        """The weight of a recipe; the same recipe over the same memory gives the same tensor."""
+        same = substitute(recipe, self._holder)
+        if same not in self._made:
+            made = (
+                self._maker.make(recipe).to(self[next(names(recipe))].device)
+                if isinstance(recipe, Grouped)
+                else make(recipe, self._tensor)
+            )
+            self._made[same] = made
+        return self._made[same]
+
+    def _holder(self, name: str) -> str:
+        """The first weight seen in the memory of this one: itself, or the one it is a copy of."""
+        tensor = self[name]
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        return self._holders.setdefault(memory, name)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self[name].detach()
 
     def add_constant(self, tensor: Tensor) -> str:
         """Add a constant of the model's code; returns its name, a digest of its contents."""

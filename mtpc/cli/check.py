@@ -100,10 +100,16 @@ def _measure(
 def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules]:
     """The options' rules with one more rule changed, for each rule that matters here."""
     wiring, layers = loaded.family.wiring, loaded.mtp_layers
-    matters: dict[str, bool] = {
+    ends = {
+        "head": loaded.target.get_output_embeddings(),
+        "embedding": loaded.target.get_input_embeddings(),
+    }
+    matters = {
         "zero_first_embedding": True,
-        "head": any(layer.head is not None for layer in layers),
-        "embedding": any(layer.embedding is not None for layer in layers),
+        **{
+            role: any(_differs(getattr(layer, role), end) for layer in layers)
+            for role, end in ends.items()
+        },
     }
     if not wiring.stream_head:
         matters |= {
@@ -117,6 +123,11 @@ def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules
             if matters.get(rule) and value != getattr(wiring, rule):
                 changed: dict[str, Any] = {**dict(options.wiring), rule: value}
                 yield tuple(sorted(changed.items()))
+
+
+def _differs(own: Any, end: Any) -> bool:
+    """Whether an MTP layer has an embedding or head of its own that is no copy of the target's."""
+    return own is not None and own.weight.data_ptr() != end.weight.data_ptr()
 
 
 def _print(samples: list[Sample], given: Rules) -> int:

@@ -69,8 +69,10 @@ def _build(
     tell(f"load {checkpoint}")
     source = Checkpoint(checkpoint)
     options = settle_prefill(options, source.dtype)
-    loaded = load(source, options.dtype, needs_mtp=options.spec_tokens > 0, wiring=options.wiring)
-    compiler = StepCompiler(loaded, options, backend)
+    needs_mtp = options.spec_tokens > 0
+    loaded = load(source, options.dtype, needs_mtp, options.wiring, headers_only=True)
+    compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)
+    compiler.weights.defers = True
     if args.phase == "decode":
         key = StepKey.decode(args.batch, options.spec_tokens)
     else:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
+from mtpc.weights.packing import allocate
+
 if TYPE_CHECKING:
     import sympy
 
@@ -142,5 +144,8 @@ class Layout(Mapping[str, BufferSpec]):
         return torch.full(self.shape(name), spec.pad, dtype=spec.dtype, device=device)
 
     def reserve(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor for one buffer with any content; on a CPU untouched memory costs none."""
+        """A new tensor for one buffer with any content; on a CPU untouched memory costs none, also
+        where it is more than there is."""
+        if torch.device(device).type == "cpu":
+            return allocate(self.shape(name), self[name].dtype)
         return torch.empty(self.shape(name), dtype=self[name].dtype, device=device)

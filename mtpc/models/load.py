@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,15 @@ from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CachePool
-from mtpc.models.family import MTP_COUNT_NAMES
+from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
     MTPLayer,
     StepParts,
     TextRotary,
     model_class,
     share_model,
-    stand_in,
 )
-from mtpc.models.mtp_layers import load_mtp_layer
+from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import read_config
 from mtpc.weights.checkpoint import (
     Checkpoint,
@@ -54,6 +54,7 @@ class LoadedModel:
         source: directory or model name, for messages.
         checkpoint: where the tensors were read; None for a model object without a directory.
         owned: whether mtpc read the target from a directory, so that no one else has its tensors.
+        headers: where tensors are memory without contents, what they stand for; else None.
     """
 
     family: ModelFamily
@@ -63,6 +64,7 @@ class LoadedModel:
     source: str
     checkpoint: Checkpoint | None
     owned: bool = False
+    headers: HeaderWeights | None = None
 
     @property
     def config(self) -> Any:
@@ -156,7 +158,13 @@ class SteppedModel:
         return min(step, len(self.drafts) - 1)
 
 
-def load(source: Any, dtype: str | None, needs_mtp: bool, wiring: Rules = ()) -> LoadedModel:
+def load(
+    source: Any,
+    dtype: str | None,
+    needs_mtp: bool,
+    wiring: Rules = (),
+    headers_only: bool = False,
+) -> LoadedModel:
     """Load a checkpoint directory, or adopt a transformers model object.
 
     Args:
@@ -165,6 +173,8 @@ def load(source: Any, dtype: str | None, needs_mtp: bool, wiring: Rules = ()) ->
         dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
         wiring: rules that replace those of the family.
+        headers_only: read no weight of a directory. Its tensors are then memory without contents,
+            for steps that are traced and kept in the cache, and never run on it.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen or not finite; see
@@ -177,7 +187,8 @@ def load(source: Any, dtype: str | None, needs_mtp: bool, wiring: Rules = ()) ->
         source = Checkpoint(Path(source))
     if isinstance(source, Checkpoint):
         try:
-            return _load_directory(source, dtype, needs_mtp, wiring)
+            headers = HeaderWeights(source) if headers_only else None
+            return _load_directory(source, dtype, needs_mtp, wiring, headers)
         except MtpcError:
             raise
         except Exception as error:
@@ -214,6 +225,7 @@ def place(loaded: LoadedModel, device: str) -> LoadedModel:
         )
     for module in (loaded.target, *loaded.mtp_layers):
         module.to(device)
+    share_copies(loaded.mtp_layers, loaded.target)
     return loaded
 
 
@@ -235,7 +247,11 @@ def find_family(architectures: list[str]) -> ModelFamily:
 
 
 def _load_directory(
-    checkpoint: Checkpoint, dtype: str | None, needs_mtp: bool, wiring: Rules
+    checkpoint: Checkpoint,
+    dtype: str | None,
+    needs_mtp: bool,
+    wiring: Rules,
+    headers: HeaderWeights | None,
 ) -> LoadedModel:
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
@@ -243,7 +259,8 @@ def _load_directory(
     if dtype is None:
         checkpoint.check_dtype()
     # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
-    state = {name: _Unread(checkpoint, name) for name in checkpoint.tensors}
+    unread = headers.slice if headers else partial(_Unread, checkpoint)
+    state = {name: unread(name) for name in checkpoint.tensors}
     try:
         with _quiet_transformers():
             model, info = model_class(family).from_pretrained(
@@ -269,11 +286,12 @@ def _load_directory(
             f"{directory} lacks {len(names)} tensor(s) of the target: {listing(names)}; download "
             "the checkpoint again, or correct its config.json"
         )
-    target = _share(model, family, str(directory))
-    layers = _load_mtp_layers(checkpoint, family, target) if needs_mtp else ()
-    return LoadedModel(
-        family, target, layers, checkpoint.stop_ids(), str(directory), checkpoint, True
-    )
+    target = _share(model, family, str(directory), has_values=headers is None)
+    layers = load_mtp_layers(checkpoint, family, target, headers) if needs_mtp else ()
+    if headers is not None:
+        headers.reserve([target, *layers])
+    stop_ids = checkpoint.stop_ids()
+    return LoadedModel(family, target, layers, stop_ids, str(directory), checkpoint, True, headers)
 
 
 @dataclass(frozen=True)
@@ -324,11 +342,11 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules) -> LoadedModel:
     target = _share(model, family, source)
     if checkpoint and needs_mtp:
         check_same_weights(model, checkpoint, family)
-        layers = _load_mtp_layers(checkpoint, family, target)
+        layers = load_mtp_layers(checkpoint, family, target)
     return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
 
 
-def _share(model: Any, family: ModelFamily, source: str) -> Any:
+def _share(model: Any, family: ModelFamily, source: str, has_values: bool = True) -> Any:
     """Check the weights, then copy the module tree onto mtpc's seams; see `share_model`."""
     quantised = [n for n, p in model.named_parameters() if p.dtype.itemsize == 1]
     if quantised:
@@ -337,60 +355,9 @@ def _share(model: Any, family: ModelFamily, source: str) -> Any:
             "expected floating-point weights; pass the checkpoint's directory, which mtpc reads "
             "as bfloat16"
         )
-    check_finite(model.named_parameters(), source)
+    if has_values:
+        check_finite(model.named_parameters(), source)
     return share_model(model, family.canonical)
-
-
-def _load_mtp_layers(
-    checkpoint: Checkpoint, family: ModelFamily, target: Any
-) -> tuple[MTPLayer, ...]:
-    config = target.config.get_text_config(decoder=True)
-    count = _count_mtp_layers(checkpoint, family, config)
-    if count == 0:
-        raise CheckpointError(
-            f"the config of {checkpoint.directory} announces no MTP layers ({MTP_COUNT_NAMES[-1]} "
-            "is 0 or absent); expected at least one; use spec_tokens=0 to decode without drafts"
-        )
-    prefixes = [family.layer_prefix(config.num_hidden_layers, i) for i in (0, count)]
-    if not checkpoint.names(prefixes[0]):
-        raise CheckpointError(
-            f"{checkpoint.directory} holds no MTP layer: no tensor is named {prefixes[0]}*; "
-            f"expected {count}; use spec_tokens=0 to decode without drafts"
-        )
-    if prefixes[0] == prefixes[1] and count > 1:
-        raise UnsupportedModelError(
-            f"{checkpoint.directory} has {count} MTP layers; expected one, as {family.name} names "
-            "the tensors of one layer only"
-        )
-    if count > 1 and family.wiring.stream_head:
-        raise UnsupportedModelError(
-            f"{checkpoint.directory} has {count} MTP layers that are fed residual streams; "
-            "expected one: true chaining works on features [T, H] only"
-        )
-    more = checkpoint.names(prefixes[1])
-    if more and prefixes[0] != prefixes[1]:
-        raise CheckpointError(
-            f"{checkpoint.directory} stores more MTP layers ({listing(more)}) than the {count} "
-            f"that its config announces; correct {MTP_COUNT_NAMES[-1]} in its config.json"
-        )
-    layers = tuple(load_mtp_layer(checkpoint, family, target, i) for i in range(count))
-    for layer in layers:
-        stand_in(layer, family.canonical)
-    for index, layer in enumerate(layers):
-        check_finite(layer.named_parameters(), f"MTP layer {index} of {checkpoint.directory}")
-    return layers
-
-
-def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) -> int:
-    """Number of MTP layers in the config, or in the checkpoint if the config does not say."""
-    count = family.num_mtp_layers(config)
-    if count is None:
-        count = 0
-        while checkpoint.names(family.layer_prefix(config.num_hidden_layers, count)):
-            count += 1
-        # `config` is a private copy, and `block_config` reads the count from it.
-        setattr(config, MTP_COUNT_NAMES[-1], count)
-    return count
 
 
 def _stop_ids(model: Any) -> tuple[int, ...]:

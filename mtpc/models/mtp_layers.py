@@ -3,23 +3,98 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtpc.errors import CheckpointError
-from mtpc.models.family import ModelFamily, find_norm_class
-from mtpc.models.hf import MTPLayer
-from mtpc.weights.checkpoint import Checkpoint, listing
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.models.family import MTP_COUNT_NAMES, ModelFamily, find_norm_class
+from mtpc.models.header_weights import HeaderWeights
+from mtpc.models.hf import MTPLayer, stand_in
+from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
 
 EXPERTS = "mlp.experts"
 """transformers' name for the experts of a decoder layer."""
 
 
+def load_mtp_layers(
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    target: Any,
+    headers: HeaderWeights | None = None,
+) -> tuple[MTPLayer, ...]:
+    """All MTP layers of a checkpoint, with canonical modules.
+
+    Args:
+        checkpoint: holds the tensors.
+        family: gives names and wiring.
+        target: the transformers model.
+        headers: what to fill them with in place of tensors, which are not read then.
+
+    Raises:
+        CheckpointError: there is none, or not the number that the config announces; tensors are
+            missing, unexpected, misshapen or not finite.
+        UnsupportedModelError: mtpc cannot chain so many layers of this family.
+    """
+    config = target.config.get_text_config(decoder=True)
+    count = _count_mtp_layers(checkpoint, family, config)
+    if count == 0:
+        raise CheckpointError(
+            f"the config of {checkpoint.directory} announces no MTP layers ({MTP_COUNT_NAMES[-1]} "
+            "is 0 or absent); expected at least one; use spec_tokens=0 to decode without drafts"
+        )
+    prefixes = [family.layer_prefix(config.num_hidden_layers, i) for i in (0, count)]
+    if not checkpoint.names(prefixes[0]):
+        raise CheckpointError(
+            f"{checkpoint.directory} holds no MTP layer: no tensor is named {prefixes[0]}*; "
+            f"expected {count}; use spec_tokens=0 to decode without drafts"
+        )
+    if prefixes[0] == prefixes[1] and count > 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.directory} has {count} MTP layers; expected one, as {family.name} names "
+            "the tensors of one layer only"
+        )
+    if count > 1 and family.wiring.stream_head:
+        raise UnsupportedModelError(
+            f"{checkpoint.directory} has {count} MTP layers that are fed residual streams; "
+            "expected one: true chaining works on features [T, H] only"
+        )
+    more = checkpoint.names(prefixes[1])
+    if more and prefixes[0] != prefixes[1]:
+        raise CheckpointError(
+            f"{checkpoint.directory} stores more MTP layers ({listing(more)}) than the {count} "
+            f"that its config announces; correct {MTP_COUNT_NAMES[-1]} in its config.json"
+        )
+    layers = tuple(load_mtp_layer(checkpoint, family, target, i, headers) for i in range(count))
+    for layer in layers:
+        stand_in(layer, family.canonical)
+    if headers is None:
+        for index, layer in enumerate(layers):
+            check_finite(layer.named_parameters(), f"MTP layer {index} of {checkpoint.directory}")
+        share_copies(layers, target)
+    return layers
+
+
+def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) -> int:
+    """Number of MTP layers in the config, or in the checkpoint if the config does not say."""
+    count = family.num_mtp_layers(config)
+    if count is None:
+        count = 0
+        while checkpoint.names(family.layer_prefix(config.num_hidden_layers, count)):
+            count += 1
+        # `config` is a private copy, and `block_config` reads the count from it.
+        setattr(config, MTP_COUNT_NAMES[-1], count)
+    return count
+
+
 def load_mtp_layer(
-    checkpoint: Checkpoint, family: ModelFamily, target: Any, index: int
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    target: Any,
+    index: int,
+    headers: HeaderWeights | None = None,
 ) -> MTPLayer:
     """Build MTP layer `index` and fill it from the checkpoint.
 
@@ -28,51 +103,57 @@ def load_mtp_layer(
         family: gives names and wiring.
         target: the transformers model; the layer takes its classes and its dtype.
         index: MTP layer, from 0.
+        headers: what to fill it with in place of tensors, which are not read then.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; the message lists them.
     """
+    read = headers.tensor if headers else checkpoint.tensor
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     prefix = family.layer_prefix(layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
-    own = _own_tensors(stored, checkpoint, family, target)
+    own = _stored_ends(stored, family)
     with torch.device("meta"):
         layer = build_mtp_layer(family, target, index, own)
     tensors = {
-        name: checkpoint.tensor(full)
-        for name, full in stored.items()
-        if name not in family.shared_tensors
+        name: read(full) for name, full in stored.items() if name not in family.shared_tensors
     }
     what = f"MTP layer {index} of {checkpoint.directory}"
     tensors = {
         **layer_tensors(tensors, family),
-        **{f"{role}.weight": checkpoint.tensor(full) for role, full in own.items()},
+        **{f"{role}.weight": read(full) for role, full in own.items()},
     }
     check_tensors(layer, tensors, what)
     _assign(layer, tensors, dtypes_of(target))
     return layer.eval()
 
 
-def _own_tensors(
-    stored: Mapping[str, str], checkpoint: Checkpoint, family: ModelFamily, target: Any
-) -> dict[str, str]:
-    """Role -> stored name, for a layer's embedding and head that differ from the target's.
+def _stored_ends(stored: Mapping[str, str], family: ModelFamily) -> dict[str, str]:
+    """Role -> stored name, for an embedding and a head that are stored with a layer.
 
     A role that the wiring gives to the target is left out.
     """
-    theirs = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
     found = {role: stored[name] for name, role in family.shared_tensors.items() if name in stored}
-    return {
-        role: full
-        for role, full in found.items()
-        if getattr(family.wiring, role) == "own"
-        and not _equal(checkpoint.tensor(full), theirs[role].weight)
-    }
+    return {role: full for role, full in found.items() if getattr(family.wiring, role) == "own"}
 
 
-def _equal(stored: Tensor, weight: Tensor) -> bool:
-    """Whether a stored tensor is the weight, once it has the weight's dtype."""
-    return stored.shape == weight.shape and torch.equal(stored.to(weight), weight)
+def share_copies(layers: Iterable[MTPLayer], target: Any) -> None:
+    """Let each layer's embedding and head use the target's memory where they are equal.
+
+    They keep names of their own, so that graphs do not depend on the values of weights. Where
+    tensors are not loaded, `WeightSource` does the same when it binds them.
+    """
+    theirs = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
+    for layer in layers:
+        for role, end in theirs.items():
+            own = getattr(layer, role)
+            if own is not None and _equal(own.weight, end.weight):
+                own.weight = nn.Parameter(end.weight.detach(), requires_grad=False)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return alike and torch.equal(one, other)
 
 
 def build_mtp_layer(

@@ -19,8 +19,10 @@ from mtpc.weights.recipes import Join, Recipe, make, make_grouped, names, spec_o
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
     """Weight name -> recipe over the checkpoint's tensors.
 
-    Each recipe is carried out, and its result equals what transformers loaded bit for bit. The
-    value None marks a constant that checkpoints do not store: a non-persistent buffer, such as
+    Where the model was loaded with its values, each recipe is carried out, and its result equals
+    what transformers loaded bit for bit. Where it was loaded from headers, a recipe of one tensor
+    names the tensor that transformers put there, and a recipe of several gives the weight's shape.
+    The value None marks a constant that checkpoints do not store: a non-persistent buffer, such as
     rotary frequencies. A weight without a recipe that works is left out, and programs with such a
     weight are loaded by transformers.
     """
@@ -35,8 +37,9 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
         if name not in persistent:
             found[name] = None
             continue
-        recipe = next((r for r in _candidates(name, loaded, checkpoint)), None)
-        if recipe is not None and _gives(recipe, checkpoint, tensor):
+        by_headers = loaded.headers is not None
+        recipe = (_by_headers if by_headers else _by_values)(name, tensor, loaded, checkpoint)
+        if recipe is not None:
             found[name] = recipe
     return found
 
@@ -50,8 +53,12 @@ def stored_groups(loaded: LoadedModel) -> StoredGroups:
     if checkpoint is None or not checkpoint.specs or not loaded.owned:
         return StoredGroups()
     recipes: dict[str, Recipe] = {}
-    for name in loaded.weights():
-        recipe = next(_candidates(name, loaded, checkpoint), None)
+    for name, tensor in loaded.weights().items():
+        recipe = (
+            next(_candidates(name, loaded, checkpoint), None)
+            if loaded.headers is None
+            else _by_headers(name, tensor, loaded, checkpoint)
+        )
         if recipe is not None and spec_of(recipe, checkpoint.specs) is not None:
             recipes[name] = recipe
     specs = {name: spec_of(recipe, checkpoint.specs) for name, recipe in recipes.items()}
@@ -64,6 +71,35 @@ def stored_groups(loaded: LoadedModel) -> StoredGroups:
 
     known = {name: spec for name, spec in specs.items() if spec is not None}
     return StoredGroups(known, read)
+
+
+def _by_values(
+    name: str, tensor: Tensor, loaded: LoadedModel, checkpoint: Checkpoint
+) -> Recipe | None:
+    """The first recipe by name, if it makes the tensor bit for bit."""
+    recipe = next(_candidates(name, loaded, checkpoint), None)
+    if recipe is None:
+        return None
+    made = make(recipe, checkpoint.tensor)
+    is_same = made.shape == tensor.shape and torch.equal(made.to(tensor.dtype), tensor)
+    return recipe if is_same else None
+
+
+def _by_headers(
+    name: str, tensor: Tensor, loaded: LoadedModel, checkpoint: Checkpoint
+) -> Recipe | None:
+    """The stored tensor that loading put there, or the first that joins several to its shape."""
+    assert loaded.headers is not None
+    origin = loaded.headers.origin(tensor)
+    if origin is not None:
+        return origin
+    # Of one tensor, transformers made this in another way than by its name; mtpc only casts.
+    is_ours = name.startswith("mtp.")
+    for recipe in _candidates(name, loaded, checkpoint):
+        may_be = is_ours or not isinstance(recipe, str)
+        if may_be and make(recipe, checkpoint.meta_tensor).shape == tensor.shape:
+            return recipe
+    return None
 
 
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:
@@ -118,9 +154,3 @@ def _join_gate_up(stem: str, family: ModelFamily) -> tuple[Join, ...]:
         return ()
     layer = stem.removesuffix(EXPERTS)
     return (Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up)),)
-
-
-def _gives(recipe: Recipe, checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Whether a recipe makes the tensor, bit for bit."""
-    made = make(recipe, checkpoint.tensor)
-    return made.shape == tensor.shape and torch.equal(made.to(tensor.dtype), tensor)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 
-from mtpc.capture.effects import eliminate_dead_nodes
+from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
 from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.errors import OptionError
@@ -135,12 +136,41 @@ def refresh_values(graph: StepGraph) -> None:
     """Recompute values after rewrites that change strides, or what aliases what.
 
     A value is a function of the arguments that its call is given. So a call that is given the same
-    objects as before keeps its value.
+    objects as before keeps its value. A call whose new value is as the old one keeps the old one,
+    so that the calls after it keep theirs.
     """
-    mode = fake_mode_of(graph.graph)
+    mode, taken = fake_mode_of(graph.graph), set[int]()
     for node in graph.graph.nodes:
         if node.op == "call_function" and not _has_value(node):
-            node.meta |= fake_call(mode, node.target, node.args, node.kwargs)
+            meta = fake_call(mode, node.target, node.args, node.kwargs)
+            if _is_alike(node.meta, meta, taken):
+                meta["val"] = node.meta["val"]
+            node.meta |= meta
+        taken.update(storages(node.meta.get("val")))
+
+
+def _is_alike(old: Mapping[str, Any], new: Mapping[str, Any], taken: set[int]) -> bool:
+    """Whether two values of one call have the same form, and both memory of their own.
+
+    Args:
+        old: metadata with `val` and `given`, or without.
+        new: metadata.
+        taken: memory of the calls before.
+    """
+    one, other = old.get("val"), new["val"]
+    if "given" not in old or not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    if _form(one) != _form(other):
+        return False
+    given: list[Tensor] = []
+    tree_map_only(Tensor, given.append, [old["given"], new["given"]])
+    theirs = taken.union(*(storages(tensor) for tensor in given))
+    return theirs.isdisjoint((*storages(one), *storages(other)))
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    nbytes = tensor.untyped_storage().nbytes()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), nbytes
 
 
 def _has_value(node: fx.Node) -> bool:

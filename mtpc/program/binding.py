@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from safetensors import safe_open
@@ -21,7 +22,10 @@ from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import Fill
 from mtpc.weights.quantise import quantise
-from mtpc.weights.recipes import Grouped, GroupedMaker, make, names, substitute
+from mtpc.weights.recipes import Grouped, GroupedMaker, Recipe, make, names, substitute
+
+_FIRST_ROWS = 16
+"""Rows of two embeddings or heads that are compared first: other ones differ there."""
 
 
 @dataclass
@@ -106,7 +110,8 @@ class WeightSource:
     """Makes the weights of steps from the tensors of a checkpoint.
 
     It packs and joins weights straight from the mapped files. So plain weights that no step reads
-    are never in memory.
+    are never in memory. An embedding or a head that a checkpoint stores once more for its MTP
+    layers is made once.
 
     Args:
         checkpoint: holds the tensors.
@@ -119,24 +124,36 @@ class WeightSource:
         self._maker, self._dtypes = GroupedMaker(self._grouped), dict[str, torch.dtype]()
         # What was read to trace the model is gone, and is no longer of interest.
         checkpoint.dequantised.clear()
+        self._ends = _ends(checkpoint)
+        self._copies: dict[str, str] = {}
+        self._shared: dict[Hashable, Tensor] = {}
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
         recipe = record.derived.get(name, name)
         dtypes = {
-            stored: getattr(torch, record.dtypes[part])
+            self._first_copy(stored): getattr(torch, record.dtypes[part])
             for part in names(recipe)
             for stored in names(record.stored[part])
         }
-        made_of = substitute(recipe, record.stored.__getitem__)
-        if isinstance(made_of, Grouped):
+        stored_recipe = substitute(recipe, record.stored.__getitem__)
+        made_of = substitute(stored_recipe, self._first_copy)
+        if self._ends.isdisjoint(dtypes):
+            return self._make(made_of, dtypes)
+        key = (made_of, *dtypes.items())
+        if key not in self._shared:
+            self._shared[key] = self._make(made_of, dtypes)
+        return self._shared[key]
+
+    def _make(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        if isinstance(recipe, Grouped):
             self._dtypes |= dtypes
-            return self._maker.make(made_of)
-        tensors = {stored: self._read(stored, dtype) for stored, dtype in dtypes.items()}
-        made = make(made_of, tensors.__getitem__, self._fill)
-        if not isinstance(made_of, str):  # `made` is a copy, so its parts are no longer needed.
-            for stored in tensors:
-                self._checkpoint.release(stored)
+            return self._maker.make(recipe)
+        tensors = {name: self._read(name, dtype) for name, dtype in dtypes.items()}
+        made = make(recipe, tensors.__getitem__, self._fill)
+        if not isinstance(recipe, str):  # `made` is a copy, so its parts are no longer needed.
+            for name in tensors:
+                self._checkpoint.release(name)
         return made
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedWeight:
@@ -150,6 +167,26 @@ class WeightSource:
             self._finite.setdefault(name, all(map(is_finite, numbers)))
         self._checkpoint.release(name)
         return weight
+
+    def _first_copy(self, name: str) -> str:
+        """The first stored embedding or head that equals this one; another tensor is itself."""
+        if name not in self._ends:
+            return name
+        if name not in self._copies:
+            equal = partial(self._is_copy, name)
+            self._copies[name] = next(filter(equal, sorted(self._ends)))
+            if self._copies[name] != name:
+                self._checkpoint.release(name)
+        return self._copies[name]
+
+    def _is_copy(self, name: str, other: str) -> bool:
+        headers, specs = self._checkpoint.tensors, self._checkpoint.specs
+        alike = headers[name].shape == headers[other].shape and specs.get(name) == specs.get(other)
+        if name == other or not alike:
+            return name == other
+        one, two = self._checkpoint.peek(name), self._checkpoint.peek(other)
+        alike = one.dtype == two.dtype and torch.equal(one[:_FIRST_ROWS], two[:_FIRST_ROWS])
+        return alike and torch.equal(one, two)
 
     def check(self) -> None:
         """Check the tensors that were read so far.
@@ -166,3 +203,14 @@ class WeightSource:
         if name not in self._finite:
             self._finite[name] = is_finite(tensor)
         return tensor
+
+
+def _ends(checkpoint: Checkpoint) -> set[str]:
+    """Names of the stored tensors of an embedding's or a head's shape."""
+    config = checkpoint.text_config
+    rows, width = config.get("vocab_size", 0), config.get("hidden_size", 0)
+    return {
+        name
+        for name, stored in checkpoint.tensors.items()
+        if len(stored.shape) == 2 and stored.shape[0] >= rows and stored.shape[1] == width
+    }

@@ -1,7 +1,8 @@
 """Filling the cache ahead of time: every step of one checkpoint, several at once.
 
-Each worker is a process of its own that loads the model and takes steps from a common queue; what
-they have in common is the cache alone, whose locks would let any other builder join in.
+Each worker is a process of its own that loads the model's headers and takes steps from a common
+queue; what they have in common is the cache alone, whose locks would let any other builder join in.
+No worker reads weights.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from mtpc.backends import PACKAGING, make_backend, settle_prefill
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
-from mtpc.layout import Form, Part, StepKey, graph_keys
+from mtpc.layout import Form, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
+from mtpc.program.host_memory import free_bytes
 from mtpc.program.open_cache import open_cache
 from mtpc.program.processes import (
-    COPIES,
+    WORKER,
     end_with_parent,
     ended_by_sigterm,
     how_it_ended,
@@ -40,6 +42,8 @@ from mtpc.program.step_cache import CachedStep, StepCache
 from mtpc.store.entries import Entry
 from mtpc.weights.checkpoint import Checkpoint
 
+Check = Callable[[StepCompiler], None]
+"""Refuses a model; it goes to other processes."""
 _POLL_S = 0.2
 _GRACE_S = 10.0
 """A worker that was told to end has this long to put things away."""
@@ -93,6 +97,7 @@ def build(
     form: Form = "fused",
     jobs: int | None = None,
     listener: Listener = lambda progress: None,
+    check: Check | None = None,
 ) -> BuildReport:
     """Compile every step of a checkpoint into the cache.
 
@@ -101,8 +106,9 @@ def build(
         options: as for `mtpc.compile`; `spec_tokens` in it is not looked at.
         spec_tokens: the numbers of drafts to build for.
         form: which graphs; "both" serves engines and hosts that schedule.
-        jobs: processes; None is one a core, as far as memory holds the weights of each.
+        jobs: processes; None is one a core, as far as memory holds them.
         listener: hears of progress.
+        check: sees each model before it is traced, and may refuse it.
 
     Raises:
         CacheWriteError: the cache cannot be written.
@@ -112,7 +118,7 @@ def build(
     source = Checkpoint(directory)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
-    job = _Job(directory, options, torch.get_num_threads())
+    job = _Job(directory, options, torch.get_num_threads(), check)
     tell = _Teller(listener, start)
     tasks = [
         Task(k, key, part)
@@ -127,7 +133,7 @@ def build(
         store.prepare()
     kernels = build_kernels(store, tell.line)
     tell.total = len(todo)
-    workers = min(jobs or default_jobs(directory), len(todo))
+    workers = min(jobs or default_jobs(), len(todo))
     if workers > 1:
         _build_in_processes(job, todo, workers, tell)
     else:
@@ -167,16 +173,11 @@ def _report(
     return BuildReport(root, kernels, built, pins, elapsed_s)
 
 
-def default_jobs(directory: Path) -> int:
-    """One a core, as long as half of the free memory holds weights of each, plain and packed."""
-    weights = _weights(directory)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(os.cpu_count() or 1, free // (COPIES * max(weights, 1))))
-
-
-def _weights(directory: Path) -> int:
-    """Bytes of a checkpoint's weights."""
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+def default_jobs() -> int:
+    """One a core, as far as the free memory holds them."""
+    free = free_bytes()
+    fit = free // WORKER if free is not None else 1
+    return max(1, min(os.cpu_count() or 1, fit))
 
 
 class _Teller:
@@ -208,6 +209,7 @@ class _Job:
     directory: Path
     options: CompileOptions
     threads: int
+    check: Check | None
 
     def cache(self, spec_tokens: int, tell: Callable[[str], None] = lambda line: None) -> StepCache:
         """The cache of the program for one K."""
@@ -228,7 +230,9 @@ class _Job:
                 if (k > 0) not in models:
                     tell("load the model", task)
                     options = self.options
-                    models[k > 0] = load(self.directory, options.dtype, k > 0, options.wiring)
+                    models[k > 0] = load(
+                        self.directory, options.dtype, k > 0, options.wiring, headers_only=True
+                    )
                 compilers[k] = self._compiler(k, models[k > 0], tell)
             compilers[k].compiler.listener = partial(_pass_on, tell, task)
             compilers[k].obtain(task.key, task.part)
@@ -238,7 +242,10 @@ class _Job:
         cache = self.cache(spec_tokens, tell.line)
         backend = make_backend(PACKAGING, tell.line, cache.store)
         options = replace(self.options, spec_tokens=spec_tokens)
-        return CachingCompiler(StepCompiler(loaded, options, backend), cache)
+        compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)
+        if self.check is not None:
+            self.check(compiler)
+        return CachingCompiler(compiler, cache)
 
 
 def _pass_on(tell: Any, task: Task, progress: Progress) -> None:
@@ -288,7 +295,7 @@ def _drain(tasks: Any) -> Iterator[Task]:
 
 
 def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller) -> None:
-    context, weights = multiprocessing.get_context("spawn"), _weights(job.directory)
+    context = multiprocessing.get_context("spawn")
     tasks, events = context.Queue(), context.Queue()
     for task in [*todo, *[None] * workers]:
         tasks.put(task)
@@ -301,7 +308,7 @@ def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller
     try:
         while any(process.is_alive() for process in processes) or not events.empty():
             _handle(events, tell)
-            _check_alive(processes, weights)
+            _check_alive(processes)
     finally:
         for process in processes:
             process.terminate()
@@ -327,11 +334,11 @@ def _handle(events: Any, tell: _Teller) -> None:
         raise getattr(errors, name)(message)
 
 
-def _check_alive(processes: list[Any], weights: int) -> None:
+def _check_alive(processes: list[Any]) -> None:
     """A worker that died unheard (out of memory, as a rule) ends the build."""
     dead = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
     if dead:
         raise BackendError(
-            f"a building process ended with {how_it_ended(dead[0], weights)}; what it had finished "
+            f"a building process ended with {how_it_ended(dead[0])}; what it had finished "
             "is in the cache"
         )

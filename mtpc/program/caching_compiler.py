@@ -43,14 +43,7 @@ class CachingCompiler:
     def __init__(self, compiler: StepCompiler, cache: StepCache):
         self.compiler, self.cache = compiler, cache
         compiler.weights.defers = True
-        self._obtained: list[CachedStep] = []
-
-    @property
-    def is_restorable(self) -> bool:
-        """Whether all that was compiled here is in the cache, for `restore` to take from there."""
-        return all(
-            step.entry is not None and not step.record.unexplained for step in self._obtained
-        )
+        compiler.copy_layers()
 
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """The entry of every graph, in order."""
@@ -62,9 +55,7 @@ class CachingCompiler:
 
     def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
         """One step's entry, built if the cache lacks it."""
-        step = self.cache.obtain(key, partial(self._build, key, part), part)
-        self._obtained.append(step)
-        return step
+        return self.cache.obtain(key, partial(self._build, key, part), part)
 
     @torch.no_grad()
     def _build(self, key: StepKey, part: Part, directory: Path) -> StepRecord:
@@ -118,11 +109,17 @@ class CachingCompiler:
         tell("rewrite", key)
         with timer("rewrite"):
             self.compiler.rewrite(graph, seen=keep)
-            if part == "step":
-                return graph
-            split = split_step(graph)
+            whole = self.compiler.all_layers(graph)
+        if whole is None:
+            return self._graph(key, part, directory, timer)
+        if len(whole.history) > len(graph.history):
+            keep(whole.history[-1].name, whole)
+        if part == "step":
+            return whole
+        with timer("split"):
+            split = split_step(whole)
         half = split.verify if part == "verify" else split.propose
-        write(len(graph.history) + 1, part, half)
+        write(len(whole.history) + 1, part, half)
         return half
 
     @cached_property
@@ -154,4 +151,5 @@ class _Timer:
     def __call__(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[stage] = round(time.perf_counter() - start, 3)
+        taken = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        self.seconds[stage] = round(taken, 3)

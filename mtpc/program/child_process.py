@@ -1,9 +1,8 @@
 """Building in a process of its own, whose remains go with it.
 
-What tracing leaves behind, a second copy of the weights and a heap that does not
-shrink, would stay with a server for as long as it runs: at 0.5B three times what it needs. So a
-large checkpoint's steps are built by another process, into the cache, from which the caller then
-starts as any later process does.
+What tracing leaves behind, transformers and a heap that does not shrink, would stay with a server
+for as long as it runs. So a large checkpoint's steps are built by another process, into the cache,
+from which the caller then starts as any later process does.
 
     caller: job ->          | child: `mtpc.program.build.build`
     <- Progress, MtpcError  | the caller's end of the pipe closes: the child ends, too
@@ -15,8 +14,9 @@ import subprocess
 import sys
 import threading
 from _thread import interrupt_main
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -26,7 +26,8 @@ from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import Form, graph_keys
-from mtpc.layout.progress import Listener, Progress
+from mtpc.layout.progress import Listener, Progress, line_reporter
+from mtpc.program.host_memory import check_model
 from mtpc.program.processes import end_children, how_it_ended
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
@@ -43,7 +44,7 @@ def build_in_child(
     form: Form,
     cache: StepCache,
     listener: Listener,
-    report: Callable[[str], None],
+    owns_buffers: bool,
 ) -> bool:
     """Have what the cache lacks built into it, if the checkpoint is large.
 
@@ -53,7 +54,7 @@ def build_in_child(
         form: which graphs.
         cache: of this checkpoint and these options.
         listener: hears of progress.
-        report: hears of what concerns no step.
+        owns_buffers: whether the steps' user wants memory for state from this process.
 
     Returns:
         Whether the cache has all of it now. False, too, where the cache cannot be written or the
@@ -61,6 +62,7 @@ def build_in_child(
 
     Raises:
         MtpcError: as `mtpc.program.build.build`.
+        CapacityError: the steps could not run on this machine.
         BackendError: the process died.
     """
     if source.nbytes < LARGE or not sys.executable:
@@ -69,17 +71,17 @@ def build_in_child(
         return False  # And yet not restorable: its weights are for transformers to read.
     try:
         cache.store.prepare()
-        build_kernels(cache.store, report)
+        build_kernels(cache.store, line_reporter(listener))
     except (CacheWriteError, BackendError):
         return False
-    _build(source, options, form, listener)
+    check = partial(check_model, owns_buffers=owns_buffers)
+    _build(source, (source.directory.absolute(), options, form, check), listener)
     return True
 
 
-def _build(source: Checkpoint, options: CompileOptions, form: Form, listener: Listener) -> None:
+def _build(source: Checkpoint, job: tuple[Any, ...], listener: Listener) -> None:
     with _child() as (process, pipe):
-        job = (source.directory.absolute(), options, form, torch.get_num_threads())
-        for event in _events(pipe, job):
+        for event in _events(pipe, (torch.get_num_threads(), *job)):
             if isinstance(event, MtpcError):
                 raise event
             listener(event)
@@ -87,7 +89,7 @@ def _build(source: Checkpoint, options: CompileOptions, form: Form, listener: Li
     if status != 0:
         raise BackendError(
             f"the process that compiled {source.directory} ended with "
-            f"{how_it_ended(status, source.nbytes)}; what it had finished is in the cache"
+            f"{how_it_ended(status)}; what it had finished is in the cache"
         )
 
 
@@ -136,11 +138,11 @@ def serve(handle: int) -> None:
     from mtpc.program.build import build
 
     pipe = Connection(handle)
-    directory, options, form, threads = pipe.recv()
+    threads, directory, options, form, check = pipe.recv()
     torch.set_num_threads(threads)
     caller = _Caller(pipe)
     try:
-        build(directory, options, (options.spec_tokens,), form, listener=pipe.send)
+        build(directory, options, (options.spec_tokens,), form, None, pipe.send, check)
     except MtpcError as error:
         caller.is_waiting = False
         pipe.send(error)

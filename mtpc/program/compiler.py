@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.backends.base import Backend
-from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.capture.graph import PassRecord, StepGraph, WeightTable, set_tensor
+from mtpc.capture.repeat_layers import repeat_layers
 from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
@@ -37,11 +38,16 @@ from mtpc.layout.buffers import (
     state_specs,
 )
 from mtpc.layout.progress import Listener, Progress
+from mtpc.models.layer_pattern import LayerPattern, find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.weight_recipes import stored_groups
+from mtpc.passes import Verifier
 from mtpc.program.lowering import Lowering, Seen
 from mtpc.program.program import CapturedStep, Program
 from mtpc.sampling_params import MAX_LOGIT_BIAS
+
+COPY_LAYERS = "copy-layers"
+"""Name of what adds layers that were not traced, in a graph's history."""
 
 
 class StepCompiler:
@@ -81,6 +87,7 @@ class StepCompiler:
             options.verify_passes,
         )
         self._traces: ModelTraces | None = None
+        self.pattern: LayerPattern | None = None
 
     def _check_draft_vocab(self) -> None:
         largest, size = max(self.options.draft_vocab, default=0), self.loaded.vocab_size
@@ -147,9 +154,34 @@ class StepCompiler:
         if self._traces is None:
             self.tell("trace model", None)
             pools = {n: t for n, t in self.shared.items() if n.startswith("kv.")}
-            stepped = SteppedModel(self.loaded, pools, layout.value(S))
+            traced = self.loaded
+            if self.pattern is not None:
+                traced = with_first_layers(traced, self.pattern.traced)
+            stepped = SteppedModel(traced, pools, layout.value(S))
             self._traces = ModelTraces(stepped, layout)
         return trace_step(key, self._traces, layout, self.shared_module, self.weights)
+
+    def copy_layers(self) -> None:
+        """From now on trace only the first layers of those that repeat; see `all_layers`."""
+        self.pattern, self._traces = find_pattern(self.loaded, self.weights.spec), None
+
+    @torch.no_grad()
+    def all_layers(self, graph: StepGraph) -> StepGraph | None:
+        """A rewritten graph with the layers that were not traced, verified.
+
+        None where its calls do not repeat: from now on every layer is traced.
+        """
+        if self.pattern is None:
+            return graph
+        start, before = time.perf_counter(), graph.num_nodes
+        whole = repeat_layers(graph, self.pattern, self.shared)
+        if whole is None:
+            self.pattern, self._traces = None, None
+            return None
+        copies, seconds = self.pattern.copies, time.perf_counter() - start
+        whole.history.append(PassRecord(COPY_LAYERS, copies, seconds, before, whole.num_nodes))
+        Verifier(propagate=False)(whole, COPY_LAYERS)  # Every value was computed just now.
+        return whole
 
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None

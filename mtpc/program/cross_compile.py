@@ -24,7 +24,7 @@ from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
-from mtpc.layout import StepKey, largest_first
+from mtpc.layout import Layout, StepKey, largest_first
 from mtpc.layout.progress import Listener
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -78,8 +78,10 @@ def build_kernels(
     kernels: dict[tuple[str, str], Compiled] = {}
     counts: dict[StepKey, int] = {}
     for k in spec_tokens:
-        loaded = load(directory, options.dtype, needs_mtp=k > 0, wiring=options.wiring)
-        compiler = StepCompiler(loaded, replace(options, spec_tokens=k), backend, listener)
+        loaded = load(directory, options.dtype, k > 0, options.wiring, headers_only=True)
+        chosen = replace(options, spec_tokens=k)
+        compiler = StepCompiler(loaded, chosen, backend, listener, Layout.reserve)
+        compiler.weights.defers = True
         for key in largest_first(compiler.keys):
             launches = _launches(compiler, key)
             counts[key] = len(launches)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mtpc.backends.package import signature
 from mtpc.store.key import hash_of
@@ -33,7 +32,6 @@ def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
         "model.source": "checkpoint",
         **_config_fields(checkpoint.config),
         **_tensor_fields("model.weights", tensors),
-        "model.copies": _copies(checkpoint, {}),
     }
 
 
@@ -55,43 +53,7 @@ def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] |
             "model.weights", {n: signature(t) for n, t in model.state_dict(keep_vars=True).items()}
         ),
         **_tensor_fields("checkpoint.weights", {name: str(t) for name, t in stored.items()}),
-        "checkpoint.copies": _copies(checkpoint, _ends(model)) if checkpoint else "none",
     }
-
-
-def _ends(model: Any) -> dict[str, Tensor]:
-    """The embedding and the output head of a model object."""
-    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-    return {f"the model's {role}": end.weight for role, end in ends.items() if end is not None}
-
-
-def _copies(checkpoint: Checkpoint, others: Mapping[str, Tensor]) -> str:
-    """Which stored embeddings and heads are equal: MTP layers share those with the target.
-
-    Args:
-        checkpoint: its tensors of the embedding's shape are compared.
-        others: tensors to compare them with, by what they are.
-    """
-    config = checkpoint.text_config
-    rows, width = config.get("vocab_size", 0), config.get("hidden_size", 0)
-    names = [
-        name
-        for name, stored in checkpoint.tensors.items()
-        if len(stored.shape) == 2 and stored.shape[0] >= rows and stored.shape[1] == width
-    ]
-    found: list[tuple[Tensor, list[str]]] = [(tensor, [name]) for name, tensor in others.items()]
-    for name in sorted(names):
-        tensor = checkpoint.peek(name)
-        same = next((group for first, group in found if _equal(tensor, first)), None)
-        if same is None:
-            found.append((tensor, [name]))
-        else:
-            same.append(name)
-    return "; ".join(" = ".join(group) for _, group in found if len(group) > 1) or "none"
-
-
-def _equal(stored: Tensor, other: Tensor) -> bool:
-    return stored.shape == other.shape and torch.equal(stored.to(other), other)
 
 
 def _is_patched(module: torch.nn.Module) -> bool:

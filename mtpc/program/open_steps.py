@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mtpc.backends import choose_backend, settle_prefill
+from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, MtpcError
-from mtpc.layout import Form, Layout, graph_keys
+from mtpc.layout import Form, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, line_reporter
 from mtpc.program.binding import WeightSource
 from mtpc.program.child_process import build_in_child
+from mtpc.program.host_memory import check_model, free_bytes, need_of_steps
 from mtpc.program.open_cache import kernel_store, open_cache
-from mtpc.program.restore import Steps, restore
+from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
+    from mtpc.backends import Backend
     from mtpc.models.load import LoadedModel
     from mtpc.program.compiler import StepCompiler
 
@@ -145,18 +148,22 @@ class _Opener(Generic[T]):
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
         found = restore(self.source, self.options, cache, self.assembler.form)
-        if found is None:
-            return None
+        return None if found is None else self._bound(found, cache)
+
+    def _bound(self, found: Restored, cache: StepCache) -> Opened[T]:
+        """Steps with weights straight from the checkpoint's files."""
+        options = found.settled(self.options)
+        need_of_steps(found.steps, self.assembler.owns_buffers).check(options, free_bytes())
         try:
             made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
         except MtpcError:
             raise
         except Exception as error:
             raise CacheError(
-                f"steps of the graph cache {cache.store.root} do not fit {self.source.directory}: "
-                f"{type(error).__name__}: {error}; remove them: mtpc cache prune --all"
+                f"steps of the graph cache {cache.store.root} do not fit "
+                f"{found.checkpoint.directory}: {type(error).__name__}: {error}; remove them: "
+                "mtpc cache prune --all"
             ) from error
-        options = found.settled(self.options)
         return Opened(
             made, found.served(), options, found.device, Counter(), found.check, None, cache
         )
@@ -165,38 +172,29 @@ class _Opener(Generic[T]):
         """Fill the cache in a process of its own, which pays for a large checkpoint."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return False
-        form = self.assembler.form
-        return build_in_child(self.source, self.options, form, cache, self.progress, self.report)
+        form, owns_buffers = self.assembler.form, self.assembler.owns_buffers
+        return build_in_child(self.source, self.options, form, cache, self.progress, owns_buffers)
 
     def compiled(self, cache: StepCache | None) -> Opened[T]:
         """Trace and lower what the cache lacks."""
         # Imported here: a warm start needs neither transformers nor export.
-        from mtpc.models.load import load, place
         from mtpc.program.caching_compiler import CachingCompiler
-        from mtpc.program.compiler import StepCompiler
         from mtpc.program.memory_plan import settle_pages
 
         # The backend comes first: a missing GPU must be reported before minutes of loading.
         options, store = self.options, kernel_store(self.options, cache)
         backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
-        loaded = load(
-            self.source, options.dtype, needs_mtp=options.spec_tokens > 0, wiring=options.wiring
-        )
-        loaded = place(loaded, backend.device)
-        is_cached = cache is not None and backend.package is not None
+        keeps = cache if backend.package is not None else None
+        if keeps is not None and isinstance(self.source, Checkpoint):
+            opened = self._built_from_headers(self.source, keeps, backend)
+            if opened is not None:
+                return opened
+        loaded = self._load(backend)
         if self.assembler.owns_buffers:
             options = settle_pages(loaded, options, backend, self.report)
-        # Cached steps are bound to buffers later, as in a warm start: these are stand-ins.
-        own = self.assembler.owns_buffers and not is_cached
-        new_buffer = Layout.allocate if own else Layout.reserve
-        compiler = StepCompiler(loaded, options, backend, self.progress, new_buffer)
-        if cache is not None and is_cached:
-            caching = CachingCompiler(compiler, cache)
-            steps = caching.obtain_all(graph_keys(options, self.assembler.form))
-            if caching.is_restorable and isinstance(self.source, Checkpoint):
-                # From here on this is a warm start, without the plain weights in memory.
-                del loaded, compiler, caching
-                return self.restored(cache) or self.compiled(None)
+        compiler = self._compiler(loaded, options, backend, keeps)
+        if keeps is not None:
+            steps = CachingCompiler(compiler, keeps).obtain_all(self._graphs)
             made = self.assembler.assemble(steps, compiler.weights, None)
         else:
             made = self.assembler.compile(compiler)
@@ -204,3 +202,46 @@ class _Opener(Generic[T]):
         fallbacks = backend.notes + Counter([fallback] if fallback else [])
         served, settled = loaded.served(), compiler.options
         return Opened(made, served, settled, backend.device, fallbacks, lambda: None, loaded, cache)
+
+    def _built_from_headers(
+        self, source: Checkpoint, cache: StepCache, backend: Backend
+    ) -> Opened[T] | None:
+        """Steps that are built without weights, and bound to them as a warm start binds.
+
+        None where only transformers can read some weight.
+        """
+        from mtpc.program.caching_compiler import CachingCompiler
+
+        loaded = self._load(backend, headers_only=True)
+        compiler = self._compiler(loaded, self.options, backend, cache)
+        check_model(compiler, self.assembler.owns_buffers)
+        steps = CachingCompiler(compiler, cache).obtain_all(self._graphs)
+        if any(step.record.unexplained for step in steps.values()):
+            return None
+        return self._bound(Restored(source, steps, WeightSource(source, fill_packed)), cache)
+
+    @property
+    def _graphs(self) -> list[tuple[StepKey, Part]]:
+        return graph_keys(self.options, self.assembler.form)
+
+    def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
+        from mtpc.models.load import load, place
+
+        options = self.options
+        needs_mtp = options.spec_tokens > 0
+        loaded = load(self.source, options.dtype, needs_mtp, options.wiring, headers_only)
+        return place(loaded, backend.device)
+
+    def _compiler(
+        self,
+        loaded: LoadedModel,
+        options: CompileOptions,
+        backend: Backend,
+        cache: StepCache | None,
+    ) -> StepCompiler:
+        from mtpc.program.compiler import StepCompiler
+
+        # Cached steps are bound to buffers later, as in a warm start: these are stand-ins.
+        own = self.assembler.owns_buffers and cache is None
+        new_buffer = Layout.allocate if own else Layout.reserve
+        return StepCompiler(loaded, options, backend, self.progress, new_buffer)

@@ -263,6 +263,14 @@ class Checkpoint:
         whole = self._quantised[part.fused].grouped(self.read)
         return take_rows(whole, part.runs)
 
+    def meta_tensor(self, name: str) -> Tensor:
+        """What `tensor` gives, on the meta device: its shape and dtype by the headers alone."""
+        header, stored = self.tensors[name], self._whole(name)
+        dtype = getattr(torch, self._read_dtype)
+        if stored not in self._quantised:
+            dtype = self._files[header.path].dtype(stored)
+        return torch.empty(header.shape, dtype=dtype, device="meta")
+
     def _whole(self, name: str) -> str:
         """The weight that a weight is stored in: the fused one, or itself."""
         return self._parts[name].fused if name in self._parts else name

@@ -121,11 +121,11 @@ class TensorFile:
             for name, entry in header.items()
         }
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor as stored, in the memory map; using it reads the file.
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor.
 
         Raises:
-            CheckpointError: torch does not have its dtype.
+            CheckpointError: torch does not have it.
         """
         stored = self.tensors[name]
         dtype = _DTYPES.get(stored.dtype)
@@ -133,6 +133,15 @@ class TensorFile:
             raise CheckpointError(
                 f"{self.path}: {name} is {stored.dtype}; expected one of {', '.join(_DTYPES)}"
             )
+        return dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor as stored, in the memory map; using it reads the file.
+
+        Raises:
+            CheckpointError: torch does not have its dtype.
+        """
+        stored, dtype = self.tensors[name], self.dtype(name)
         count = prod(stored.shape)
         if count == 0:
             return torch.empty(stored.shape, dtype=dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import mtpc
 from mtpc.config import CompileOptions
-from mtpc.errors import CacheError, CheckpointError
+from mtpc.errors import CheckpointError
 from mtpc.layout import parts_of
 from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
@@ -139,27 +139,21 @@ def test_nan_weights_are_refused_warm(
 
 
 @pytest.mark.slow
-def test_an_own_head_has_steps_of_its_own(
+def test_a_copied_head_is_bound_once(
     copied: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
 ) -> None:
-    """A fine-tune whose MTP layer no longer repeats the target's head is found on a warm start.
-
-    Its steps read a head more, so others than those of the copy.
-    """
+    """Steps are the same whether an MTP layer's head repeats the target's; a start looks."""
     directory, name = copied("glm4_moe"), "model.layers.2.shared_head.head.weight"
     wanted = cpu_built("glm4_moe").spec.generate(BATCH, 8)
     options = {**CPU_OPTIONS, "cache_dir": cpu_cache}
     edit_weights(directory, lambda t: t.update({name: t["lm_head.weight"].clone()}))
-    mtpc.compile(directory, **options)
-    assert mtpc.compile(directory, **options, frozen=True).generate(BATCH, 8) == wanted
+    copy = mtpc.compile(directory, **options)
+    assert copy.generate(BATCH, 8) == wanted
+    assert copy.stats.accepted == cpu_built("glm4_moe").spec.stats.accepted
     edit_weights(directory, lambda t: t[name].copy_(t[name].flip(0)))
-    with pytest.raises(CacheError, match="frozen"):
-        mtpc.compile(directory, **options, frozen=True)
-    own = mtpc.compile(directory, **options)
+    own = mtpc.compile(directory, **options, frozen=True)
     assert own.generate(BATCH, 8) == wanted
-    again = mtpc.compile(directory, **options, frozen=True)
-    assert again.generate(BATCH, 8) == wanted
-    assert again.stats.accepted == own.stats.accepted != cpu_built("glm4_moe").spec.stats.accepted
+    assert own.stats.accepted != copy.stats.accepted
 
 
 # ----------------------------------------------------------------- other ways to the cache

@@ -15,7 +15,7 @@ from mtpc.cli.arguments import compile_options, parse
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.main import main
 from mtpc.config import CompileOptions
-from mtpc.program.processes import COPIES, how_it_ended
+from mtpc.program.processes import WORKER, how_it_ended
 from mtpc.server.chat import load_chat_template
 from mtpc.store.entries import Entry
 
@@ -54,10 +54,10 @@ def test_a_compiled_model_says_what_it_is(compiled: Callable[..., Any], checkpoi
 
 def test_a_build_that_the_system_killed() -> None:
     """Only then memory is named, with how much is needed and what to do."""
-    killed = how_it_ended(-signal.SIGKILL, 2**30)
-    assert f"{COPIES}.0 GiB" in killed
+    killed = how_it_ended(-signal.SIGKILL)
+    assert f"needs some {WORKER / 2**30:.1f} GiB" in killed
     assert "--jobs 1" in killed
-    assert how_it_ended(1, 2**30) == "status 1; what it said is on stderr"
+    assert how_it_ended(1) == "status 1; what it said is on stderr"
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "bench", "build", "inspect"])

@@ -129,9 +129,10 @@ def test_copies_are_shared(checkpoint: Callable[..., Path], tmp_path: Path) -> N
     for name, of in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         tensors[f"model.layers.2.{name}.weight"] = tensors[f"{of}.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})
-    layer = load(directory, "float32", True).mtp_layers[0]
-    assert layer.embedding is None
-    assert layer.head is None
+    loaded = load(directory, "float32", True)
+    layer, target = loaded.mtp_layers[0], loaded.target
+    assert layer.embedding.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+    assert layer.head.weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
 
 
 FLIPS = (

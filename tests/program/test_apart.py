@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.compiled import give_kernels
 from helpers.families import TINY
-from safetensors.torch import load_file, save_file
 
+import mtpc
 from mtpc.config import CompileOptions
-from mtpc.errors import BackendError, CheckpointError
+from mtpc.errors import BackendError, CapacityError
 from mtpc.layout.progress import Progress
 from mtpc.program import child_process as apart
 from mtpc.program.child_process import build_in_child
@@ -63,7 +62,7 @@ def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
         options = CompileOptions(**{**OPTIONS, "cache_dir": cache, **changes})
         opened = open_cache(source, options, print)
         assert opened is not None
-        return build_in_child(source, options, "fused", opened, listener, print)
+        return build_in_child(source, options, "fused", opened, listener, True)
 
     return run
 
@@ -106,21 +105,31 @@ def test_a_caller_that_had_it_built_is_as_light_as_a_warm_start(
     assert "transformers" in in_process, "or the test above shows nothing"
 
 
+DOES_NOT_FIT = (
+    r"needs \d+\.\d GiB .*of KV pages.*are free; lower max_len, batch_buckets or num_pages"
+)
+
+
 def test_its_errors_are_the_callers(
-    checkpoint: Callable[..., Path], tmp_path: Path, build: Callable[..., bool],
-    children: Callable[[], set[int]],
-) -> None:  # fmt: skip
-    directory = tmp_path / "spoilt"
-    directory.mkdir()
-    for path in checkpoint("mimo", "random").iterdir():
-        (directory / path.name).write_bytes(path.read_bytes())
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"hold NaN or infinity: .*mlp.up_proj.weight"):
-        build(directory)
+    checkpoint: Callable[..., Path], build: Callable[..., bool], children: Callable[[], set[int]]
+) -> None:
+    """Also that the steps could not run here, which it says before it traces."""
+    stages: set[str] = set()
+    with pytest.raises(CapacityError, match=DOES_NOT_FIT):
+        build(checkpoint("mimo", "random"), lambda p: stages.add(p.stage), num_pages=2**33)
+    assert "load the model" in stages
+    assert stages.isdisjoint({"trace", "trace model"})
     assert not children()
+
+
+def test_a_program_that_does_not_fit_is_not_built(
+    checkpoint: Callable[..., Path], cache: Path
+) -> None:
+    """Nor by a process that builds for itself."""
+    stages, options = set[str](), {**OPTIONS, "num_pages": 2**33, "cache_dir": cache}
+    with pytest.raises(CapacityError, match=DOES_NOT_FIT):
+        mtpc.compile(checkpoint("mimo", "random"), lambda p: stages.add(p.stage), **options)
+    assert stages.isdisjoint({"trace", "trace model"})
 
 
 def test_a_caller_that_gives_up_leaves_nothing_running(

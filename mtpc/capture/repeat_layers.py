@@ -1,0 +1,201 @@
+"""Copying a period of a flat graph's layers, for the layers that were not traced.
+
+    before | period A | period B | after      ->      before | A | B | B' | B'' | ... | after
+
+A and B are runs of calls. B is A with the names of its weights and state moved on by one period:
+the same operators on the same arguments, where a result of A stands for what A takes from the calls
+before it. So B follows from A as the next period follows from B. Copies are made until all layers
+are there, and names after them are moved on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, set_tensor
+from mtpc.capture.inline import fake_call, fake_mode_of
+from mtpc.weights.recipes import substitute
+
+if TYPE_CHECKING:
+    from mtpc.models.layer_pattern import LayerPattern
+
+
+@dataclass(frozen=True)
+class _Periods:
+    """Two periods found in a graph: calls start to start + size, and as many after them.
+
+    Attributes:
+        carried: what a call of A takes from before A -> what that of B takes from A.
+    """
+
+    start: int
+    size: int
+    carried: Mapping[fx.Node, fx.Node]
+
+
+def repeat_layers(
+    graph: StepGraph, pattern: LayerPattern, shared: Mapping[str, Tensor]
+) -> StepGraph | None:
+    """The graph with all layers, or None where its calls do not repeat as its layers do.
+
+    Args:
+        graph: flat, of the pattern's first layers.
+        pattern: how layers repeat.
+        shared: state and caches of all layers, by name.
+    """
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    periods = _find_periods(calls, pattern)
+    if periods is None:
+        return None
+    return _Writer(graph, pattern, shared, calls, periods).run()
+
+
+def _find_periods(calls: list[fx.Node], pattern: LayerPattern) -> _Periods | None:
+    """Periods from the first call that uses a layer's state to that of the next period.
+
+    They are the second and the third period: the first one holds what all layers share and it uses
+    first.
+    """
+    marks: list[int] = []
+    for count in range(1, 4):
+        layer = pattern.first + count * pattern.period
+        uses = (i for i, call in enumerate(calls) if _uses_state(call, f"kv.{layer}."))
+        mark = next(uses, None)
+        if mark is None:
+            return None
+        marks.append(mark)
+    size = marks[1] - marks[0]
+    if size <= 0 or marks[2] - marks[1] != size:
+        return None
+    return _match(calls, marks[0], size, pattern)
+
+
+def _uses_state(call: fx.Node, prefix: str) -> bool:
+    return any(
+        a.op == "get_attr" and str(a.target).startswith(prefix) for a in call.all_input_nodes
+    )
+
+
+def _match(calls: list[fx.Node], start: int, size: int, pattern: LayerPattern) -> _Periods | None:
+    """Whether the calls are two periods, by every operator and argument."""
+    place = {call: index for index, call in enumerate(calls)}
+    carried: dict[fx.Node, fx.Node] = {}
+
+    def same(one: Any, other: Any) -> bool:
+        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+            return type(one) is type(other) and bool(one == other)
+        if "get_attr" in (one.op, other.op):
+            moved = pattern.shifted(str(one.target), pattern.period)
+            return one.op == other.op and moved == other.target
+        first, second = place[one], place[other]
+        if first >= start:
+            return second == first + size
+        if second < start:
+            return one is other
+        return second < start + size and carried.setdefault(one, other) is other
+
+    for one, other in zip(calls[start : start + size], calls[start + size :], strict=False):
+        if one.target is not other.target or not _all_same(
+            (one.args, one.kwargs), (other.args, other.kwargs), same
+        ):
+            return None
+    inside = set(calls[start : start + size])
+    after = calls[start + 2 * size :]
+    if any(not inside.isdisjoint(call.all_input_nodes) for call in after):
+        return None
+    return _Periods(start, size, carried)
+
+
+def _all_same(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
+    if isinstance(one, (list, tuple)):
+        return (
+            isinstance(other, (list, tuple))
+            and len(one) == len(other)
+            and all(_all_same(a, b, same) for a, b in zip(one, other, strict=True))
+        )
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and list(one) == list(other)
+            and all(_all_same(one[name], other[name], same) for name in one)
+        )
+    return same(one, other)
+
+
+class _Writer:
+    """Writes the graph with all layers, in order of execution."""
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        pattern: LayerPattern,
+        shared: Mapping[str, Tensor],
+        calls: list[fx.Node],
+        periods: _Periods,
+    ):
+        self.old, self.pattern, self.shared = graph, pattern, shared
+        self.calls, self.periods = calls, periods
+        self.mode = fake_mode_of(graph.graph)
+        self.graph, self.root = fx.Graph(), nn.Module()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.attributes: dict[str, fx.Node] = {}
+
+    def run(self) -> StepGraph:
+        """Write everything; the old graph is left as it was."""
+        start, size, old = self.periods.start, self.periods.size, self.old
+        end = start + 2 * size
+        for call in self.calls[:end]:
+            self._write(call, 0)
+        first, second = self.calls[start : start + size], self.calls[start + size : end]
+        for number in range(1, self.pattern.copies + 1):
+            # What B takes from A, the copy takes from the period before it.
+            before = {one: self.made[other] for one, other in zip(first, second, strict=True)}
+            self.made |= before
+            for call in second:
+                self._write(call, number * self.pattern.period)
+        for call in self.calls[end:]:
+            self._write(call, self.pattern.copies * self.pattern.period)
+        self.graph.output(())
+        module = fx.GraphModule(self.root, self.graph)
+        return StepGraph(module, old.key, old.layout, old.weights, list(old.history), old.part)
+
+    def _write(self, call: fx.Node, layers: int) -> None:
+        """Append a call on what its arguments have become, with its names moved on."""
+
+        def of(node: fx.Node) -> fx.Node:
+            if node.op == "get_attr":
+                return self._attribute(node, layers)
+            return self.made[node]
+
+        args, kwargs = fx.node.map_arg(call.args, of), fx.node.map_arg(call.kwargs, of)
+        target: Any = call.target
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {**call.meta, **fake_call(self.mode, target, args, kwargs)}
+        self.made[call] = new
+
+    def _attribute(self, node: fx.Node, layers: int) -> fx.Node:
+        name = self.pattern.shifted(str(node.target), layers) if layers else str(node.target)
+        if name not in self.attributes:
+            tensor = self._tensor(str(node.target), name, layers)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            set_tensor(self.root, name, tensor, buffer=not is_parameter)
+            new = self.graph.get_attr(name)
+            new.meta = {"val": self.mode.from_tensor(tensor, static_shapes=True)}
+            self.attributes[name] = new
+        return self.attributes[name]
+
+    def _tensor(self, old: str, name: str, layers: int) -> Tensor:
+        """The buffer or weight of that name; derived ones are made by the recipe, moved on."""
+        if name == old:
+            return get_tensor(self.old.module, old)
+        if is_buffer_name(name):
+            return self.shared[name]
+        weights = self.old.weights
+        if name not in weights:
+            recipe = weights.recipes[old]
+            weights.derive(name, substitute(recipe, lambda n: self.pattern.shifted(n, layers)))
+        return weights[name]

@@ -1,0 +1,90 @@
+"""A checkpoint's weights by their headers alone, so that building a step reads no weight.
+
+transformers loads such weights as it loads tensors: it renames, checks, stacks and joins them, on
+the meta device. Then each parameter gets memory of its own, which nothing fills or reads. Tracing,
+passes and lowering see its dtype, shape and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.packing import allocate
+
+
+class HeaderWeights:
+    """The weights of one checkpoint, while a model is loaded from its headers.
+
+    Args:
+        checkpoint: whose headers say dtypes and shapes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        self._stored: dict[int, tuple[Tensor, str]] = {}
+        self._reserved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._origins: dict[int, str] = {}
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The stored tensor on the meta device, cast to a dtype."""
+        made = self._checkpoint.meta_tensor(name).to(dtype)
+        self._stored[made.untyped_storage()._cdata] = (made, name)
+        return made
+
+    def slice(self, name: str) -> Any:
+        """The stored tensor in the form of a safetensors slice, as transformers takes it."""
+        return _HeaderSlice(self, name)
+
+    def reserve(self, roots: Iterable[nn.Module]) -> None:
+        """Give every meta tensor of these modules memory; tied ones stay tied."""
+        modules = {id(m): m for root in roots for m in root.modules()}
+        for module in modules.values():
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for held in tables:
+                for name, tensor in held.items():
+                    if tensor is not None and tensor.is_meta:
+                        held[name] = self._memory_of(tensor)
+
+    def origin(self, tensor: Tensor) -> str | None:
+        """The name of the stored tensor that a reserved one is, but for its dtype; None if it is
+        made of several, or in another way."""
+        return self._origins.get(id(tensor))
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._reserved:
+            return self._reserved[id(tensor)][1]
+        made = allocate(tuple(tensor.shape), tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        self._reserved[id(tensor)] = (tensor, made)
+        stored = self._stored.get(tensor.untyped_storage()._cdata)
+        if stored is not None and _is_same(tensor, stored[0]):
+            self._origins[id(made)] = stored[1]
+        return made
+
+
+def _is_same(tensor: Tensor, stored: Tensor) -> bool:
+    """Whether a tensor in the memory of a stored one is all of it, in the same order."""
+    layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return layout == (stored.shape, stored.stride(), 0)
+
+
+@dataclass(frozen=True)
+class _HeaderSlice:
+    """What transformers reads by `slice[...].to(device, dtype)`; the device stays meta."""
+
+    weights: HeaderWeights
+    name: str
+
+    def __getitem__(self, index: Any) -> _HeaderSlice:
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole tensor, of this dtype."""
+        return self.weights.tensor(self.name, dtype)

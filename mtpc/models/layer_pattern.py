@@ -1,0 +1,148 @@
+"""Which layers of a decoder repeat, so that a build traces a few and copies them.
+
+Layers repeat with a period if each is what the layer one period before it is: of the same classes,
+shapes, numbers and state. A model of 60 equal layers has period 1; one with full attention in every
+fourth layer has period 4. Layers before the pattern begins are traced as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from mtpc.models.load import LoadedModel
+from mtpc.weights.grouped_recipes import GroupSpec
+
+_INDEX = "layer_idx"
+"""transformers' name of a layer's number, which no two layers share."""
+
+
+@dataclass(frozen=True)
+class LayerPattern:
+    """A decoder whose layers repeat.
+
+    Attributes:
+        prefix: of the layers' weights, up to their number: "model.layers.".
+        first: the layer with which the pattern begins.
+        period: layers after which it repeats.
+        traced: how many of the first layers are traced.
+        total: how many layers there are.
+    """
+
+    prefix: str
+    first: int
+    period: int
+    traced: int
+    total: int
+
+    @property
+    def copies(self) -> int:
+        """How often a period is copied."""
+        return (self.total - self.traced) // self.period
+
+    def shifted(self, name: str, layers: int) -> str:
+        """The name of a weight or of state, of so many layers later; other names stay."""
+        for prefix, end in (
+            (self.prefix, "."),
+            (self.prefix.replace(".", "_"), "_"),  # In names of derived weights.
+            ("kv.", "."),
+        ):
+            start = r"(?<![a-zA-Z0-9_])" if end == "_" else "^"
+            pattern = rf"{start}({re.escape(prefix)})(\d+)(?={re.escape(end)})"
+            name = re.sub(pattern, partial(self._later, layers), name)
+        return name
+
+    def _later(self, layers: int, match: re.Match[str]) -> str:
+        number = int(match[2])
+        return f"{match[1]}{number + layers if number < self.traced else number}"
+
+
+SpecOf = Callable[[str], GroupSpec | None]
+"""The name of a weight -> how it is stored in groups; None for a plain one."""
+
+
+def find_pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
+    """The pattern that lets most layers be copied; None where too few repeat."""
+    layers = loaded.target.get_decoder().layers
+    kinds = [_kind(loaded, index, spec_of) for index in range(len(layers))]
+    total, best = len(kinds), None
+    for period in range(1, total // 3):
+        first = next(
+            (i + 1 for i in reversed(range(total - period)) if kinds[i] != kinds[i + period]), 0
+        )
+        rest = (total - first) % period or period
+        traced = first + 3 * period + rest
+        if traced < total and (best is None or traced < best.traced):
+            best = LayerPattern(_prefix(loaded), first, period, traced, total)
+    return best
+
+
+def with_first_layers(loaded: LoadedModel, count: int) -> LoadedModel:
+    """The model with its first layers only; config, weights and everything else are the model's."""
+    target = copy.copy(loaded.target)
+    module: Any = target
+    path = _prefix(loaded).removesuffix(".").split(".")
+    for name in path[:-1]:
+        module._modules = dict(module._modules)
+        module._modules[name] = copy.copy(module._modules[name])
+        module = module._modules[name]
+    layers = module._modules[path[-1]]
+    module._modules = {**module._modules, path[-1]: nn.ModuleList(list(layers)[:count])}
+    return replace(loaded, target=target)
+
+
+def _prefix(loaded: LoadedModel) -> str:
+    layers = loaded.target.get_decoder().layers
+    name = next(name for name, module in loaded.target.named_modules() if module is layers)
+    return f"{name}."
+
+
+def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
+    """All that makes a layer's trace, but for its number."""
+    config, layer = loaded.config, loaded.target.get_decoder().layers[index]
+    lists = {
+        name: value[index]
+        for name, value in vars(config).items()
+        if isinstance(value, (list, tuple)) and len(value) >= config.num_hidden_layers
+    }
+    specs = [
+        replace(spec, name=spec.name.replace(f"kv.{index}.", "kv."))
+        for spec in loaded.family.cache_specs(config, index, loaded.dtype)
+    ]
+    names = [name for name, _ in layer.named_parameters()]
+    groups = {name: spec_of(f"{_prefix(loaded)}{index}.{name}") for name in names}
+    return repr(lists), specs, groups, _content(layer)
+
+
+def _content(module: nn.Module) -> Any:
+    """A module's classes, forms of tensors and plain values, without its layer's number."""
+    held = {**module._parameters, **module._buffers}
+    tensors = {
+        name: (_form(tensor), tensor.tolist() if name in module._non_persistent_buffers_set else ())
+        for name, tensor in held.items()
+        if tensor is not None
+    }
+    values = {
+        name: value if _is_plain(value) else id(value)
+        for name, value in vars(module).items()
+        if name != _INDEX and (_is_plain(value) or not name.startswith("_"))
+    }
+    children = {name: _content(child) for name, child in module.named_children()}
+    return type(module), tensors, values, children
+
+
+def _form(tensor: Tensor) -> Any:
+    return type(tensor), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value equals another one only if it is the same to a trace."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,165 @@
+"""Host memory, planned before anything is built and again before anything is bound.
+
+weights that are packed or joined + KV pages and other state <= free memory
+
+Weights that the kernels read as they are stored stay in the mapped files. They need no memory of
+their own, because the system can drop and read them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mtpc.config import CompileOptions
+from mtpc.errors import CapacityError
+from mtpc.layout import Layout
+from mtpc.program.step_cache import Steps
+from mtpc.weights.packing import can_pack
+
+if TYPE_CHECKING:
+    from mtpc.models.load import LoadedModel
+    from mtpc.program.compiler import StepCompiler
+
+ALLOWANCE = 256 << 20
+"""For results between calls, and for the weight that is being packed."""
+_GIB = 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes that a program takes.
+
+    Attributes:
+        weights: copies of weights in the kernels' form.
+        buffers: KV pages and other state; 0 where a host has them.
+    """
+
+    weights: int
+    buffers: int
+
+    def check(self, options: CompileOptions, free: int | None) -> None:
+        """Refuse a program that does not fit.
+
+        Args:
+            options: as it is compiled.
+            free: bytes that this process can still have; None if the system does not say.
+
+        Raises:
+            CapacityError: it needs more.
+        """
+        need = self.weights + self.buffers + ALLOWANCE
+        if free is None or need <= free:
+            return
+        advice = "run it on a larger machine, which can start from what `mtpc build` makes here"
+        if self.weights + ALLOWANCE < free:
+            advice = "lower max_len, batch_buckets or num_pages"
+        buckets = ",".join(map(str, options.batch_buckets))
+        raise CapacityError(
+            f"the model does not fit this machine's memory: it needs {need / _GIB:.1f} GiB "
+            f"({self.weights / _GIB:.1f} of weights, {self.buffers / _GIB:.1f} of KV pages and "
+            f"other state for max_len {options.max_len or 'of the model'} and batch_buckets "
+            f"{buckets}), and {free / _GIB:.1f} GiB are free; {advice}"
+        )
+
+
+def need_of_steps(steps: Steps, owns_buffers: bool) -> HostNeed:
+    """What compiled steps take, by their records.
+
+    Args:
+        steps: all of one program.
+        owns_buffers: whether the program has its own state.
+    """
+    weights: dict[str, int] = {}
+    for step in steps.values():
+        record = step.record
+        made = {n for n, recipe in record.stored.items() if not isinstance(recipe, str)}
+        for name, signature in record.package.tensors.items():
+            if name in record.derived or name in made:
+                weights[name] = _bytes(signature)
+    layouts = [step.record.layout() for step in steps.values()]
+    return HostNeed(sum(weights.values()), _buffers(layouts) if owns_buffers else 0)
+
+
+def need_of_model(compiler: StepCompiler, owns_buffers: bool) -> HostNeed:
+    """What the steps of a model will take, before any is traced.
+
+    Args:
+        compiler: of the model, whose weights may be without values.
+        owns_buffers: whether the program has its own state.
+    """
+    layouts = [compiler.layout(key) for key in compiler.keys]
+    return HostNeed(_copies(compiler.loaded), _buffers(layouts) if owns_buffers else 0)
+
+
+def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
+    """Refuse to build for a machine on which the result cannot run; see `HostNeed.check`."""
+    need_of_model(compiler, owns_buffers).check(compiler.options, free_bytes())
+
+
+def _copies(loaded: LoadedModel) -> int:
+    """Bytes of the weights that are packed, or made of several stored ones."""
+    target, headers = loaded.target, loaded.headers
+    rows, head = target.get_input_embeddings().weight, target.get_output_embeddings()
+    is_tied = head is not None and head.weight is rows
+    unread = set() if is_tied else {id(rows)}
+    unread |= {id(layer.embedding.weight) for layer in loaded.mtp_layers if layer.embedding}
+    return sum(
+        tensor.nbytes
+        for tensor in loaded.weights().values()
+        if id(tensor) not in unread
+        and (can_pack(tensor) or (headers is not None and headers.origin(tensor) is None))
+    )
+
+
+def _buffers(layouts: Iterable[Layout]) -> int:
+    """Bytes of the shared buffers, once, and of each step's own."""
+    shared: dict[str, int] = {}
+    own = 0
+    for layout in layouts:
+        for name, spec in layout.items():
+            if spec.shared:
+                shared[name] = layout.nbytes(name)
+            else:
+                own += layout.nbytes(name)
+    return own + sum(shared.values())
+
+
+def _bytes(signature: str) -> int:
+    """Bytes of a tensor by its `mtpc.backends.package.signature`."""
+    dtype, _, rest = signature.partition("[")
+    sizes = rest.partition("]")[0]
+    count = prod(int(size) for size in sizes.split(",") if size)
+    return count * getattr(torch, dtype).itemsize
+
+
+def free_bytes() -> int | None:
+    """Bytes that this process can still have without swapping others out; None if unknown.
+
+    It is the system's estimate or, in a container, what the container's limit leaves.
+    """
+    system = _numbers(Path("/proc/meminfo"))
+    found = [system[name] * 1024 for name in ("MemAvailable",) if name in system]
+    with contextlib.suppress(OSError, ValueError):  # There is no limit ("max"), or no cgroup.
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        cached = _numbers(_CGROUP / "memory.stat").get("inactive_file", 0)
+        found.append(max(0, limit - used + cached))
+    return min(found, default=None)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines of a name and a number; {} where there is no such file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    words = (line.replace(":", " ").split() for line in lines)
+    return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
