@@ -23,7 +23,7 @@ from mtpc.passes.linears import (
     weight_of,
 )
 from mtpc.weights.grouped_recipes import GroupSpec
-from mtpc.weights.quantise import SCHEMES, stays_plain
+from mtpc.weights.quantise import spec_by_scheme
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ class PackGroups:
             return None
         name = str(node.target)
         stored = graph.weights.spec(name)
-        if stored is not None or self.scheme is None or stays_plain(name):
-            return stored
-        return SCHEMES[self.scheme].spec(weight.shape[-1], weight.dtype)
+        return stored or spec_by_scheme(self.scheme, name, weight)
 
 
 def _place_linears(graph: StepGraph, spec: GroupSpec, specs: Mapping[fx.Node, GroupSpec]) -> int:

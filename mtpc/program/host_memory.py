@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.program.step_cache import Steps
+from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import can_pack
+from mtpc.weights.quantise import spec_by_scheme
 
 if TYPE_CHECKING:
-    from mtpc.models.load import LoadedModel
     from mtpc.program.compiler import StepCompiler
 
 ALLOWANCE = 256 << 20
@@ -96,7 +98,7 @@ def need_of_model(compiler: StepCompiler, owns_buffers: bool) -> HostNeed:
         owns_buffers: whether the program has its own state.
     """
     layouts = [compiler.layout(key) for key in compiler.keys]
-    return HostNeed(_copies(compiler.loaded), _buffers(layouts) if owns_buffers else 0)
+    return HostNeed(_copies(compiler), _buffers(layouts) if owns_buffers else 0)
 
 
 def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
@@ -104,19 +106,32 @@ def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
     need_of_model(compiler, owns_buffers).check(compiler.options, free_bytes())
 
 
-def _copies(loaded: LoadedModel) -> int:
+def _copies(compiler: StepCompiler) -> int:
     """Bytes of the weights that are packed, or made of several stored ones."""
+    loaded = compiler.loaded
     target, headers = loaded.target, loaded.headers
     rows, head = target.get_input_embeddings().weight, target.get_output_embeddings()
     is_tied = head is not None and head.weight is rows
     unread = set() if is_tied else {id(rows)}
     unread |= {id(layer.embedding.weight) for layer in loaded.mtp_layers if layer.embedding}
-    return sum(
-        tensor.nbytes
-        for tensor in loaded.weights().values()
-        if id(tensor) not in unread
-        and (can_pack(tensor) or (headers is not None and headers.origin(tensor) is None))
-    )
+    total = 0
+    for name, tensor in loaded.weights().items():
+        if id(tensor) in unread:
+            continue
+        spec = _spec(compiler, name, tensor)
+        if spec is not None:
+            total += spec.nbytes(tensor.numel())
+        elif can_pack(tensor) or (headers is not None and headers.origin(tensor) is None):
+            total += tensor.nbytes
+    return total
+
+
+def _spec(compiler: StepCompiler, name: str, tensor: Tensor) -> GroupSpec | None:
+    """How a weight is stored in groups, or will be; None for a plain one."""
+    if tensor.dim() not in (2, 3) or not tensor.is_floating_point():
+        return None
+    stored = compiler.weights.spec(name)
+    return stored or spec_by_scheme(compiler.options.quantize, name, tensor)
 
 
 def _buffers(layouts: Iterable[Layout]) -> int:

@@ -36,6 +36,12 @@ class GroupSpec:
         """The tensors of a weight."""
         return ("codes", "scales", "zeros") if self.form.has_zeros else ("codes", "scales")
 
+    def nbytes(self, count: int) -> int:
+        """Bytes of so many weights, without those that fill last tiles."""
+        form, groups = self.form, count // self.form.group
+        codes = count // 2 if form.kind == "int4" else count
+        return codes + groups * (getattr(torch, self.scales).itemsize + form.has_zeros)
+
     def __str__(self) -> str:
         zeros = ", zeros" if self.form.has_zeros else ""
         return f"{self.form.kind} by {self.form.group}{zeros}, {self.scales} scales"

@@ -82,6 +82,19 @@ def stays_plain(name: str) -> bool:
     return last in PLAIN or not {*outer, last}.isdisjoint(_OTHERS)
 
 
+def spec_by_scheme(scheme: str | None, name: str, weight: Tensor) -> GroupSpec | None:
+    """How a scheme stores a plain weight, "X.weight"; None if it leaves it as it is.
+
+    Args:
+        scheme: a name of `SCHEMES`; None is no scheme.
+        name: of the weight.
+        weight: floating point; its shape and dtype are read.
+    """
+    if scheme is None or stays_plain(name):
+        return None
+    return SCHEMES[scheme].spec(weight.shape[-1], weight.dtype)
+
+
 def is_head(name: str) -> bool:
     """Whether a weight, "X.weight", is an output head."""
     return name.removesuffix(".weight").rpartition(".")[2] in HEADS

@@ -1,0 +1,34 @@
+"""Host memory: what is planned before a build is what its steps hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.families import TINY
+
+from mtpc.backends.cpu import CpuBackend
+from mtpc.config import CompileOptions
+from mtpc.layout import Layout, StepKey
+from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.host_memory import need_of_model
+
+
+@pytest.mark.parametrize("scheme", [None, "int4-g32", "int8"])
+def test_planned_weights_are_those_that_a_step_packs(
+    scheme: str | None, checkpoint: Callable[..., Path]
+) -> None:
+    """Plain ones in two bytes a weight, and those of a scheme at their own size."""
+    options = CompileOptions(
+        **TINY, spec_tokens=1, batch_buckets=(1,), backend="cpu", quantize=scheme
+    )
+    loaded = load(checkpoint("mimo", "random"), "bfloat16", True, headers_only=True)
+    compiler = StepCompiler(loaded, options, CpuBackend(), new_buffer=Layout.reserve)
+    compiler.weights.defers = True
+    graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 1)))
+    names = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    packed = sum(compiler.weights[n].nbytes for n in names if n in compiler.weights.recipes)
+    planned = need_of_model(compiler, owns_buffers=False).weights
+    assert abs(planned - packed) < 0.01 * packed
