@@ -29,7 +29,7 @@ from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.host_memory import free_bytes
+from mtpc.program.free_memory import free_bytes
 from mtpc.program.open_cache import open_cache
 from mtpc.program.processes import (
     WORKER,

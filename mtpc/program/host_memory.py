@@ -8,11 +8,9 @@ their own, because the system can drop and read them again.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
+from mtpc.program.free_memory import free_bytes
 from mtpc.program.step_cache import Steps
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import can_pack
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 ALLOWANCE = 256 << 20
 """For results between calls, and for the weight that is being packed."""
 _GIB = 2**30
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -153,28 +151,3 @@ def _bytes(signature: str) -> int:
     sizes = rest.partition("]")[0]
     count = prod(int(size) for size in sizes.split(",") if size)
     return count * getattr(torch, dtype).itemsize
-
-
-def free_bytes() -> int | None:
-    """Bytes that this process can still have without swapping others out; None if unknown.
-
-    It is the system's estimate or, in a container, what the container's limit leaves.
-    """
-    system = _numbers(Path("/proc/meminfo"))
-    found = [system[name] * 1024 for name in ("MemAvailable",) if name in system]
-    with contextlib.suppress(OSError, ValueError):  # There is no limit ("max"), or no cgroup.
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        cached = _numbers(_CGROUP / "memory.stat").get("inactive_file", 0)
-        found.append(max(0, limit - used + cached))
-    return min(found, default=None)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number; {} where there is no such file."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    words = (line.replace(":", " ").split() for line in lines)
-    return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}

@@ -21,7 +21,8 @@ from mtpc.layout import Form, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, line_reporter
 from mtpc.program.binding import WeightSource
 from mtpc.program.child_process import build_in_child
-from mtpc.program.host_memory import check_model, free_bytes, need_of_steps
+from mtpc.program.free_memory import free_bytes
+from mtpc.program.host_memory import check_model, need_of_steps
 from mtpc.program.open_cache import kernel_store, open_cache
 from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache

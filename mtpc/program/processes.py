@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from mtpc.program.host_memory import free_bytes
+from mtpc.program.free_memory import free_bytes
 
 WORKER = 2**30
 """Bytes that a building process takes. It reads no weights: its libraries and graphs are 470 MiB

@@ -17,9 +17,11 @@ from mtpc.weights.checkpoint import Checkpoint
 class Watched(Checkpoint):
     """A checkpoint that keeps the names of the tensors that are read."""
 
-    def tensor(self, name: str) -> Tensor:
-        self.read = [*getattr(self, "read", []), name]
-        return super().tensor(name)
+    names_read: tuple[str, ...] = ()
+
+    def read(self, name: str) -> Tensor:
+        self.names_read += (name,)
+        return super().read(name)
 
 
 @pytest.mark.parametrize("family", [name for name in tiny.CONFIGS if "@" not in name])
@@ -34,7 +36,9 @@ def test_a_model_of_headers_is_the_model(family: str, checkpoint: Callable[..., 
     assert found == {name: _form(tensor) for name, tensor in loaded.weights().items()}
     exact, recipes = weight_recipes(loaded), weight_recipes(headers)
     assert {name: recipes.get(name) for name in exact} == exact
-    assert not hasattr(source, "read")
+    assert source.names_read == ()
+    source.tensor(source.names()[0])
+    assert len(source.names_read) == 1
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
