@@ -10,6 +10,9 @@ from helpers.families import CPU_FAMILY_NAMES, FAMILY_NAMES
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS, check_after_rejection, check_theorem, poison
 
+BY_DEFAULT = {**dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)), "mimo": range(5)}
+"""Family -> the K of the default run; 3 for the others. The slow run has every K."""
+
 
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
@@ -17,7 +20,7 @@ from helpers.theorem import PROMPTS, check_after_rejection, check_theorem, poiso
         pytest.param(family, k, marks=[pytest.mark.slow] if is_slow else [])
         for family in FAMILY_NAMES
         for k in range(5)
-        for is_slow in [family not in CPU_FAMILY_NAMES and k != 3]
+        for is_slow in [k not in BY_DEFAULT.get(family, (3,))]
     ],
 )
 def test_speculative_output_equals_plain_decoding(

@@ -110,7 +110,9 @@ class Scripted(TierPolicy):
         return (0, 2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3)[self.switches % 12]
 
 
-@pytest.mark.parametrize("family", ["mimo", "qwen3_next", "step3p7"])
+@pytest.mark.parametrize(
+    "family", ["mimo", "qwen3_next", pytest.param("step3p7", marks=pytest.mark.slow)]
+)
 def test_k_may_change_at_every_step(
     family: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.batches import bf16, mixture
 from helpers.compiled import run_on
-from helpers.families import EACH_FAMILY, TINY
+from helpers.families import EACH_FAMILY, EACH_FAMILY_OF_FEW, TINY
 from helpers.places import TESTS
 from helpers.theorem import PROMPTS
 from hypothesis import given, settings
@@ -275,7 +275,7 @@ def test_the_pass_takes_drafts_and_leaves_the_target(
     assert [node for node in plain if "lm_head" in str(node.args[1])]
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_what_is_emitted_stays(checkpoint: Callable[..., Path], family: str) -> None:
     """Tokens equal plain decoding's, whatever the drafts; on the eager backend, in float64."""
     common = dict(batch_buckets=(4,), backend="eager", dtype="float64", **TINY)
