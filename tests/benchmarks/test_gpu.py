@@ -90,6 +90,7 @@ def test_profile(tmp_path: Path) -> None:
     assert all(float(row["ms_device"]) > 0 and float(row["copy_gb_s"]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_many_requests_that_accept_all(tmp_path: Path) -> None:
     """The first are not done before the last one's prompt is: steps of the whole batch are left."""
     path = tmp_path / "gpu.csv"

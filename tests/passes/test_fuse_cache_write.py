@@ -186,6 +186,7 @@ def test_latents_and_other_dtypes_are_left_alone(checkpoint: Callable[..., Path]
         assert found["write_cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     check_no_token_changes(checkpoint(family), (), ("fuse-cache-write",))

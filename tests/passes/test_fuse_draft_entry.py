@@ -130,6 +130,7 @@ def test_it_is_off_unless_named_and_needs_norms(checkpoint: Callable[..., Path])
         assert not [n for n in graph.graph.nodes if n.target is ENTRY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mimo", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     """Norms of either form."""

@@ -214,6 +214,7 @@ def test_maxima_over_something_else_stay(
     assert aten.argmax.default in targets(graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     before = ("pack-weights", "fuse-elementwise", "skip-idle-rows")

@@ -113,6 +113,7 @@ QUEUE = [*PROMPTS, [8, 8], [21, 3, 30], list(range(60, 69)), [71]]
 """More than a bucket's: the last ones are prefilled in steps that others decode in."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_nothing_that_is_used_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     """Requests of unlike length in a bucket of five, on the same reference operators: the same

@@ -341,6 +341,7 @@ def test_other_dtypes_are_left_alone(checkpoint: Callable[..., Path]) -> None:
         assert FuseLinearChains().apply(graph_of(checkpoint("mimo", "random"), dtype)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     before = ("pack-weights", "fuse-elementwise", "skip-idle-rows")

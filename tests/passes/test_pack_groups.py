@@ -144,7 +144,7 @@ def test_the_pass_takes_linears_and_experts(checkpoint: Callable[..., Path]) -> 
     assert "grouped.lm_head_weight.codes" in held
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
+@pytest.mark.parametrize("scheme", ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_in_memory_as_in_a_file(
     checkpoint: Callable[..., Path], scheme: str, tmp_path: Path
 ) -> None:
