@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,34 @@ def experts(
         active = swiglu(F.linear(x, gate_up[expert]), limit, limit_input)
         rows = F.linear(active, down[expert]) * weight
         out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
+    return out
+
+
+def sum_experts(
+    x: Tensor,
+    count: int,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    run: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of `experts` in float32, of experts that compute in another way.
+
+    Args:
+        x: [T, H].
+        count: number of experts.
+        expert_ids: as in `experts`.
+        expert_weights: as there.
+        run: (expert, x in float32) -> its result, float32 [T, H].
+
+    Returns:
+        float32 [T, H].
+    """
+    numbers, out = x.float(), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(count):
+        chosen = expert_ids == expert
+        weight = (expert_weights.float() * chosen).sum(1, keepdim=True)
+        added = run(expert, numbers) * weight
+        out = torch.where(chosen.any(1, keepdim=True), out + added, out)
     return out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.ops.experts import swiglu
+from mtpc.ops.experts import sum_experts, swiglu
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
 from mtpc.weights.grouped import GroupedWeight, form_of, unpack_codes, unpack_scales
@@ -195,16 +195,15 @@ def grouped_experts(
     Returns:
         [T, H], of x's dtype.
     """
-    numbers, out = x.float(), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     wide, narrow = gate_up.shape[1] * gate_up.shape[3], x.shape[1]
     of = [[None] * down.shape[0] if z is None else z for z in (gate_up_zeros, down_zeros)]
-    for expert in range(down.shape[0]):
-        chosen = expert_ids == expert
-        weight = (expert_weights.float() * chosen).sum(1, keepdim=True)
+
+    def run(expert: int, numbers: Tensor) -> Tensor:
         both = grouped_linear(numbers, gate_up[expert], gate_up_scales[expert], of[0][expert], wide)
         active = swiglu(both, limit, limit_input)
-        added = grouped_linear(active, down[expert], down_scales[expert], of[1][expert], narrow)
-        out = torch.where(chosen.any(1, keepdim=True), out + added * weight, out)
+        return grouped_linear(active, down[expert], down_scales[expert], of[1][expert], narrow)
+
+    out = sum_experts(x, down.shape[0], expert_ids, expert_weights, run)
     return keep_rows(out.to(x.dtype), rows)
 
 

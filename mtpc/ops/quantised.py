@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.ops.experts import swiglu
+from mtpc.ops.experts import sum_experts, swiglu
 from mtpc.ops.ragged import keep_rows
 from mtpc.weights.packing import LARGEST, ZERO, unpack
 
@@ -100,14 +100,13 @@ def quantised_experts(
     Returns:
         [T, H], of x's dtype.
     """
-    numbers, out = x.float(), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(down.shape[0]):
-        chosen = expert_ids == expert
-        weight = (expert_weights.float() * chosen).sum(1, keepdim=True)
+
+    def run(expert: int, numbers: Tensor) -> Tensor:
         both = quantised_linear(numbers, gate_up[expert], gate_up_scales[expert])
         active = swiglu(both, limit, limit_input)
-        added = quantised_linear(active, down[expert], down_scales[expert]) * weight
-        out = torch.where(chosen.any(1, keepdim=True), out + added, out)
+        return quantised_linear(active, down[expert], down_scales[expert])
+
+    out = sum_experts(x, down.shape[0], expert_ids, expert_weights, run)
     return keep_rows(out.to(x.dtype), rows)
 
 

@@ -60,11 +60,10 @@ class PackGroups:
     def _spec(self, graph: StepGraph, node: fx.Node) -> GroupSpec | None:
         """How a node's weight is stored, or is to be rounded; None for all other nodes."""
         weight = weight_of(graph, node)
-        if weight is None or weight.dim() not in (2, 3) or not weight.is_floating_point():
+        if weight is None:
             return None
         name = str(node.target)
-        stored = graph.weights.spec(name)
-        return stored or spec_by_scheme(self.scheme, name, weight)
+        return graph.weights.spec(name) or spec_by_scheme(self.scheme, name, weight)
 
 
 def _place_linears(graph: StepGraph, spec: GroupSpec, specs: Mapping[fx.Node, GroupSpec]) -> int:

@@ -14,14 +14,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.step_cache import Steps
-from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import can_pack
 from mtpc.weights.quantise import spec_by_scheme
 
@@ -116,20 +114,13 @@ def _copies(compiler: StepCompiler) -> int:
     for name, tensor in loaded.weights().items():
         if id(tensor) in unread:
             continue
-        spec = _spec(compiler, name, tensor)
+        scheme = compiler.options.quantize
+        spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
         if spec is not None:
             total += spec.nbytes(tensor.numel())
         elif can_pack(tensor) or (headers is not None and headers.origin(tensor) is None):
             total += tensor.nbytes
     return total
-
-
-def _spec(compiler: StepCompiler, name: str, tensor: Tensor) -> GroupSpec | None:
-    """How a weight is stored in groups, or will be; None for a plain one."""
-    if tensor.dim() not in (2, 3) or not tensor.is_floating_point():
-        return None
-    stored = compiler.weights.spec(name)
-    return stored or spec_by_scheme(compiler.options.quantize, name, tensor)
 
 
 def _buffers(layouts: Iterable[Layout]) -> int:

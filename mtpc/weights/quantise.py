@@ -85,12 +85,15 @@ def stays_plain(name: str) -> bool:
 def spec_by_scheme(scheme: str | None, name: str, weight: Tensor) -> GroupSpec | None:
     """How a scheme stores a plain weight, "X.weight"; None if it leaves it as it is.
 
+    A scheme changes matrices and stacks of them only.
+
     Args:
         scheme: a name of `SCHEMES`; None is no scheme.
         name: of the weight.
-        weight: floating point; its shape and dtype are read.
+        weight: its shape and dtype are read.
     """
-    if scheme is None or stays_plain(name):
+    is_matrix = weight.dim() in (2, 3) and weight.is_floating_point()
+    if scheme is None or not is_matrix or stays_plain(name):
         return None
     return SCHEMES[scheme].spec(weight.shape[-1], weight.dtype)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.batches import bf16, mixture
 from helpers.compiled import run_on
-from helpers.grouped import Packed, bound, exact, random_weight
+from helpers.grouped import FORMS, Packed, bound, exact, random_weight
 from helpers.places import TESTS
 from helpers.small_graphs import small_graph
 from hypothesis import given, settings
@@ -29,13 +29,6 @@ OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc
 ROUNDS_ONCE = chosen_level(cpu_flags()).name != "portable"
 """Whether a product and its addition are rounded as one, as in the reference."""
 KINDS: list[Kind] = ["int4", "int8", "float8"]
-FORMS: list[tuple[Kind, int, bool]] = [
-    ("int4", 32, False),
-    ("int4", 128, True),
-    ("int8", 64, True),
-    ("int8", 256, False),
-    ("float8", 128, False),
-]
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)

@@ -10,6 +10,15 @@ from torch.nn import functional as F
 
 from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, pack_codes, pack_scales
 
+FORMS: list[tuple[Kind, int, bool]] = [
+    ("int4", 32, False),
+    ("int4", 128, True),
+    ("int8", 64, True),
+    ("int8", 256, False),
+    ("float8", 128, False),
+]
+"""Kind, group, and whether there are zero points."""
+
 
 @dataclass(frozen=True)
 class Packed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.batches import bf16
-from helpers.grouped import bound, exact, random_weight
+from helpers.grouped import FORMS, bound, exact, random_weight
 
 import mtpc.ops  # noqa: F401  (registers the operators)
 from mtpc.weights.grouped import (
@@ -20,13 +20,6 @@ from mtpc.weights.grouped import (
 )
 
 REFERENCE = torch.ops.mtpc
-FORMS: list[tuple[Kind, int, bool]] = [
-    ("int4", 32, False),
-    ("int4", 128, True),
-    ("int8", 64, True),
-    ("int8", 256, False),
-    ("float8", 128, False),
-]
 
 
 def test_the_order_of_int4() -> None:

@@ -20,13 +20,12 @@ from mtpc.weights.formats.stored import (
     Grid,
     QuantisedWeight,
     Tensors,
-    check_groups,
     find_part,
+    group_size,
     scales_dtype,
     setting,
     texts,
     unpack_words,
-    whole_number,
 )
 
 LEAVES = ("qweight", "qzeros", "scales")
@@ -55,9 +54,7 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
     if len(stored.shape) != 2 or stored.dtype != "I32":
         raise CheckpointError(f"{module}.qweight is {stored}; expected I32 [K, N / 8]")
     shape = (stored.shape[1] * 8, stored.shape[0])
-    group = whole_number(says, "group_size", 128)
-    group = shape[1] if group == -1 else group
-    check_groups(name, shape, group)
+    group = group_size(says, name, shape)
     groups, words = shape[1] // group, shape[0] // 8
     parts = {
         "codes": f"{module}.qweight",

@@ -31,13 +31,12 @@ from mtpc.weights.formats.stored import (
     Grid,
     QuantisedWeight,
     Tensors,
-    check_groups,
     find_part,
+    group_size,
     matches,
     scales_dtype,
     setting,
     unpack_words,
-    whole_number,
 )
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
@@ -78,9 +77,7 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
     if len(stored.shape) != 2 or stored.dtype != "I32":
         raise CheckpointError(f"{module}.qweight is {stored}; expected I32 [K * {bits} / 32, N]")
     shape = (stored.shape[1], stored.shape[0] * 32 // bits)
-    group = whole_number(says, "group_size", 128)
-    group = shape[1] if group == -1 else group
-    check_groups(name, shape, group)
+    group = group_size(says, name, shape)
     is_symmetric = setting(says, "sym", True, True, False)
     in_order = not setting(says, "desc_act", False, False, True)
     stored_less = setting(says, "checkpoint_format", "gptq", "gptq", "gptq_v2") == "gptq"

@@ -223,6 +223,18 @@ def check_groups(of: str, shape: tuple[int, int], group: int) -> None:
         )
 
 
+def group_size(says: Config, of: str, shape: tuple[int, int]) -> int:
+    """Inputs of a group by the entry "group_size", as GPTQ and AWQ have it: -1 is a whole row.
+
+    Raises:
+        CheckpointError: it does not divide the inputs of the weight.
+    """
+    group = whole_number(says, "group_size", 128)
+    group = shape[1] if group == -1 else group
+    check_groups(of, shape, group)
+    return group
+
+
 def setting(config: Config, name: str, default: Any, *wanted: Any) -> Any:
     """An entry of the config that has one of the wanted values.
 
