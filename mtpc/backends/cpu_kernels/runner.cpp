@@ -7,9 +7,10 @@
 // ABI, so this is a library of its own, for the one torch that it was built with.
 //
 // A tape comes from a file. Each number of it is checked here before memory is touched by it.
-#include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <dlfcn.h>
 #include <torch/custom_class.h>
