@@ -32,7 +32,12 @@ def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
 
 @pytest.mark.parametrize(
     ("family", "spec_tokens", "count"),
-    [("mimo", 2, 30), ("mimo", 0, 15), ("glm4_moe", 3, 10), *LATER_FAMILIES],
+    [
+        ("mimo", 2, 30),
+        pytest.param("mimo", 0, 15, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 3, 10, marks=pytest.mark.slow),
+        *LATER_FAMILIES,
+    ],
 )
 def test_schedules(
     family: str,

@@ -101,7 +101,9 @@ def run(
     return list(texts.values()), beside
 
 
-@pytest.mark.parametrize("spec_tokens", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "spec_tokens", [*(pytest.param(k, marks=pytest.mark.slow) for k in (0, 1)), 3]
+)
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_text_and_acceptance(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
