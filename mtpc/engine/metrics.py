@@ -48,11 +48,7 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
         f"({_share(stats.pages_used, stats.num_pages)}), {stats.pages_idle} idle",
     )
     if stats.num_snapshots:
-        yield (
-            "state snapshots",
-            f"{stats.snapshots_used} of {stats.num_snapshots} used "
-            f"({stats.snapshot_bytes / 2**20:.1f} MiB), {stats.snapshot_evictions} evicted",
-        )
+        yield "state snapshots", _snapshots(stats)
     if stats.forced_drafts:
         yield "grammars", f"{stats.forced_drafts} drafts replaced by the only token allowed"
     if stats.host_gaps:
@@ -65,6 +61,13 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     if stats.callback_errors:
         yield "callback errors", str(stats.callback_errors)
     yield "fallbacks", _counts(stats.fallbacks)
+
+
+def _snapshots(stats: Stats) -> str:
+    return (
+        f"{stats.snapshots_used} of {stats.num_snapshots} used "
+        f"({stats.snapshot_bytes / 2**20:.1f} MiB), {stats.snapshot_evictions} evicted"
+    )
 
 
 def _counts(counter: Mapping[str, int]) -> str:

@@ -63,3 +63,8 @@ def snapshot_count(layout: Layout, options: CompileOptions) -> int:
     blocks, slots = layout.shape(_BY_BLOCK)[1], layout.shape(_BY_SLOT)[0] - 1
     num_pages = options.num_pages - 1 if options.num_pages else slots * blocks
     return min(options.snapshot_bytes // nbytes, num_pages)
+
+
+def snapshots_nbytes(layout: Layout, options: CompileOptions) -> int:
+    """Bytes of all snapshots together."""
+    return snapshot_nbytes(layout) * snapshot_count(layout, options)
