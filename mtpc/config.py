@@ -29,6 +29,8 @@ step while other requests wait for their next tokens."""
 LARGE_PREFILL_CHUNK = 512
 """Tokens of a prefill step if its time depends on how many are used. Larger steps gain nothing
 (docs/performance.md)."""
+DEFAULT_SNAPSHOT_BYTES = 1 << 30
+"""13 snapshots of Qwen3-Next-80B, whose recurrent state is the largest of the released models."""
 SKIP_IDLE_ROWS = "skip-idle-rows"
 """The name of a pass that decides `prefill_chunk`. The pass takes it from here: options are read
 without the passes, which import torch."""
@@ -65,8 +67,12 @@ class CompileOptions:
             waits for each chunk. None chooses a divisor: enough for the largest bucket if each
             request can have K + 1 tokens, but less than twice as many; otherwise fewer, if possible
             four.
-        prefix_caching: reuse KV pages of prompts and outputs that begin with the same tokens, for
-            models that keep all of their past in pages; see docs/engine.md.
+        prefix_caching: reuse KV pages, and snapshots of state that is not in pages, of prompts and
+            outputs that begin with the same tokens; see docs/engine.md.
+        snapshot_bytes: the most bytes of snapshots. Only models with state outside of pages take
+            them: recurrent state, rings of sliding windows, compressed entries.
+        snapshot_distance: tokens from one snapshot of a long prompt to the next. It is rounded up
+            to whole pages.
         async_scheduling: launch a step before the results of the step before it are read, so that a
             GPU does not wait for the host. The text is the same and arrives one step later. It
             gains nothing on a cpu, where the launch does the work itself.
@@ -116,6 +122,8 @@ class CompileOptions:
     busy_prefill_chunk: int | None = None
     prefill_rows: int | None = None
     prefix_caching: bool = True
+    snapshot_bytes: int = DEFAULT_SNAPSHOT_BYTES
+    snapshot_distance: int = 1024
     async_scheduling: bool = False
     backend: str = "auto"
     dtype: str | None = None
@@ -147,6 +155,8 @@ class CompileOptions:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.num_pages is not None:
             _check_int("num_pages", self.num_pages, low=2)
+        _check_int("snapshot_bytes", self.snapshot_bytes, low=0)
+        _check_int("snapshot_distance", self.snapshot_distance, low=1)
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:

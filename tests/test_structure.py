@@ -208,11 +208,12 @@ LINES = {
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
     "cli": 3300,  # `mtpc check`, `mtpc quantize`
-    # The outbox and what mends an interrupted call; names that people type; `Completion`.
-    "engine": 3600,
+    # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
+    # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`).
+    "engine": 3900,
     "host": 750,
     "integrations": 2850,
-    "layout": 600,
+    "layout": 650,  # Which buffers hold state by request slot, and sizes of their snapshots.
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`).
     "models": 3800,

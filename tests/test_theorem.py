@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.families import CPU_FAMILY_NAMES, FAMILY_NAMES
 from helpers.oracles import Oracle
+from helpers.reuse import Conversations, check_reuse
 from helpers.theorem import PROMPTS, check_after_rejection, check_theorem, poison
 
 BY_DEFAULT = {**dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)), "mimo": range(5)}
@@ -85,6 +86,28 @@ def test_prefill_chunking_changes_nothing(
         assert spec.generate(prompt, 8, ignore_eos=True) == oracle(family).generate(
             prompt, 8, stop=False
         )
+
+
+REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4")
+"""Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries."""
+
+
+@pytest.mark.parametrize("family", REUSING)
+def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[..., Any]) -> None:
+    """Turns, forks, copies, evictions, preemption and aborts against runs that reuse nothing.
+
+    These are the programs of the tests above, so that nothing is compiled for it.
+    """
+    check_reuse(Conversations(compiled(family, 3)), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", [0, 1, 3, 4])
+@pytest.mark.parametrize("family", [*REUSING, "step3p7@3", "qwen3_5"])
+def test_reuse_at_length(family: str, spec_tokens: int, compiled: Callable[..., Any]) -> None:
+    """10,000 schedules with the kernels of the cpu backend."""
+    spec = compiled(family, spec_tokens, backend="cpu", batch_buckets=(1, 4))
+    check_reuse(Conversations(spec), 360)
 
 
 @pytest.mark.slow

@@ -377,6 +377,8 @@ def _add_compile_options(
         ("max_len", int, "N", "longest sequence in tokens, prompt and new tokens together"),
         ("page_size", int, "N", "tokens per KV page"),
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
+        ("snapshot_bytes", int, "N", "most bytes of snapshots of state that is not in KV pages"),
+        ("snapshot_distance", int, "N", "tokens from one snapshot of a long prompt to the next"),
         ("prefill_chunk", int, "N", "tokens per prefill step (default: 512 or 64)"),
         (
             *("busy_prefill_chunk", int, "N"),

@@ -284,7 +284,7 @@ class AsyncEngine:
             reason: FinishReason | None = None
             try:
                 while True:
-                    output = assemble(0, await mailbox.take(), text)
+                    output = assemble(0, await mailbox.take(), text, request)
                     check_served(output, request)
                     reason = output.finish_reason
                     yield output

@@ -32,13 +32,13 @@ from mtpc.engine.grammar import Grammar, GrammarMasks
 from mtpc.engine.lock import FairLock
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.pages import FreeList, PagePool
-from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.prompts import token_ids
 from mtpc.engine.readout import Moment, PendingStep, Readout
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
-from mtpc.engine.rows import unpaged_state, write_chunks, write_new_pages, write_state
+from mtpc.engine.rows import write_chunks, write_new_pages, write_state
 from mtpc.engine.sampling_rows import read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
+from mtpc.engine.snapshots import SlotStates
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import RequestError
@@ -65,13 +65,14 @@ class Engine:
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
         self._stats = Stats(options.spec_tokens)
-        self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1)
+        self._states = SlotStates(program, options)
+        self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1, self._states.count)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
         prefill = program.prefill_key()
         self.scheduler = Scheduler(
             self.slots,
             self.pages,
-            self._prefixes(),
+            self._states.open_prefixes(self.pages.index, self._stats.fallbacks),
             self._pages_for,
             prefill.bucket,
             options.busy_prefill_tokens,
@@ -88,17 +89,6 @@ class Engine:
         self._is_torn, self._failures = False, 0
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
-
-    def _prefixes(self) -> PrefixCache | None:
-        """The prefix cache, or None if it is off or a request's past is not all in pages."""
-        if not self.options.prefix_caching:
-            return None
-        unpaged = unpaged_state(self.program.layout)
-        if unpaged is not None:
-            reason = f"no prefix reuse: {unpaged} holds state that is not in pages"
-            self._stats.fallbacks[reason] += 1
-            return None
-        return PrefixCache(self.pages.index, self.options.page_size, self.options.spec_tokens)
 
     def _pages_for(self, num_committed: int) -> int:
         """The number of pages for a step that begins with `num_committed` committed tokens."""
@@ -127,6 +117,7 @@ class Engine:
         stats.num_pages = self.pages.count
         stats.pages_used = self.pages.count - self.pages.num_free
         stats.pages_idle = self.pages.num_idle
+        self._states.describe(stats, self.pages.index)
         return stats
 
     @property
@@ -352,6 +343,7 @@ class Engine:
         for request in turn.placed:
             try:
                 write_state(self.program, request)
+                self._states.restore(request)
             except Exception as error:
                 failed[request] = error
         for request, first in turn.grown:
@@ -372,6 +364,7 @@ class Engine:
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         readout = Readout(self.program, key)
+        self._states.save_prompts(turn)
         emitting = dict.fromkeys(turn.decoding, key.max_emitted)
         emitting |= {request: 1 for request in turn.prompts if request.is_prefilled}
         for request, most in emitting.items():
@@ -433,10 +426,11 @@ class Engine:
             pending.turn.requests,
             results["batch.out_token_ids"].tolist(),
             results["batch.num_emitted"].tolist(),
+            results["batch.num_accepted"].tolist(),
             results["batch.stop_reason"].tolist(),
             strict=False,
         )
-        for row, (request, ids, count, code) in enumerate(rows):
+        for row, (request, ids, count, accepted, code) in enumerate(rows):
             if request.finish_reason is not None:
                 continue
             if request not in pending.emitting:
@@ -454,6 +448,8 @@ class Engine:
             if reason in ("nonfinite", "error"):
                 self.pages.forget(request.pages)
             else:
+                if count == accepted + 1:  # Else a stop cut the output, and not the state.
+                    self._states.save_decoded(request)
                 self.scheduler.learn(request)
             if reason is not None:
                 self._finish(request, reason)

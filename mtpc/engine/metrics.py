@@ -47,6 +47,8 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
         f"{stats.pages_used} of {stats.num_pages} used "
         f"({_share(stats.pages_used, stats.num_pages)}), {stats.pages_idle} idle",
     )
+    if stats.num_snapshots:
+        yield "state snapshots", _snapshots(stats)
     if stats.forced_drafts:
         yield "grammars", f"{stats.forced_drafts} drafts replaced by the only token allowed"
     if stats.host_gaps:
@@ -59,6 +61,13 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     if stats.callback_errors:
         yield "callback errors", str(stats.callback_errors)
     yield "fallbacks", _counts(stats.fallbacks)
+
+
+def _snapshots(stats: Stats) -> str:
+    return (
+        f"{stats.snapshots_used} of {stats.num_snapshots} used "
+        f"({stats.snapshot_bytes / 2**20:.1f} MiB), {stats.snapshot_evictions} evicted"
+    )
 
 
 def _counts(counter: Mapping[str, int]) -> str:
@@ -102,6 +111,12 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield "gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", [({}, used)]
     idle: list[Sample] = [({}, float(stats.pages_idle))]
     yield "kv_cache_idle_pages", "KV pages that no request uses, kept for reuse.", idle
+    for name, description, value in (
+        ("state_snapshots", "Snapshots of state outside of pages.", stats.snapshots_used),
+        ("state_snapshots_max", "The most such snapshots.", stats.num_snapshots),
+        ("state_snapshot_bytes", "Bytes of such snapshots.", stats.snapshot_bytes),
+    ):
+        yield name, description, [({}, float(value))]
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:
@@ -120,6 +135,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
         ("num_preemptions_total", "Requests sent back to the queue.", stats.preemptions),
         ("prefix_cache_queries_total", "Prompt tokens looked up for reuse.", queried),
         ("prefix_cache_hits_total", "Prompt tokens reused.", stats.reused_tokens),
+        ("state_snapshot_evictions_total", "Snapshots evicted.", stats.snapshot_evictions),
         ("spec_decode_num_drafts_total", "Rounds of drafts, per request and step.", drafts),
         ("spec_decode_num_draft_tokens_total", "Drafts verified.", sum(stats.drafted)),
         ("spec_decode_num_accepted_tokens_total", "Drafts accepted.", sum(stats.accepted)),

@@ -68,10 +68,11 @@ class PagePool:
     Args:
         first: the lowest page. Lower pages are reserved.
         count: number of pages.
+        num_snapshots: number of snapshots that the index can attach to pages.
     """
 
-    def __init__(self, first: int, count: int):
-        self._first, self.count, self.index = first, count, PrefixIndex()
+    def __init__(self, first: int, count: int, num_snapshots: int = 0):
+        self._first, self.count, self.index = first, count, PrefixIndex(num_snapshots)
         self.reset()
 
     def reset(self) -> None:

@@ -1,5 +1,9 @@
 """Prefix reuse: which full pages hold the KV of which tokens, and which of them a prompt can use.
 
+Where part of a request's past is not in pages, a prompt can use the pages up to the last one with a
+snapshot of that part (`snapshots`). Prompts leave snapshots at chosen page ends, where the
+scheduler cuts their chunks, and decoded text leaves one at the last page end that a step met.
+
 A page's KV depends on all tokens up to the page's end. The draft layers' KV also depends on the
 tokens after the page: row t of a draft layer comes from hidden state t and token t + 1, and each of
 the K draft steps adds one more token. A request may therefore reuse a page only if the
@@ -21,6 +25,9 @@ from mtpc.engine.request import Request
 
 ROOT = 0
 """The block before the first one."""
+TAIL = 8
+"""The fewest tokens between a prompt's last snapshot and its end. Chat templates write the last few
+tokens of a prompt, which open the answer, in another way when the answer is part of the history."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,77 @@ class _Entry:
     number: int
 
 
-class PrefixIndex:
-    """A table of blocks and the pages that hold them."""
+class SnapshotIndex:
+    """Which snapshot belongs to which page: the one whose end it was taken at.
 
-    def __init__(self) -> None:
+    A snapshot is free, or held by a request that took it, or attached to a page. Where none is
+    free, the attached one that was used longest ago is evicted.
+
+    Args:
+        count: number of snapshots.
+
+    Attributes:
+        num_evicted: number of snapshots that were evicted.
+    """
+
+    def __init__(self, count: int):
+        self.count, self.num_evicted = count, 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Take all snapshots back, whoever has them."""
+        self._free = list(range(self.count - 1, -1, -1))
+        self._attached: dict[int, int] = {}  # By page, the one that was used longest ago first.
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._attached
+
+    @property
+    def num_used(self) -> int:
+        return self.count - len(self._free)
+
+    def take(self) -> int | None:
+        """A snapshot to write, or None if requests hold all of them."""
+        if not self._free and self._attached:
+            self.forget(next(iter(self._attached)))
+            self.num_evicted += 1
+        return self._free.pop() if self._free else None
+
+    def give_back(self, snapshot: int) -> None:
+        """Return a snapshot that is not attached."""
+        self._free.append(snapshot)
+
+    def attach(self, page: int, snapshot: int) -> None:
+        """Let a snapshot belong to a page. If the page has one, both have the same content."""
+        if page in self._attached:
+            self.give_back(snapshot)
+        else:
+            self._attached[page] = snapshot
+
+    def use(self, page: int) -> int:
+        """The snapshot of a page, which is now the last one used."""
+        snapshot = self._attached[page] = self._attached.pop(page)
+        return snapshot
+
+    def forget(self, page: int) -> None:
+        """Free the snapshot of a page, if it has one."""
+        snapshot = self._attached.pop(page, None)
+        if snapshot is not None:
+            self._free.append(snapshot)
+
+
+class PrefixIndex:
+    """A table of blocks and the pages that hold them.
+
+    Args:
+        num_snapshots: number of snapshots that can be attached to these pages.
+
+    Attributes:
+        snapshots: which page has which snapshot.
+    """
+
+    def __init__(self, num_snapshots: int = 0) -> None:
+        self.snapshots = SnapshotIndex(num_snapshots)
         self._entries: dict[Block, _Entry] = {}
         self._blocks: dict[int, Block] = {}
         self._numbers = itertools.count(ROOT + 1)
@@ -80,12 +154,14 @@ class PrefixIndex:
         """Remove all pages from the table, even if an interrupt left it half-changed."""
         self._entries.clear()
         self._blocks.clear()
+        self.snapshots.reset()
 
     def forget(self, page: int) -> None:
         """Remove a page from the table. The blocks after it can then no longer be found."""
         block = self._blocks.pop(page, None)
         if block is not None:
             del self._entries[block]
+            self.snapshots.forget(page)
 
 
 class PrefixCache:
@@ -95,10 +171,13 @@ class PrefixCache:
         index: the page pool's index.
         page_size: tokens per page.
         lookahead: number of tokens after a page on which its content depends.
+        distance: tokens from one snapshot of a prompt to the next; 0 if all of a request's past is
+            in pages.
     """
 
-    def __init__(self, index: PrefixIndex, page_size: int, lookahead: int):
+    def __init__(self, index: PrefixIndex, page_size: int, lookahead: int, distance: int = 0):
         self.index, self.page_size, self.lookahead = index, page_size, lookahead
+        self.distance = -(-distance // page_size) * page_size
 
     def match(self, request: Request) -> tuple[list[int], int]:
         """Find the known pages that hold the beginning of a request's tokens.
@@ -106,17 +185,64 @@ class PrefixCache:
         At least one token is left to prefill, because the request needs its logits.
 
         Returns:
-            The pages, in sequence order, and the number of the last block.
+            The pages, in sequence order, and the number of the last block. The last page has a
+            snapshot if the request needs one.
         """
-        pages, number = [], ROOT
-        limit = request.num_tokens - max(self.lookahead, 1)
-        for end in range(self.page_size, limit + 1, self.page_size):
+        pages, number = list[int](), ROOT
+        count, last = 0, ROOT
+        for end in range(self.page_size, self._reusable(request.num_tokens) + 1, self.page_size):
             found = self.index.find(self._block(request, end, number))
             if found is None:
                 break
             page, number = found
             pages.append(page)
-        return pages, number
+            if not self.distance or page in self.index.snapshots:
+                count, last = len(pages), number
+        return pages[:count], last
+
+    def next_snapshot(self, request: Request, past: int) -> int | None:
+        """The first length after `past` tokens at which a prompt leaves a snapshot, if any."""
+        if not self.distance:
+            return None
+        last = self._last_snapshot(request)
+        regular = (past // self.distance + 1) * self.distance
+        return min(regular, last) if past < last else None
+
+    def coming(self, other: Request, request: Request) -> int:
+        """How much of a request's beginning the prefill of another one is about to make reusable.
+
+        Args:
+            other: a running request.
+            request: a waiting request.
+
+        Returns:
+            A number of tokens; 0 if `other` has made them reusable already, or never will.
+        """
+        end = self._reusable(self._common(other, request))
+        end = end // self.page_size * self.page_size
+        if self.distance:
+            last = self._last_snapshot(other)
+            end = last if last <= end else end // self.distance * self.distance
+        return end if end > other.num_indexed * self.page_size else 0
+
+    def _last_snapshot(self, request: Request) -> int:
+        """The length of a prompt at its last snapshot; not above 0 if it leaves none."""
+        return (self._reusable(request.num_input) - TAIL) // self.page_size * self.page_size
+
+    def _reusable(self, length: int) -> int:
+        """The most tokens of a text of this length that can be reused."""
+        return length - max(self.lookahead, 1)
+
+    def _common(self, other: Request, request: Request) -> int:
+        """The number of tokens with which both a running request's input and a request begin."""
+        limit = min(other.num_input, request.num_tokens)
+        for begin in range(0, limit, self.page_size):
+            end = min(begin + self.page_size, limit)
+            pairs = zip(other.token_ids(begin, end), request.token_ids(begin, end), strict=True)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if same < end - begin:
+                return begin + same
+        return limit
 
     def learn(self, request: Request) -> None:
         """Add to the index the pages of a request that have become full and final.
@@ -125,9 +251,25 @@ class PrefixCache:
         """
         final = request.num_committed - max(self.lookahead - 1, 0)
         while (end := (request.num_indexed + 1) * self.page_size) <= final:
-            block = self._block(request, end, request.last_block)
-            request.last_block = self.index.add(block, request.pages[request.num_indexed])
+            block, own = self._block(request, end, request.last_block), request.num_indexed
+            request.last_block = self.index.add(block, request.pages[own])
             request.num_indexed += 1
+            if end in request.snapshots:
+                self._attach(request, end, block)
+
+    def _attach(self, request: Request, end: int, block: Block) -> None:
+        """Attach a request's snapshot to the page of its block.
+
+        Of decoded text a request leaves the last snapshot only, so that long answers do not evict
+        those of other requests.
+        """
+        found, own = self.index.find(block), request.pages[end // self.page_size - 1]
+        assert found is not None
+        self.index.snapshots.attach(found[0], request.snapshots.pop(end))
+        if end >= request.num_input:
+            if request.newest is not None:
+                self.index.snapshots.forget(request.newest)
+            request.newest = own if found[0] == own else None
 
     def _block(self, request: Request, end: int, parent: int) -> Block:
         tokens = tuple(request.token_ids(end - self.page_size, end))

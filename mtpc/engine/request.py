@@ -63,6 +63,12 @@ class Request:
         num_prefilled: how many of these tokens have KV, including those in reused pages.
         num_indexed: how many of `pages` the prefix cache has in its index.
         last_block: the prefix cache's number of the last indexed block.
+        num_cached: tokens of the prompt that were not prefilled when the request was first
+            admitted, because they were reused; None before that.
+        restored: the snapshot that the request's slot state begins with, or None.
+        snapshots: snapshots of the request whose blocks are not in the index yet, by the length of
+            the text they stand for.
+        newest: the page with the request's last snapshot of decoded text, or None.
         num_unread: the most tokens that launched but unread steps may have emitted.
         num_drafts: drafts that the last step proposed for the next one to verify.
         output_ids: new tokens so far.
@@ -84,6 +90,10 @@ class Request:
     num_prefilled: int = 0
     num_indexed: int = 0
     last_block: int = 0
+    num_cached: int | None = None
+    restored: int | None = None
+    snapshots: dict[int, int] = field(default_factory=dict)
+    newest: int | None = None
     num_unread: int = 0
     num_drafts: int = 0
     output_ids: list[int] = field(default_factory=list)

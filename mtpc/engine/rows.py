@@ -8,7 +8,7 @@ import torch
 
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
-from mtpc.layout import NULL_PAGE, Layout, StepKey
+from mtpc.layout import NULL_PAGE, StepKey
 from mtpc.program.program import Program
 
 
@@ -67,15 +67,3 @@ def write_chunks(
     write(buffers["batch.num_input"], torch.tensor([*[0] * num_decoding, *counts]))
     write(buffers["batch.is_decoding"], torch.tensor(is_decoding))
     write(buffers["batch.next_prompt_id"], torch.tensor(following))
-
-
-def unpaged_state(layout: Layout) -> str | None:
-    """The first buffer that holds part of a request's past outside of pages, if there is one.
-
-    Recurrent state and ring caches are rows by request slot. A request that begins with another
-    request's pages would lack them.
-    """
-    for name, spec in sorted(layout.items()):
-        if spec.shared and not (spec.is_paged or spec.is_rebuilt):
-            return name
-    return None

@@ -160,6 +160,8 @@ class Scheduler:
         self._placed.clear()
         for request in requests:
             request.slot, request.pages, request.num_unread = None, [], 0
+            request.snapshots.clear()
+            request.newest = None
             request.num_input, request.num_prefilled = request.num_tokens, 0
             self.waiting.append(request)
 
@@ -183,12 +185,17 @@ class Scheduler:
         chunks = []
         prompts = [r for r in self.running if not r.is_prefilled][:rows]
         for request in prompts:
-            chunks.append(min(room, request.num_input - request.num_prefilled))
+            chunks.append(min(room, self._next_cut(request) - request.num_prefilled))
             room -= chunks[-1]
         if not prompts:
             return None
         sizes = [count for count in chunks if count]
         return Turn(decoding, self._still_placed(), grown, prompts[: len(sizes)], sizes)
+
+    def _next_cut(self, request: Request) -> int:
+        """The length of a prompt at which its chunk must end: its own, or that of a snapshot."""
+        cut = self.prefixes and self.prefixes.next_snapshot(request, request.num_prefilled)
+        return cut or request.num_input
 
     def _can_join(self) -> bool:
         """Whether a prefill step has room for all decoding requests and for enough prompt tokens.
@@ -257,8 +264,14 @@ class Scheduler:
             self.waiting.popleft()
 
     def _place(self, request: Request) -> bool:
-        """Give a request its slot and pages. Return False if the pool has too few pages."""
+        """Give a request its slot and pages.
+
+        Return False if the pool has too few pages, or if the request should wait for a beginning
+        that a running request is about to compute.
+        """
         shared, number = self.prefixes.match(request) if self.prefixes else ([], 0)
+        if self._awaits(request, len(shared)):
+            return False
         idle = sum(not self.pages.users(page) for page in shared)
         fresh = self._pages_for(request.num_tokens) - len(shared)
         if fresh + idle + len(self.running) > self.pages.num_free:
@@ -272,9 +285,21 @@ class Scheduler:
         if self.prefixes:
             request.num_prefilled = len(shared) * self.prefixes.page_size
             self.reused_tokens += request.num_prefilled
+        needs_snapshot = bool(shared and self.prefixes and self.prefixes.distance)
+        snapshots = self.pages.index.snapshots
+        request.restored = snapshots.use(shared[-1]) if needs_snapshot else None
+        if request.num_cached is None:
+            request.num_cached = request.num_prefilled
         self.running.append(request)
         self._placed.append(request)
         return True
+
+    def _awaits(self, request: Request, num_shared: int) -> bool:
+        """Whether a running prompt will soon let a request share more than `num_shared` pages."""
+        if self.prefixes is None:
+            return False
+        known = num_shared * self.prefixes.page_size
+        return any(self.prefixes.coming(other, request) > known for other in self.running)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -288,4 +313,7 @@ class Scheduler:
         self.running.remove(request)
         self.pages.give_back(request.pages)
         self.slots.give_back(request.slot)
-        request.slot, request.pages = None, []
+        for snapshot in request.snapshots.values():
+            self.pages.index.snapshots.give_back(snapshot)
+        request.slot, request.pages, request.newest = None, [], None
+        request.snapshots.clear()

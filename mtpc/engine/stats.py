@@ -53,7 +53,7 @@ class DecodeCounts:
 class Stats:
     """Counts since the engine was made, and the state of its queue and page pool.
 
-    `Engine.stats` updates the state (`num_waiting` to `pages_idle`) each time it is read.
+    `Engine.stats` updates the state (`num_waiting` to `snapshot_bytes`) each time it is read.
 
     Attributes:
         spec_tokens: K, or the largest K if the engine chooses among several.
@@ -85,6 +85,10 @@ class Stats:
         num_pages: pages of the pool.
         pages_used: pages that requests hold.
         pages_idle: free pages that keep their content for reuse.
+        num_snapshots: the most snapshots of state outside of pages; 0 if the model has none.
+        snapshots_used: snapshots that are kept.
+        snapshot_bytes: bytes of these snapshots.
+        snapshot_evictions: snapshots that were evicted because new ones needed their memory.
         replays: replays per captured step.
         host_writes: buffer writes by the host.
         fallbacks: number of times that something else than requested was used, by reason.
@@ -116,6 +120,10 @@ class Stats:
     num_pages: int = 0
     pages_used: int = 0
     pages_idle: int = 0
+    num_snapshots: int = 0
+    snapshots_used: int = 0
+    snapshot_bytes: int = 0
+    snapshot_evictions: int = 0
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)

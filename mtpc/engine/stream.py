@@ -31,6 +31,7 @@ class Output:
             "stop" (a stop id or stop string), or "aborted" (by `Engine.abort`).
         logprobs: one entry per token if the prompt's parameters ask for log-probabilities, else
             None.
+        num_cached_tokens: tokens of the prompt that were reused and not prefilled.
     """
 
     index: int
@@ -38,9 +39,12 @@ class Output:
     text: str | None
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
 
 
-def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Output:
+def assemble(
+    index: int, output: StepOutput, text: TextAssembler | None, request: Request
+) -> Output:
     """Make a prompt's output from the engine's output of one step.
 
     Args:
@@ -48,12 +52,14 @@ def assemble(index: int, output: StepOutput, text: TextAssembler | None) -> Outp
         output: the engine's output.
         text: turns the prompt's tokens into text, or None. If a stop string is complete, the
             finish reason becomes "stop".
+        request: the prompt's request.
     """
-    if text is None:
-        return Output(index, output.token_ids, None, output.finish_reason, output.logprobs)
-    piece = text.push(output.token_ids, last=output.finish_reason is not None)
-    reason: FinishReason | None = "stop" if text.is_stopped else output.finish_reason
-    return Output(index, output.token_ids, piece, reason, output.logprobs)
+    piece, reason = None, output.finish_reason
+    if text is not None:
+        piece = text.push(output.token_ids, last=output.finish_reason is not None)
+        reason = "stop" if text.is_stopped else output.finish_reason
+    cached = request.num_cached or 0
+    return Output(index, output.token_ids, piece, reason, output.logprobs, cached)
 
 
 def check_served(output: Output, request: Request) -> None:
@@ -125,7 +131,7 @@ def stream(
             index, step_output = ready.popleft()
             if index not in unfinished:  # A stop string has ended this request.
                 continue
-            output = assemble(index, step_output, texts[index])
+            output = assemble(index, step_output, texts[index], requests[index])
             check_served(output, requests[index])
             if output.finish_reason is not None:
                 unfinished.remove(index)

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from mtpc.capture.graph import StepGraph
     from mtpc.program.compiler import StepCompiler
 
-_ENGINE_OPTIONS = ("busy_prefill_chunk", "prefix_caching", "async_scheduling", "require_sha256")
+_ENGINE_OPTIONS = (
+    *("busy_prefill_chunk", "prefix_caching", "snapshot_bytes", "snapshot_distance"),
+    *("async_scheduling", "require_sha256"),
+)
 """Options that say what the engine, or the cache of its programs, does."""
 
 

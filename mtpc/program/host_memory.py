@@ -8,7 +8,7 @@ their own, because the system can drop and read them again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ import torch
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
+from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.step_cache import Steps
 from mtpc.weights.packing import can_pack
@@ -37,7 +38,7 @@ class HostNeed:
 
     Attributes:
         weights: copies of weights in the kernels' form.
-        buffers: KV pages and other state; 0 where a host has them.
+        buffers: KV pages, other state and its snapshots; 0 where a host has them.
     """
 
     weights: int
@@ -58,7 +59,7 @@ class HostNeed:
             return
         advice = "run it on a larger machine, which can start from what `mtpc build` makes here"
         if self.weights + ALLOWANCE < free:
-            advice = "lower max_len, batch_buckets or num_pages"
+            advice = "lower max_len, batch_buckets, num_pages or snapshot_bytes"
         buckets = ",".join(map(str, options.batch_buckets))
         raise CapacityError(
             f"the model does not fit this machine's memory: it needs {need / _GIB:.1f} GiB "
@@ -68,11 +69,12 @@ class HostNeed:
         )
 
 
-def need_of_steps(steps: Steps, owns_buffers: bool) -> HostNeed:
+def need_of_steps(steps: Steps, options: CompileOptions, owns_buffers: bool) -> HostNeed:
     """What compiled steps take, by their records.
 
     Args:
         steps: all of one program.
+        options: of the program.
         owns_buffers: whether the program has its own state.
     """
     weights: dict[str, int] = {}
@@ -83,7 +85,8 @@ def need_of_steps(steps: Steps, owns_buffers: bool) -> HostNeed:
             if name in record.derived or name in made:
                 weights[name] = _bytes(signature)
     layouts = [step.record.layout() for step in steps.values()]
-    return HostNeed(sum(weights.values()), _buffers(layouts) if owns_buffers else 0)
+    buffers = _buffers(layouts, options) if owns_buffers else 0
+    return HostNeed(sum(weights.values()), buffers)
 
 
 def need_of_model(compiler: StepCompiler, owns_buffers: bool) -> HostNeed:
@@ -94,7 +97,8 @@ def need_of_model(compiler: StepCompiler, owns_buffers: bool) -> HostNeed:
         owns_buffers: whether the program has its own state.
     """
     layouts = [compiler.layout(key) for key in compiler.keys]
-    return HostNeed(_copies(compiler), _buffers(layouts) if owns_buffers else 0)
+    buffers = _buffers(layouts, compiler.options) if owns_buffers else 0
+    return HostNeed(_copies(compiler), buffers)
 
 
 def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
@@ -123,8 +127,8 @@ def _copies(compiler: StepCompiler) -> int:
     return total
 
 
-def _buffers(layouts: Iterable[Layout]) -> int:
-    """Bytes of the shared buffers, once, and of each step's own."""
+def _buffers(layouts: Sequence[Layout], options: CompileOptions) -> int:
+    """Bytes of the shared buffers and of their snapshots, once, and of each step's own."""
     shared: dict[str, int] = {}
     own = 0
     for layout in layouts:
@@ -133,7 +137,7 @@ def _buffers(layouts: Iterable[Layout]) -> int:
                 shared[name] = layout.nbytes(name)
             else:
                 own += layout.nbytes(name)
-    return own + sum(shared.values())
+    return own + sum(shared.values()) + snapshots_nbytes(layouts[0], options)
 
 
 def _bytes(signature: str) -> int:

@@ -21,6 +21,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N
+from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.models.load import LoadedModel
 from mtpc.program.compiler import StepCompiler
 
@@ -36,7 +37,8 @@ class MemoryPlan:
 
     Attributes:
         steps: bytes of intermediates at most, by step.
-        fixed: bytes of state whose size does not depend on pages, and of weights that passes make.
+        fixed: bytes of state whose size does not depend on pages, of snapshots, and of weights that
+            passes make.
         page: bytes of a page, of all layers together.
         pool: bytes of one pool in which the intermediates of every step are laid out.
     """
@@ -92,7 +94,8 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: Backend) 
     ]
     page, weights = sizes[1] - sizes[0], compiler.weights
     made = sum(weights[name].nbytes for name in weights.recipes)
-    return MemoryPlan(steps, sizes[0] - few * page + made, page, pool)
+    fixed = sizes[0] - few * page + made + snapshots_nbytes(less, options)
+    return MemoryPlan(steps, fixed, page, pool)
 
 
 def settle_pages(
@@ -141,7 +144,7 @@ def fit_pages(
     if options.num_pages is not None or fit < least:
         raise CapacityError(
             f"the KV pool does not fit the device: {line}, and {least} at least; lower num_pages, "
-            "max_len or batch_buckets"
+            "max_len, batch_buckets or snapshot_bytes"
         )
     notes[f"a KV pool of {fit} pages instead of {wanted}: {line}"] += 1
     return replace(options, num_pages=fit)

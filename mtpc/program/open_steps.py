@@ -154,7 +154,8 @@ class _Opener(Generic[T]):
     def _bound(self, found: Restored, cache: StepCache) -> Opened[T]:
         """Steps with weights straight from the checkpoint's files."""
         options = found.settled(self.options)
-        need_of_steps(found.steps, self.assembler.owns_buffers).check(options, free_bytes())
+        need = need_of_steps(found.steps, options, self.assembler.owns_buffers)
+        need.check(options, free_bytes())
         try:
             made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
         except MtpcError:

@@ -37,15 +37,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class Usage:
-    """The number of tokens in a request's prompts and in its whole answer."""
+    """Numbers of tokens of a request.
+
+    Attributes:
+        prompt_tokens: tokens of its prompts.
+        completion_tokens: tokens of its whole answer.
+        cached_tokens: tokens of its prompts that were reused and not computed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
 
-    def json(self) -> dict[str, int]:
+    def json(self) -> dict[str, Any]:
         """OpenAI's usage object."""
-        total = self.prompt_tokens + self.completion_tokens
-        return {**vars(self), "total_tokens": total}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mtpc.engine.request import Request
 from mtpc.engine.text import TextAssembler
 from mtpc.errors import ServingError
 from mtpc.sampling_params import MAX_SEED, SamplingParams
-from mtpc.server.answers import Piece
+from mtpc.server.answers import Piece, Usage
 from mtpc.server.errors import ApiError
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -42,12 +42,14 @@ class Job:
         stop: strings that end a text.
         stop_ids: token ids that end a text.
         prompt_tokens: tokens of all prompts together.
+        num_copies: number of choices of each prompt.
     """
 
     choices: tuple[Choice, ...]
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
     prompt_tokens: int
+    num_copies: int
 
 
 def make_job(
@@ -89,7 +91,7 @@ def make_job(
         request = Request(-1, choice.prompt_ids, choice.max_tokens, stop_ids, sampling=params)
         engine.engine.check(request)
     total = sum(len(prompt) for prompt in prompts)
-    return Job(tuple(choices), fields.get("stop", ()), stop_ids, total)
+    return Job(tuple(choices), fields.get("stop", ()), stop_ids, total, fields.get("n", 1))
 
 
 def _default_tokens(
@@ -133,27 +135,33 @@ def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> Sam
     return SamplingParams(temperature=temperature, logprobs=logprobs, **given)
 
 
-async def run_choices(engine: AsyncEngine, job: Job, sink: Sink) -> int:
-    """Generate all choices concurrently, and return the number of new tokens.
+async def run_choices(engine: AsyncEngine, job: Job, sink: Sink) -> Usage:
+    """Generate all choices concurrently, and return the numbers of tokens.
 
-    An error in one choice cancels the others.
+    An error in one choice cancels the others. OpenAI counts a prompt once for all of its choices,
+    so the cached tokens are those that none of them had to compute.
 
     Raises:
         ServingError: the engine failed or was closed.
         NumericsError: the model produced non-finite logits.
     """
     if len(job.choices) == 1:
-        return await _run_choice(engine, job, job.choices[0], sink)
+        return Usage(job.prompt_tokens, *await _run_choice(engine, job, job.choices[0], sink))
     tasks = [asyncio.create_task(_run_choice(engine, job, c, sink)) for c in job.choices]
     try:
-        return sum(await asyncio.gather(*tasks))
+        counts = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    new, cached = zip(*counts, strict=True)
+    firsts = range(0, len(cached), job.num_copies)
+    reused = sum(min(cached[first : first + job.num_copies]) for first in firsts)
+    return Usage(job.prompt_tokens, sum(new), reused)
 
 
-async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink) -> int:
+async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink) -> tuple[int, int]:
+    """Generate one choice; returns the number of new tokens, and of cached prompt tokens."""
     text = TextAssembler(engine.served.decode, job.stop)
     outputs = engine.generate(
         choice.prompt_ids,
@@ -162,7 +170,7 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
         sampling=choice.sampling,
         text=text,
     )
-    counted = 0
+    counted = cached = 0
     async with aclosing(outputs):  # If the sink fails, this aborts the engine's request.
         async for output in outputs:
             reason = output.finish_reason
@@ -170,6 +178,6 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
                 raise ServingError(f"the engine ended the request: {reason}")
             # Drop the log-probabilities of tokens that a step emitted after a stop string.
             logprobs = (output.logprobs or ())[: text.num_tokens - counted]
-            counted = text.num_tokens
+            counted, cached = text.num_tokens, output.num_cached_tokens
             await sink(choice.index, Piece(output.text or "", logprobs, reason))
-    return counted
+    return counted, cached

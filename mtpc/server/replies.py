@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 from starlette.types import Receive, Scope, Send
 
-from mtpc.server.answers import DONE, Answer, Chunks, Piece, Usage, error_event, usage_chunk
+from mtpc.server.answers import DONE, Answer, Chunks, Piece, error_event, usage_chunk
 from mtpc.server.errors import api_error
 from mtpc.server.generation import Job, run_choices
 from mtpc.server.service import Service
@@ -65,8 +65,7 @@ class Reply:
             self._note_first()
             pieces[index].append(piece)
 
-        count = await run_choices(self._service.engine, self._job, keep)
-        usage = Usage(self._job.prompt_tokens, count)
+        usage = await run_choices(self._service.engine, self._job, keep)
         body = await asyncio.to_thread(self._answer.whole, pieces, usage)
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, length]})
@@ -86,7 +85,7 @@ class Reply:
                 await events.write(chunks[index].encode(piece))
 
         try:
-            count = await run_choices(self._service.engine, self._job, write)
+            usage = await run_choices(self._service.engine, self._job, write)
         except Exception as error:
             if not events.has_begun:
                 raise
@@ -95,7 +94,6 @@ class Reply:
                 log.error("a stream failed", exc_info=error)
             await events.end(error_event(response.body()))
             return
-        usage = Usage(self._job.prompt_tokens, count)
         last = usage_chunk(self._answer, usage) if self._answer.wants_usage else b""
         await events.end(last + DONE)
 

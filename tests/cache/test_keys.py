@@ -72,6 +72,8 @@ NOT_IN_THE_KEY: list[dict[str, Any]] = [
     {"batch_buckets": (1, 2)},
     {"spec_tiers": (0, 3)},  # Each has a step of its own.
     {"prefix_caching": False},  # And these are the engine's.
+    {"snapshot_bytes": 0},
+    {"snapshot_distance": 64},
     {"busy_prefill_chunk": 2},
     {"async_scheduling": True},
 ]

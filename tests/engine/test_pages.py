@@ -125,3 +125,50 @@ def test_the_lock_is_fair() -> None:
     thread.join(10)
     assert got == 50
     assert turns
+
+
+def test_a_snapshot_belongs_to_a_page() -> None:
+    """It goes with its page, or for a newer one; of two with the same content one stays."""
+    pool = PagePool(1, 9, num_snapshots=2)
+    cache = PrefixCache(pool.index, PAGE, 0, distance=PAGE)
+    snapshots, ids = pool.index.snapshots, list(range(30))
+
+    def learned(count: int, ends: tuple[int, ...]) -> Request:
+        request = Request(0, ids, 5)
+        request.pages, request.num_prefilled = pool.take(count), count * PAGE
+        request.snapshots = {end: snapshots.take() for end in ends}
+        cache.learn(request)
+        return request
+
+    def reusable() -> int:
+        return len(cache.match(Request(1, ids, 5))[0])
+
+    first = learned(3, (4,))
+    assert reusable() == 1, "pages behind the last snapshot cannot be used"
+    learned(3, (4,))
+    assert snapshots.num_used == 1
+    learned(2, (8,))
+    assert (reusable(), snapshots.num_used) == (2, 2)
+    snapshots.use(first.pages[0])
+    learned(1, ()).snapshots = {12: snapshots.take()}
+    assert snapshots.num_evicted == 1
+    assert reusable() == 1, "the other one was used later"
+    pool.forget([first.pages[0]])
+    assert (reusable(), snapshots.num_used) == (0, 1)
+    snapshots.take()
+    assert snapshots.take() is None, "all are held"
+
+
+def test_decoded_text_leaves_its_last_snapshot() -> None:
+    pool = PagePool(1, 9, num_snapshots=9)
+    cache = PrefixCache(pool.index, PAGE, 2, distance=1024)
+    request = Request(0, list(range(6)), 20)
+    request.pages, request.num_prefilled = pool.take(6), 6
+    for _ in range(18):
+        request.output_ids.append(50 + len(request.output_ids))
+        if request.num_committed % PAGE == 0:
+            request.snapshots[request.num_committed] = pool.index.snapshots.take()
+        cache.learn(request)
+    assert [page in pool.index.snapshots for page in request.pages] == [*[False] * 4, True, False]
+    assert not request.snapshots
+    assert pool.index.snapshots.num_used == 1

@@ -17,9 +17,9 @@ from helpers.theorem import PROMPTS, poison
 import mtpc
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import StepOutput
-from mtpc.engine.rows import unpaged_state
-from mtpc.errors import OptionError, RequestError
+from mtpc.errors import GraphError, OptionError, RequestError
 from mtpc.layout import BufferSpec
+from mtpc.layout.slot_state import slot_state
 
 
 @pytest.fixture
@@ -82,21 +82,35 @@ def test_no_reuse_where_not_asked_for(compiled: Callable[..., Any]) -> None:
         mtpc.CompileOptions(prefix_caching=1)
 
 
-def test_no_reuse_of_state_that_is_not_in_pages(spec: mtpc.SpecModel) -> None:
-    """A ring or a recurrent row by request slot would be another request's: visible, and off."""
-    layout = spec.program.layout
-    assert unpaged_state(layout) is None
-    for name in ("kv.1.ring_k", "kv.1.conv", "kv.1.k", "state.hidden"):
-        extended = layout.extended([BufferSpec(name, (4, 64), torch.float64)])
-        assert unpaged_state(extended) == name
+@pytest.mark.parametrize("name", ["kv.1.ring_k", "kv.1.conv", "kv.1.k", "state.hidden"])
+def test_state_that_is_not_in_pages_is_copied(name: str, spec: mtpc.SpecModel) -> None:
+    """Any buffer with rows by request slot belongs to snapshots; without their memory, no reuse."""
+    layout, slots = spec.program.layout, spec.program.max_reqs
+    assert slot_state(layout) == ()
+
+    def engine_of(rows: int, **options: Any) -> Engine:
+        extended = layout.extended([BufferSpec(name, (rows, 64), torch.float64)])
         steps = {key: replace(step, layout=extended) for key, step in spec.program.steps.items()}
-        program = type(spec.program)(steps, spec.program.shared)
-        engine = Engine(program, spec.options, 96)
-        assert engine.scheduler.prefixes is None
-        assert any(name in reason for reason in engine.stats.fallbacks)
-        engine.add(PROMPTS[12], 3)
-        run(engine)
-        assert engine.stats.pages_idle == 0
+        shared = {**spec.program.shared, name: extended.allocate(name)}
+        program = type(spec.program)(steps, shared)
+        return Engine(program, replace(spec.options, **options), 96)
+
+    engine = engine_of(1 + 2 * slots, snapshot_bytes=3 * 2 * 64 * 8)
+    engine.add(PROMPTS[12], 3)
+    run(engine)
+    assert engine.stats.num_snapshots == 3
+    assert 0 < engine.stats.snapshots_used <= 3
+    assert engine.stats.snapshot_bytes == engine.stats.snapshots_used * 1024
+    assert f"{engine.stats.snapshots_used} of 3 used" in str(engine.stats)
+    assert f"mtpc:state_snapshots {engine.stats.snapshots_used}.0" in engine.stats.prometheus()
+    engine = engine_of(1 + slots, snapshot_bytes=511)
+    assert engine.scheduler.prefixes is None
+    assert any("one snapshot takes 512" in reason for reason in engine.stats.fallbacks)
+    engine.add(PROMPTS[12], 3)
+    run(engine)
+    assert engine.stats.pages_idle == 0
+    with pytest.raises(GraphError, match=f"{name} has {2 + slots} rows for {1 + slots} request"):
+        engine_of(2 + slots)
 
 
 def test_a_callback_that_raises_harms_nobody_else(session: Session) -> None:
@@ -284,10 +298,10 @@ def test_statistics(compiled: Callable[..., Any]) -> None:
     assert stats.emitted_tokens == sum(map(len, out)) == 27
     assert stats.finished == {"length": 3}
     assert (stats.num_running, stats.num_waiting) == (2, 1)
-    # Of 21 tokens, 16 have three behind them; two prompts at once share nothing yet.
-    chunk = stats.prompt_tokens + stats.reused_tokens - 2 * 21 - len(PROMPTS[3])
-    assert stats.reused_tokens == 2 * 16
-    assert chunk == 2 * 16 + 4
+    # Of 21 tokens, 16 have three behind them; the second of two equal prompts waits for them.
+    computed = stats.prompt_tokens + stats.reused_tokens - 2 * 21 - len(PROMPTS[3])
+    assert stats.reused_tokens == 3 * 16
+    assert computed == 2 * 16 + 4
     assert stats.pages_used == len({p for r in spec.engine.running for p in r.pages}) > 0
     assert stats.replay_s > 0
     assert stats.host_gaps > 3
@@ -299,7 +313,7 @@ def test_statistics(compiled: Callable[..., Any]) -> None:
     assert float(samples["mtpc:generation_tokens_total"]) == 27
     assert float(samples["mtpc:num_requests_running"]) == 2
     assert float(samples["mtpc:kv_cache_usage_perc"]) == stats.pages_used / 29
-    assert float(samples["mtpc:prefix_cache_hits_total"]) == 32
+    assert float(samples["mtpc:prefix_cache_hits_total"]) == 48
     assert float(samples["mtpc:spec_decode_num_drafts_total"]) == stats.request_steps
     assert float(samples["mtpc:spec_decode_num_accepted_tokens_total"]) == sum(stats.accepted)
     position = 'mtpc:spec_decode_num_accepted_tokens_per_pos_total{position="1"}'

@@ -6,12 +6,15 @@ import math
 import random
 
 import pytest
-from helpers.turns import CHUNK, SPEC_TOKENS, make, pages_for, play, request
+from helpers.turns import CHUNK, PAGE, SPEC_TOKENS, make, pages_for, play, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtpc.engine.pages import FreeList, PagePool
+from mtpc.engine.prefix import PrefixCache
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Scheduler, Turn
+from mtpc.layout import Bucket
 
 arrivals = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 25)),
@@ -242,3 +245,35 @@ def test_the_youngest_goes_back_to_the_front() -> None:
     while scheduler.running or scheduler.waiting:
         play(scheduler, scheduler.next_turn(), lambda: 3)
     assert [len(r.output_ids) for r in (old, young, later)] == [16, 8, 2]
+
+
+def test_chunks_end_at_snapshots() -> None:
+    """At every distance, and at the last page end some tokens before the prompt's end."""
+    pool = PagePool(1, 60, num_snapshots=9)
+    prefixes = PrefixCache(pool.index, PAGE, SPEC_TOKENS, distance=10)
+    slots = FreeList("request slots", 1, 3)
+    scheduler = Scheduler(slots, pool, prefixes, pages_for, Bucket(2, 4), CHUNK, SPEC_TOKENS + 1)
+    scheduler.add(request(0, 43, 4))
+    ends = [0]
+    while not ends[1:] or ends[-1] < 43:
+        turn = scheduler.next_turn()
+        play(scheduler, turn, lambda: 1)
+        ends.append(ends[-1] + turn.chunks[0])
+    # 10 tokens are three pages of 4. The last page end with 2 + 8 tokens behind it is 32.
+    assert ends == [0, 8, 12, 20, 24, 32, 40, 43]
+
+
+def test_a_request_waits_for_the_beginning_that_another_computes() -> None:
+    """It shares what the other one has computed, and then goes on by itself."""
+    scheduler = make(slots=3, pages=60)
+    one, two, other = request(0, 20, 4), request(1, 24, 4), request(2, 6, 4, kind=1)
+    for each in (one, two, other):
+        scheduler.add(each)
+    for prefilled in (8, 16):
+        play(scheduler, scheduler.next_turn(), lambda: 1)
+        assert (one.num_prefilled, two.slot, other.slot) == (prefilled, None, None)
+    play(scheduler, scheduler.next_turn(), lambda: 1)
+    turn = scheduler.next_turn()
+    assert two in turn.placed
+    assert two.num_cached == scheduler.reused_tokens == 16
+    assert two.pages[:4] == one.pages[:4]

@@ -14,9 +14,9 @@ from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS, check_theorem, poison
 
 import mtpc
-from mtpc.engine.rows import unpaged_state
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N, P
+from mtpc.layout.slot_state import slot_state
 from mtpc.models.families.deepseek_v32 import SparseLatentAttention
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
@@ -56,7 +56,7 @@ def test_all_of_it_is_in_pages(checkpoint: Callable[..., Path]) -> None:
     """Latents and indexer keys: a request may begin with another's pages."""
     loaded = load(checkpoint(FAMILY, "random"), "bfloat16", True)
     layout = Layout(loaded.state_specs(), {N: 1, P: 1})
-    assert unpaged_state(layout) is None
+    assert slot_state(layout) == ()
 
 
 def test_a_prefix_is_used_again(

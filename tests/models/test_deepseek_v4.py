@@ -12,10 +12,10 @@ import torch
 from helpers import tiny
 from safetensors.torch import load_file, save_file
 
-from mtpc.engine.rows import unpaged_state
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, M, P, S
+from mtpc.layout.slot_state import slot_state
 from mtpc.models.caches import CachePool
 from mtpc.models.families.deepseek_v4 import STORED_PREFIXES, StreamDraft, StreamTarget, cache_specs
 from mtpc.models.hf import TextRotary, share_model, stand_in, use_seams
@@ -247,11 +247,10 @@ def test_several_layers_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_buffer_counts_as_paged() -> None:
-    """The engine reuses prefixes of models whose past is in pages only; here, none of it is."""
+    """A request that reuses a beginning needs a snapshot of every buffer."""
     config = tiny.build_target("deepseek_v4", **config_of((4, 16), 6, 3)).config
     for layer in range(config.num_hidden_layers + 1):
         layout = Layout(
             cache_specs(config, layer, torch.bfloat16), {S: SLOTS, K_MAX: 1, M: 16, P: PAGE}
         )
-        for name in layout:
-            assert unpaged_state(Layout([layout[name]], layout.sizes)) == name
+        assert slot_state(layout) == tuple(sorted(layout))

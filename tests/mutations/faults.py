@@ -1,4 +1,4 @@
-"""Sixty faults of the kinds that MTP engines have had, each with a default test that must fail.
+"""Faults of the kinds that MTP engines have had, each with a default test that must fail.
 
 A fault replaces text of one file of mtpc. `plant` plants one at a time.
 """
@@ -40,6 +40,7 @@ _CHAINS = "models/test_drafts.py::test_drafts_after_rejections_at_every_position
 _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
+_REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 
 METADATA = "step/metadata.py"
 ACCEPT = "ops/accept.py"
@@ -522,6 +523,68 @@ FAULTS = (
         request.num_prefilled = 0
 """,
         "engine/test_scheduler.py",
+    ),
+    # Snapshots.
+    Fault(
+        "a stale snapshot: one that was evicted is still its page's",
+        "engine/prefix.py",
+        "            self.forget(next(iter(self._attached)))\n            self.num_evicted += 1\n",
+        "            self.num_evicted += 1\n            return next(iter(self._attached.values()))\n",
+        f"{_REUSE}[qwen3_next]",
+    ),
+    Fault(
+        "a stale snapshot: an evicted page keeps it for its next content",
+        "engine/prefix.py",
+        "            del self._entries[block]\n            self.snapshots.forget(page)\n",
+        "            del self._entries[block]\n",
+        f"{_REUSE}[qwen3_next]",
+    ),
+    Fault(
+        "a snapshot of a prompt is one page off",
+        "engine/snapshots.py",
+        "                self._save(request, end, self.prefixes.index.snapshots)",
+        "                at = end + self.prefixes.page_size\n"
+        "                self._save(request, at, self.prefixes.index.snapshots)",
+        f"{_REUSE}[step3p7]",
+    ),
+    Fault(
+        "a snapshot of decoded text is one page off",
+        "engine/snapshots.py",
+        "            self._save(request, end, prefixes.index.snapshots)",
+        "            self._save(request, end + prefixes.page_size, prefixes.index.snapshots)",
+        f"{_REUSE}[qwen3_next]",
+    ),
+    Fault(
+        "a snapshot of decoded text is taken after the next step",
+        "engine/snapshots.py",
+        "if prefixes is None or not prefixes.distance or self._options.async_scheduling:",
+        "if prefixes is None or not prefixes.distance:",
+        f"{_REUSE}[qwen3_next]",
+    ),
+    Fault(
+        "snapshots of two layers are exchanged",
+        "engine/snapshots.py",
+        "        if request.restored is not None:\n"
+        "            for slots, snapshots in self._pairs:\n",
+        "        if request.restored is not None:\n"
+        "            for (slots, _), (_, snapshots) in zip(\n"
+        "                self._pairs, [*self._pairs[2:4], *self._pairs[:2], *self._pairs[4:]]\n"
+        "            ):\n",
+        f"{_REUSE}[mimo_v2]",
+    ),
+    Fault(
+        "snapshots lack what chained MTP layers keep",
+        "layout/slot_state.py",
+        "if spec.shared and not (spec.is_paged or spec.is_rebuilt)",
+        'if name.startswith("kv.") and not (spec.is_paged or spec.is_rebuilt)',
+        f"{_REUSE}[step3p7]",
+    ),
+    Fault(
+        "a snapshot is restored into the neighbour's slot",
+        "engine/snapshots.py",
+        "slots[request.slot - 1].copy_(snapshots[request.restored])",
+        "slots[request.slot - 2].copy_(snapshots[request.restored])",
+        f"{_REUSE}[deepseek_v4]",
     ),
     Fault(
         "pages for the chained drafts are not reserved",

@@ -106,7 +106,8 @@ def test_a_caller_that_had_it_built_is_as_light_as_a_warm_start(
 
 
 DOES_NOT_FIT = (
-    r"needs \d+\.\d GiB .*of KV pages.*are free; lower max_len, batch_buckets or num_pages"
+    r"needs \d+\.\d GiB .*of KV pages.*are free; "
+    "lower max_len, batch_buckets, num_pages or snapshot_bytes"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.families import TINY
@@ -32,3 +33,21 @@ def test_planned_weights_are_those_that_a_step_packs(
     packed = sum(compiler.weights[n].nbytes for n in names if n in compiler.weights.recipes)
     planned = need_of_model(compiler, owns_buffers=False).weights
     assert abs(planned - packed) < 0.01 * packed
+
+
+def test_planned_state_has_its_snapshots(checkpoint: Callable[..., Path]) -> None:
+    """As many as there is memory for, and no more than pages; none without reuse."""
+    loaded = load(checkpoint("qwen3_next", "random"), "bfloat16", True, headers_only=True)
+
+    def planned(**changes: Any) -> int:
+        options = CompileOptions(
+            **TINY, spec_tokens=1, batch_buckets=(2,), backend="cpu", num_pages=6, **changes
+        )
+        return need_of_model(StepCompiler(loaded, options, CpuBackend()), True).buffers
+
+    heads, key, value, inputs = 4, 8, 12, 2 * 2 * 8 + 4 * 12 + 2 * 4
+    each = 4 * heads * key * value + 2 * (1 + 3) * inputs + 4
+    none = planned(snapshot_bytes=0)
+    assert planned(snapshot_bytes=3 * each + 7) - none == 3 * each
+    assert planned() - none == 5 * each
+    assert planned(prefix_caching=False) == none

@@ -1,0 +1,128 @@
+"""Snapshots: copies of the state that a request keeps by request slot, taken at page ends.
+
+A page holds a text's KV. Recurrent state, rings of sliding windows and compressed entries are rows
+of a request slot (`layout.slot_state`). A request can reuse the beginning of another one only where
+a snapshot of these rows stands for exactly that beginning.
+
+The rows after a step are right for the committed length L that the step ends with, whatever drafts
+it rejected: places and roll-back are a matter of position (docs/design.md). So a snapshot is exact
+if it is taken between two steps and L is the page's end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from mtpc.config import CompileOptions
+from mtpc.engine.prefix import PrefixCache, PrefixIndex, SnapshotIndex
+from mtpc.engine.request import Request
+from mtpc.engine.scheduler import Turn
+from mtpc.engine.stats import Stats
+from mtpc.layout.slot_state import rows_of_slot, slot_state, snapshot_count, snapshot_nbytes
+from mtpc.program.program import Program
+from mtpc.weights.packing import allocate
+
+
+class SlotStates:
+    """The memory of snapshots, and copies between it and the rows of request slots.
+
+    A snapshot is one copy per buffer on the device's current stream, behind the steps that are
+    launched already. No captured graph takes part.
+
+    Args:
+        program: the captured steps.
+        options: the options that the program was compiled with.
+
+    Attributes:
+        names: the buffers with such state. Without any, all of a request's past is in pages.
+        nbytes: bytes of one snapshot.
+        count: number of snapshots.
+        prefixes: finds what a request can reuse; None: nothing is reused.
+    """
+
+    def __init__(self, program: Program, options: CompileOptions):
+        layout = program.layout
+        self.names, self.nbytes = slot_state(layout), snapshot_nbytes(layout)
+        self.count, self._options = snapshot_count(layout, options), options
+        self.prefixes: PrefixCache | None = None
+        self._pairs = [
+            _pair(name, program.shared[name], program.max_reqs + 1, self.count)
+            for name in (self.names if self.count else ())
+        ]
+
+    def open_prefixes(self, index: PrefixIndex, fallbacks: Counter[str]) -> PrefixCache | None:
+        """Make the prefix cache; None if it is off or lacks memory for snapshots.
+
+        Args:
+            index: of the page pool.
+            fallbacks: counts the reason if reuse was asked for and is not possible.
+        """
+        options = self._options
+        if not options.prefix_caching:
+            return None
+        if self.names and not self.count:
+            given = f"no prefix reuse: snapshot_bytes is {options.snapshot_bytes}"
+            fallbacks[f"{given}, and one snapshot takes {self.nbytes}"] += 1
+            return None
+        distance = options.snapshot_distance if self.names else 0
+        self.prefixes = PrefixCache(index, options.page_size, options.spec_tokens, distance)
+        return self.prefixes
+
+    def save_prompts(self, turn: Turn) -> None:
+        """Take snapshots of the prompts that a launched step brings to a chosen length."""
+        for request in turn.prompts if self.prefixes else ():
+            assert self.prefixes is not None
+            end = request.num_prefilled
+            if self.prefixes.next_snapshot(request, end - 1) == end:
+                self._save(request, end, self.prefixes.index.snapshots)
+
+    def save_decoded(self, request: Request) -> None:
+        """Take a snapshot of a request if the step that was just read has ended at a page's end.
+
+        With `async_scheduling` the next step has moved the state on already.
+        """
+        prefixes, end = self.prefixes, request.num_committed
+        if prefixes is None or not prefixes.distance or self._options.async_scheduling:
+            return
+        if end % prefixes.page_size == 0:
+            self._save(request, end, prefixes.index.snapshots)
+
+    def restore(self, request: Request) -> None:
+        """Write the snapshot that a placed request begins with into its slot."""
+        assert request.slot is not None
+        if request.restored is not None:
+            for slots, snapshots in self._pairs:
+                slots[request.slot - 1].copy_(snapshots[request.restored])
+
+    def _save(self, request: Request, length: int, index: SnapshotIndex) -> None:
+        """Take a snapshot of a request's slot, whose rows stand for `length` tokens now."""
+        assert request.slot is not None
+        snapshot = index.take()
+        if snapshot is None:
+            return
+        request.snapshots[length] = snapshot
+        for slots, snapshots in self._pairs:
+            snapshots[snapshot].copy_(slots[request.slot - 1])
+
+    def describe(self, stats: Stats, index: PrefixIndex) -> None:
+        """Write the state of the snapshots into statistics."""
+        snapshots = index.snapshots
+        stats.num_snapshots, stats.snapshots_used = snapshots.count, snapshots.num_used
+        stats.snapshot_bytes = snapshots.num_used * self.nbytes
+        stats.snapshot_evictions = snapshots.num_evicted
+
+
+def _pair(name: str, buffer: Tensor, num_slots: int, count: int) -> tuple[Tensor, Tensor]:
+    """A buffer by request slot, without the scratch slot, and the memory of its snapshots.
+
+    Shapes [num_slots - 1, n, ...] and [count, n, ...], where a request slot has n rows.
+    """
+    rows = rows_of_slot(name, buffer.shape[0], num_slots)
+    slots = buffer[1:].unflatten(0, (num_slots - 1, rows))
+    shape = (count, *slots.shape[1:])
+    if buffer.device.type == "cpu":  # Memory that no snapshot has touched costs nothing.
+        return slots, allocate(shape, buffer.dtype)
+    return slots, torch.empty(shape, dtype=buffer.dtype, device=buffer.device)

@@ -1,0 +1,70 @@
+"""State that requests keep by request slot, and the sizes of its snapshots.
+
+Recurrent state, rings of sliding windows, compressed entries and what chained MTP layers keep are
+rows of a request slot. No page holds them, and the host cannot write them from a request's text. A
+snapshot is a copy of all such rows of one slot.
+"""
+
+from __future__ import annotations
+
+from mtpc.config import CompileOptions
+from mtpc.errors import GraphError
+from mtpc.layout.specs import Layout
+
+_BY_SLOT, _BY_BLOCK = "state.committed_lens", "state.block_table"
+
+
+def slot_state(layout: Layout) -> tuple[str, ...]:
+    """Names of the buffers that hold part of a request's past outside of pages."""
+    return tuple(
+        name
+        for name, spec in sorted(layout.items())
+        if spec.shared and not (spec.is_paged or spec.is_rebuilt)
+    )
+
+
+def rows_of_slot(name: str, num_rows: int, num_slots: int) -> int:
+    """The number n of a buffer's rows that belong to one request slot.
+
+    Row 0 is scratch. Request slot s has the rows from 1 + (s - 1) n on, as `caches.RingKV` says.
+    With n = 1, request slot s has row s.
+
+    Args:
+        name: name of the buffer.
+        num_rows: rows of the buffer.
+        num_slots: request slots, the scratch slot included.
+
+    Raises:
+        GraphError: the rows are not those of request slots.
+    """
+    count, rest = divmod(num_rows - 1, num_slots - 1)
+    if rest or not count:
+        raise GraphError(
+            f"{name} has {num_rows} rows for {num_slots} request slots; expected 1 + n rows for "
+            "each slot but the first, or `is_paged` in its BufferSpec"
+        )
+    return count
+
+
+def snapshot_nbytes(layout: Layout) -> int:
+    """Bytes of one snapshot; 0 if all of a request's past is in pages."""
+    total = 0
+    for name in slot_state(layout):
+        num_rows, num_slots = layout.shape(name)[0], layout.shape(_BY_SLOT)[0]
+        total += layout.nbytes(name) // num_rows * rows_of_slot(name, num_rows, num_slots)
+    return total
+
+
+def snapshot_count(layout: Layout, options: CompileOptions) -> int:
+    """The number of snapshots for which options give memory, at most one for each page."""
+    nbytes = snapshot_nbytes(layout)
+    if not nbytes or not options.prefix_caching:
+        return 0
+    blocks, slots = layout.shape(_BY_BLOCK)[1], layout.shape(_BY_SLOT)[0] - 1
+    num_pages = options.num_pages - 1 if options.num_pages else slots * blocks
+    return min(options.snapshot_bytes // nbytes, num_pages)
+
+
+def snapshots_nbytes(layout: Layout, options: CompileOptions) -> int:
+    """Bytes of all snapshots together."""
+    return snapshot_nbytes(layout) * snapshot_count(layout, options)

@@ -1,0 +1,253 @@
+"""Random schedules of conversations on an engine with reuse, compared with fresh runs without it.
+
+Both engines run on one program. So a schedule has three parts: fresh runs of all its prompts, the
+schedule itself, and the comparison of the texts and drafts that were seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mtpc
+from helpers.theorem import poison
+from mtpc.engine.engine import Engine
+from mtpc.engine.request import Request
+
+Text: TypeAlias = "tuple[int, ...]"
+BASES = [
+    torch.randint(2, 96, (30,), generator=torch.Generator().manual_seed(seed)).tolist()
+    for seed in (5, 6)
+]
+TAILS = ((), (7,), (7, 9, 11), (9, 4, 30, 31, 32, 33, 34, 35, 36))
+"""What follows a beginning: texts part at, before and behind page ends."""
+NEW, LONGEST = 10, 30
+"""New tokens of a fresh run, and the longest beginning of a prompt."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Requests that arrive together: copies of one prompt.
+
+    Attributes:
+        base, length, tail: the prompt, a beginning of `BASES[base]` and one of `TAILS`.
+        turn_of: the earlier ask of which this is the next turn, by place, or None.
+        stripped: tokens of that ask's answer that the turn leaves out at its end.
+        new: new tokens.
+        stop: the place of the new token at which the text stops, or None.
+        copies: number of requests.
+    """
+
+    base: int
+    length: int
+    tail: int
+    turn_of: int | None
+    stripped: int
+    new: int
+    stop: int | None
+    copies: int
+
+
+asks = st.builds(
+    Ask,
+    st.integers(0, 1),
+    st.sampled_from((3, 16, 21, 27, 30)),
+    st.integers(0, len(TAILS) - 1),
+    st.none() | st.integers(0, 9),
+    st.sampled_from((0, 0, 1, 5)),
+    st.sampled_from((NEW, 1, 4)),
+    st.none() | st.integers(0, 5),
+    st.sampled_from((1, 2, 3)),
+)
+schedules = st.lists(
+    st.tuples(asks, st.sampled_from((0, 1, 3, 8)), st.none() | st.none() | st.integers(0, 9)),
+    min_size=5,
+    max_size=8,
+)
+"""Requests that arrive, steps after them, and the request to abort then, by place, or None."""
+Drawn: TypeAlias = "list[tuple[Ask, int, int | None]]"
+engines = st.fixed_dictionaries(
+    {
+        "num_pages": st.sampled_from((14, 14, 50)),
+        "snapshots": st.sampled_from((1, 3, 99)),
+        "snapshot_distance": st.sampled_from((4, 8, 1024)),
+        "async_scheduling": st.booleans(),
+    }
+)
+
+
+class Fresh:
+    """Texts and drafts of a program that reuses nothing, memoised."""
+
+    def __init__(self, spec: mtpc.SpecModel):
+        options = replace(spec.options, prefix_caching=False)
+        self.spec, self.engine = spec, Engine(spec.program, options, spec.engine.vocab_size)
+        self._answers: dict[Text, Text] = {}
+        self._drafts: dict[Text, list[int]] = {}
+
+    def answer(self, prompt: Text) -> Text:
+        """`NEW` tokens after a prompt."""
+        if prompt not in self._answers:
+            self._answers[prompt] = self._run(prompt, NEW)
+        return self._answers[prompt]
+
+    def drafts(self, text: Text) -> list[int]:
+        """The drafts after a text."""
+        if text not in self._drafts:
+            self._run(text[:-1], 2)
+        return self._drafts[text]
+
+    def _run(self, prompt: Text, new: int) -> Text:
+        request_id, found = self.engine.add(list(prompt), new), list[int]()
+        while self.engine.has_work:
+            for output in self.engine.step():
+                assert output.request_id == request_id
+                found += output.token_ids
+            for request in self.engine.running:
+                if request.is_prefilled:
+                    drafts = self.spec.program.shared["state.token_ids"][request.slot]
+                    self._drafts[*prompt, *found] = drafts.tolist()[1:]
+        return tuple(found)
+
+
+@dataclass
+class Live:
+    """A request of a schedule.
+
+    Attributes:
+        prompt: its prompt.
+        wanted: what it must emit.
+        found: what it has emitted.
+        request: the engine's request.
+    """
+
+    prompt: Text
+    wanted: Text
+    found: list[int]
+    request: Request
+
+
+class Conversations:
+    """Schedules on engines of one program, and what was seen over all of them."""
+
+    def __init__(self, spec: mtpc.SpecModel):
+        self.spec, self.fresh = spec, Fresh(spec)
+        self.seen: Counter[str] = Counter()
+
+    def run(self, drawn: Drawn, options: dict[str, Any]) -> None:
+        """Run one schedule from wild memory."""
+        poison(self.spec)
+        prompts = self._prompts([ask for ask, _, _ in drawn])
+        self.engine = self._engine(**options)
+        self.live: dict[int, Live] = {}
+        self.seen_drafts: dict[Text, list[int]] = {}
+        for (ask, steps, aborted), prompt in zip(drawn, prompts, strict=True):
+            self._add(ask, prompt)
+            self._step(steps)
+            if aborted is not None and self.live:
+                request_id = sorted(self.live)[aborted % len(self.live)]
+                self.engine.abort(request_id)
+                del self.live[request_id]
+        self._step(2000)
+        assert not self.live, "livelock"
+        self._check_empty()
+        for text, found in self.seen_drafts.items():
+            assert found == self.fresh.drafts(text)
+        self.spec.engine.reset_prefix_cache()  # Its pages were written over.
+
+    def _engine(self, snapshots: int, **options: Any) -> Engine:
+        """An engine on its program, with fresh memory for that many snapshots."""
+        nbytes = self.spec.engine._states.nbytes
+        made = replace(self.spec.options, snapshot_bytes=snapshots * nbytes, **options)
+        return Engine(self.spec.program, made, self.spec.engine.vocab_size)
+
+    def _prompts(self, drawn: list[Ask]) -> list[Text]:
+        """The prompts of a schedule's asks; their answers are known after this."""
+        prompts: list[Text] = []
+        for ask in drawn:
+            prompt = tuple(BASES[ask.base][: ask.length])
+            if ask.turn_of is not None and prompts:
+                before = prompts[ask.turn_of % len(prompts)]
+                answer = self.fresh.answer(before)
+                prompt = (*before, *answer[: len(answer) - ask.stripped])
+            prompt = (*prompt[:LONGEST], *TAILS[ask.tail])[: LONGEST + 4]
+            self.fresh.answer(prompt)
+            prompts.append(prompt)
+        return prompts
+
+    def _add(self, ask: Ask, prompt: Text) -> None:
+        wanted, stops = self.fresh.answer(prompt)[: ask.new], tuple[int, ...]()
+        if ask.stop is not None and ask.stop < len(wanted):
+            stops = (wanted[ask.stop],)
+            wanted = wanted[: wanted.index(stops[0]) + 1]
+        for _ in range(ask.copies):
+            request = Request(-1, list(prompt), ask.new, stops)
+            request_id = self.engine.submit(request)
+            self.live[request_id] = Live(prompt, wanted, [], request)
+
+    def _step(self, count: int) -> None:
+        for _ in range(count):
+            if not self.engine.has_work:
+                return
+            for output in self.engine.step():
+                one = self.live[output.request_id]
+                one.found += output.token_ids
+                assert tuple(one.found) == one.wanted[: len(one.found)]
+                if output.finish_reason is not None:
+                    assert tuple(one.found) == one.wanted
+                    del self.live[output.request_id]
+                    self.seen["reused"] += one.request.num_cached or 0
+            self._note_drafts()
+            snapshots = self.engine.pages.index.snapshots
+            assert snapshots.num_used <= snapshots.count
+
+    def _note_drafts(self) -> None:
+        """What the state rows hold: the last token, and the drafts after it."""
+        shared = self.spec.program.shared
+        for one in self.live.values():
+            slot = one.request.slot
+            if slot is None or not one.request.is_prefilled:
+                continue
+            if int(shared["state.remaining_tokens"][slot]):
+                length = int(shared["state.committed_lens"][slot]) + 1
+                text = (*one.prompt, *one.wanted)[:length]
+                last, *drafts = shared["state.token_ids"][slot].tolist()
+                assert (len(text), text[-1]) == (length, last)
+                assert self.seen_drafts.setdefault(text, drafts) == drafts
+                self.seen["drafts"] += 1
+
+    def _check_empty(self) -> None:
+        """Pages, slots and snapshots are as at the start, or idle and known."""
+        engine, pages = self.engine, self.engine.pages
+        snapshots = pages.index.snapshots
+        assert pages.num_free == pages.count
+        assert engine.slots.num_free == engine.slots.count
+        attached = [page for page in pages.index.pages if page in snapshots]
+        assert snapshots.num_used == len(attached)
+        self.seen["preempted"] += engine.scheduler.num_preemptions
+        self.seen["evicted"] += snapshots.num_evicted
+        self.seen["kept"] += snapshots.num_used
+        engine.reset_prefix_cache()
+        assert snapshots.num_used == pages.num_idle == 0
+
+
+def check_reuse(conversations: Conversations, count: int) -> None:
+    """Draw `count` schedules; what they were drawn for has to have happened."""
+    run = given(schedules, engines)(conversations.run)
+    settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )(run)()
+    seen, has_state = conversations.seen, bool(conversations.spec.engine._states.names)
+    assert seen["reused"] > 8 * count
+    assert seen["drafts"] > 4 * count
+    assert seen["preempted"] >= count // 10
+    assert bool(seen["evicted"] and seen["kept"]) == has_state
