@@ -159,7 +159,7 @@ def report(found: Sequence[tuple[Fault, Run]]) -> str:
         "|---|---|---|---|",
     ]
     for fault, result in found:
-        seen = {True: "yes", False: "no"}[result.failed] if result.status else "by a hang"
+        seen = "by a hang" if result.status is None else "yes" if result.failed else "no"
         lines.append(f"| {fault.name} | `{fault.file}` | `{fault.test}` | {seen} |")
     return "\n".join(lines) + "\n"
 
