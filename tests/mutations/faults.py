@@ -71,7 +71,7 @@ FAULTS = (
         METADATA,
         "Chained(positions, slots, seq_lens, starts, lens + 1)",
         "Chained(positions, slots, seq_lens, starts, lens)",
-        f"{_DRAFTS}[mimo-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     Fault(
         "the logits of a prompt are those of its first row",
@@ -115,7 +115,7 @@ FAULTS = (
         METADATA,
         "live = active[request] & in_batch & (position < blocks * page_size)",
         "live = active[request] & (position < blocks * page_size)",
-        _MIMO,
+        "step/test_step.py",
     ),
     Fault(
         "rows without a page write the null page",
@@ -152,7 +152,7 @@ FAULTS = (
         context_lens""",
         """        active = state_indices != SCRATCH_SLOT
         context_lens""",
-        "engine/test_async_scheduling.py",
+        "step/test_step.py::test_a_finished_request_keeps_its_row",
     ),
     Fault(
         "slot_mapping keeps one row a request",
@@ -176,7 +176,7 @@ FAULTS = (
         ACCEPT,
         "matches = (drafts == choices[:, :-1]) & decodes[:, None]",
         "matches = (drafts == choices[:, 1:]) & decodes[:, None]",
-        _MIMO,
+        _ACCEPT,
     ),
     Fault(
         "the bonus token is lost where every draft is right",
@@ -335,7 +335,7 @@ FAULTS = (
         CHAINING,
         "rows = anchors[:, None] - back[None]",
         "rows = anchors[:, None] - back[None] - 1",
-        _CHAINS,
+        "models/test_drafts.py::test_several_layers_chain_truly[step3p7@3-2]",
     ),
     Fault(
         "every MTP layer is fed the target's features",

@@ -46,6 +46,20 @@ def test_metadata_in_closed_form() -> None:
     assert seq_lens.tolist() == [5, 0, 0, 6, 9]
 
 
+def test_padding_behind_a_request_with_room_has_no_slot() -> None:
+    """The last request's next places are free, and padded rows leave them so."""
+    positions, slots, _ = flat_metadata(
+        context_lens=torch.tensor([3], dtype=torch.int32),
+        active=torch.tensor([True]),
+        block_table=torch.tensor([[9, 8]], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+        num_tokens=4,
+        page_size=4,
+    )
+    assert slots.tolist() == [9 * 4 + 3, 8 * 4 + 0, NO_SLOT, NO_SLOT]
+    assert positions.tolist() == [3, 4, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("candidates", "count", "remaining", "finite", "expected"),
     [
