@@ -33,7 +33,7 @@ def test_speculative_output_equals_plain_decoding(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
     """K = 0..4, batches of every bucket, ragged, joins and leaves, poisoned."""
-    few = {} if spec_tokens == 3 else {"batch_buckets": (2, 5)}
+    few = {} if spec_tokens == 3 else {"batch_buckets": (4,)}
     spec = compiled(family, spec_tokens, **few)
     check_theorem(spec, oracle(family), max_examples=25).check_all_happened()
 
