@@ -226,9 +226,10 @@ def check_drafts(spec: Any, oracle: DraftOracle, prompts: list[list[int]], new: 
 
 
 def check_caches(spec: mtpc.SpecModel, prompt: list[int], new: int = 12) -> None:
-    """Decode a prompt, then prefill prompt and text at once: every page holds the same rows.
+    """Decode a prompt, then prefill prompt and text at once: the caches hold the same rows.
 
-    Rows that rest on drafts are left out: one of the last for each MTP layer.
+    Of rings, these are the last few rows. Rows that rest on drafts are left out: one of the last
+    for each draft.
     """
     text = [*prompt, *spec.generate(prompt, new, ignore_eos=True)]
     count = len(text) - 1 - spec.options.spec_tokens
@@ -238,17 +239,28 @@ def check_caches(spec: mtpc.SpecModel, prompt: list[int], new: int = 12) -> None
         torch.testing.assert_close(decoded[name], rows, rtol=0, atol=1e-9, msg=name)
 
 
+IN_RINGS = 6
+"""Rows that every ring of the tiny models still has: their windows are as wide."""
+
+
 def _rows(spec: mtpc.SpecModel, start: list[int], count: int) -> dict[str, torch.Tensor]:
-    """The first `count` rows of each cache in pages, of a request that begins with these tokens."""
+    """Rows up to `count` of each cache, of a request that begins with these tokens."""
     poison(spec)
-    request_id = spec.engine.add(start, 20)
-    while not spec.engine.running or spec.engine.running[0].num_committed < count:
+    request_id, final = spec.engine.add(start, 20), count + spec.options.spec_tokens
+    while not spec.engine.running or spec.engine.running[0].num_committed < final:
         spec.engine.step()
-    pages, size = spec.engine.running[0].pages, spec.options.page_size
-    slots = [pages[i // size] * size + i % size for i in range(count)]
+    (request,), size = spec.engine.running, spec.options.page_size
+    num_slots = len(spec.program.shared["state.remaining_tokens"])
     rows = {}
     for name, cache in spec.program.shared.items():
-        if name.startswith("kv.") and "ring" not in name:
-            rows[name] = cache.flatten(0, 1)[slots].clone()
+        if not name.startswith("kv."):
+            continue
+        pages, first = request.pages, 0
+        if "ring" in name:
+            length = (len(cache) - 1) // (num_slots - 1)
+            begin, first = 1 + (request.slot - 1) * length, max(count - IN_RINGS, 0)
+            pages = [begin + block % length for block in range(-(-count // size))]
+        slots = [pages[i // size] * size + i % size for i in range(first, count)]
+        rows[name] = cache.flatten(0, 1)[slots].clone()
     spec.engine.abort(request_id)
     return rows

@@ -127,6 +127,8 @@ def test_drafts_after_rejections_at_every_position(
         text[len(prompt) :] for text, prompt in zip(texts.values(), prompts, strict=True)
     ] == truths
     assert all(count > 0 for count in spec.stats.accepted)
+    for prompt in (PROMPTS[0], PROMPTS[10]):
+        check_caches(spec, prompt)
 
 
 TRANSFORMERS: dict[str, Any] = {

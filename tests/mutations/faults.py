@@ -218,7 +218,7 @@ FAULTS = (
         "step/accept.py",
         "following = torch.where(goes_on, next_prompt_id, chosen[last])",
         "following = chosen[last]",
-        f"{_DRAFTS}[mimo-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     # What the MTP layers are fed.
     Fault(
@@ -226,7 +226,7 @@ FAULTS = (
         "step/accept.py",
         "torch.cat([ids[1:], ids[:1]])",
         "ids",
-        f"{_DRAFTS}[mimo-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     Fault(
         "all drafts of a chain take the first draft",
@@ -298,7 +298,7 @@ FAULTS = (
         """        if self.layer.wiring.next_features != "":
             return hidden
 """,
-        f"{_DRAFTS}[glm4_moe-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     Fault(
         "an MTP layer's own head is left out",
@@ -321,7 +321,7 @@ FAULTS = (
         CHAINING,
         "kept = (self.window - earlier[request] + row).clamp(0, self.window - 1)",
         "kept = row.clamp(0, self.window - 1)",
-        _CHAINS,
+        "step/test_step.py",
     ),
     Fault(
         "earlier rows stand at later positions",
@@ -473,14 +473,14 @@ FAULTS = (
         "engine/prefix.py",
         "return Block(parent, tokens,",
         "return Block(ROOT, tokens,",
-        _SCHEDULES,
+        "engine/test_pages.py",
     ),
     Fault(
         "pages are learned before the draft layers' rows are final",
         "engine/prefix.py",
         "final = request.num_committed - max(self.lookahead - 1, 0)",
         "final = request.num_committed + 1",
-        _SCHEDULES,
+        "engine/test_pages.py",
     ),
     Fault(
         "a shared page can be evicted while it is used",
