@@ -3,8 +3,8 @@
     python -m benchmarks.families                              # the tests alone, some minutes
     python -m benchmarks.families --vllm-python VENV/bin/python   # and vLLM on the same checkpoints
 
-A cell says "yes" where all tests behind it passed, "no" where one failed, and "-" where there is
-none.
+A cell says "yes" where the test behind it passed, "no" where it failed, and "-" where there is no
+such test. A server's cell says "not run" where no run of that server is in the record.
 """
 
 from __future__ import annotations
@@ -71,13 +71,15 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 """Column -> the test of a family, below tests/, and those with other names."""
 VLLM = "text and drafts = vLLM"
-COLUMNS = ("family", *TESTS, VLLM)
+SGLANG = "text and drafts = SGLang"
+COLUMNS = ("family", *TESTS, VLLM, SGLANG)
 NOTES = (
     "released names: every row of every MTP layer equals plain code over the released tensor names",
     "text = plain: the theorem at K = 3 (K = 2 for qwen3_5_moe)",
     "drafts = the wiring: drafts after each step equal an oracle that shares no code with mtpc",
     "drafts = transformers: the same against transformers' own `MtpModel`, where it has the family",
     f"{VLLM}: tests/peers/vllm_agreement.py, K = 0, 1, 3",
+    f"{SGLANG}: no command compares them; tests/peers/sglang_plugin.py runs mtpc inside SGLang",
 )
 
 
@@ -116,9 +118,10 @@ def test_of(family: str, column: str) -> str:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    words = {True: "yes", False: "no", None: "-"}
+    words = {True: "yes", False: "no"}
+    unknown = {column: "not run" if column in (VLLM, SGLANG) else "-" for column in COLUMNS}
     cells = [
-        [row["family"], *(words[row["passed"].get(column)] for column in COLUMNS[1:])]
+        [row["family"], *(words.get(row["passed"].get(c), unknown[c]) for c in COLUMNS[1:])]
         for row in record["rows"]
     ]
     return Table("Families", COLUMNS, cells, NOTES)

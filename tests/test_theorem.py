@@ -9,7 +9,13 @@ import pytest
 from helpers.families import CPU_FAMILY_NAMES, FAMILY_NAMES
 from helpers.oracles import Oracle
 from helpers.reuse import Conversations, check_reuse
-from helpers.theorem import PROMPTS, check_after_rejection, check_theorem, poison
+from helpers.theorem import (
+    PROMPTS,
+    check_after_rejection,
+    check_theorem,
+    poison,
+    requests,
+)
 
 BY_DEFAULT = {**dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)), "mimo": range(5)}
 """Family -> the K of the default run; 3 for the others. The slow run has every K."""
@@ -27,8 +33,10 @@ BY_DEFAULT = {**dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)), "mimo": range(5)}
 def test_speculative_output_equals_plain_decoding(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
-    """K = 0..4, batches 1..9 over buckets 1, 2, 4, 8, ragged, joins and leaves, poisoned."""
-    check_theorem(compiled(family, spec_tokens), oracle(family), max_examples=6)
+    """K = 0..4, batches of every bucket, ragged, joins and leaves, poisoned."""
+    few = {} if spec_tokens == 3 else {"batch_buckets": (4,)}
+    spec = compiled(family, spec_tokens, **few)
+    check_theorem(spec, oracle(family), max_examples=25).check_all_happened()
 
 
 @pytest.mark.slow
@@ -42,9 +50,10 @@ def test_the_same_at_length(
     compiled: Callable[..., Any],
     oracle: Callable[..., Oracle],
 ) -> None:
-    """Many more examples, and every K compiled."""
+    """Larger draws: a thousand by compiled steps, and all buckets at every K."""
     spec = compiled(family, spec_tokens, backend=backend)
-    check_theorem(spec, oracle(family), max_examples=60)
+    count = 1000 if backend == "cpu" else 60
+    check_theorem(spec, oracle(family), count, requests(1, 9, 20)).check_all_happened()
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

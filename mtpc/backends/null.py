@@ -2,9 +2,10 @@
 
 Capture runs the step once and records each operator with the tensors that it used: buffers and
 weights by address, temporaries by their memory. A replay repeats the operators on the same memory
-with the same Python numbers. So it freezes whatever a device graph freezes. It refuses what a
-device graph cannot do: reads of values by the host, results whose shape depends on data, and
-tensors made from Python values.
+with the same Python numbers. So it freezes whatever a device graph freezes. Temporaries are in one
+pool, which uses memory again as a device's does (`null_pool.py`). It refuses what a device graph
+cannot do: reads of values by the host, results whose shape depends on data, and tensors made from
+Python values.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import check_addresses, empty_batch, static_tensors
+from mtpc.backends.null_pool import Place, Pool
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
 from mtpc.passes.base import Pass
@@ -62,22 +64,33 @@ class Tape:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every operator that runs on a tape."""
+    """Records every operator that runs on a tape; new tensors are in a pool."""
 
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: Tape, pool: Pool):
         super().__init__()
-        self.tape = tape
+        self._tape, self._pool = tape, pool
+        self._calls: list[tuple[torch._ops.OpOverload, Any]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         _refuse(func, args)
-        result = func(*args, **kwargs)
+        given: list[Tensor] = []
         outputs: list[Tensor] = []
+        tree_map_only(Tensor, given.append, (args, kwargs))
+        result = self._pool.adopt(func(*args, **kwargs), given)
         tree_map_only(Tensor, outputs.append, result)
-        self.tape.entries.append(TapeEntry(func, args, kwargs, tuple(outputs)))
+        # Places, because a tensor on the tape would keep its memory in use.
+        call = tree_map_only(Tensor, self._pool.place, (args, kwargs, tuple(outputs)))
+        self._calls.append((func, call))
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.inference_mode():
+            for op, call in self._calls:
+                self._tape.entries.append(TapeEntry(op, *tree_map_only(Place, Place.tensor, call)))
 
 
 def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
@@ -109,6 +122,7 @@ class NullDevice:
         self._eager = EagerBackend()
         self.notes: Counter[str] = Counter()
         self.tapes: dict[str, Tape] = {}
+        self.pool = Pool()
 
     def free_bytes(self) -> int | None:
         """Host memory is not planned ahead."""
@@ -129,7 +143,7 @@ class NullDevice:
         """
         static = static_tensors(graph)
         tape = Tape(addresses={name: tensor.data_ptr() for name, tensor in static.items()})
-        with empty_batch(graph), torch.inference_mode(), _Recorder(tape):
+        with empty_batch(graph), torch.inference_mode(), _Recorder(tape, self.pool):
             graph.module()
         self.tapes[graph.name] = tape
         return _Replay(tape, graph)
@@ -145,12 +159,14 @@ class NullGraphs:
         tapes: recorded runs, in order.
         warm_ups: number of runs outside of any graph.
         free: bytes of device memory to report as free; None: not known.
+        pool: the memory of all temporaries.
     """
 
     def __init__(self, free: int | None = None) -> None:
         self.tapes: list[Tape] = []
         self.warm_ups = 0
         self.free = free
+        self.pool = Pool()
 
     def warm_up(self, run: Run) -> None:
         """Run once, and count it."""
@@ -160,7 +176,7 @@ class NullGraphs:
     def record(self, run: Run) -> Run:
         """Run once and record the operators; the replay repeats them on the same memory."""
         tape = Tape()
-        with torch.inference_mode(), _Recorder(tape):
+        with torch.inference_mode(), _Recorder(tape, self.pool):
             run()
         self.tapes.append(tape)
 
@@ -173,14 +189,8 @@ class NullGraphs:
         return replay
 
     def pool_bytes(self) -> int:
-        """Bytes of all temporaries; unlike the pool of a device, none is reused."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tape in self.tapes
-            for entry in tape.entries
-            for tensor in entry.outputs
-        }
-        return sum(storages.values())
+        """Bytes of the pool."""
+        return self.pool.nbytes
 
     def free_bytes(self) -> int | None:
         """The number of bytes that the constructor was given."""

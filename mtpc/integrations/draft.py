@@ -39,6 +39,9 @@ from mtpc.models.mtp_layers import (
 from mtpc.passes.canonicalise import drop_identities
 from mtpc.weights.checkpoint import check_finite, listing
 
+_ENDS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
+"""Role -> how the name of the target's own tensor ends."""
+
 
 @dataclass(frozen=True)
 class DraftOptions:
@@ -84,6 +87,8 @@ class TracedDraft(nn.Module):
         embedding: maps token ids [T] to [T, H]; None until the host sets it.
         graph: the traced layer: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H].
         sites: the attention sites. `graph.sites` has the host's modules in the same order.
+        own: the embedding and the head [V, H] that are stored with the layer and differ from the
+            target's, by role. The graph uses neither; see `check_ends`.
 
     Raises:
         UnsupportedModelError: see `draft_config`; or the config has no MTP layer of this index.
@@ -107,6 +112,7 @@ class TracedDraft(nn.Module):
         modules = [make_attention(site) for site in self.sites]
         _call_host(self.graph, modules)
         self.embedding: Any = None
+        self.own: dict[str, Tensor] = {}
 
     def forward(
         self,
@@ -160,7 +166,7 @@ class TracedDraft(nn.Module):
 
         Args:
             weights: pairs of a name in the checkpoint and a tensor. Tensors of other layers are
-                ignored.
+                ignored. The target's embedding and head should be among them, see `own`.
 
         Returns:
             The layer's names in the checkpoint. They include the layer's copies of the target's
@@ -171,8 +177,10 @@ class TracedDraft(nn.Module):
                 finite. The message lists them.
         """
         prefix, name = self.prefix, f"MTP layer {self.index} of {self.family.name}"
-        given = {n: t for n, t in weights if n.startswith(prefix)}
+        taken = {n: t for n, t in weights if self.takes(n)}
+        given = {n: t for n, t in taken.items() if n.startswith(prefix)}
         own = {n.removeprefix(prefix): t for n, t in given.items()}
+        self.own = self._own_ends(own, {n: t for n, t in taken.items() if n not in given})
         own = {n: t for n, t in own.items() if n not in self.family.shared_tensors}
         quantised = sorted(n for n, t in own.items() if t.dtype.itemsize == 1)
         if quantised:
@@ -185,6 +193,43 @@ class TracedDraft(nn.Module):
         check_finite(tensors.items(), name)
         self.layer.load_state_dict(tensors)
         return set(given)
+
+    def takes(self, name: str) -> bool:
+        """Whether `load_weights` looks at a tensor: the layer's, and the target's two ends."""
+        is_end = name.endswith(tuple(_ENDS.values())) and ".layers." not in name
+        return name.startswith(self.prefix) or is_end
+
+    def _own_ends(self, stored: dict[str, Tensor], rest: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is stored with the layer, by role, and is not equal to the target's in `rest`."""
+        theirs = {
+            role: tensor
+            for role, ending in _ENDS.items()
+            for name, tensor in rest.items()
+            if name.endswith(ending)
+        }
+        if "embedding" in theirs:
+            theirs.setdefault("head", theirs["embedding"])  # They are tied.
+        return {
+            role: stored[name]
+            for name, role in self.family.shared_tensors.items()
+            if getattr(self.layer.wiring, role) == "own"
+            and name in stored
+            and role in theirs
+            and not torch.equal(stored[name], theirs[role])
+        }
+
+    def check_ends(self) -> None:
+        """For hosts that give the draft the target's embedding and head.
+
+        Raises:
+            UnsupportedModelError: the layer has others of its own.
+        """
+        if self.own:
+            raise UnsupportedModelError(
+                f"{self.family.name}: MTP layer {self.index} is stored with a different "
+                f"{' and '.join(sorted(self.own))} than the target's, and a traced draft in a host "
+                "has the target's: its drafts would be wrong; use the host's own draft"
+            )
 
 
 class _Rows(nn.Module):

@@ -76,7 +76,8 @@ def test_captured_steps_generate_what_eager_ones_do(
     tokens = {str(key): key.bucket.num_tokens for key in spec.program.steps}
     order = [tokens[name] for name in backend.captured]
     assert order == [8, 8, 4], "the largest first"
-    assert all(captured.pool_bytes > 0 for captured in backend.captured.values())
+    first, *others = (captured.pool_bytes for captured in backend.captured.values())
+    assert max(others) < first / 2, "smaller steps use the memory of larger ones"
 
 
 def test_capture_leaves_buffers_and_pages_as_they_were(on_null: Callable[..., Any]) -> None:

@@ -33,8 +33,8 @@ EACH_FAMILY_OF_FEW = [
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
 """Small pages and chunks, so that short sequences cross their edges."""
 FEWER_BUCKETS: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {"batch_buckets": (1, 4)},
-    "deepseek_v32": {"batch_buckets": (1, 4)},
+    family: {"batch_buckets": (1, 4)}
+    for family in ("deepseek_v4", "deepseek_v32", "mimo_v2", "step3p7")
 }
 """Of families whose graphs are large: a bucket costs five seconds."""
 NUM_PAGES = 89

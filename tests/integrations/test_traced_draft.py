@@ -216,6 +216,20 @@ def test_weights_that_do_not_fit_are_named(checkpoint: Callable[..., Path]) -> N
         draft.load_weights([])
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_head_of_its_own_is_refused(changed: bool, checkpoint: Callable[..., Path]) -> None:
+    """A copy of the target's head is no head of its own; another one would be ignored."""
+    directory = checkpoint("glm4_moe", "random")
+    draft, weights = TracedDraft(directory, Causal), weights_of(directory)
+    stored = weights["lm_head.weight"].clone()
+    stored[3, 5] += 0.25 * changed
+    draft.load_weights({**weights, "model.layers.2.shared_head.head.weight": stored}.items())
+    if not changed:
+        return draft.check_ends()
+    with pytest.raises(UnsupportedModelError, match=r"glm4_moe: MTP layer 0 .* different head"):
+        draft.check_ends()
+
+
 def test_models_that_cannot_be_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     for family, role in (("deepseek_v4", "window"), ("deepseek_v32", "index, latent")):
         message = rf"{family}: its MTP layers hold state of their own kind \({role}\)"

@@ -72,7 +72,7 @@ FAULTS = (
         METADATA,
         "Chained(positions, slots, seq_lens, starts, lens + 1)",
         "Chained(positions, slots, seq_lens, starts, lens)",
-        f"{_DRAFTS}[mimo-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     Fault(
         "the logits of a prompt are those of its first row",
@@ -116,7 +116,7 @@ FAULTS = (
         METADATA,
         "live = active[request] & in_batch & (position < blocks * page_size)",
         "live = active[request] & (position < blocks * page_size)",
-        _MIMO,
+        "step/test_step.py",
     ),
     Fault(
         "rows without a page write the null page",
@@ -153,7 +153,7 @@ FAULTS = (
         context_lens""",
         """        active = state_indices != SCRATCH_SLOT
         context_lens""",
-        "engine/test_async_scheduling.py",
+        "step/test_step.py::test_a_finished_request_keeps_its_row",
     ),
     Fault(
         "slot_mapping keeps one row a request",
@@ -177,7 +177,7 @@ FAULTS = (
         ACCEPT,
         "matches = (drafts == choices[:, :-1]) & decodes[:, None]",
         "matches = (drafts == choices[:, 1:]) & decodes[:, None]",
-        _MIMO,
+        _ACCEPT,
     ),
     Fault(
         "the bonus token is lost where every draft is right",
@@ -219,7 +219,7 @@ FAULTS = (
         "step/accept.py",
         "following = torch.where(goes_on, next_prompt_id, chosen[last])",
         "following = chosen[last]",
-        f"{_DRAFTS}[mimo-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     # What the MTP layers are fed.
     Fault(
@@ -227,7 +227,7 @@ FAULTS = (
         "step/accept.py",
         "torch.cat([ids[1:], ids[:1]])",
         "ids",
-        f"{_DRAFTS}[mimo-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     Fault(
         "all drafts of a chain take the first draft",
@@ -299,7 +299,7 @@ FAULTS = (
         """        if self.layer.wiring.next_features != "":
             return hidden
 """,
-        f"{_DRAFTS}[glm4_moe-trained]",
+        f"{_DRAFTS}[glm4_moe-random]",
     ),
     Fault(
         "an MTP layer's own head is left out",
@@ -322,7 +322,7 @@ FAULTS = (
         CHAINING,
         "kept = (self.window - earlier[request] + row).clamp(0, self.window - 1)",
         "kept = row.clamp(0, self.window - 1)",
-        _CHAINS,
+        "step/test_step.py",
     ),
     Fault(
         "earlier rows stand at later positions",
@@ -336,7 +336,7 @@ FAULTS = (
         CHAINING,
         "rows = anchors[:, None] - back[None]",
         "rows = anchors[:, None] - back[None] - 1",
-        _CHAINS,
+        "models/test_drafts.py::test_several_layers_chain_truly[step3p7@3-2]",
     ),
     Fault(
         "every MTP layer is fed the target's features",
@@ -474,14 +474,14 @@ FAULTS = (
         "engine/prefix.py",
         "return Block(parent, tokens,",
         "return Block(ROOT, tokens,",
-        _SCHEDULES,
+        "engine/test_pages.py",
     ),
     Fault(
         "pages are learned before the draft layers' rows are final",
         "engine/prefix.py",
         "final = request.num_committed - max(self.lookahead - 1, 0)",
         "final = request.num_committed + 1",
-        _SCHEDULES,
+        "engine/test_pages.py",
     ),
     Fault(
         "a shared page can be evicted while it is used",

@@ -2,6 +2,8 @@
 
     python tests/mutations/plant.py [--sample] [--only WORDS] [--jobs 2] [--out FILE]
 
+--out keeps the rows of faults that are not planted this time, if their tests are the same.
+
 Each fault has a process of its own, a fork of one that has torch imported. Exit status 1 means that
 a test missed its fault, or fails without any.
 """
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,13 @@ class Run:
     def failed(self) -> bool:
         """Whether the test has seen the fault."""
         return self.status in (_FAILED, None)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in words."""
+        if self.status is None:
+            return "seen by a hang"
+        return "seen" if self.failed else f"MISSED (pytest's status {self.status})"
 
 
 def plant(fault: Fault, tree: Path) -> None:
@@ -126,9 +135,13 @@ def _test(tests: Sequence[str], tree: Path) -> None:
         os._exit(status)
 
 
-def check_all(faults: Sequence[Fault], jobs: int) -> list[tuple[Fault, Run]]:
-    """Check faults, `jobs` at a time; says how each ended. They are sorted as `faults` is."""
-    waiting, running, found = list(faults), list[Trial](), dict[Fault, Run]()
+def check_all(faults: Sequence[Fault], jobs: int, out: Path | None) -> bool:
+    """Check faults, `jobs` at a time; says how each ended, and writes each row as it is known.
+
+    Returns:
+        Whether every fault was seen.
+    """
+    waiting, running, all_seen = list(faults), list[Trial](), True
     while waiting or running:
         while waiting and len(running) < jobs:
             fault = waiting.pop(0)
@@ -138,30 +151,41 @@ def check_all(faults: Sequence[Fault], jobs: int) -> list[tuple[Fault, Run]]:
             if result is None or trial.fault is None:
                 continue
             running.remove(trial)
-            found[trial.fault] = result
-            verdict = "seen" if result.failed else f"MISSED (pytest's status {result.status})"
-            print(f"{verdict}: {trial.fault.name} ({result.seconds:.0f} s)", flush=True)
+            all_seen &= result.failed
+            if out is not None:
+                out.write_text(report({**read_rows(out), row(trial.fault): result.verdict}))
+            print(f"{result.verdict}: {trial.fault.name} ({result.seconds:.0f} s)", flush=True)
             if not result.failed:
                 print(result.output[-2000:], flush=True)
         time.sleep(0.1)
-    return [(fault, found[fault]) for fault in faults]
+    return all_seen
 
 
-def report(found: Sequence[tuple[Fault, Run]]) -> str:
-    """What was planted, and what saw it, as Markdown."""
+def row(fault: Fault) -> str:
+    """A fault's row of the results, without what came of it."""
+    return f"| {fault.name} | `{fault.file}` | `{fault.test}` |"
+
+
+def read_rows(path: Path) -> dict[str, str]:
+    """Rows of a file of results, and what came of each fault."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    cells = [line.rpartition(" | ") for line in lines if line.count(" | ") == 3]
+    return {f"{known} |": verdict.removesuffix(" |") for known, _, verdict in cells}
+
+
+def report(verdicts: Mapping[str, str]) -> str:
+    """What was planted, and what saw it, as Markdown: the faults of this file's table only."""
     lines = [
         "# Planted faults",
         "",
         "`python tests/mutations/plant.py --out tests/mutations/results.md` writes this file. It",
         "plants each fault in a copy of mtpc, and runs the test, which has to fail.",
         "",
-        "| fault | file | test | seen |",
+        "| fault | file | test | verdict |",
         "|---|---|---|---|",
     ]
-    for fault, result in found:
-        seen = {True: "yes", False: "no"}[result.failed] if result.status else "by a hang"
-        lines.append(f"| {fault.name} | `{fault.file}` | `{fault.test}` | {seen} |")
-    return "\n".join(lines) + "\n"
+    known = [row(fault) for fault in FAULTS if row(fault) in verdicts]
+    return "\n".join([*lines, *(f"{text} {verdicts[text]} |" for text in known)]) + "\n"
 
 
 def main() -> int:
@@ -183,10 +207,7 @@ def main() -> int:
         print(f"without a fault, the tests end with {right.status}:\n{right.output[-3000:]}")
         return 1
     print(f"the tests pass without a fault ({right.seconds:.0f} s)", flush=True)
-    found = check_all(wanted, options.jobs)
-    if options.out:
-        options.out.write_text(report(found))
-    return int(not all(result.failed for _, result in found))
+    return int(not check_all(wanted, options.jobs, options.out))
 
 
 if __name__ == "__main__":

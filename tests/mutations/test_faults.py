@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutations.faults import FAULTS
+from mutations.plant import read_rows, row
 
 PLANT = Path(__file__).with_name("plant.py")
 
@@ -18,3 +20,10 @@ def test_each_planted_fault_is_seen(options: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seen: " in done.stdout
+
+
+def test_each_fault_has_a_result() -> None:
+    """The file of results has every fault with the test that it names now, and all are seen."""
+    verdicts = read_rows(PLANT.with_name("results.md"))
+    assert [row(fault) for fault in FAULTS if row(fault) not in verdicts] == []
+    assert {verdicts[row(fault)].split()[0] for fault in FAULTS} == {"seen"}

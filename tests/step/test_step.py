@@ -24,7 +24,9 @@ from mtpc.layout import (
 from mtpc.models.load import load
 from mtpc.ops.accept import stop
 from mtpc.program.compiler import StepCompiler
+from mtpc.step.chaining import Widen
 from mtpc.step.metadata import flat_metadata
+from mtpc.step.records import Widened
 
 
 def test_metadata_in_closed_form() -> None:
@@ -44,6 +46,44 @@ def test_metadata_in_closed_form() -> None:
     assert slots.tolist() == [9 * 4 + 3, 8 * 4 + 0, off, off, off, 1 * 4 + 3, off, off, off]
     assert positions.tolist() == [3, 4, 0, 4, 5, 7, 0, 0, 0]
     assert seq_lens.tolist() == [5, 0, 0, 6, 9]
+
+
+def test_padding_behind_a_request_with_room_has_no_slot() -> None:
+    """The last request's next places are free, and padded rows leave them so."""
+    positions, slots, _ = flat_metadata(
+        context_lens=torch.tensor([3], dtype=torch.int32),
+        active=torch.tensor([True]),
+        block_table=torch.tensor([[9, 8]], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+        num_tokens=4,
+        page_size=4,
+    )
+    assert slots.tolist() == [9 * 4 + 3, 8 * 4 + 0, NO_SLOT, NO_SLOT]
+    assert positions.tolist() == [3, 4, 0, 0]
+
+
+def test_earlier_rows_of_a_short_text() -> None:
+    """A text of two tokens has two earlier rows, the newest that its slot keeps, and not three."""
+    widen = Widen(StepKey.decode(2, 1), 3, 4)
+    kept = torch.tensor([[0, 0, 0], [90, 11, 12], [21, 22, 23]])
+    found = Widened(
+        *widen(
+            next_ids=torch.tensor([13, 14, 24, 25]),
+            features=torch.tensor([[13.0], [14], [24], [25]]),
+            anchors=torch.tensor([1, 3]),
+            context_lens=torch.tensor([2, 5], dtype=torch.int32),
+            active=torch.tensor([True, True]),
+            block_table=torch.tensor([[9, 8], [7, 6]], dtype=torch.int32),
+            state_slots=torch.tensor([1, 2]),
+            query_start_loc=torch.tensor([0, 2, 4], dtype=torch.int32),
+            last_ids=kept,
+            last_features=kept[..., None].float(),
+        )
+    )
+    rows = [11, 12, 13, 14, 21, 22, 23, 24, 25]
+    assert found.ids[:9].tolist() == found.features[:9, 0].tolist() == rows
+    assert found.positions[:9].tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 6]
+    assert found.anchors.tolist() == [3, 8]
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,11 @@ class HostedDraft(nn.Module):
 
         Raises:
             CheckpointError: see `TracedDraft.load_weights`.
+            UnsupportedModelError: see `TracedDraft.check_ends`.
         """
-        return self.draft.load_weights(weights)
+        names = self.draft.load_weights(weights)
+        self.draft.check_ends()
+        return names
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
         """The weights of the embedding and the head, [V, H] each."""
@@ -113,6 +116,11 @@ class HostedDraft(nn.Module):
 
     def set_embed_and_head(self, embed: Tensor, head: Tensor) -> None:
         """Use the target's weights, [V, H] each, and free the draft's own."""
-        for module, weight in ((self.draft.embedding, embed), (self.lm_head, head)):
-            del module.weight
-            module.weight = weight
+        self.set_embed(embed)
+        del self.lm_head.weight
+        self.lm_head.weight = head
+
+    def set_embed(self, embed: Tensor) -> None:
+        """Use the target's embedding [V, H], and free the draft's own; the head stays."""
+        del self.draft.embedding.weight
+        self.draft.embedding.weight = embed

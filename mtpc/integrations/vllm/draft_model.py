@@ -142,11 +142,12 @@ class TracedMTP(nn.Module):
 
         Raises:
             CheckpointError: see `TracedDraft.load_weights`.
+            UnsupportedModelError: see `TracedDraft.check_ends`.
         """
-        prefixes = tuple(draft.prefix for draft in self.drafts)
-        kept = [(name, tensor) for name, tensor in weights if name.startswith(prefixes)]
+        kept = [(n, t) for n, t in weights if any(draft.takes(n) for draft in self.drafts)]
         for draft in self.drafts:
             draft.load_weights(kept)
+            draft.check_ends()
         return {name for name, _ in self.named_parameters()}
 
 
