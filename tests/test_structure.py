@@ -207,15 +207,16 @@ LINES = {
     "backends": 7150,  # Tapes: a runner and its arithmetic in place of Inductor's.
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
-    "cli": 3300,  # `mtpc check`, `mtpc quantize`
+    "cli": 3350,  # `mtpc check`, `mtpc quantize`, `mtpc graft`
     # The outbox and what mends an interrupted call; names that people type; `Completion`.
     "engine": 3600,
     "host": 750,
     "integrations": 2850,
     "layout": 600,
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
-    # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`).
-    "models": 3800,
+    # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
+    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`).
+    "models": 4300,
     # Linear layers and experts on grouped weights (`grouped.py`).
     "ops": 2150,
     # Grouped linears as stages of chains; pack-groups.
@@ -230,8 +231,9 @@ LINES = {
     "store": 950,
     # Hub ids, checks of a checkpoint's JSON files, fused projections of queries, keys and values;
     # weights of 4 and 8 bits with scales of groups.
-    # Formats of quantised weights (`formats/`), making and writing them.
-    "weights": 3250,
+    # Formats of quantised weights (`formats/`), making and writing them. Files apart from weights
+    # (`checkpoint_files.py`), and sharded writing by itself (`shards.py`).
+    "weights": 3400,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

@@ -23,6 +23,9 @@ from mtpc.config import SCHEMES, CompileOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
+ACCEPTANCE_FLOOR = 0.25
+"""DeepSeek-V3 reports 85 to 90 % for its layer (arXiv:2412.19437, section 5.4.3). Layers of another
+model are near 0."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -73,7 +76,8 @@ def _build_parser() -> argparse.ArgumentParser:
             _add_serve,
         ),
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
-        ("check", "measure which wiring of the MTP layers accepts more drafts", _add_check),
+        ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
+        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", _add_graft),
         ("quantize", "write a quantised copy of a checkpoint", _add_quantize),
         ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
@@ -146,6 +150,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_check(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
+    parser.add_argument(
+        "--floor",
+        type=float,
+        default=ACCEPTANCE_FLOOR,
+        metavar="P",
+        help="a smaller accepted share of first drafts means that the MTP layers belong to another "
+        "model (default: %(default)s)",
+    )
     _add_threads(parser)
     _add_compile_options(parser, backend="eager", batch_buckets="the number of prompts")
 
@@ -222,6 +234,15 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave modules of these names plain, as '*.self_attn.*'; repeatable",
     )
+
+
+def _add_graft(parser: argparse.ArgumentParser) -> None:
+    for name, text in (
+        ("base", "checkpoint with MTP layers, of which the fine-tune was made"),
+        ("finetune", "checkpoint that lost them, or holds broken ones"),
+    ):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help=text)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
 
 
 def _add_vocab(parser: argparse.ArgumentParser) -> None:

@@ -83,6 +83,11 @@ class Checkpoint(CheckpointFiles):
         """Whether weights are stored as codes with scales."""
         return bool(self._quantised)
 
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Names of the weights that are stored as codes with scales."""
+        return tuple(self._quantised)
+
     @cached_property
     def specs(self) -> dict[str, GroupSpec]:
         """Name of each weight that `grouped` gives -> its form; from headers alone.
@@ -165,9 +170,9 @@ class Checkpoint(CheckpointFiles):
     def peek(self, name: str) -> Tensor:
         """As `tensor`, for a look that `dequantised` does not count."""
         if name not in self._parts:
-            return self._values(name)
+            return self.whole(name)
         part = self._parts[name]
-        whole = self._values(part.fused)
+        whole = self.whole(part.fused)
         return torch.cat([whole[start:stop] for start, stop in part.runs])
 
     def grouped(self, name: str) -> GroupedWeight:
@@ -190,7 +195,12 @@ class Checkpoint(CheckpointFiles):
         """The weight that a weight is stored in: the fused one, or itself."""
         return self._parts[name].fused if name in self._parts else name
 
-    def _values(self, name: str) -> Tensor:
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Names of the tensors in the files that a quantised weight is stored as."""
+        return tuple(self._quantised[name].parts.values())
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor of the files; a quantised weight, by its own name, as its values."""
         if name not in self._quantised:
             return self.read(name)
         return self._quantised[name].values(self.read, getattr(torch, self._read_dtype))

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: tensors stream into files of limited size, and the directory appears whole."""
+"""Writing a checkpoint: tensors stream into files of limited size; its directory appears whole."""
 
 from __future__ import annotations
 
