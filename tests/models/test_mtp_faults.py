@@ -70,7 +70,12 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str, str]]
         "misfit",
         "missing projection.weight",
     ),
-    "another design": (lambda t: {**t, MIMO + "x": torch.ones(3)}, {}, "misfit", "unexpected block.x"),
+    "another design": (
+        lambda t: {**t, MIMO + "x": torch.ones(3)},
+        {},
+        "misfit",
+        "unexpected block.x",
+    ),
     "another size": (
         lambda t: {**t, JOINT: t[JOINT][:, :64].clone()},
         {},
