@@ -11,11 +11,14 @@ from typing import Any
 import mtpc
 from mtpc.cli.parsing import (
     SuggestingParser,
+    buckets_up_to,
     draft_vocab,
     ids,
     number,
     numbers,
     positive,
+    speculative,
+    speculative_lists,
     wiring,
 )
 from mtpc.cli.serve_arguments import add_server_options
@@ -23,6 +26,19 @@ from mtpc.config import SCHEMES, CompileOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
+ACCEPTANCE_FLOOR = 0.25
+"""DeepSeek-V3 reports 85 to 90 % for its layer (arXiv:2412.19437, section 5.4.3). Layers of another
+model are near 0."""
+
+
+VLLM_NAMES = {
+    "spec_tokens": "--num-speculative-tokens",
+    "max_len": "--max-model-len",
+    "page_size": "--block-size",
+    "num_pages": "--num-gpu-blocks-override",
+    "prefill_chunk": "--max-num-batched-tokens",
+}
+"""What vLLM's users call options."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -73,7 +89,8 @@ def _build_parser() -> argparse.ArgumentParser:
             _add_serve,
         ),
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
-        ("check", "measure which wiring of the MTP layers accepts more drafts", _add_check),
+        ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
+        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", _add_graft),
         ("quantize", "write a quantised copy of a checkpoint", _add_quantize),
         ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
@@ -146,6 +163,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_check(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
+    parser.add_argument(
+        "--floor",
+        type=float,
+        default=ACCEPTANCE_FLOOR,
+        metavar="P",
+        help="a smaller accepted share of first drafts means that the MTP layers belong to another "
+        "model (default: %(default)s)",
+    )
     _add_threads(parser)
     _add_compile_options(parser, backend="eager", batch_buckets="the number of prompts")
 
@@ -222,6 +247,15 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave modules of these names plain, as '*.self_attn.*'; repeatable",
     )
+
+
+def _add_graft(parser: argparse.ArgumentParser) -> None:
+    for name, text in (
+        ("base", "checkpoint with MTP layers, of which the fine-tune was made"),
+        ("finetune", "checkpoint that lost them, or holds broken ones"),
+    ):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help=text)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
 
 
 def _add_vocab(parser: argparse.ArgumentParser) -> None:
@@ -397,7 +431,9 @@ def _add_compile_options(
         default = defaults.get(name, getattr(CompileOptions, name))
         shown = "" if default in (None, ()) else f" (default: {_listed(default)})"
         flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=kind, metavar=metavar, help=text + shown)
+        others = [VLLM_NAMES[name]] if name in VLLM_NAMES else []
+        group.add_argument(flag, *others, type=kind, metavar=metavar, help=text + shown)
+    _add_vllm_options(group, several_k)
     for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
@@ -406,6 +442,24 @@ def _add_compile_options(
         ("--verify-passes", "check the graph with fake tensors after every pass"),
     ):
         group.add_argument(flag, action="store_true", default=None, help=text)
+
+
+def _add_vllm_options(group: Any, several_k: bool) -> None:
+    """Options of vLLM's that are others here, in another form."""
+    group.add_argument(
+        "--max-num-seqs",
+        type=buckets_up_to,
+        dest="batch_buckets",
+        metavar="N",
+        help="most requests that decode at once: as --batch-buckets 1,2,4,..,N",
+    )
+    group.add_argument(
+        "--speculative-config",
+        type=speculative_lists if several_k else speculative,
+        dest="spec_tokens",
+        metavar="JSON",
+        help='as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\'',
+    )
 
 
 def _listed(value: object) -> str:

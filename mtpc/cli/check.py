@@ -1,4 +1,7 @@
-"""`mtpc check`: which wiring of the MTP layers accepts more drafts, measured on a checkpoint."""
+"""`mtpc check`: what is wrong with a checkpoint's MTP layers, and which wiring accepts more drafts.
+
+The tensors come first; acceptance is measured where nothing is wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.arguments import compile_options
-from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
+from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.errors import OptionError
@@ -19,6 +22,7 @@ from mtpc.wiring import Rules, choices, rule_text
 
 if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel
+    from mtpc.models.mtp_faults import Fault
 
 COLUMNS = ("wiring", "tokens/step", "accepted", "by position", "same text")
 CLEARLY_MORE = 0.05
@@ -47,19 +51,27 @@ class Sample:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return 0 if no other rule accepts clearly more, else 1."""
-    prompts: list[Prompt] = chosen_prompts(args)
+    """Run the subcommand. Return 0 if nothing is wrong and no other rule accepts clearly more."""
+    prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = {"batch_buckets": (len(prompts),), "backend": "eager", **compile_options(args)}
     options = mtpc.CompileOptions.parse(given)
     if options.spec_tokens == 0:
         raise OptionError("spec_tokens is 0; expected at least one draft to check")
-    check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
+        from mtpc.models.mtp_faults import find_faults
+
         set_threads(args.threads, checkpoint)
-        samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
-    return _print(samples, options.wiring)
+        tell(f"examine the MTP tensors of {checkpoint}")
+        faults = find_faults(checkpoint, options.dtype)
+        samples: list[Sample] = []
+        if not faults:
+            check_tokenizer(checkpoint, prompts)
+            samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
+    if faults:
+        return _print_faults(faults)
+    return _print(samples, options.wiring, args.floor)
 
 
 def _measure(
@@ -130,7 +142,7 @@ def _differs(own: Any, end: Any) -> bool:
     return own is not None and own.weight.data_ptr() != end.weight.data_ptr()
 
 
-def _print(samples: list[Sample], given: Rules) -> int:
+def _print(samples: list[Sample], given: Rules, floor: float) -> int:
     from mtpc.cli.tables import output, print_table
 
     first, best = samples[0], max(samples, key=lambda sample: sample.tokens_per_step)
@@ -146,9 +158,35 @@ def _print(samples: list[Sample], given: Rules) -> int:
     ]
     console = output()
     print_table(console, "Accepted drafts by wiring", COLUMNS, rows)
+    highest = max(sample.by_position[0] for sample in samples)
+    if highest < floor:
+        return _print_faults([_foreign(highest, floor)])
     name = rule_text(given) or "the family's wiring"
     if best.tokens_per_step < first.tokens_per_step + CLEARLY_MORE:
         console.print(f"no other rule accepts clearly more than {name}")
         return 0
     console.print(f"--wiring {rule_text(best.rules)} accepts more than {name}")
+    return 1
+
+
+def _foreign(highest: float, floor: float) -> Fault:
+    """The fault of MTP layers that draft hardly any right token, however they are wired."""
+    from mtpc.models.mtp_faults import Fault
+
+    return Fault(
+        "other base",
+        f"no wiring has more than {highest:.1%} of its first drafts accepted; expected at least "
+        f"{floor:.0%} (--floor)",
+        "if the texts suit the model (-p), the MTP layers belong to another model: put those of "
+        "this one's base back: mtpc graft BASE CHECKPOINT OUT",
+    )
+
+
+def _print_faults(faults: list[Fault]) -> int:
+    from mtpc.cli.tables import output
+
+    console = output()
+    for fault in faults:
+        text = f"{fault.kind}: {fault.problem}\n  what to do: {fault.remedy}"
+        console.print(text, markup=False, soft_wrap=True)
     return 1

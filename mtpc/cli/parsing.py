@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 from pathlib import Path
 from typing import NoReturn
@@ -62,6 +63,40 @@ def number(text: str) -> int | str:
 def numbers(text: str) -> list[int | str]:
     """Parse several numbers of drafts, or "auto"."""
     return [AUTO] if text.strip() == AUTO else [*ids(text)]
+
+
+def buckets_up_to(text: str) -> list[int]:
+    """Powers of two below a number, and the number."""
+    most = positive(text)
+    powers = [2**i for i in range(most.bit_length()) if 2**i < most]
+    return [*powers, most]
+
+
+def speculative(text: str) -> int:
+    """Parse vLLM's speculative config: the number of drafts by MTP layers."""
+    try:
+        config = json.loads(text)
+        count, method = config.pop("num_speculative_tokens"), config.pop("method", "mtp")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is invalid; expected a JSON object with num_speculative_tokens"
+        ) from None
+    if not isinstance(method, str) or not method.endswith("mtp"):
+        raise argparse.ArgumentTypeError(
+            f"method is {method!r}; expected 'mtp': mtpc drafts with MTP layers only"
+        )
+    if config:
+        raise argparse.ArgumentTypeError(
+            f"{next(iter(config))!r} is not supported; expected num_speculative_tokens and method"
+        )
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise argparse.ArgumentTypeError(f"{count!r} is invalid; expected an integer")
+    return count
+
+
+def speculative_lists(text: str) -> list[int]:
+    """`speculative`, where several numbers of drafts are taken."""
+    return [speculative(text)]
 
 
 def wiring(text: str) -> dict[str, str | bool]:

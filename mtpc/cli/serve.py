@@ -27,6 +27,8 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand until the server stops, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     options = compile_options(args)
+    if not args.sampling:  # Masks are part of sampling.
+        options["token_mask"] = False
     mtpc.CompileOptions.parse(options)
     server = ServerOptions(**{**server_fields(args), "api_key": _key(args)})
     require_packages()

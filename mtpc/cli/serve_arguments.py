@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mtpc.server.options import HTTP_PARSERS, ServerOptions
+from mtpc.server.options import HTTP_PARSERS, REASONING, ServerOptions
+from mtpc.server.tool_formats import PARSERS
 
 _LIMITS = (
     (
@@ -33,7 +36,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--host", metavar="ADDRESS", help=f"address to listen on {_default('host')}")
     add("--port", type=int, metavar="N", help=f"TCP port; 0 takes a free one {_default('port')}")
     text = "the model's name in requests (default: the directory's name)"
-    add("--model-name", metavar="NAME", help=text)
+    add("--model-name", "--served-model-name", metavar="NAME", help=text)
     key = group.add_mutually_exclusive_group()
     text = "key that clients must send; other users of this machine can see it in ps"
     key.add_argument("--api-key", metavar="KEY", help=text)
@@ -54,11 +57,31 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="names that requests may have in their Host header, separated by commas; * allows any "
         "(default: loopback names, on a loopback address without a key; else any)",
     )
+    _add_formats(add)
     limits = parser.add_argument_group("server limits")
     for name, kind, metavar, text in _LIMITS:
         shown = text if name == "max_tokens" else f"{text} {_default(name)}"
         flag = f"--{name.replace('_', '-')}"
         limits.add_argument(flag, type=kind, metavar=metavar, help=shown)
+    _add_sampling(parser)
+
+
+def _add_formats(add: Callable[..., Any]) -> None:
+    """Options about who may read answers, and how the model writes them."""
+    text = "origins whose web pages may read answers (CORS), separated by commas; * allows any"
+    add("--allowed-origins", type=_origins, metavar="ORIGINS", help=f"{text} (default: none)")
+    for name, known, what in (
+        ("tool-call-parser", PARSERS, "calls of tools"),
+        ("reasoning-parser", REASONING, "its reasoning"),
+    ):
+        text = f"how the model writes {what}: {', '.join(known)}"
+        shown = _default(name.replace("-", "_"))
+        add(f"--{name}", choices=known, metavar="NAME", help=f"{text} {shown}")
+    text = "accepted, as vLLM's users give it: tools are on where the format of calls is known"
+    add("--enable-auto-tool-choice", action="store_true", help=text)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--no-sampling",
@@ -67,11 +90,26 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="compile for greedy decoding only; the server refuses other requests",
     )
     sampling.add_argument(
+        "--no-structured-outputs",
+        action="store_false",
+        dest="token_mask",
+        help="compile no token masks; the server refuses JSON formats and required tools",
+    )
+    sampling.add_argument(
         "--max-logprobs",
         type=int,
         metavar="N",
         help="most probable tokens that a request may ask to report (default: 5)",
     )
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    """Parse origins, also as the JSON list that vLLM takes."""
+    try:
+        listed = json.loads(text)
+    except ValueError:
+        listed = text.split(",")
+    return tuple(listed) if isinstance(listed, list) else (text,)
 
 
 def server_fields(args: argparse.Namespace) -> dict[str, Any]:

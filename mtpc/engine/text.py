@@ -99,12 +99,12 @@ class StopStrings:
         if ends:
             self.found = True
             return text[: min(ends)[1]]
-        held = 0 if last else max((_overlap(text, s) for s in self._strings), default=0)
+        held = 0 if last else max((overlap(text, s) for s in self._strings), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `string`."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

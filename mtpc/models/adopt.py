@@ -122,7 +122,7 @@ def check_same_weights(model: Any, checkpoint: Checkpoint, family: ModelFamily) 
     own = next(name for name, parameter in model.named_parameters() if parameter is weight)
     names = [own, *(s + own.removeprefix(o) for o, s in family.stored_prefixes.items())]
     stored = next((name for name in names if name in checkpoint.tensors), None)
-    alike = 0.0 if stored is None else _similarity(weight.detach(), checkpoint.tensor(stored))
+    alike = 0.0 if stored is None else similarity(weight.detach(), checkpoint.tensor(stored))
     if not alike >= _ALIKE:
         raise CheckpointError(
             f"the model's name_or_path is {model.name_or_path!r}, but its weights are others: the "
@@ -132,7 +132,7 @@ def check_same_weights(model: Any, checkpoint: Checkpoint, family: ModelFamily) 
         )
 
 
-def _similarity(one: Tensor, other: Tensor) -> float:
+def similarity(one: Tensor, other: Tensor) -> float:
     """Cosine of the angle between the same rows of two matrices; 0 if their widths differ."""
     if one.dim() != 2 or other.dim() != 2 or one.shape[1] != other.shape[1]:
         return 0.0

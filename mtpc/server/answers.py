@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from mtpc.engine.text import Decode
 from mtpc.sampling_params import TokenLogprobs
+from mtpc.server.chat_parser import CallPart
 
 DONE = b"data: [DONE]\n\n"
 _HALF = "\ufffd"
@@ -27,12 +28,23 @@ class Piece:
     Attributes:
         text: the new text; it may be empty.
         logprobs: one entry per new token, if the client asked for log-probabilities.
-        finish_reason: "stop" or "length" in the last piece, else None.
+        finish_reason: "stop", "length" or "tool_calls" in the last piece, else None.
+        reasoning: new text of the reasoning.
+        calls: new parts of calls of tools.
     """
 
     text: str
     logprobs: Sequence[TokenLogprobs]
     finish_reason: str | None
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not (
+            self.text or self.finish_reason or self.logprobs or self.reasoning or self.calls
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,7 @@ class Answer:
         entries = [entry for piece in pieces for entry in piece.logprobs]
         content: dict[str, Any] = {"text": text}
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = {"message": _message(text, pieces)}
         logprobs = self.logprobs(entries, 0)[0] if self.wants_logprobs else None
         reason = pieces[-1].finish_reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -154,6 +166,31 @@ class Answer:
         return {"token": text, "logprob": logprob, "bytes": parts}
 
 
+def _message(text: str, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The assistant's message of a whole answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls: dict[int, dict[str, Any]] = {}
+    for part in (part for piece in pieces for part in piece.calls):
+        if part.id is not None:
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {"id": part.id, "type": "function", "function": function}
+        calls[part.index]["function"]["arguments"] += part.arguments
+    if calls:
+        message |= {"content": text or None, "tool_calls": [*calls.values()]}
+    return message
+
+
+def _part_json(part: CallPart) -> dict[str, Any]:
+    """A part of a call in a chunk."""
+    if part.id is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
 def _likeliest_last(entry: TokenLogprobs) -> list[tuple[int, float]]:
     """The emitted token, then the top tokens in ascending order of probability.
 
@@ -174,7 +211,8 @@ class Chunks:
         self._answer, self._offset, self._is_first = answer, 0, True
         frame = json.dumps(answer._head(True))[:-1]
         opening = '"delta":{"content":' if answer.is_chat else '"text":'
-        self._before = f'data: {frame}, "choices":[{{"index":{index},{opening}'
+        self._start = f'data: {frame}, "choices":[{{"index":{index},'
+        self._before = self._start + opening
         self._between = "}" if answer.is_chat else ""
         self._after = ',"usage":null}\n\n' if answer.wants_usage else "}\n\n"
         self._role = f'data: {frame}, "choices":[{{"index":{index},"delta":' + (
@@ -190,10 +228,21 @@ class Chunks:
         reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
         role = self._role if self._is_first and self._answer.is_chat else ""
         self._is_first = False
-        return (
-            f"{role}{self._before}{json.dumps(piece.text)}{self._between}"
-            f',"logprobs":{logprobs},"finish_reason":{reason}}}]{self._after}'
-        ).encode()
+        if piece.reasoning or piece.calls:
+            opened = f'{role}{self._start}"delta":{json.dumps(_delta(piece))}'
+        else:
+            opened = f"{role}{self._before}{json.dumps(piece.text)}{self._between}"
+        return (f'{opened},"logprobs":{logprobs},"finish_reason":{reason}}}]{self._after}').encode()
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    """What a piece with reasoning or calls adds to a message."""
+    delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.calls:
+        delta["tool_calls"] = [_part_json(part) for part in piece.calls]
+    return delta
 
 
 def usage_chunk(answer: Answer, usage: Usage) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -24,14 +25,17 @@ from mtpc.server.bodies import parse_json, read_body
 from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
-from mtpc.server.generation import make_job
+from mtpc.server.generation import Prepared, make_job
 from mtpc.server.hosts import AllowedHosts
 from mtpc.server.replies import Reply
 from mtpc.server.service import Service
 
 OPEN_PATHS = ("/health",)
 """Paths that need no API key and no known host."""
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *("/tokenize", "/detokenize", "/health", "/metrics"),
+)
 LONG_BODY = 4096
 """A request with a body longer than this, in bytes, is tokenised outside the event loop."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -80,6 +84,46 @@ class Endpoints:
         """Generate the assistant's next message in a conversation."""
         return await self._generate(request, is_chat=True)
 
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text or a conversation."""
+        service = self._service
+        fields = await self._fields("tokenize", request)
+        if ("prompt" in fields) == ("messages" in fields):
+            raise ApiError(400, "expected one of prompt and messages", "prompt", "missing")
+
+        def encode() -> list[int]:
+            if "prompt" in fields:
+                return service.encode(fields["prompt"], fields.get("add_special_tokens", True))
+            made = service.conversations.make({**fields, "tool_choice": "none"})
+            return service.encode(made.prompt, fields.get("add_special_tokens", False))
+
+        loop = asyncio.get_running_loop()
+        ids = await loop.run_in_executor(service.tokenisers, encode)
+        decode = service.engine.served.decode
+        strings = [decode([i], True) for i in ids] if fields.get("return_token_strs") else None
+        longest = service.engine.engine.longest
+        answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, with special tokens."""
+        served = self._service.engine.served
+        ids = (await self._fields("detokenize", request))["tokens"]
+        wrong = [i for i in ids if not 0 <= i < served.vocab_size]
+        if wrong:
+            message = f"tokens has {wrong[0]}; expected ids below {served.vocab_size}"
+            raise ApiError(400, message, "tokens", "invalid_value")
+        return JSONResponse({"prompt": served.decode(ids, True)})
+
+    async def _fields(self, endpoint: str, request: Request) -> dict[str, Any]:
+        """The checked fields of a small request."""
+        options = self._service.options
+        body = await read_body(request, options.max_body_bytes, options.body_seconds)
+        fields = check_fields(endpoint, parse_json(body))
+        if "model" in fields:
+            self._check_model(fields["model"])
+        return fields
+
     async def _generate(self, request: Request, is_chat: bool) -> ASGIApp:
         service, start_s = self._service, time.perf_counter()
         service.check_ready()
@@ -91,43 +135,33 @@ class Endpoints:
         # From here until the end of the reply, shutdown waits for this request.
         with ExitStack() as admission:
             admission.enter_context(service.admitted(count))
-            make = partial(self._prompts, fields, is_chat)
-            if len(body) > LONG_BODY:
+            make = partial(self._prepare, fields, is_chat)
+            if len(body) > LONG_BODY or "tools" in fields or "response_format" in fields:
                 loop = asyncio.get_running_loop()
-                prompts = await loop.run_in_executor(service.tokenisers, make)
+                prepared = await loop.run_in_executor(service.tokenisers, make)
             else:
-                prompts = make()
-            job = make_job(fields, prompts, service.engine, is_chat, options.max_tokens)
+                prepared = make()
+            job = make_job(fields, prepared, service.engine, is_chat, options.max_tokens)
             answer = Answer(
                 is_chat,
                 fields["model"],
-                service.engine.served.decode,
+                job.decode,
                 job.choices[0].sampling.logprobs is not None,
                 bool(fields.get("stream_options")),
             )
             is_stream = bool(fields.get("stream"))
             return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
 
-    def _prompts(self, fields: dict[str, Any], is_chat: bool) -> list[list[int]]:
-        """The token ids of each prompt."""
-        encode = self._service.engine.served.encode
-        given = [self._conversation(fields)] if is_chat else fields["prompt"]
-        for prompt in given:
-            if isinstance(prompt, str):
-                self._service.check_length(prompt)
-        # A chat template writes special tokens itself, so `encode` adds them only to completions.
-        return [encode(p, not is_chat) if isinstance(p, str) else p for p in given]
-
-    def _conversation(self, fields: dict[str, Any]) -> str:
-        template = self._service.template
-        if template is None:
-            raise ApiError(
-                400,
-                f"{self._service.model_name} has no chat template: use /v1/completions, or start "
-                "the server with --chat-template FILE",
-                code="no_chat_template",
-            )
-        return template.render(fields["messages"], fields.get("chat_template_kwargs", {}))
+    def _prepare(self, fields: dict[str, Any], is_chat: bool) -> Prepared:
+        """The token ids of each prompt and, for a chat, what its answer is read with."""
+        service = self._service
+        if not is_chat:
+            return Prepared([service.encode(prompt) for prompt in fields["prompt"]])
+        made = service.conversations.make(fields)
+        # A chat template writes special tokens itself.
+        prompts = [service.encode(made.prompt, special_tokens=False)]
+        matchers = service.matchers(made, fields.get("n", 1)) if made.lark else ()
+        return Prepared(prompts, matchers, made.parser, made.texts)
 
     def _check_model(self, name: str) -> None:
         known = self._service.model_name
@@ -163,6 +197,8 @@ def make_app(
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
     ]
@@ -237,6 +273,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, connections: Connections):
         self._app, self._service, self._connections = app, service, connections
         self._hosts = AllowedHosts(service.options)
+        self._origins = service.options.allowed_origins
         key = service.options.api_key
         self._key = None if key is None else key.encode()
 
@@ -258,14 +295,20 @@ class Gate:
 
         try:
             error = self._refusal(scope)
-            if error is None:
-                await self._app(scope, receive, counted)
-            else:
-                response = Response(error.body(), error.status, error.headers)
-                await response(scope, receive, counted)
+            app = self._app
+            if error is not None:
+                app = Response(error.body(), error.status, error.headers)
+            await self._for_pages(app)(scope, receive, counted)
         finally:
             if connection is not None:
                 connection.end()
+
+    def _for_pages(self, app: ASGIApp) -> ASGIApp:
+        """The same application, which lets pages of the allowed origins read its answers."""
+        if not self._origins:
+            return app
+        headers, methods = ("authorization", "content-type"), ("GET", "POST")
+        return CORSMiddleware(app, self._origins, methods, headers)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a request that goes no further, or None."""
@@ -282,7 +325,9 @@ class Gate:
                 "or start it with --allowed-hosts"
             )
             return ApiError(403, message, code="unknown_host")
-        if not self._may_pass(path, headers):
+        # A browser asks without the key whether a page may send it.
+        asks = bool(self._origins) and scope["method"] == "OPTIONS"
+        if not asks and not self._may_pass(path, headers):
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
             return ApiError(401, message, code="invalid_api_key")
         return None

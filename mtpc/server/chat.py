@@ -41,6 +41,9 @@ class ChatTemplate:
         source: the Jinja template.
         special_tokens: texts of special tokens by the template's variable names ("bos_token").
 
+    Attributes:
+        source: the Jinja template.
+
     Raises:
         CheckpointError: `source` is not a valid Jinja template.
     """
@@ -58,6 +61,7 @@ class ChatTemplate:
             raise CheckpointError(
                 f"the chat template is broken in line {error.lineno}: {error}"
             ) from None
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:

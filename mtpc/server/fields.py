@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from mtpc.server.errors import ApiError
 
 MAX_CHOICES = 128
 """The largest `n`, which is OpenAI's limit."""
+_TEXTS = ("role", "name", "tool_call_id", "reasoning_content")
+"""Fields of a message that are text."""
 MAX_STOPS = 16
 """The most stop strings. OpenAI allows 4, vLLM any number."""
 
@@ -115,7 +118,7 @@ def _stream_options(name: str, value: Any) -> bool:
 
 def _template_kwargs(name: str, value: Any) -> dict[str, Any]:
     """The template's further variables. They must not replace those that the server sets."""
-    for key in ("messages", "add_generation_prompt"):
+    for key in ("messages", "add_generation_prompt", "tools"):
         if key in _object(name, value):
             message = f"{name} has {key}; expected other variables: the server sets this one"
             raise ApiError(400, message, name, "invalid_value")
@@ -131,6 +134,12 @@ def _prompts(name: str, value: Any) -> list[str | list[int]]:
         if not isinstance(row, str) and not _is_row(row):
             raise _refuse(name, row, "text or a list of token ids as each prompt")
     return rows
+
+
+def _row(name: str, value: Any) -> list[int]:
+    if value != [] and not _is_row(value):
+        raise _refuse(name, value, "a list of token ids")
+    return value
 
 
 def _is_row(value: Any) -> bool:
@@ -149,15 +158,66 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 def _message(name: str, value: Any) -> dict[str, Any]:
     message = {key: v for key, v in _object(name, value).items() if v is not None}
-    for key in message.keys() - {"role", "content", "name"}:
-        raise _refuse(f"{name}.{key}", message[key], "only role, content and name (text alone)")
-    for key in ("role", "name"):
+    for key in message.keys() - {*_TEXTS, "content", "tool_calls"}:
+        wanted = f"only {', '.join(_TEXTS)}, content (text alone) and tool_calls"
+        raise _refuse(f"{name}.{key}", message[key], wanted)
+    for key in _TEXTS:
         if key in message or key == "role":
             _string(f"{name}.{key}", message.get(key))
     content = message.get("content")
+    if message.get("tool_calls"):
+        message["tool_calls"] = _calls(f"{name}.tool_calls", message["tool_calls"])
+        content = "" if content is None else content  # A message that only calls has none.
     if isinstance(content, list):
         content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
     return {**message, "content": _string(f"{name}.content", content)}
+
+
+def _calls(name: str, value: Any) -> list[dict[str, Any]]:
+    """Calls that the assistant has made in an earlier message."""
+    if not isinstance(value, list):
+        raise _refuse(name, value, "a list of calls")
+    for i, call in enumerate(value):
+        function = _object(f"{name}[{i}].function", _object(f"{name}[{i}]", call).get("function"))
+        for key in ("name", "arguments"):
+            _string(f"{name}[{i}].function.{key}", function.get(key))
+    return value
+
+
+def _tools(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise _refuse(name, value, "a list of tools")
+    for i, tool in enumerate(value):
+        place = f"{name}[{i}]"
+        if _object(place, tool).get("type") != "function":
+            raise _refuse(f"{place}.type", tool.get("type"), '"function"')
+        function = _object(f"{place}.function", tool.get("function"))
+        called = _string(f"{place}.function.name", function.get("name"))
+        if not re.fullmatch(r"[\w.-]{1,64}", called, re.ASCII):
+            raise _refuse(f"{place}.function.name", called, "1 to 64 of a-z, A-Z, 0-9, _, . and -")
+        if function.get("parameters") is not None:
+            _object(f"{place}.function.parameters", function["parameters"])
+    return value
+
+
+def _tool_choice(name: str, value: Any) -> str | dict[str, Any]:
+    if isinstance(value, dict):
+        function = _object(f"{name}.function", value.get("function"))
+        _string(f"{name}.function.name", function.get("name"))
+        return value
+    if value not in ("none", "auto", "required"):
+        raise _refuse(name, value, '"none", "auto", "required" or a function')
+    return value
+
+
+def _response_format(name: str, value: Any) -> dict[str, Any]:
+    kind = _object(name, value).get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise _refuse(f"{name}.type", kind, '"text", "json_object" or "json_schema"')
+    if kind == "json_schema":
+        given = _object(f"{name}.json_schema", value.get("json_schema"))
+        _object(f"{name}.json_schema.schema", given.get("schema", {}))
+    return value
 
 
 def _part(name: str, value: Any) -> str:
@@ -196,7 +256,22 @@ USED: Mapping[str, Mapping[str, Check]] = {
         "logprobs": _boolean,
         "top_logprobs": _integer(0, 64),
         "chat_template_kwargs": _template_kwargs,  # vLLM's.
+        "tools": _tools,
+        "tool_choice": _tool_choice,
+        "parallel_tool_calls": _boolean,
+        "response_format": _response_format,
     },
+    # vLLM's endpoints.
+    "tokenize": {
+        "model": _string,
+        "prompt": _string,
+        "messages": _messages,
+        "tools": _tools,
+        "chat_template_kwargs": _template_kwargs,
+        "add_special_tokens": _boolean,
+        "return_token_strs": _boolean,
+    },
+    "detokenize": {"model": _string, "tokens": _row},
 }
 NO_OPS: Mapping[str, Mapping[str, Check]] = {
     "completions": {"user": _string},
@@ -206,7 +281,6 @@ NO_OPS: Mapping[str, Mapping[str, Check]] = {
         "prompt_cache_key": _string,
         "metadata": _object,
         "store": _boolean,
-        "parallel_tool_calls": _boolean,
     },
 }
 ONE_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -215,12 +289,18 @@ ONE_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
-        "tools": ([],),
-        "tool_choice": ("none",),
     },
 }
+
+
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "completions": ("model", "prompt"),
+    "chat": ("model", "messages"),
+    "tokenize": (),
+    "detokenize": ("tokens",),
+}
+"""Fields that every request has; `tokenize` needs a prompt or messages."""
 
 
 def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
@@ -229,7 +309,7 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
     `SamplingParams` checks the ranges of sampling parameters later.
 
     Args:
-        endpoint: "completions" or "chat".
+        endpoint: a key of `REQUIRED`.
         body: the parsed JSON.
 
     Raises:
@@ -237,7 +317,8 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
     """
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {type(body).__name__}; expected an object")
-    used, idle, fixed = USED[endpoint], NO_OPS[endpoint], ONE_VALUE[endpoint]
+    used, idle = USED[endpoint], NO_OPS.get(endpoint, {})
+    fixed = ONE_VALUE.get(endpoint, {})
     checked = {}
     for name, value in body.items():
         if name not in used and name not in idle and name not in fixed:
@@ -251,12 +332,29 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
         elif not any(value == v and type(value) is type(v) for v in fixed[name]):
             allowed = " or ".join(json.dumps(v) for v in fixed[name])
             raise _refuse(name, value, f"{allowed}, or no such field: more is not supported")
-    for name in ("model", "prompt" if endpoint == "completions" else "messages"):
+    for name in REQUIRED[endpoint]:
         if name not in checked:
             raise ApiError(400, f"{name} is missing; every request needs it", name, "missing")
+    _check_tools(checked)
     if "stream_options" in checked and not checked.get("stream"):
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     return checked
+
+
+def _check_tools(fields: Mapping[str, Any]) -> None:
+    """Check that the choice of a tool names one that is given."""
+    names = [tool["function"]["name"] for tool in fields.get("tools", ())]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ApiError(400, f"tools has {twice!r} twice; expected one of each", "tools")
+    choice = fields.get("tool_choice", "none")
+    wanted = choice["function"]["name"] if isinstance(choice, dict) else None
+    if wanted is not None and wanted not in names:
+        known = ", ".join(names) or "none"
+        message = f"tool_choice names {wanted!r}; expected one of the tools: {known}"
+        raise ApiError(400, message, "tool_choice", "invalid_value")
+    if choice in ("auto", "required") and not names:
+        raise ApiError(400, f"tool_choice {choice!r} needs tools", "tool_choice")
 
 
 def _unknown(name: str, known: list[str]) -> ApiError:

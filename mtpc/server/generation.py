@@ -10,11 +10,13 @@ from typing import Any
 
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.request import Request
-from mtpc.engine.text import TextAssembler
+from mtpc.engine.text import Decode, TextAssembler
 from mtpc.errors import ServingError
-from mtpc.sampling_params import MAX_SEED, SamplingParams
+from mtpc.sampling_params import MAX_SEED, SamplingParams, TokenLogprobs
 from mtpc.server.answers import Piece, Usage
+from mtpc.server.chat_parser import ChatParser
 from mtpc.server.errors import ApiError
+from mtpc.server.grammars import Matcher
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat may use all tokens that are left."""
@@ -31,6 +33,7 @@ class Choice:
     prompt_ids: list[int]
     max_tokens: int
     sampling: SamplingParams
+    grammar: Matcher | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Job:
         stop_ids: token ids that end a text.
         prompt_tokens: tokens of all prompts together.
         num_copies: number of choices of each prompt.
+        decode: decodes new tokens.
+        parser: makes the parser of a choice's text, or None: the text is the content.
     """
 
     choices: tuple[Choice, ...]
@@ -50,11 +55,30 @@ class Job:
     stop_ids: tuple[int, ...]
     prompt_tokens: int
     num_copies: int
+    decode: Decode
+    parser: Callable[[], ChatParser] | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a request's prompts have become.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        matchers: the grammar of each text; () if the texts are free.
+        parser: makes the parser of a text, or None.
+        texts: texts of special tokens that the parser needs.
+    """
+
+    prompts: Sequence[list[int]]
+    matchers: Sequence[Matcher] = ()
+    parser: Callable[[], ChatParser] | None = None
+    texts: tuple[str, ...] = ()
 
 
 def make_job(
     fields: dict[str, Any],
-    prompts: Sequence[list[int]],
+    prepared: Prepared,
     engine: AsyncEngine,
     is_chat: bool,
     max_tokens: int | None,
@@ -63,7 +87,7 @@ def make_job(
 
     Args:
         fields: the result of `check_fields`.
-        prompts: token ids of each prompt.
+        prepared: its prompts, grammars and parser.
         engine: the engine that will run the job.
         is_chat: whether the request is a chat; this decides the default of `max_tokens`.
         max_tokens: the server's limit of `max_tokens`, or None.
@@ -80,18 +104,24 @@ def make_job(
         message = f"max_tokens is {requested}; this server allows at most {max_tokens}"
         raise ApiError(400, message, "max_tokens")
     stop_ids = () if fields.get("ignore_eos") else engine.served.stop_ids
+    if prepared.matchers and fields.get("ignore_eos"):
+        message = "ignore_eos is true; expected false where a grammar says where the text ends"
+        raise ApiError(400, message, "ignore_eos")
     choices: list[Choice] = []
-    for prompt in prompts:
+    matchers = iter(prepared.matchers)
+    for prompt in prepared.prompts:
         limit = requested or _default_tokens(len(prompt), engine, is_chat, max_tokens)
         for number in range(fields.get("n", 1)):
             seed = None if sampling.seed is None else (sampling.seed + number) & MAX_SEED
-            choices.append(Choice(len(choices), prompt, limit, replace(sampling, seed=seed)))
+            params = replace(sampling, seed=seed)
+            choices.append(Choice(len(choices), prompt, limit, params, next(matchers, None)))
     for choice in choices[:: fields.get("n", 1)]:
-        params = choice.sampling
-        request = Request(-1, choice.prompt_ids, choice.max_tokens, stop_ids, sampling=params)
-        engine.engine.check(request)
-    total = sum(len(prompt) for prompt in prompts)
-    return Job(tuple(choices), fields.get("stop", ()), stop_ids, total, fields.get("n", 1))
+        row = (choice.prompt_ids, choice.max_tokens, stop_ids, choice.sampling)
+        engine.engine.check(Request(-1, *row, grammar=choice.grammar))
+    total, copies = sum(len(prompt) for prompt in prepared.prompts), fields.get("n", 1)
+    decode = engine.served.decode_keeping(prepared.texts)
+    stop = fields.get("stop", ())
+    return Job(tuple(choices), stop, stop_ids, total, copies, decode, prepared.parser)
 
 
 def _default_tokens(
@@ -162,12 +192,14 @@ async def run_choices(engine: AsyncEngine, job: Job, sink: Sink) -> Usage:
 
 async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink) -> tuple[int, int]:
     """Generate one choice; returns the number of new tokens, and of cached prompt tokens."""
-    text = TextAssembler(engine.served.decode, job.stop)
+    text = TextAssembler(job.decode, job.stop)
+    parser = job.parser() if job.parser else None
     outputs = engine.generate(
         choice.prompt_ids,
         choice.max_tokens,
         stop_ids=job.stop_ids,
         sampling=choice.sampling,
+        grammar=choice.grammar,
         text=text,
     )
     counted = cached = 0
@@ -179,5 +211,17 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
             # Drop the log-probabilities of tokens that a step emitted after a stop string.
             logprobs = (output.logprobs or ())[: text.num_tokens - counted]
             counted, cached = text.num_tokens, output.num_cached_tokens
-            await sink(choice.index, Piece(output.text or "", logprobs, reason))
+            await sink(choice.index, _piece(parser, output.text or "", logprobs, reason))
     return counted, cached
+
+
+def _piece(
+    parser: ChatParser | None, text: str, logprobs: Sequence[TokenLogprobs], reason: str | None
+) -> Piece:
+    """New text as a piece, which is content alone or what a parser makes of it."""
+    if parser is None:
+        return Piece(text, logprobs, reason)
+    delta = parser.push(text, last=reason is not None)
+    if reason == "stop" and parser.has_calls:
+        reason = "tool_calls"
+    return Piece(delta.content, logprobs, reason, delta.reasoning, tuple(delta.calls))

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import OptionError, ServingError
+from mtpc.server.tool_formats import PARSERS
 
+REASONING = ("auto", "none", "deepseek_r1", "glm45", "mimo", "qwen3")
+"""Values of `reasoning_parser`. vLLM's names are of one format, `<think>...</think>`; "auto" looks
+for it in the chat template."""
 HTTP_PARSERS = ("auto", "httptools", "h11")
 _NEEDED = ("starlette", "uvicorn", "jinja2")
 
@@ -41,6 +45,11 @@ class ServerOptions:
         allowed_hosts: names, without ports, that requests may have in their Host header; "*" allows
             any. None means loopback names where `host` is a loopback address and there is no API
             key, else any.
+        allowed_origins: origins whose web pages may read answers (CORS), such as
+            "https://app.example"; "*" allows any, () none.
+        tool_call_parser: how the model writes calls of tools, one of
+            `mtpc.server.tool_formats.PARSERS`; "auto" asks the chat template.
+        reasoning_parser: how it writes its reasoning, one of REASONING.
 
     Raises:
         OptionError: a value is out of range.
@@ -63,6 +72,9 @@ class ServerOptions:
     drain_seconds: float = 30.0
     http: str = "auto"
     allowed_hosts: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -82,6 +94,12 @@ class ServerOptions:
             )
         if self.allowed_hosts is not None:
             _check_hosts(self.allowed_hosts)
+        _check_origins(self.allowed_origins)
+        for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING)):
+            if getattr(self, name) not in known:
+                raise OptionError(
+                    f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
+                )
         if self.api_key == "":
             raise OptionError("the API key is empty; give a key, or no key to admit every client")
 
@@ -115,6 +133,16 @@ def _check_hosts(names: Any) -> None:
         raise OptionError(
             f"allowed_hosts is {names!r}; expected host names without ports, such as "
             "('api.example',)"
+        )
+
+
+def _check_origins(origins: Any) -> None:
+    known = r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+"
+    is_row = isinstance(origins, tuple)
+    if not is_row or not all(isinstance(o, str) and re.fullmatch(known, o) for o in origins):
+        raise OptionError(
+            f"allowed_origins is {origins!r}; expected origins without paths, such as "
+            "('https://app.example',), or ('*',)"
         )
 
 

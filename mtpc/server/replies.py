@@ -81,7 +81,7 @@ class Reply:
 
         async def write(index: int, piece: Piece) -> None:
             self._note_first()
-            if piece.text or piece.finish_reason or piece.logprobs:
+            if not piece.is_empty:
                 await events.write(chunks[index].encode(piece))
 
         try:

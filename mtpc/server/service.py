@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.server.chat import ChatTemplate
+from mtpc.server.conversation import Conversation, Conversations
 from mtpc.server.counters import ServerCounters
 from mtpc.server.errors import ApiError
+from mtpc.server.grammars import Grammars, Matcher
 from mtpc.server.options import ServerOptions
 
 TOKENISERS = 2
@@ -47,7 +50,9 @@ class Service:
         template: ChatTemplate | None,
     ):
         self.engine, self.model_name = engine, model_name
-        self.options, self.template = options, template
+        self.options = options
+        self._template = template
+        self._grammars = Grammars(engine.served)
         self.counters = ServerCounters()
         self.created = int(time.time())
         self.tokenisers = ThreadPoolExecutor(TOKENISERS, "mtpc-tokeniser")
@@ -55,6 +60,48 @@ class Service:
         self.in_flight = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+
+    @cached_property
+    def conversations(self) -> Conversations:
+        """Turns chat requests into prompts, grammars and parsers.
+
+        Raises:
+            ApiError: 400, the model has no chat template.
+        """
+        if self._template is None:
+            raise ApiError(
+                400,
+                f"{self.model_name} has no chat template: use /v1/completions, or start the "
+                "server with --chat-template FILE",
+                code="no_chat_template",
+            )
+        parsers = (self.options.tool_call_parser, self.options.reasoning_parser)
+        return Conversations(self._template, self.engine.served, *parsers)
+
+    def encode(self, prompt: str | list[int], special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt; a text that is too long is refused first."""
+        if not isinstance(prompt, str):
+            return prompt
+        self.check_length(prompt)
+        return self.engine.served.encode(prompt, special_tokens)
+
+    def matchers(self, conversation: Conversation, count: int) -> list[Matcher]:
+        """The grammars of `count` texts of a conversation that has one.
+
+        Raises:
+            ApiError: 400, the model was compiled without masks, or the grammar is not possible.
+        """
+        param = conversation.param
+        if not self.engine.engine.options.token_mask:
+            raise ApiError(
+                400,
+                f"{param} needs token masks, which this model was compiled without; start the "
+                "server without --no-sampling and --no-structured-outputs",
+                param,
+                "no_token_masks",
+            )
+        assert conversation.lark is not None
+        return self._grammars.matchers(conversation.lark, count, param)
 
     def check_ready(self) -> None:
         """Check that the server can serve requests.

@@ -1,4 +1,4 @@
-"""Reading checkpoints: config.json, headers of safetensors files, and tensors by memory map.
+"""Reading checkpoints: the weights that their files hold, quantised or not.
 
 This module does not import transformers, because a warm start reads weights with it alone.
 """
@@ -17,64 +17,41 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.checkpoint_files import CheckpointFiles
 from mtpc.weights.formats import QuantisedWeight, find_quantised
 from mtpc.weights.fused_qkv import find_fused_qkv
 from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupSpec, take_rows
-from mtpc.weights.hub import download_again, find_directory, is_directory
-from mtpc.weights.json_file import (
-    CONFIG,
-    GENERATION,
-    INDEX,
-    check_config,
-    check_counts,
-    check_ids,
-    read_json,
-    shard_names,
-)
-from mtpc.weights.tensor_file import StoredTensor, TensorFile, dtype_code
+from mtpc.weights.hub import find_directory
+from mtpc.weights.json_file import GENERATION, check_ids, read_json
+from mtpc.weights.tensor_file import dtype_code
 
-_OF_BOTH = ("eos_token_id", "tie_word_embeddings")
-"""Entries that multimodal configs may have outside of the language model's config."""
 _FIRST = 6
 """A message lists this many names; then it says how many more there are."""
 
 
-class Checkpoint:
-    """A directory with config.json and safetensors files; opening it checks all headers.
+class Checkpoint(CheckpointFiles):
+    """The weights of a checkpoint, quantised or not, by the names that models have for them.
 
     Args:
         directory: the checkpoint's path, or its id in the local hub cache.
 
-    Attributes:
-        directory: where its files are.
-        config: config.json.
+    Attributes, besides those of `CheckpointFiles`:
         tensors: headers of all weights by name. A quantised weight is there as the weight that its
             codes stand for, by its own name ("X.weight"), with its shape and the model's dtype. A
             projection of queries, keys or values that is stored within a fused tensor is there by
             its own name (`fused_qkv`).
-        stored: headers of all tensors by their names in the files.
         dequantised: names of the quantised weights that were read as values so far.
 
     Raises:
-        CheckpointError: there is no such directory, no config.json or no safetensors file; a file
-            is incomplete; or the weights are quantised in a way that mtpc does not read.
+        CheckpointError: as `CheckpointFiles`; or the weights are quantised in a way that mtpc does
+            not read.
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory = find_directory(directory)
-        if not is_directory(directory):
-            raise CheckpointError(
-                f"{str(directory)!r} is not a directory; expected a local checkpoint with "
-                "config.json and *.safetensors (mtpc downloads nothing)"
-            )
-        self.config = self._read_config()
-        self._files = {path: TensorFile(path) for path in self._shards()}
-        self.tensors: dict[str, StoredTensor] = {}
-        for file in self._files.values():
-            self._add_tensors(file)
-        self.stored = dict(self.tensors)
-        check_counts(self.config, self._config_path, len(self.tensors))
+        super().__init__(directory)
+        directory = self.directory
+        self.tensors = dict(self.stored)
         try:
             found = find_quantised(self.tensors, self.config)
         except CheckpointError as error:
@@ -106,6 +83,11 @@ class Checkpoint:
         """Whether weights are stored as codes with scales."""
         return bool(self._quantised)
 
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Names of the weights that are stored as codes with scales."""
+        return tuple(self._quantised)
+
     @cached_property
     def specs(self) -> dict[str, GroupSpec]:
         """Name of each weight that `grouped` gives -> its form; from headers alone.
@@ -115,11 +97,6 @@ class Checkpoint:
         own = {name: weight.spec for name, weight in self._quantised.items()}
         parts = {name: own.get(part.fused) for name, part in self._parts.items()}
         return {name: spec for name, spec in (own | parts).items() if spec and name in self.tensors}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its safetensors files."""
-        return sum(path.stat().st_size for path in self._files)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -132,63 +109,6 @@ class Checkpoint:
             f"{len(self.dequantised)} of {len(self._quantised)} quantised weight(s) are "
             f"dequantised to {self.dtype} where no kernel reads their codes: {kinds}",
         )
-
-    @property
-    def _config_path(self) -> Path:
-        return self.directory / CONFIG
-
-    def _read_config(self) -> dict[str, Any]:
-        path = self._config_path
-        if not os.path.isfile(path):
-            raise CheckpointError(
-                f"{self.directory} has no config.json; expected a checkpoint's directory: "
-                f"{download_again(self.directory)}"
-            )
-        config = read_json(path)
-        check_config(config, path)
-        return config
-
-    def _shards(self) -> list[Path]:
-        index = self.directory / INDEX
-        if os.path.isfile(index):
-            shards = [self.directory / name for name in shard_names(read_json(index), index)]
-        else:
-            shards = sorted(self.directory.glob("*.safetensors"))
-        if not shards:
-            raise CheckpointError(
-                f"{self.directory} holds no *.safetensors file; expected at least one: "
-                f"{download_again(self.directory)}"
-            )
-        for path in shards:
-            if not os.path.isfile(path):  # False, too, where the name is too long.
-                raise CheckpointError(
-                    f"{path} is named in the index but missing; {download_again(self.directory)}"
-                )
-        return shards
-
-    def _add_tensors(self, file: TensorFile) -> None:
-        """Add the tensors of a file.
-
-        Raises:
-            CheckpointError: another file has a tensor of that name.
-        """
-        for name, stored in file.tensors.items():
-            if name in self.tensors:
-                raise CheckpointError(
-                    f"{name} is in {self.tensors[name].path.name} and in {stored.path.name} of "
-                    f"{self.directory}; expected it in one file: remove the other, or write an "
-                    f"index ({INDEX})"
-                )
-            self.tensors[name] = stored
-
-    @property
-    def text_config(self) -> dict[str, Any]:
-        """Config of the language model, even inside the config of a multimodal model."""
-        nested = self.config.get("text_config")
-        if nested is None:
-            return self.config
-        outer = {k: v for k, v in self.config.items() if k in _OF_BOTH}
-        return {**outer, **nested}
 
     @property
     def dtype(self) -> str:
@@ -250,9 +170,9 @@ class Checkpoint:
     def peek(self, name: str) -> Tensor:
         """As `tensor`, for a look that `dequantised` does not count."""
         if name not in self._parts:
-            return self._values(name)
+            return self.whole(name)
         part = self._parts[name]
-        whole = self._values(part.fused)
+        whole = self.whole(part.fused)
         return torch.cat([whole[start:stop] for start, stop in part.runs])
 
     def grouped(self, name: str) -> GroupedWeight:
@@ -275,21 +195,22 @@ class Checkpoint:
         """The weight that a weight is stored in: the fused one, or itself."""
         return self._parts[name].fused if name in self._parts else name
 
-    def _values(self, name: str) -> Tensor:
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Names of the tensors in the files that a quantised weight is stored as."""
+        return tuple(self._quantised[name].parts.values())
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor of the files; a quantised weight, by its own name, as its values."""
         if name not in self._quantised:
             return self.read(name)
         return self._quantised[name].values(self.read, getattr(torch, self._read_dtype))
-
-    def read(self, name: str) -> Tensor:
-        """One tensor of the files, by its name there and as it is stored, in the memory map."""
-        return self._files[self.stored[name].path].tensor(name)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; if it is used again, it is read again."""
         whole = self._whole(name)
         quantised = self._quantised.get(whole)
         for part in quantised.parts.values() if quantised else (whole,):
-            self._files[self.stored[part].path].release(part)
+            self.release_stored(part)
 
     def stop_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,9 +70,43 @@ class ServedModel:
             raise RequestError(f"{self.source} has no tokenizer; give prompts as token ids")
         return list(self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of new tokens, special ones left out; only where `encode` works."""
-        return self._decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], special_tokens: bool = False) -> str:
+        """The text of tokens, by default without special ones; only where `encode` works."""
+        return self._decode(token_ids, skip_special_tokens=not special_tokens)
+
+    def decode_keeping(self, texts: Collection[str]) -> Callable[[list[int]], str]:
+        """`decode`, but the tokens of these texts are not left out where they are special."""
+        tokens = self.own_tokens
+        kept = {tokens[text]: text for text in texts if text in tokens}
+        kept = {i: text for i, text in kept.items() if not self.decode([i])}
+        if not kept:
+            return self.decode
+
+        def decode(token_ids: list[int]) -> str:
+            parts, start = [], 0
+            for place, token_id in enumerate(token_ids):
+                if token_id in kept:
+                    parts += [self.decode(token_ids[start:place]), kept[token_id]]
+                    start = place + 1
+            return "".join([*parts, self.decode(token_ids[start:])])
+
+        return decode
+
+    @cached_property
+    def own_tokens(self) -> dict[str, int]:
+        """Texts that are a token of their own wherever they stand -> the token's id."""
+        if self._tokenizer is None:
+            return {}
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: token_id for token_id, token in added.items()}
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer in the format of tokenizer.json, without padding and truncation."""
+        assert self._tokenizer is not None
+        made = copy.copy(self._tokenizer.backend_tokenizer)
+        made.no_padding()
+        made.no_truncation()
+        return str(made.to_str())
 
     @cached_property
     def _decode(self) -> Callable[..., str]:

@@ -1,14 +1,7 @@
-"""Writing a quantised checkpoint, in the format of the library compressed-tensors.
-
-The new checkpoint is written piece by piece beside its place, and moved there when it is whole.
-"""
+"""Writing a quantised checkpoint, in the format of the library compressed-tensors."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -16,23 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import mtpc
 from mtpc.config import check_scheme
-from mtpc.errors import CheckpointError, OptionError
+from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupSpec
-from mtpc.weights.json_file import CONFIG, INDEX
+from mtpc.weights.json_file import CONFIG
 from mtpc.weights.quantise import SCHEMES, is_head, quantise, stays_plain
+from mtpc.weights.shards import (
+    ShardWriter,
+    copy_others,
+    new_directory,
+    refuse_existing,
+    write_json,
+)
 
-_SHARD_BYTES = 1 << 30
-"""A file is written when its tensors have this many bytes; it bounds the memory in use."""
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5")
-"""Ends of names of files that are not copied."""
 _ACTIVATIONS: dict[str, Any] = {"symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -77,25 +72,14 @@ def quantise_checkpoint(
             are not finite; or `out` cannot be written.
     """
     check_scheme("scheme", scheme)
-    if os.path.lexists(out):
-        raise OptionError(f"{out} exists; expected the name of a new directory")
+    refuse_existing(out)
     checkpoint = Checkpoint(source)
     if checkpoint.is_quantised:
         raise CheckpointError(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"
         )
-    try:
-        scratch = Path(tempfile.mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}."))
-        try:
-            written = _Writer(checkpoint, scratch, scheme, head, tuple(keep), tell).write()
-            scratch.chmod(0o755)
-            scratch.rename(out)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error}") from error
-    return written
+    with new_directory(out) as scratch:
+        return _Writer(checkpoint, scratch, scheme, head, tuple(keep), tell).write()
 
 
 class _Writer:
@@ -112,7 +96,6 @@ class _Writer:
     ):
         self._checkpoint, self._directory, self._tell = checkpoint, directory, tell
         self._scheme, self._head, self._keep = scheme, head, keep
-        self._shards: list[list[str]] = []
 
     def write(self) -> Written:
         """Write all files."""
@@ -127,7 +110,7 @@ class _Writer:
         plain = tuple(name for name in matrices if name not in specs)
         after = self._write_shards(specs)
         self._write_config(plain)
-        self._copy_others()
+        copy_others(self._checkpoint.directory, self._directory)
         before = sum(tensor.nbytes for tensor in stored.values())
         return Written(len(specs), plain, before, after)
 
@@ -146,8 +129,7 @@ class _Writer:
 
     def _write_shards(self, specs: dict[str, GroupSpec]) -> int:
         """Write all tensors; returns their bytes."""
-        held: dict[str, Tensor] = {}
-        total = 0
+        writer = ShardWriter(self._directory)
         names = sorted(self._checkpoint.stored)
         for done, name in enumerate(names):
             self._tell(f"{done} of {len(names)} tensors: {name}")
@@ -157,15 +139,9 @@ class _Writer:
             spec = specs.get(name)
             parts = {name: tensor.clone()} if spec is None else dict(self._parts(name, spec))
             self._checkpoint.release(name)
-            held |= parts
-            total += sum(part.nbytes for part in parts.values())
-            if sum(part.nbytes for part in held.values()) >= _SHARD_BYTES:
-                self._save(held)
-                held = {}
-        if held:
-            self._save(held)
-        self._name_shards(total)
-        return total
+            writer.add(parts)
+        writer.finish()
+        return writer.nbytes
 
     def _parts(self, name: str, spec: GroupSpec) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a weight is stored as."""
@@ -177,41 +153,11 @@ class _Writer:
         else:
             yield name, _signed(weight)
 
-    def _save(self, tensors: dict[str, Tensor]) -> None:
-        path = self._directory / _numbered(len(self._shards))
-        save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # The library gives it to its owner alone.
-        self._shards.append(list(tensors))
-
-    def _name_shards(self, total: int) -> None:
-        """Give the files the names by which other programs find them."""
-        count = len(self._shards)
-        if count == 1:
-            (self._directory / _numbered(0)).rename(self._directory / "model.safetensors")
-            return
-        places: dict[str, str] = {}
-        for index, names in enumerate(self._shards):
-            file = f"model-{index + 1:05}-of-{count:05}.safetensors"
-            (self._directory / _numbered(index)).rename(self._directory / file)
-            places |= dict.fromkeys(names, file)
-        index_json = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        (self._directory / INDEX).write_text(json.dumps(index_json, indent=2) + "\n")
-
     def _write_config(self, plain: Sequence[str]) -> None:
         ignored = sorted(name.removesuffix(".weight") for name in plain)
         says = quantization_config(self._scheme, ignored)
         config = {**self._checkpoint.config, "quantization_config": says}
-        (self._directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-    def _copy_others(self) -> None:
-        """Copy the tokenizer and whatever else lies beside the weights."""
-        for path in self._checkpoint.directory.iterdir():
-            if path.is_file() and path.name != CONFIG and not path.name.endswith(_WEIGHTS):
-                shutil.copyfile(path, self._directory / path.name)
-
-
-def _numbered(index: int) -> str:
-    return f"shard-{index:05}"
+        write_json(self._directory / CONFIG, config)
 
 
 def _signed(weight: GroupedWeight) -> Tensor:

@@ -26,6 +26,9 @@ from mtpc.server.run import Running
 __all__ = ["client", "nothing_is_left", "server", "spec"]
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -84,11 +87,13 @@ def test_refused_completions(
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
-            "messages[0].tool_calls",
-            "only role, content and name",
+            "messages[0].tool_calls[0]",
+            "expected an object",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "more is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"messages": [{"role": "user", "content": "w7", "x": 1}]}, "messages[0].x", "only role"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "expected an object"),
+        ({"tools": [TOOL]}, "tools", "knows no format of tool calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "needs token masks"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": 2}, "logprobs", "true or false"),
         ({"extra_body": {"prompt": "w7"}}, "prompt", "not supported"),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mtpc.cli.main import main
 from mtpc.errors import CheckpointError
-from mtpc.weights import write_quantised
+from mtpc.weights import shards
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.quantise import quantise
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -69,7 +69,7 @@ def test_heads_and_patterns(source: Path) -> None:
 @pytest.mark.parametrize("scheme", ["int4-g32", "int8", "fp8"])
 def test_files_of_limited_size(scheme: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is written when it is full; the index names the place of every tensor."""
-    monkeypatch.setattr(write_quantised, "_SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 1000)
     written = quantise_checkpoint(source, source.parent / "out", scheme, keep=("*.down_proj",))
     places = json.loads((source.parent / "out/model.safetensors.index.json").read_text())
     files = set(places["weight_map"].values())
@@ -82,7 +82,7 @@ def test_files_of_limited_size(scheme: str, source: Path, monkeypatch: pytest.Mo
 
 def test_nothing_half_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that is not finite ends the run after other tensors were written."""
-    monkeypatch.setattr(write_quantised, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
     tensors = load_file(source / "b.safetensors")
     tensors[PLAIN[1]][3, 5] = torch.nan
     save_file(tensors, source / "b.safetensors")

@@ -302,6 +302,12 @@ void check_dtype(const Tensor& t, ScalarType dtype, int64_t dim, const char* nam
       " dimensions, the last adjacent in memory");
 }
 
+/// A row's mask, or null where it forbids nothing: the row of a request without a grammar is plain.
+const int32_t* narrowing(const int32_t* mask, int64_t words) {
+  const bool forbids = std::any_of(mask, mask + words, [](int32_t word) { return word != -1; });
+  return forbids ? mask : nullptr;
+}
+
 }  // namespace
 
 MTPC_OPERATOR Tensor sample(
@@ -354,7 +360,7 @@ MTPC_OPERATOR Tensor sample(
       const int64_t first = i / each * each;
       const Row row{
           params, at(i), row_of<int64_t>(fed, 0) + first + 1, i - first,
-          token_mask ? row_of<int32_t>(*token_mask, i) : nullptr};
+          token_mask ? narrowing(row_of<int32_t>(*token_mask, i), token_mask->size(1)) : nullptr};
       const T* x = row_of<T>(values, i);
       chosen[i] = row.is_plain() ? finite_argmax(x, vocabulary)
                                  : Chooser(row, vocabulary).choose(x);

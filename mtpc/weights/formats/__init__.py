@@ -28,20 +28,23 @@ class Format:
         leaves: last parts of names of the tensors that make up weights. Each must belong to one.
         ignored: last parts of names of tensors that are not read: scales of activations, which
             are rounded as they come, or not at all.
+        left_out: entry of quantization_config that lists modules with plain weights; None if the
+            format has no such list.
     """
 
     find: Callable[[Tensors, Config, Mapping[str, Any]], list[QuantisedWeight]]
     leaves: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    left_out: str | None = None
 
 
 FORMATS: Mapping[str, Format] = {
-    "fp8": Format(block_fp8.find, block_fp8.LEAVES),
+    "fp8": Format(block_fp8.find, block_fp8.LEAVES, left_out="modules_to_not_convert"),
     "compressed-tensors": Format(
-        compressed_tensors.find, compressed_tensors.LEAVES, compressed_tensors.IGNORED
+        compressed_tensors.find, compressed_tensors.LEAVES, compressed_tensors.IGNORED, "ignore"
     ),
     "gptq": Format(gptq.find, gptq.LEAVES),
-    "awq": Format(awq.find, awq.LEAVES),
+    "awq": Format(awq.find, awq.LEAVES, left_out="modules_to_not_convert"),
 }
 """Value of `quant_method` in config.json -> its format."""
 _UNNAMED = "fp8"

@@ -1,0 +1,167 @@
+"""What a chat request becomes: a prompt, a grammar and a parser of the answer.
+
+The checkpoint's chat template decides how calls of tools and reasoning are written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpc.server.chat import ChatTemplate
+from mtpc.server.chat_parser import END_THINK, THINK, ChatParser
+from mtpc.server.errors import ApiError
+from mtpc.server.lark import Lark
+from mtpc.server.tool_formats import PARSERS, Schema, ToolFormat, find_format
+from mtpc.weights.served_model import ServedModel
+
+ANY_OBJECT: Schema = {"type": "object"}
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function that names no parameters, as at OpenAI."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat request, ready to run.
+
+    Attributes:
+        prompt: the prompt's text.
+        lark: a grammar of the answer, or None.
+        param: the field that the grammar comes from.
+        parser: makes the parser of a choice, or None: the text is the content.
+        texts: texts of special tokens that the parser needs.
+    """
+
+    prompt: str
+    lark: str | None
+    param: str
+    parser: Callable[[], ChatParser] | None
+    texts: tuple[str, ...]
+
+
+class Conversations:
+    """Turns the fields of chat requests into `Conversation`s.
+
+    Args:
+        template: the model's chat template.
+        served: the model.
+        tool_parser: one of `PARSERS`.
+        reasoning_parser: one of `mtpc.server.options.REASONING`.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, served: ServedModel, tool_parser: str, reasoning_parser: str
+    ):
+        self._template, self._served = template, served
+        self._form = find_format(tool_parser, template.source)
+        has_section = reasoning_parser != "auto" or END_THINK in template.source
+        self._thinks = has_section and reasoning_parser != "none"
+
+    def make(self, fields: Mapping[str, Any]) -> Conversation:
+        """The conversation of a request.
+
+        Args:
+            fields: what `check_fields` returned.
+
+        Raises:
+            ApiError: tools are given, and the template's format of calls is not known.
+            RequestError: the template refuses the messages.
+        """
+        tools: list[dict[str, Any]] = fields.get("tools") or []
+        choice = fields.get("tool_choice", "auto") if tools else "none"
+        form = self._form if choice != "none" else None
+        if choice != "none" and form is None:
+            raise ApiError(
+                400,
+                "this server knows no format of tool calls in the chat template; start it with "
+                f"--tool-call-parser, one of {', '.join(PARSERS[2:])}",
+                "tools",
+                "no_tool_format",
+            )
+        messages = [self._message(message) for message in fields["messages"]]
+        kwargs = fields.get("chat_template_kwargs", {})
+        prompt = self._template.render(messages, {"tools": tools or None, **kwargs})
+        schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or NO_ARGUMENTS
+            for tool in tools
+        }
+        is_single = fields.get("parallel_tool_calls") is False or isinstance(choice, dict)
+        is_thinking = self._thinks and prompt.rstrip().endswith(THINK)
+        may_think = self._thinks and not prompt.rstrip().endswith(END_THINK)
+
+        def parser() -> ChatParser:
+            return ChatParser(form, schemas, may_think, is_thinking, is_single)
+
+        writer = _Writer(Lark(self._served.own_tokens), form, schemas, is_single)
+        body, param = writer.body(choice, fields.get("response_format"))
+        think = f"({'' if is_thinking else writer.lark.text(THINK)} {writer.thinking()})"
+        start = f"{think}{'' if is_thinking else '?'} {body}" if may_think else body
+        return Conversation(
+            prompt,
+            None if body is None else writer.lark.grammar(start or ""),
+            param,
+            parser if form or may_think else None,
+            (THINK, END_THINK, *(form.texts() if form else ())),
+        )
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message as the template takes it, with arguments of calls as text or as an object."""
+        if "tool_calls" not in message or (self._form and self._form.takes_text):
+            return message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": _read(call["function"])}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+
+def _read(function: Mapping[str, Any]) -> Any:
+    """The arguments of an earlier call as an object; text that is none stays text."""
+    try:
+        return json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return function["arguments"]
+
+
+@dataclass
+class _Writer:
+    """Writes the grammar of an answer."""
+
+    lark: Lark
+    form: ToolFormat | None
+    schemas: Mapping[str, Schema]
+    is_single: bool
+
+    def body(
+        self, choice: str | dict[str, Any], wanted: Mapping[str, Any] | None
+    ) -> tuple[str | None, str]:
+        """The answer after the reasoning, and the field that asks for it; None if it is free."""
+        if isinstance(choice, dict):
+            return self._calls([choice["function"]["name"]]), "tool_choice"
+        if choice == "required":
+            return self._calls([*self.schemas]), "tool_choice"
+        if wanted is None or wanted["type"] == "text":
+            return None, "response_format"
+        schema = wanted["json_schema"].get("schema", {}) if "json_schema" in wanted else ANY_OBJECT
+        found = self.lark.json(schema)
+        if self.form is not None:
+            found = f"({found} | {self._calls([*self.schemas])})"
+        return found, "response_format"
+
+    def thinking(self) -> str:
+        """Reasoning up to its end, and the line breaks after it."""
+        return f'{self.lark.until(END_THINK)} ("\\n" "\\n"?)?'
+
+    def _calls(self, names: list[str]) -> str:
+        """One call or several of these functions."""
+        form, lark = self.form, self.lark
+        assert form is not None
+        calls = " | ".join(f"({form.grammar(lark, name, self.schemas[name])})" for name in names)
+        one = f"{lark.text(form.begin)} ({calls}) {lark.text(form.end)}"
+        rest = "" if self.is_single else f"({lark.text(form.between)} {one})*"
+        opening, closing = (
+            lark.text(text) if text else "" for text in (form.opening, form.closing)
+        )
+        return f"({opening} {one} {rest} {closing})"

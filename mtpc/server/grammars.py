@@ -1,0 +1,80 @@
+"""Grammars of requests, by the library llguidance, as the engine's token masks take them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from mtpc.server.errors import ApiError
+from mtpc.weights.served_model import ServedModel
+
+LIBRARY = "llguidance"
+
+
+class Matcher:
+    """A `mtpc.Grammar` over one of llguidance's matchers."""
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    def fill_mask(self, words: Tensor) -> None:
+        """Clear the bits of tokens that may not come next."""
+        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * words.numel())
+
+    def advance(self, token_id: int) -> bool:
+        """Take a token, if it may come next."""
+        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+
+    def rollback(self, count: int) -> None:
+        """Go back by the last `count` tokens."""
+        self._matcher.rollback(count)
+
+
+class Grammars:
+    """Compiles grammars for the tokenizer of one model.
+
+    Args:
+        served: the model.
+    """
+
+    def __init__(self, served: ServedModel):
+        self._served = served
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """llguidance's view of the tokenizer; building it takes up to a second."""
+        from llguidance import LLTokenizer
+
+        ends = list(self._served.stop_ids)
+        return LLTokenizer(
+            self._served.tokenizer_json(), n_vocab=self._served.vocab_size, eos_token=ends
+        )
+
+    def matchers(self, lark: str, count: int, param: str) -> list[Matcher]:
+        """Grammars for `count` texts.
+
+        Args:
+            lark: the grammar, in llguidance's dialect of Lark.
+            count: number of texts.
+            param: the request's field that the grammar comes from, for errors.
+
+        Raises:
+            ApiError: the library is not installed, or it refuses the grammar.
+        """
+        if find_spec(LIBRARY) is None:
+            raise ApiError(
+                400,
+                f"{param} needs {LIBRARY}, not installed on this server: pip install {LIBRARY}",
+                param,
+                "not_installed",
+            )
+        from llguidance import LLMatcher
+
+        made = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
+        if made.is_error():
+            reason = made.get_error().strip().splitlines()[0]
+            raise ApiError(400, f"{param} cannot be followed: {reason}", param, "invalid_value")
+        return [Matcher(made), *(Matcher(made.deep_copy()) for _ in range(count - 1))]

@@ -1,0 +1,65 @@
+"""Writes grammars in llguidance's dialect of Lark.
+
+Texts for which the tokenizer has a token of its own, such as `<tool_call>`, are that token and
+nothing else: llguidance spells `<[ID]>` for it, and free text never holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as models write it. Whitespace without limit would let a text never end."""
+
+
+_ANY = r"/(.|\n)*/"
+
+
+class Lark:
+    """A grammar in the making.
+
+    Args:
+        tokens: texts of tokens of their own -> token ids.
+
+    Attributes:
+        rules: the rules so far, one a line.
+    """
+
+    def __init__(self, tokens: Mapping[str, int]):
+        self._tokens = tokens
+        names = sorted(map(re.escape, tokens), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(names)})") if names else None
+        self.rules: list[str] = []
+
+    def text(self, text: str) -> str:
+        """An expression for exactly this text."""
+        parts = self._pattern.split(text) if self._pattern else [text]
+        return " ".join(self._literal(part) for part in parts if part) or '""'
+
+    def _literal(self, part: str) -> str:
+        known = self._tokens.get(part)
+        return json.dumps(part, ensure_ascii=False) if known is None else f"<[{known}]>"
+
+    def until(self, end: str) -> str:
+        """An expression for any text up to the first `end`, with it."""
+        match = self._pattern.search(end) if self._pattern else None
+        if match is None:
+            return self._rule(_ANY, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
+        # A token of its own ends free text; what `end` has before it is free text, too.
+        return f"{self._rule(_ANY)} {self.text(end[match.start() :])}"
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """An expression for JSON of a schema."""
+        return self._rule(f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}")
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def grammar(self, start: str) -> str:
+        """The whole grammar, of an expression for all text."""
+        return "\n".join([f"start: {start}", *self.rules])

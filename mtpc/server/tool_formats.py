@@ -1,0 +1,254 @@
+"""How models write calls of tools: one format a family of chat templates.
+
+A checkpoint's own chat template shows its format, so `find_format` looks for what each format
+writes. The names are those of vLLM's `--tool-call-parser`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpc.server.lark import Lark
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a model has written.
+
+    Attributes:
+        name: the function's name.
+        arguments: its arguments, the text of a JSON object.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    Attributes:
+        name: vLLM's name of the format.
+        marks: texts that a chat template of this format has, all of them.
+        begin: what a call begins with.
+        end: what a call ends with.
+        parse: (text between `begin` and `end`, schema of each function) -> the call, or None.
+        grammar: (Lark, function's name, schema) -> lark text of what is between `begin` and `end`.
+        opening: what all calls together begin with, or "".
+        closing: what they end with, or "".
+        between: what stands between two calls.
+        head: matches what comes before the arguments, with the function's name as its group. The
+            arguments then follow as JSON up to `tail`, and stream. None: they come when the call is
+            complete.
+        tail: matches what follows the arguments.
+        takes_text: whether the template wants the arguments of earlier calls as JSON text; else it
+            wants an object.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    begin: str
+    end: str
+    parse: Callable[[str, Mapping[str, Schema]], Call | None]
+    grammar: Callable[[Lark, str, Schema], str]
+    opening: str = ""
+    closing: str = ""
+    between: str = "\n"
+    head: re.Pattern[str] | None = None
+    tail: re.Pattern[str] = re.compile(r"\s*$")
+    takes_text: bool = False
+
+    def texts(self) -> tuple[str, ...]:
+        """The texts that mark calls; a tokenizer may have special tokens for them."""
+        return tuple(text for text in (self.begin, self.end, self.opening, self.closing) if text)
+
+
+_HERMES_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+)
+_FENCE_HEAD = re.compile(r"\s*function<｜tool▁sep｜>(\S+)\n```json\n")
+_BARE_HEAD = re.compile(r"\s*(\S+?)<｜tool▁sep｜>")
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _parse_hermes(text: str, schemas: Mapping[str, Schema]) -> Call | None:
+    """`{"name": "f", "arguments": {...}}`, in any order."""
+    call = _object(text)
+    if call is None or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return Call(call["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _hermes_grammar(lark: Lark, name: str, schema: Schema) -> str:
+    start = f'\n{{"name": {json.dumps(name)}, "arguments": '
+    end = lark.text("}\n")
+    return f"{lark.text(start)} {lark.json(schema)} {end}"
+
+
+def _parse_headed(head: re.Pattern[str], tail: re.Pattern[str]) -> Callable[..., Call | None]:
+    """A parser of a name and JSON arguments between what two patterns match."""
+
+    def parse(text: str, schemas: Mapping[str, Schema]) -> Call | None:
+        match = head.match(text)
+        arguments = tail.sub("", text[match.end() :]) if match else ""
+        return Call(match[1], arguments) if match and _object(arguments) is not None else None
+
+    return parse
+
+
+def _fenced_grammar(lark: Lark, name: str, schema: Schema) -> str:
+    start = f"function<｜tool▁sep｜>{name}\n```json\n"
+    end = lark.text("\n```")
+    return f"{lark.text(start)} {lark.json(schema)} {end}"
+
+
+def _bare_grammar(lark: Lark, name: str, schema: Schema) -> str:
+    start = lark.text(f"{name}<｜tool▁sep｜>")
+    return f"{start} {lark.json(schema)}"
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _properties(schema: Schema) -> dict[str, Any]:
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _typed(values: list[tuple[str, str]], schema: Schema) -> str:
+    """Arguments as JSON: a text stays a text where the schema says so; else JSON is read."""
+    arguments: dict[str, Any] = {}
+    known = _properties(schema)
+    for key, text in values:
+        try:
+            arguments[key] = text if _is_text(known.get(key)) else json.loads(text)
+        except (ValueError, RecursionError):
+            arguments[key] = text
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>]+)>(.*?)(?:</function>\s*)?$", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _parse_qwen(text: str, schemas: Mapping[str, Schema]) -> Call | None:
+    """`<function=f>`, then `<parameter=key>` with a value for each argument."""
+    match = _FUNCTION.match(text)
+    if match is None:
+        return None
+    name = match[1].strip()
+    return Call(name, _typed(_PARAMETER.findall(match[2]), schemas.get(name, {})))
+
+
+def _parse_glm(text: str, schemas: Mapping[str, Schema]) -> Call | None:
+    """The function's name, then `<arg_key>` and `<arg_value>` for each argument."""
+    name = text.partition("<arg_key>")[0].strip()
+    if not name or any(space in name for space in " \n<{"):
+        return None
+    return Call(name, _typed(_ARGUMENT.findall(text), schemas.get(name, {})))
+
+
+def _each_argument(lark: Lark, schema: Schema, before: str, after: str) -> str:
+    """lark of the arguments in the order of the schema; `before` has the key in place of KEY."""
+    required = schema.get("required") or []
+    parts = []
+    for key, kind in _properties(schema).items():
+        start = lark.text(before.replace("KEY", key))
+        value = lark.until(after) if _is_text(kind) else f"{lark.json(kind)} {lark.text(after)}"
+        often = "" if key in required else "?"
+        parts.append(f"({start} {value}){often}")
+    return " ".join(parts)
+
+
+def _qwen_grammar(lark: Lark, name: str, schema: Schema) -> str:
+    arguments = _each_argument(lark, schema, "<parameter=KEY>\n", "\n</parameter>\n")
+    start, end = lark.text(f"\n<function={name}>\n"), lark.text("</function>\n")
+    return f"{start} {arguments} {end}"
+
+
+def _glm_grammar(lark: Lark, name: str, schema: Schema) -> str:
+    before, after = "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"
+    start = lark.text(f"{name}\n")
+    return f"{start} {_each_argument(lark, schema, before, after)}"
+
+
+_FENCE_TAIL = re.compile(r"\s*(?:```\s*)?$")
+_DEEPSEEK: dict[str, Any] = {
+    "begin": "<｜tool▁call▁begin｜>",
+    "end": "<｜tool▁call▁end｜>",
+    "opening": "<｜tool▁calls▁begin｜>",
+    "closing": "<｜tool▁calls▁end｜>",
+    "takes_text": True,
+}
+_CALL: dict[str, Any] = {"begin": "<tool_call>", "end": "</tool_call>"}
+FORMATS: tuple[ToolFormat, ...] = (
+    ToolFormat(
+        "deepseek_v3",
+        ("<｜tool▁sep｜>", "```json"),
+        parse=_parse_headed(_FENCE_HEAD, _FENCE_TAIL),
+        grammar=_fenced_grammar,
+        head=_FENCE_HEAD,
+        tail=_FENCE_TAIL,
+        **_DEEPSEEK,
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        ("<｜tool▁sep｜>",),
+        parse=_parse_headed(_BARE_HEAD, re.compile(r"\s*$")),
+        grammar=_bare_grammar,
+        head=_BARE_HEAD,
+        **{**_DEEPSEEK, "between": ""},
+    ),
+    ToolFormat(
+        "glm45", ("<tool_call>", "<arg_key>"), parse=_parse_glm, grammar=_glm_grammar, **_CALL
+    ),
+    ToolFormat(
+        "qwen3_xml",
+        ("<tool_call>", "<function=", "<parameter="),
+        parse=_parse_qwen,
+        grammar=_qwen_grammar,
+        **_CALL,
+    ),
+    ToolFormat(
+        "hermes",
+        ("<tool_call>",),
+        parse=_parse_hermes,
+        grammar=_hermes_grammar,
+        head=_HERMES_HEAD,
+        tail=re.compile(r"\s*\}\s*$"),
+        **_CALL,
+    ),
+)
+"""The first whose marks a template has counts: later ones have fewer marks of their own."""
+PARSERS = ("auto", "none", *(form.name for form in FORMATS))
+"""Values of `--tool-call-parser`."""
+
+
+def find_format(name: str, template: str) -> ToolFormat | None:
+    """The format of a name, or with "auto" the one that a chat template writes.
+
+    Args:
+        name: one of `PARSERS`.
+        template: the source of the chat template.
+    """
+    for form in FORMATS:
+        if form.name == name or (name == "auto" and all(mark in template for mark in form.marks)):
+            return form
+    return None

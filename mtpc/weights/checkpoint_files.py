@@ -1,0 +1,122 @@
+"""The files of a checkpoint: config.json, headers of safetensors files, tensors by memory map.
+
+`mtpc.weights.checkpoint` reads weights from them; what copies or examines tensors as they are
+stored needs no more than this.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.hub import download_again, find_directory, is_directory
+from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
+from mtpc.weights.tensor_file import StoredTensor, TensorFile
+
+_OF_BOTH = ("eos_token_id", "tie_word_embeddings")
+"""Entries that multimodal configs may have outside of the language model's config."""
+
+
+class CheckpointFiles:
+    """A directory with config.json and safetensors files; opening it checks all headers.
+
+    Args:
+        directory: the checkpoint's path, or its id in the local hub cache.
+
+    Attributes:
+        directory: where its files are.
+        config: config.json.
+        stored: headers of all tensors by their names in the files.
+
+    Raises:
+        CheckpointError: there is no such directory, no config.json or no safetensors file; or a
+            file is incomplete.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory = find_directory(directory)
+        if not is_directory(directory):
+            raise CheckpointError(
+                f"{str(directory)!r} is not a directory; expected a local checkpoint with "
+                "config.json and *.safetensors (mtpc downloads nothing)"
+            )
+        self.config = self._read_config()
+        self._files = {path: TensorFile(path) for path in self._shards()}
+        self.stored: dict[str, StoredTensor] = {}
+        for file in self._files.values():
+            self._add_tensors(file)
+        check_counts(self.config, self._config_path, len(self.stored))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its safetensors files."""
+        return sum(path.stat().st_size for path in self._files)
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """Config of the language model, even inside the config of a multimodal model."""
+        nested = self.config.get("text_config")
+        if nested is None:
+            return self.config
+        outer = {k: v for k, v in self.config.items() if k in _OF_BOTH}
+        return {**outer, **nested}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor of the files, by its name there and as it is stored, in the memory map."""
+        return self._files[self.stored[name].path].tensor(name)
+
+    def release_stored(self, name: str) -> None:
+        """Give back the memory of a tensor of the files; if it is used again, it is read again."""
+        self._files[self.stored[name].path].release(name)
+
+    @property
+    def _config_path(self) -> Path:
+        return self.directory / CONFIG
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self._config_path
+        if not os.path.isfile(path):
+            raise CheckpointError(
+                f"{self.directory} has no config.json; expected a checkpoint's directory: "
+                f"{download_again(self.directory)}"
+            )
+        config = read_json(path)
+        check_config(config, path)
+        return config
+
+    def _shards(self) -> list[Path]:
+        index = self.directory / INDEX
+        if os.path.isfile(index):
+            shards = [self.directory / name for name in shard_names(read_json(index), index)]
+        else:
+            shards = sorted(self.directory.glob("*.safetensors"))
+        if not shards:
+            raise CheckpointError(
+                f"{self.directory} holds no *.safetensors file; expected at least one: "
+                f"{download_again(self.directory)}"
+            )
+        for path in shards:
+            if not os.path.isfile(path):  # False, too, where the name is too long.
+                raise CheckpointError(
+                    f"{path} is named in the index but missing; {download_again(self.directory)}"
+                )
+        return shards
+
+    def _add_tensors(self, file: TensorFile) -> None:
+        """Add the tensors of a file.
+
+        Raises:
+            CheckpointError: another file has a tensor of that name.
+        """
+        for name, stored in file.tensors.items():
+            if name in self.stored:
+                raise CheckpointError(
+                    f"{name} is in {self.stored[name].path.name} and in {stored.path.name} of "
+                    f"{self.directory}; expected it in one file: remove the other, or write an "
+                    f"index ({INDEX})"
+                )
+            self.stored[name] = stored
