@@ -529,7 +529,8 @@ FAULTS = (
         "a stale snapshot: one that was evicted is still its page's",
         "engine/prefix.py",
         "            self.forget(next(iter(self._attached)))\n            self.num_evicted += 1\n",
-        "            self.num_evicted += 1\n            return next(iter(self._attached.values()))\n",
+        "            self.num_evicted += 1\n"
+        "            return next(iter(self._attached.values()))\n",
         f"{_REUSE}[qwen3_next]",
     ),
     Fault(
