@@ -556,13 +556,6 @@ FAULTS = (
         f"{_REUSE}[qwen3_next]",
     ),
     Fault(
-        "a snapshot of decoded text is taken after the next step",
-        "engine/snapshots.py",
-        "if prefixes is None or not prefixes.distance or self._options.async_scheduling:",
-        "if prefixes is None or not prefixes.distance:",
-        f"{_REUSE}[qwen3_next]",
-    ),
-    Fault(
         "snapshots of two layers are exchanged",
         "engine/snapshots.py",
         "        if request.restored is not None:\n"

@@ -52,6 +52,17 @@ def test_completion(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
     assert done.usage.total_tokens == 4 + len(expected)
 
 
+def test_usage_counts_reused_tokens(client: openai.OpenAI) -> None:
+    """Of 13 tokens, two pages of four have the two tokens of the drafts behind them."""
+    ids = [90 - 2 * i for i in range(13)]
+    for cached in (0, 8):
+        done = complete(client, ids, max_tokens=2, n=2)
+        assert done.usage.prompt_tokens == 13
+        assert done.usage.prompt_tokens_details.cached_tokens == cached
+    streamed = list(complete(client, ids, stream=True, stream_options={"include_usage": True}))
+    assert streamed[-1].usage.prompt_tokens_details.cached_tokens == 8
+
+
 def test_prompts_of_all_kinds(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
     """Text, texts, ids, rows of ids, both mixed; with n of each, choices in order."""
     for prompt, rows in (
