@@ -281,6 +281,7 @@ def test_many_schemas(ask: Callable[..., Any]) -> None:
             tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
             chosen = {"type": "function", "function": {"name": "f"}}
             forced: Any = {"tools": [tool], "tool_choice": chosen}
+            forced["vars"] = {"hide_tools": True}
             found = [joined(ask(k, stream=True, **forced, **sampled)) for k in (0, 3)]
             texts = [arguments for _, arguments in found[0][2]]
         assert found[0] == found[1], schema
