@@ -93,9 +93,12 @@ class Endpoints:
 
         def encode() -> list[int]:
             if "prompt" in fields:
-                return service.encode(fields["prompt"], fields.get("add_special_tokens", True))
-            made = service.conversations.make({**fields, "tool_choice": "none"})
-            return service.encode(made.prompt, fields.get("add_special_tokens", False))
+                prompt, special_tokens = fields["prompt"], True
+            else:
+                fields["tool_choice"] = "none"  # The template's prompt is the same with any.
+                prompt, special_tokens = service.conversations.make(fields).prompt, False
+            (ids,) = service.encode([prompt], fields.get("add_special_tokens", special_tokens))
+            return ids
 
         loop = asyncio.get_running_loop()
         ids = await loop.run_in_executor(service.tokenisers, encode)
@@ -156,10 +159,10 @@ class Endpoints:
         """The token ids of each prompt and, for a chat, what its answer is read with."""
         service = self._service
         if not is_chat:
-            return Prepared([service.encode(prompt) for prompt in fields["prompt"]])
+            return Prepared(service.encode(fields["prompt"]))
         made = service.conversations.make(fields)
         # A chat template writes special tokens itself.
-        prompts = [service.encode(made.prompt, special_tokens=False)]
+        prompts = service.encode([made.prompt], special_tokens=False)
         matchers = service.matchers(made, fields.get("n", 1)) if made.lark else ()
         return Prepared(prompts, matchers, made.parser, made.texts)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 import re
 
-from mtpc.errors import CapacityError, MtpcError, NumericsError, RequestError, ServingError
+from mtpc.errors import (
+    CapacityError,
+    GrammarError,
+    MtpcError,
+    NumericsError,
+    RequestError,
+    ServingError,
+)
 
 RETRY_AFTER_S = 1
 """Seconds after which a client should retry (status 429 and 503)."""
@@ -86,6 +93,8 @@ def api_error(error: BaseException) -> ApiError:
         return _refused(str(error))
     if isinstance(error, NumericsError):
         return ApiError(500, str(error), code="numerics_error")
+    if isinstance(error, GrammarError):
+        return ApiError(500, str(error), code="grammar_error")
     if isinstance(error, ServingError):
         return ApiError(503, str(error), code="engine_ended")
     return ApiError(500, "the server failed; see the server's log", code="internal_error")

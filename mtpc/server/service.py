@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -78,12 +78,15 @@ class Service:
         parsers = (self.options.tool_call_parser, self.options.reasoning_parser)
         return Conversations(self._template, self.engine.served, *parsers)
 
-    def encode(self, prompt: str | list[int], special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt; a text that is too long is refused first."""
-        if not isinstance(prompt, str):
-            return prompt
-        self.check_length(prompt)
-        return self.engine.served.encode(prompt, special_tokens)
+    def encode(
+        self, prompts: Sequence[str | list[int]], special_tokens: bool = True
+    ) -> list[list[int]]:
+        """The token ids of prompts; if a text is too long, none is tokenised."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.check_length(prompt)
+        encode = self.engine.served.encode
+        return [encode(p, special_tokens) if isinstance(p, str) else p for p in prompts]
 
     def matchers(self, conversation: Conversation, count: int) -> list[Matcher]:
         """The grammars of `count` texts of a conversation that has one.

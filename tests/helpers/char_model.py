@@ -13,14 +13,14 @@ from helpers.tiny import make_full_acceptance_checkpoint
 MARKS = ("<s>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
 _CHARS = [c for c in string.printable[:95] if c not in "~^`|$@"]
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for tool in (tools or []) if not hide_tools %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
     "{% for call in message.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
     "</tool_call>{% endfor %}{% endfor %}{{ lead or '' }}"
     "{% if enable_thinking %}<think>{% elif enable_thinking is defined %}</think>{% endif %}"
 )
-"""Hermes' format of calls. `lead` is text that the prompt ends with."""
+"""Hermes' format of calls. `lead` ends the prompt, and `hide_tools` leaves tools out of it."""
 
 
 def char_checkpoint(directory: Path) -> Path:

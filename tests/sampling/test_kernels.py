@@ -44,6 +44,9 @@ def test_sample_with_a_mask_of_its_own_for_each_row() -> None:
         assert torch.equal(found, call(REFERENCE, logits, rows, seed, mask))
         assert all(t in ids for t, ids in zip(found[:2].tolist(), allowed, strict=False))
         assert int(found[5]) == -1, "nothing is allowed"
+        free = torch.full_like(mask, -1)
+        without = call(OURS, logits, rows, seed)
+        assert torch.equal(call(OURS, logits, rows, seed, free), without), "all is allowed"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

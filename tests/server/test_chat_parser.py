@@ -12,7 +12,9 @@ from helpers.small_server import NAME
 
 import mtpc
 from mtpc.cli.arguments import parse
+from mtpc.errors import GrammarError
 from mtpc.server.chat_parser import ChatParser
+from mtpc.server.errors import api_error
 from mtpc.server.lark import Lark
 from mtpc.server.tool_formats import FORMATS, find_format
 
@@ -83,6 +85,12 @@ def test_a_template_shows_its_format(form) -> None:  # type: ignore[no-untyped-d
     assert find_format("auto", TWO[form.name]) is form
     assert find_format(form.name, "") is form
     assert find_format("none", TWO[form.name]) is None
+
+
+def test_a_grammar_that_cannot_go_on_says_so() -> None:
+    error = api_error(GrammarError("the grammar allows no token after 3 new ones"))
+    assert (error.status, error.code) == (500, "grammar_error")
+    assert "allows no token" in str(error)
 
 
 def test_texts_that_are_no_calls_stay_content() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -231,3 +232,59 @@ def test_refusals(ask: Callable[..., Any], fields: Any, param: str, message: str
         ask(0, **fields)
     assert error.value.param == param
     assert message in str(error.value)
+
+
+def drawn_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A random schema whose every value is short."""
+    kinds = ["string", "integer", "boolean", "null", "enum", "const"]
+    kind = chance.choice(kinds + ["array", "object", "anyOf"] * bool(depth))
+    if kind == "string":
+        return {"type": kind, "maxLength": chance.randint(0, 4)}
+    if kind == "integer":
+        low = chance.randint(-20, 20)
+        return {"type": kind, "minimum": low, "maximum": low + chance.randint(0, 99)}
+    if kind in ("boolean", "null"):
+        return {"type": kind}
+    if kind in ("enum", "const"):
+        values = ["a b", "", 3, None, True, [1, "x"], {"k": 0}]
+        return {kind: chance.sample(values, 3) if kind == "enum" else chance.choice(values)}
+    parts = [drawn_schema(chance, depth - 1) for _ in range(chance.randint(1, 3))]
+    if kind == "anyOf":
+        return {kind: parts}
+    if kind == "array":
+        return {"type": kind, "items": parts[0], "maxItems": len(parts)}
+    names = chance.sample(["a", "b c", "d_1", "Zz"], len(parts))
+    required = [name for name in names if chance.random() < 0.7]
+    properties = dict(zip(names, parts, strict=True))
+    return {
+        "type": kind, "properties": properties, "required": required, "additionalProperties": False
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_many_schemas(ask: Callable[..., Any]) -> None:
+    """1,000 schemas, as formats or parameters of tools: the same at K = 0 and 3, and valid."""
+    jsonschema = pytest.importorskip("jsonschema")
+    chance = random.Random(11)
+    for number in range(1000):
+        schema = drawn_schema(chance)
+        sampled: Any = {"temperature": chance.choice([0, 1]), "seed": number, "max_tokens": 150}
+        if chance.random() < 0.5:
+            wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            found = [of(ask(k, response_format=wanted, **sampled)) for k in (0, 3)]
+            texts = [found[0][0]]
+        else:
+            schema = {
+                "type": "object", "properties": {"x": schema}, "required": ["x"],
+                "additionalProperties": False,
+            }  # fmt: skip
+            tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+            chosen = {"type": "function", "function": {"name": "f"}}
+            forced: Any = {"tools": [tool], "tool_choice": chosen}
+            forced["vars"] = {"hide_tools": True}
+            found = [joined(ask(k, stream=True, **forced, **sampled)) for k in (0, 3)]
+            texts = [arguments for _, arguments in found[0][2]]
+        assert found[0] == found[1], schema
+        if found[0][3] != "length":
+            assert len(texts) == 1
+            jsonschema.validate(json.loads(texts[0]), schema)
