@@ -204,14 +204,15 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 1100,  # wiring.py: the rules of MTP layers, and the check of those that a user gives
-    "backends": 7150,  # Tapes: a runner and its arithmetic in place of Inductor's.
+    # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
+    "backends": 7250,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
     "cli": 3300,  # `mtpc check`, `mtpc quantize`
     # The outbox and what mends an interrupted call; names that people type; `Completion`.
     "engine": 3600,
     "host": 750,
-    "integrations": 2850,
+    "integrations": 2900,  # Ends of a layer's own are found in a host's checkpoint.
     "layout": 600,
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`).
