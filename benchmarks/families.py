@@ -129,7 +129,7 @@ def table(record: Record) -> Table:
 
 def _collected() -> set[str]:
     """The names of all tests."""
-    listing = _pytest("--collect-only", "-qq", "-n", "0", "tests/models", "tests/test_theorem.py")
+    listing = _pytest("--collect-only", "-n", "0", "tests/models", "tests/test_theorem.py")
     lines = listing.stdout.splitlines()
     return {line.removeprefix("tests/") for line in lines if "::" in line}
 

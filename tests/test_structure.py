@@ -204,7 +204,8 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 1100,  # wiring.py: the rules of MTP layers, and the check of those that a user gives
-    "backends": 7250,  # Tapes: a runner and its arithmetic in place of Inductor's.
+    # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
+    "backends": 7250,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them.
@@ -213,7 +214,7 @@ LINES = {
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`).
     "engine": 3900,
     "host": 750,
-    "integrations": 2900,  # Refusals of drafts with a head or embedding of their own.
+    "integrations": 2900,  # Ends of a layer's own are found in a host's checkpoint.
     "layout": 650,  # Which buffers hold state by request slot, and sizes of their snapshots.
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP

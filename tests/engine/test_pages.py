@@ -64,6 +64,10 @@ def test_what_identifies_a_page() -> None:
     assert found([50, *range(1, 10)]) == 0
     assert found([*range(4), 50, *range(5, 10)]) == 0, "the first page's following tokens"
     assert found([*range(6), 50, *range(7, 12)]) == 1
+    other = Request(2, [50, 51, 52, 53, 4, 5, 6, 7, 60, 61], 5)
+    other.pages, other.num_prefilled, other.output_ids = pool.take(3), 10, [62]
+    cache.learn(other)
+    assert found([*range(8), 60, 61]) == 1, "a page that stands behind other tokens"
     assert PrefixCache(pool.index, PAGE, 0).match(Request(1, list(range(8)), 5))[0] == []
     plain = PrefixCache(PagePool(1, 9).index, PAGE, 0)
     other = Request(0, list(range(9)), 5)

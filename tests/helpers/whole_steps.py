@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 import mtpc
 from helpers.families import TINY
@@ -44,3 +49,43 @@ def check_no_token_changes(directory: Path, *enabled: tuple[str, ...]) -> None:
         seen.append((model.generate(prompts, max_new_tokens=12), tuple(model.stats.accepted)))
     assert seen[0] == seen[1]
     assert sum(seen[0][1]) > 0
+
+
+def values_after(graph: StepGraph) -> dict[str, Tensor]:
+    """Run a step once on buffers filled by their names; returns all of them."""
+    buffers = graph.buffers()
+    for name, tensor in buffers.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
+        elif name in ("state.token_ids", "batch.prompt_ids"):
+            tensor.copy_(torch.randint(2, 90, tensor.shape, generator=generator))
+        else:
+            tensor.fill_(NUMBERS.get(name, 0))
+    table = buffers["state.block_table"]
+    table.copy_(torch.arange(table.numel()).view(table.shape) % 16 + 1)
+    slots = buffers["batch.state_indices"]
+    slots.copy_(torch.arange(1, 1 + len(slots)))
+    with torch.inference_mode():
+        graph.module()
+    return {name: tensor.clone() for name, tensor in graph.buffers().items()}
+
+
+NUMBERS = {
+    "state.stop_ids": -1,
+    "state.remaining_tokens": 9,
+    "state.committed_lens": 5,
+    "batch.num_input": 4,
+    "batch.next_prompt_id": -1,
+}
+"""What the integers of a buffer are; 0 elsewhere."""
+
+
+def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names of buffers of both whose values differ by more than 1e-9."""
+
+    def same(name: str) -> bool:
+        a, b = one[name].double(), other[name].double()
+        return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-9)
+
+    return sorted(name for name in one.keys() & other.keys() if not same(name))
