@@ -11,6 +11,8 @@ from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout.specs import Layout
 
+_OF_REQUESTS = ("kv.", "state.")
+"""Buffers that keep something from step to step; the others carry values within one step."""
 _BY_SLOT, _BY_BLOCK = "state.committed_lens", "state.block_table"
 
 
@@ -19,7 +21,7 @@ def slot_state(layout: Layout) -> tuple[str, ...]:
     return tuple(
         name
         for name, spec in sorted(layout.items())
-        if spec.shared and not (spec.is_paged or spec.is_rebuilt)
+        if name.startswith(_OF_REQUESTS) and not (spec.is_paged or spec.is_rebuilt)
     )
 
 
