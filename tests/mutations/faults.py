@@ -569,7 +569,7 @@ FAULTS = (
     Fault(
         "snapshots lack what chained MTP layers keep",
         "layout/slot_state.py",
-        "if spec.shared and not (spec.is_paged or spec.is_rebuilt)",
+        "if name.startswith(_OF_REQUESTS) and not (spec.is_paged or spec.is_rebuilt)",
         'if name.startswith("kv.") and not (spec.is_paged or spec.is_rebuilt)',
         f"{_REUSE}[step3p7]",
     ),
