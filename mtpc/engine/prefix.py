@@ -218,12 +218,15 @@ class PrefixCache:
         Returns:
             A number of tokens; 0 if `other` has made them reusable already, or never will.
         """
+        done = other.num_indexed * self.page_size
+        if self._reusable(other.num_input) < done + self.page_size:
+            return 0  # As a rule it decodes; no tokens need to be compared.
         end = self._reusable(self._common(other, request))
         end = end // self.page_size * self.page_size
         if self.distance:
             last = self._last_snapshot(other)
             end = last if last <= end else end // self.distance * self.distance
-        return end if end > other.num_indexed * self.page_size else 0
+        return end if end > done else 0
 
     def _last_snapshot(self, request: Request) -> int:
         """The length of a prompt at its last snapshot; not above 0 if it leaves none."""
