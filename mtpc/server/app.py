@@ -185,13 +185,14 @@ class Endpoints:
 
 
 def make_app(
-    service: Service, connections: Connections, lifespan: Lifespan[Starlette] | None = None
-) -> ASGIApp:
+    service: Service, connections: Connections | None, lifespan: Lifespan[Starlette] | None = None
+) -> Gate:
     """Make the ASGI application.
 
     Args:
         service: the service that handles requests.
-        connections: the open connections, which learn when a request begins and ends.
+        connections: the open connections, which learn when a request begins and ends; None where
+            another program listens.
         lifespan: a context that is entered before the first request.
     """
     endpoints = Endpoints(service)
@@ -271,10 +272,14 @@ def _two_lengths(scope: Scope) -> bool:
 
 
 class Gate:
-    """Wraps the application: checks each head, notifies connections and counts responses."""
+    """Wraps the application: checks each head, notifies connections and counts responses.
 
-    def __init__(self, app: ASGIApp, service: Service, connections: Connections):
-        self._app, self._service, self._connections = app, service, connections
+    Attributes:
+        service: the service that handles requests.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, connections: Connections | None):
+        self._app, self.service, self._connections = app, service, connections
         self._hosts = AllowedHosts(service.options)
         self._origins = service.options.allowed_origins
         key = service.options.api_key
@@ -285,7 +290,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        connection = self._connections.begin(scope)
+        known = self._connections
+        connection = known.begin(scope) if known is not None else None
         if connection is not None:
             receive = _noting_body(scope, receive, connection)
         path = scope["path"]
@@ -293,7 +299,7 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._service.counters.responses[label, message["status"]] += 1
+                self.service.counters.responses[label, message["status"]] += 1
             await send(message)
 
         try:
