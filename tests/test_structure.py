@@ -218,8 +218,9 @@ LINES = {
     "layout": 650,  # Which buffers hold state by request slot, and sizes of their snapshots.
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
-    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`).
-    "models": 4300,
+    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE
+    # and K-EXAONE.
+    "models": 4600,
     # Linear layers and experts on grouped weights (`grouped.py`).
     "ops": 2150,
     # Grouped linears as stages of chains; pack-groups.
@@ -229,7 +230,8 @@ LINES = {
     "program": 2900,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
-    "server": 3600,
+    # What heads must be, for both parsers (`heads.py`).
+    "server": 3650,
     "step": 1100,
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,

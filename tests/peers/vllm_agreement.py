@@ -42,23 +42,27 @@ RECURRENT: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
-    "deepseek_v3": {
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
+    "glm4_moe_lite": LATENT,
+    "deepseek_v3": LATENT,
+    "ernie4_5_moe": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    "exaone_moe": HEADS,
     "qwen3_next": RECURRENT,
     "qwen3_5": RECURRENT,
     "qwen3_5_moe": RECURRENT,
@@ -83,13 +87,15 @@ MTP, lists of layer types (it cuts off what they say of MTP layers)."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 """Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
 argmax."""
-BACKENDS = {"deepseek_v3": "CPU_MLA"}
+BACKENDS = dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), "CPU_MLA")
 """With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
 TRAINING_STEPS = dict.fromkeys(DTYPES, 30)
 """Margins that bfloat16 does not move: both programs round, at other places."""
 HOST_RULES = {
     "glm4_moe": {"zero_first_embedding": True, "next_features": "before"},
+    "glm4_moe_lite": {"zero_first_embedding": True, "next_features": "before"},
     "deepseek_v3": {"zero_first_embedding": True},
+    "ernie4_5_moe": {"zero_first_embedding": True},
 }
 """Where vLLM wires an MTP layer otherwise than the model's authors (docs/models.md). It decides
 what is drafted, not what is emitted."""
