@@ -45,6 +45,7 @@ from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, 
 from benchmarks.peers import vllm_host
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from benchmarks.report import table
+from mtpc.cli.parsing import acceptance_length
 from mtpc.layout.progress import Progress
 
 HEADROOM = 32
@@ -127,7 +128,7 @@ def _measure(
         cases = [
             Case(
                 workload.model,
-                workload.weights,
+                workload.weights + _dictated(args),
                 decoder,
                 batch,
                 checkpoint.step_bytes(decoder.spec_tokens, decoder.engine == INT8, batch),
@@ -190,6 +191,12 @@ def _max_len(args: argparse.Namespace) -> int:
     return args.prompt_tokens + args.new_tokens + HEADROOM
 
 
+def _dictated(args: argparse.Namespace) -> str:
+    """What the rows' weights say of synthetic acceptance."""
+    length = args.synthetic_acceptance_length
+    return "" if length is None else f", synthetic {length}"
+
+
 def _compile(
     target: Any, spec_tokens: int, args: argparse.Namespace, tell: Tell, engine: str = "mtpc"
 ) -> MtpcDecoder:
@@ -212,6 +219,7 @@ def _compile(
         busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.
         backend=args.backend,
         enabled_passes=enabled,
+        synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )
     return MtpcDecoder(model, time.perf_counter() - start, engine)
 
@@ -225,6 +233,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
+    length = "accept drafts whatever they are: tokens per step, or a golden length by name"
+    add("--synthetic-acceptance-length", type=acceptance_length, metavar="L|NAME", help=length)
     command.add_vllm(parser)
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
@@ -238,6 +248,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
+    if args.synthetic_acceptance_length is not None and args.vllm_python:
+        parser.error("vLLM's CPU build refuses synthetic acceptance; leave out --vllm-python")
     if args.workloads is None:
         args.workloads = [name for name in DEFAULT if args.peers or not WORKLOADS[name].is_peer]
     return args

@@ -77,6 +77,8 @@ def run_server(
         RequestError: the checkpoint has no tokenizer.
         CheckpointError: the chat template cannot be read or is invalid.
     """
+    if model.stats.synthetic_acceptance_rates:
+        raise OptionError("synthetic acceptance gives text that is not the model's; serve without")
     served = model.served
     if not served.has_tokenizer or served.directory is None:
         raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
