@@ -48,6 +48,7 @@ from benchmarks.peers import vllm_host
 from benchmarks.peers.llama_decoder import KINDS, LlamaDecoder, LlamaFiles
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from benchmarks.report import table
+from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
 from mtpc.layout.progress import Progress
 
@@ -133,7 +134,7 @@ def _measure(
         cases = [
             Case(
                 workload.model,
-                workload.weights,
+                workload.weights + _dictated(args),
                 decoder,
                 batch,
                 _step_bytes(checkpoint, decoder, batch),
@@ -214,6 +215,12 @@ def _max_len(args: argparse.Namespace) -> int:
     return args.prompt_tokens + args.new_tokens + HEADROOM
 
 
+def _dictated(args: argparse.Namespace) -> str:
+    """What the rows' weights say of synthetic acceptance."""
+    length = args.synthetic_acceptance_length
+    return "" if length is None else f", synthetic {length}"
+
+
 def _compile(
     target: Any,
     spec_tokens: int,
@@ -242,6 +249,7 @@ def _compile(
         backend=args.backend,
         enabled_passes=enabled,
         quantize=scheme,
+        synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )
     return MtpcDecoder(model, time.perf_counter() - start, engine)
 
@@ -255,6 +263,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
+    length = "accept drafts whatever they are: tokens per step, or a golden length by name"
+    add("--synthetic-acceptance-length", type=acceptance_length, metavar="L|NAME", help=length)
     command.add_vllm(parser)
     command.add_llama(parser)
     rounded = "schemes by which mtpc quantises all weights, in engines of their own"
@@ -271,6 +281,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
+    if args.synthetic_acceptance_length is not None and args.vllm_python:
+        parser.error("vLLM's CPU build refuses synthetic acceptance; leave out --vllm-python")
     if args.workloads is None:
         args.workloads = [name for name in DEFAULT if args.peers or not WORKLOADS[name].is_peer]
     return args

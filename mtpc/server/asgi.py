@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 
 from mtpc.api import SpecModel
 from mtpc.engine.async_engine import AsyncEngine
-from mtpc.errors import RequestError
+from mtpc.errors import OptionError, RequestError
 from mtpc.server.app import Gate, make_app
 from mtpc.server.chat import load_chat_template
 from mtpc.server.options import ServerOptions
@@ -21,9 +21,12 @@ def make_service(model: SpecModel, options: ServerOptions) -> Service:
     """The state of a server of one model. Its engine has not been started.
 
     Raises:
+        OptionError: the model accepts drafts whatever they are.
         RequestError: the checkpoint has no tokenizer.
         CheckpointError: the chat template cannot be read or is invalid.
     """
+    if model.stats.synthetic_acceptance_rates:
+        raise OptionError("synthetic acceptance gives text that is not the model's; serve without")
     served = model.served
     if not served.has_tokenizer or served.directory is None:
         raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
@@ -48,6 +51,7 @@ def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:
         options: the server's limits.
 
     Raises:
+        OptionError: the model accepts drafts whatever they are.
         RequestError: the checkpoint has no tokenizer.
         CheckpointError: the chat template cannot be read or is invalid.
     """

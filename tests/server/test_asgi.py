@@ -12,9 +12,11 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
+from helpers.families import TINY
 from helpers.word_model import words
 
 import mtpc
+from mtpc.errors import OptionError
 from mtpc.server.app import Gate
 from mtpc.server.asgi import asgi_app
 from mtpc.server.options import ServerOptions
@@ -51,6 +53,16 @@ def test_another_program_listens(word_spec: mtpc.SpecModel) -> None:
         assert "".join(parts) == expected
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             ask(client, model="another")
+
+
+def test_synthetic_acceptance_is_not_served(word_spec: mtpc.SpecModel) -> None:
+    """Its text is not the model's."""
+    directory = word_spec.served.directory
+    assert directory is not None
+    options: dict[str, Any] = {**TINY, "batch_buckets": (1,), "backend": "eager"}
+    spec = mtpc.compile(directory, spec_tokens=1, synthetic_acceptance_length=1.5, **options)
+    with pytest.raises(OptionError, match="synthetic acceptance"):
+        asgi_app(spec, ServerOptions())
 
 
 def test_the_end_of_the_lifespan_closes_the_engine(word_spec: mtpc.SpecModel) -> None:
