@@ -204,8 +204,8 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 1100,  # wiring.py: the rules of MTP layers, and the check of those that a user gives
-    # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool. Kernels that
-    # a wheel carries (`shipped.py`).
+    # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
+    # Kernels that a wheel carries (`shipped.py`).
     "backends": 7350,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
