@@ -207,10 +207,12 @@ LINES = {
     # rates of synthetic acceptance.
     ".": 1300,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
-    "backends": 7250,
+    # Kernels that a wheel carries (`shipped.py`).
+    "backends": 7350,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
-    # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them.
+    # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
+    # come from.
     "cli": 3500,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
