@@ -232,8 +232,8 @@ LINES = {
     # Grouped linears as stages of chains; pack-groups.
     "passes": 2700,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
-    # host's memory planned before a build (`host_memory.py`).
-    "program": 2900,
+    # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
+    "program": 2950,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.
