@@ -17,7 +17,8 @@ from mtpc.cli.demo import demo_checkpoint
 from mtpc.server.options import ServerOptions
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # Ray warns of its own calls.
+# Ray warns of its own calls.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 OPTIONS: dict[str, Any] = {"spec_tokens": 3, "sampling": True, "token_mask": True}
 PROMPTS = ["The for statement", "A list is", "Return the", "If the argument", "An iterator", "Note"]
 NEW_TOKENS = 120
