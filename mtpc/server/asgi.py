@@ -21,15 +21,15 @@ def make_service(model: SpecModel, options: ServerOptions) -> Service:
     """The state of a server of one model. Its engine has not been started.
 
     Raises:
-        OptionError: the model accepts drafts whatever they are.
         RequestError: the checkpoint has no tokenizer.
+        OptionError: the model accepts drafts whatever they are.
         CheckpointError: the chat template cannot be read or is invalid.
     """
-    if model.stats.synthetic_acceptance_rates:
-        raise OptionError("synthetic acceptance gives text that is not the model's; serve without")
     served = model.served
     if not served.has_tokenizer or served.directory is None:
         raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
+    if model.stats.synthetic_acceptance_rates:
+        raise OptionError("synthetic acceptance gives text that is not the model's; serve without")
     template = load_chat_template(served.directory, options.chat_template)
     engine = AsyncEngine(model.engine, served, options.max_requests)
     return Service(engine, options.model_name or served.name, options, template)
@@ -51,8 +51,8 @@ def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:
         options: the server's limits.
 
     Raises:
-        OptionError: the model accepts drafts whatever they are.
         RequestError: the checkpoint has no tokenizer.
+        OptionError: the model accepts drafts whatever they are.
         CheckpointError: the chat template cannot be read or is invalid.
     """
     service = make_service(model, options)
