@@ -67,6 +67,7 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
         **model,
         "options.spec_tokens": str(options.spec_tokens),
         "options.largest_bucket": str(max(options.batch_buckets)),
+        "options.rows_in_rings": str(options.prefill_tokens) if _has_rings(model) else "none",
         "options.max_len": str(options.max_len or "the model's"),
         "options.page_size": str(options.page_size),
         "options.num_pages": str(options.num_pages or "enough"),
@@ -82,6 +83,17 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),
         **environment_fields(),
     }
+
+
+def _has_rings(model: Fields) -> bool:
+    """Whether layers may keep rings of a sliding window. A prefill step's rows size them."""
+    entries = {name.rpartition(".")[2]: value for name, value in model.items()}
+    if entries.get("use_sliding_window") == "false":
+        return False
+    return any(
+        name.startswith("sliding_window") and value not in ("null", "0")
+        for name, value in entries.items()
+    )
 
 
 def _described(token_ids: tuple[int, ...]) -> str:

@@ -69,7 +69,7 @@ NOT_IN_THE_KEY: list[dict[str, Any]] = [
     {"cache_dir": Path("/elsewhere")},
     {"require_sha256": "0" * 64},
     {"max_logprobs": 9},  # It sizes what only sampling has.
-    {"prefill_chunk": 16},  # These two are in the key of prefill steps only.
+    {"prefill_chunk": 16},  # These two are in the key of prefill steps only, but for rings.
     {"prefill_rows": 2},
     {"batch_buckets": (1, 2)},
     {"spec_tiers": (0, 3)},  # Each has a step of its own.
@@ -93,6 +93,15 @@ def test_options_in_the_key(
 def test_options_not_in_the_key(change: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint("mimo")
     assert fields_of(directory) == fields_of(directory, **change)
+
+
+def test_a_prefill_chunk_sizes_rings(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Decode steps of a model with sliding windows are bound to rings of that size."""
+    directory, field = tmp_path / "copy", {"options.rows_in_rings"}
+    shutil.copytree(checkpoint("mimo_v2", "random"), directory)
+    assert changed_fields(fields_of(directory), fields_of(directory, prefill_chunk=16)) == field
+    _config(use_sliding_window=False)(directory)
+    assert not changed_fields(fields_of(directory), fields_of(directory, prefill_chunk=16))
 
 
 def test_every_option_is_known_to_be_in_the_key_or_not() -> None:
