@@ -233,7 +233,8 @@ LINES = {
     "passes": 2700,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
-    "program": 2950,
+    # Which models' rings a prefill step sizes, in the key.
+    "program": 3000,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.
