@@ -207,8 +207,8 @@ LINES = {
     # rates of synthetic acceptance.
     ".": 1300,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
-    # Kernels that a wheel carries (`shipped.py`).
-    "backends": 7350,
+    # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
+    "backends": 7500,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
@@ -233,8 +233,9 @@ LINES = {
     "passes": 2700,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
-    # Which models' rings a prefill step sizes, in the key.
-    "program": 3000,
+    # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
+    # not counted twice.
+    "program": 3050,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.

@@ -29,11 +29,11 @@ OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
 """Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""
 
 NORM_PASSES = ("fuse-elementwise", "fuse-draft-entry")
-"""Off by default on GPUs, where Inductor fuses most of the same."""
+"""Inductor fuses most of the same."""
 VARIANTS = (
     ("default passes", (), ()),
     ("without passes", OPTIONAL_PASSES, ()),
-    ("norms fused by us", (), NORM_PASSES),
+    ("norms fused by Inductor", NORM_PASSES, ()),
 )
 """Of a profile: what it is called, passes disabled, passes enabled."""
 

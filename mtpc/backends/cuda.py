@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -24,6 +25,9 @@ from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
+from mtpc.passes.fuse_draft_entry import FuseDraftEntry
+from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.merge_projections import MergeProjections
 from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
@@ -34,8 +38,13 @@ INDUCTOR = {
 """Inductor's options for a step."""
 
 
-ENABLES = (FuseCacheWrite.name,)
-"""Passes of the policy `backend` that make steps faster on a GPU."""
+ENABLES = (
+    MergeProjections.name,
+    FuseCacheWrite.name,
+    FuseElementwise.name,
+    FuseDraftEntry.name,
+)
+"""Passes that leave fewer launches in a GPU's step."""
 
 
 class CudaBackend:
@@ -169,6 +178,12 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
     That cache only serves compilations with a shape environment. torch.compile has one; for a
     direct call of Inductor this function makes one. No size becomes symbolic.
     """
+    from torch._inductor.lowering import add_needs_realized_inputs  # Seconds of imports.
+
+    # Inductor itself says so at an operator's first call, too late for what was lowered before: it
+    # then copies a value for each call that reads it, as the block table for each attention.
+    ours = {n.target for n in module.graph.nodes if str(n.target).startswith("mtpc")}
+    add_needs_realized_inputs([target for target in ours if isinstance(target, OpOverload)])
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     with torch.no_grad(), tracing(TracingContext(mode)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -106,11 +106,14 @@ class Captured:
         pool_bytes: bytes by which its capture increased the device memory in use. A small bucket
             reuses the memory of larger ones, which are captured first.
         addresses: data pointers of its buffers and weights, by name.
+        held: those tensors. The graph has their addresses, so their memory must not be given back,
+            whatever becomes of the weights of the model.
     """
 
     replay: Run
     pool_bytes: int
     addresses: dict[str, int]
+    held: tuple[Tensor, ...] = field(default=(), repr=False)
 
 
 def capture_step(run: Run, graph: StepGraph, graphs: Graphs) -> Captured:
@@ -119,13 +122,14 @@ def capture_step(run: Run, graph: StepGraph, graphs: Graphs) -> Captured:
     During both the batch is empty: all rows are inactive. So the step writes to no cache page, and
     the pools need no copy.
     """
+    held = {name: tensor.detach() for name, tensor in static_tensors(graph).items()}
     with empty_batch(graph):
         for _ in range(WARM_UPS):
             graphs.warm_up(run)
         before = graphs.pool_bytes()
         replay = graphs.record(run)
-    addresses = {name: tensor.data_ptr() for name, tensor in static_tensors(graph).items()}
-    return Captured(replay, graphs.pool_bytes() - before, addresses)
+    addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
+    return Captured(replay, graphs.pool_bytes() - before, addresses, tuple(held.values()))
 
 
 def static_tensors(graph: StepGraph) -> dict[str, Tensor]:

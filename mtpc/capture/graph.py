@@ -18,6 +18,7 @@ from mtpc.weights.quantise import quantise
 from mtpc.weights.recipes import (
     Grouped,
     GroupedMaker,
+    Join,
     Recipe,
     allocate,
     make,
@@ -54,6 +55,8 @@ class WeightTable:
     Args:
         tensors: the model's weights by name.
         groups: those of them that are stored in groups.
+        owned: whether no one else has the tensors: a concatenation then takes the place of its
+            parts, which become views of it, so that no weight is held twice.
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
@@ -65,8 +68,9 @@ class WeightTable:
         self,
         tensors: Mapping[str, Tensor],
         groups: StoredGroups | None = None,
+        owned: bool = False,
     ):
-        self.defers = False
+        self.defers, self._owned = False, owned
         self._groups = groups or StoredGroups()
         self._maker = GroupedMaker(self._grouped)
         self._deferred: set[str] = set()
@@ -141,7 +145,20 @@ class WeightTable:
                 else make(recipe, self._tensor)
             )
             self._made[same] = made
+            if self._owned and isinstance(recipe, Join) and recipe.op == "cat":
+                self._take_the_place(made, recipe)
         return self._made[same]
+
+    def _take_the_place(self, made: Tensor, recipe: Join) -> None:
+        """Make the parts of a concatenation views of it; who read them before keeps what it has."""
+        start = 0
+        for part in recipe.parts:
+            tensor = self[part] if isinstance(part, str) else None
+            if tensor is None or tensor.dtype != made.dtype or tensor.is_meta:
+                return
+            stop = start + tensor.shape[0]
+            tensor.data = made[start:stop]
+            start = stop
 
     def _holder(self, name: str) -> str:
         """The first weight seen in the memory of this one: itself, or the one it is a copy of."""

@@ -27,7 +27,7 @@ class FuseDraftEntry:
     """
 
     name: ClassVar[str] = "fuse-draft-entry"
-    policy: ClassVar[Policy] = "off"
+    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)

@@ -34,8 +34,7 @@ class FuseElementwise:
     with its norm, silu(gate) * up, and the rotary embedding of queries and keys. Inductor emits
     several loops for each, and rounds to bfloat16 between them one element at a time. A kernel
     passes over each row once, and uses more threads only if that pays. The kernels round at the
-    same places as the chains. On by default on the cpu. GPUs have such kernels, too, but Inductor
-    needs no more launches there.
+    same places as the chains. On by default on the cpu and on GPUs.
     """
 
     name: ClassVar[str] = "fuse-elementwise"

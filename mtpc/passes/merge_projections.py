@@ -17,15 +17,16 @@ from mtpc.passes.linears import LinearGroup, linear_groups, replace_groups
 class MergeProjections:
     """Concatenate the weights of linears that share an input (q/k/v, gate/up).
 
-    Off by default: it copies weights, because the user's model keeps the originals. pack-weights
-    does the same for the weights that it packs. All buckets share a merged weight.
+    It copies weights where the user's model keeps the originals; where mtpc read them itself, they
+    become views of the merged weight. pack-weights does the same for the weights that it packs. All
+    buckets share a merged weight. On by default on GPUs.
 
     Attributes:
         min_group: the smallest number of linears to merge.
     """
 
     name: ClassVar[str] = "merge-projections"
-    policy: ClassVar[Policy] = "off"
+    policy: ClassVar[Policy] = "backend"
     min_group: int = 2
 
     def apply(self, graph: StepGraph) -> int:

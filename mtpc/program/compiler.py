@@ -76,7 +76,7 @@ class StepCompiler:
         self._check_draft_vocab()
         self.keys = step_keys(options)
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
-        self.weights = WeightTable(loaded.weights(), stored_groups(loaded))
+        self.weights = WeightTable(loaded.weights(), stored_groups(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._lowering = Lowering(
             backend,

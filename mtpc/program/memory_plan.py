@@ -17,6 +17,7 @@ import torch
 
 from mtpc.backends.base import Backend, Report
 from mtpc.backends.memory import live_memory, peak_bytes, place_live, pool_bytes
+from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
@@ -92,10 +93,20 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: Backend) 
         sum(layout.nbytes(name) for name, spec in layout.items() if spec.shared)
         for layout in (less, more)
     ]
-    page, weights = sizes[1] - sizes[0], compiler.weights
-    made = sum(weights[name].nbytes for name in weights.recipes)
-    fixed = sizes[0] - few * page + made + snapshots_nbytes(less, options)
+    page = sizes[1] - sizes[0]
+    fixed = sizes[0] - few * page + _made(compiler.weights) + snapshots_nbytes(less, options)
     return MemoryPlan(steps, fixed, page, pool)
+
+
+def _made(weights: WeightTable) -> int:
+    """Bytes that derived weights add: without those of weights that are now views of them."""
+    made = {weights[n].untyped_storage().data_ptr(): weights[n].nbytes for n in weights.recipes}
+    views = {
+        tensor.data_ptr(): tensor.nbytes
+        for name, tensor in weights.items()
+        if name not in weights.recipes and tensor.untyped_storage().data_ptr() in made
+    }
+    return sum(made.values()) - sum(views.values())
 
 
 def settle_pages(

@@ -78,15 +78,15 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_profile(tmp_path: Path) -> None:
-    """Passes leave fewer kernels, fused norms the fewest; and each is timed."""
+    """Passes leave fewer kernels, fused norms, too; and each is timed."""
     path = tmp_path / "gpu.csv"
     words = ["--dry-run", "--parts", "profile", "--shapes", "tiny-glm4", "--spec-tokens", "1"]
     words += ["--batches", "1", "--csv", str(path), "--prompt-tokens", "8", "--new-tokens", "8"]
     assert gpu.main(words) == 0
     rows = [row for row in _read(path) if row["part"] == "profile"]
     kernels = [int(row["kernels"]) for row in rows]
-    assert kernels[2] < kernels[0] < kernels[1]
-    assert rows[2]["engine"] == f"{FUSED}, norms fused by us"
+    assert kernels[0] < min(kernels[1:])
+    assert rows[2]["engine"] == f"{FUSED}, norms fused by Inductor"
     assert all(float(row["ms_device"]) > 0 and float(row["copy_gb_s"]) > 0 for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Joining the splits of an attention, in the order of the splits."""
+"""Joining the splits of an attention: all at once, in an order that the number of splits fixes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from mtpc.backends.triton_kernels.tiles import LOG2E
 _PROGRAMS, _MAX_SPLITS = 512, 64
 """Programs to have at least (about two for each compute unit of the largest devices), and splits
 to have at most. Chosen on paper, not measured."""
+_ELEMENTS, _LEAST = 2048, 32
+"""Sums that a program of `combine` holds at once, of all splits: 32 a thread; and columns at least.
+"""
 
 
 def splits_for(programs: int, blocks: int) -> int:
@@ -45,17 +48,15 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     seen = total != 0  # A row that attends to nothing is zeros, whatever its sink.
     if HAS_SINKS:
         total += tl.exp2(sink - peak)
-    dv = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for split in range(SPLITS):
-        row = (split * num_tokens + token) * heads + head
-        has = tl.load(stats_ptr + 2 * row + 1, mask=on, other=0.0) != 0
-        fade = tl.exp2(tl.load(stats_ptr + 2 * row, mask=has, other=0.0) - peak)
-        part = acc_ptr + row.to(tl.int64) * DV + dv
-        width = tl.where(has, DV, 0)  # Where nothing was seen, nothing was written.
-        acc += tl.where(has, fade, 0.0) * tl.load(part, mask=dv < width, other=0.0)
+    # All splits at once; where nothing was seen, nothing was written.
+    dv = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    width = tl.where(totals != 0, DV, 0)  # NaN too: it must reach the logits.
+    rows = acc_ptr + at.to(tl.int64)[:, None] * DV + dv[None]
+    parts = tl.load(rows, mask=dv[None] < width[:, None], other=0.0)
+    fade = tl.where(totals != 0, tl.exp2(peaks - peak), 0.0)
+    acc = tl.sum(parts * fade[:, None], 0)
     out = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
-    out_at = (token * heads + head).to(tl.int64) * DV + dv
+    out_at = (token.to(tl.int64) * heads + head) * DV + dv
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
 
 
@@ -74,13 +75,15 @@ def combine_launch(
     """
     splits, num_tokens, heads, dim = acc.shape
     seq_lens, starts = lengths
+    block = min(power_of_two(dim), max(_LEAST, _ELEMENTS // power_of_two(splits)))
     arguments = dict(
         acc_ptr=acc, stats_ptr=stats, sinks_ptr=acc if sinks is None else sinks,
         lens_ptr=seq_lens, starts_ptr=starts, out_ptr=out,
         num_reqs=seq_lens.shape[0], num_tokens=num_tokens,
     )  # fmt: skip
     constants = dict(
-        DV=dim, BLOCK_DV=power_of_two(dim), SPLITS=splits, S_PAD=power_of_two(splits),
+        DV=dim, BLOCK_DV=block, SPLITS=splits, S_PAD=power_of_two(splits),
         R_PAD=power_of_two(seq_lens.shape[0], 16), HAS_SINKS=sinks is not None,
     )  # fmt: skip
-    return Launch(combine_kernel, (num_tokens, heads, 1), arguments, constants, threads=64)
+    grid = (num_tokens, heads, -(-dim // block))
+    return Launch(combine_kernel, grid, arguments, constants, threads=64)

@@ -53,16 +53,16 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     row, head = first + lane // TILE_HEADS, tl.program_id(1) * TILE_HEADS + lane % TILE_HEADS
     live = (row < rows) & (head < HEADS)
     position = length - rows + row
-    lo, hi, n = tile_range(length, rows, first, table_width * PAGE, split,
-                           TILE_ROWS, 0, SPLITS, BLOCK_N)  # fmt: skip
+    lo, hi, begin = tile_range(length, rows, first, table_width * PAGE, split,
+                               TILE_ROWS, 0, SPLITS, BLOCK_N)  # fmt: skip
     c, r = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
-    q_at = (q_ptr + (start + row) * q_token + head * q_head)[:, None]
+    q_at = (q_ptr + (start + row).to(tl.int64) * q_token + head * q_head)[:, None]
     q = tl.load(q_at + c[None], mask=live[:, None] & (c < RANK)[None], other=0.0)
     q_rope = tl.load(q_at + RANK + r[None], mask=live[:, None] & (r < ROPE)[None], other=0.0)
     peak = tl.full([TILE_ROWS * TILE_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS * TILE_HEADS], tl.float32)
     acc = tl.zeros([TILE_ROWS * TILE_HEADS, BLOCK_RANK], tl.float32)
-    while n < hi:
+    for n in range(begin, hi, SPLITS * BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         inside = (key >= lo) & (key < hi)
         page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
@@ -75,7 +75,6 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
         scores = (dot(q, tl.trans(latent), WIDEN) + dot(q_rope, rope, WIDEN)) * SCALE
         weights, fade, peak, total = fade_in(scores, visible, peak, total, 0.0)
         acc = acc * fade[:, None] + dot(weights.to(latent.dtype), latent, WIDEN)
-        n += SPLITS * BLOCK_N
     at = (split * num_tokens + start + row) * HEADS + head
     tl.store(stats_ptr + 2 * at, peak, mask=live)
     tl.store(stats_ptr + 2 * at + 1, total, mask=live)

@@ -62,16 +62,16 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     row, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
     live = (row < rows) & (lane < TILE_ROWS * GROUP)
     position = length - rows + row
-    lo, hi, n = tile_range(length, rows, first, table_width * PAGE, split,
-                           TILE_ROWS, WINDOW, SPLITS, BLOCK_N)  # fmt: skip
+    lo, hi, begin = tile_range(length, rows, first, table_width * PAGE, split,
+                               TILE_ROWS, WINDOW, SPLITS, BLOCK_N)  # fmt: skip
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_at = (start + row) * q_token + head * q_head
+    q_at = (start + row).to(tl.int64) * q_token + head * q_head
     q_mask = live[:, None] & (d < D)[None]
     q = tl.load(q_ptr + q_at[:, None] + d[None], mask=q_mask, other=0.0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    while n < hi:
+    for n in range(begin, hi, SPLITS * BLOCK_N):  # Triton pipelines no `while`.
         key = n + tl.arange(0, BLOCK_N)
         inside = (key >= lo) & (key < hi)
         page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
@@ -88,7 +88,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         v_mask = inside[:, None] & (dv < DV)[None]
         v = tl.load(v_ptr + v_at[:, None] + dv[None], mask=v_mask, other=0.0)
         acc = acc * fade[:, None] + dot(weights.to(v.dtype), v, WIDEN)
-        n += SPLITS * BLOCK_N
     at = (split * num_tokens + start + row) * (tl.num_programs(1) * GROUP) + head
     tl.store(stats_ptr + 2 * at, peak, mask=live)
     tl.store(stats_ptr + 2 * at + 1, total, mask=live)

@@ -1,0 +1,79 @@
+"""What Inductor makes of a step, without a GPU: the kernels that it would launch, what it copies.
+
+Inductor stops after it has decided what to fuse. It does so for the CPU, by the same scheduler as
+for a GPU; there it may split a large kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from mtpc.backends.cuda import compile_flat, lift_tensors
+from mtpc.capture.graph import StepGraph
+from mtpc.errors import BackendError
+
+_MISSED = ("possibly_missed_reinplacing_bytes", "possibly_missed_reinplacing_opportunities")
+_NO_KERNEL = ("MultiOutput", "MultiOutputLayout")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step as Inductor has scheduled it.
+
+    Attributes:
+        generated: kernels that Inductor writes: norms, casts, gathers, copies of views.
+        called: kernels of libraries and operators of ours, by name.
+        missed: buffers that are copied before an operator writes them, and how many bytes.
+    """
+
+    generated: int
+    called: Counter[str]
+    missed: dict[str, int]
+
+
+class _Scheduled(Exception):
+    """Inductor has fused what it fuses: the rest is not wanted."""
+
+
+def lowered(graph: StepGraph) -> Lowered:
+    """Let Inductor schedule a flat step that is bound to operators, not to visible Triton kernels.
+
+    Raises:
+        BackendError: Inductor ends before it has fused anything.
+    """
+    found: list[list[Any]] = []
+
+    def stop(nodes: list[Any]) -> None:
+        found.append(nodes)
+        raise _Scheduled
+
+    module, tensors = lift_tensors(graph)
+    counters.clear()
+    options: dict[str, Any] = {"_post_fusion_custom_pass": stop, "fx_graph_cache": False}
+    try:
+        with torch._inductor.config.patch(options):
+            compile_flat(module, tensors)
+    except Exception as error:
+        if not found:
+            raise BackendError(f"Inductor does not schedule {graph.name}: {error}") from error
+    missed = {name: counters["inductor"][name] for name in _MISSED}
+    names = [_name(node) for node in found[0]]
+    called = Counter(name for name in names if name)
+    return Lowered(names.count(None), called, missed)
+
+
+def _name(node: Any) -> str | None:
+    """What a scheduled node calls, "" where it runs nothing; None of a kernel that is generated."""
+    kind = type(node).__name__
+    if kind == "NopKernelSchedulerNode":
+        return ""
+    if kind != "ExternKernelSchedulerNode":
+        return None
+    if type(node.node).__name__ in _NO_KERNEL:
+        return ""
+    return str(getattr(node.node, "op_overload", None) or type(node.node).__name__)
