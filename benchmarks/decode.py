@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode                      # the 0.5B shape, batches 1 4 8, K = 0..3
     python -m benchmarks.decode --vllm-python VENV/bin/python
+    python -m benchmarks.decode --quantize int4-g32 int8 --llama-bench BIN --no-peers --no-int8
     python -m benchmarks.decode --shape tiny --backend eager --batches 1 2 --spec-tokens 0 1
 
 Per workload (a model with random or accepting weights) one set of weights is loaded, every engine
@@ -10,6 +11,7 @@ the next. GLM-4 is there for `generate(use_mtp=True)`, which transformers has fo
 mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for. Shapes with
 experts, and with latent attention, run on demand: `--workloads glm4-moe-random deepseek-random`;
 so does the model that ships with mtpc, `--workloads demo`, whose drafts text decides upon.
+llama.cpp decodes dense MiMo plainly: its K is 0.
 """
 
 from __future__ import annotations
@@ -43,14 +45,19 @@ from benchmarks.harness.models import (
 from benchmarks.harness.results import new_record, write_results
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers import vllm_host
+from benchmarks.peers.llama_decoder import KINDS, LlamaDecoder, LlamaFiles
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from benchmarks.report import table
+from mtpc.cli.parsing import acceptance_length
+from mtpc.config import SCHEMES
 from mtpc.layout.progress import Progress
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""
+QUANTISED = "mtpc "
+"""With a scheme: mtpc with `quantize=` it."""
 LONG_STAGES = ("trace model", "lower")
 """Stages of compilation worth a line."""
 FEWEST_NEW_TOKENS = 8
@@ -127,10 +134,10 @@ def _measure(
         cases = [
             Case(
                 workload.model,
-                workload.weights,
+                workload.weights + _dictated(args),
                 decoder,
                 batch,
-                checkpoint.step_bytes(decoder.spec_tokens, decoder.engine == INT8, batch),
+                _step_bytes(checkpoint, decoder, batch),
             )
             for decoder in decoders
             for batch in args.batches
@@ -138,6 +145,15 @@ def _measure(
         ]
         sample_in_turns(cases, plan, prompts, probe, tell)
     return [summarise(case, plan.max_foreign) for case in cases]
+
+
+def _step_bytes(checkpoint: Checkpoint, decoder: Decoder, batch: int) -> int:
+    """What a decoder's step reads."""
+    if isinstance(decoder, LlamaDecoder):
+        return decoder.step_bytes(checkpoint.embedding_bytes)
+    scheme = decoder.engine.removeprefix(QUANTISED)
+    weights = checkpoint.quantised(scheme) if scheme in SCHEMES else checkpoint
+    return weights.step_bytes(decoder.spec_tokens, decoder.engine == INT8, batch)
 
 
 def _prepare(
@@ -176,6 +192,15 @@ def _decoders(
         yield _compile(target, k, args, tell)
         if k > 0 and args.int8 and not workload.is_peer:
             yield _compile(target, k, args, tell, INT8)
+        for scheme in args.quantize:
+            yield _compile(target, k, args, tell, f"{QUANTISED}{scheme}", scheme)
+    if args.llama_bench and workload.model == "mimo":
+        tell("write GGUF files")
+        files = LlamaFiles(
+            args.llama_bench, args.gguf_python, checkpoint.directory, checkpoint.directory / "gguf"
+        )
+        for kind in KINDS:
+            yield LlamaDecoder(args.llama_bench, files.write(kind), kind, torch.get_num_threads())
     for k in numbers if args.vllm_python else ():
         tell(f"start vLLM K={k}")
         options = vllm_host.arguments(
@@ -190,8 +215,19 @@ def _max_len(args: argparse.Namespace) -> int:
     return args.prompt_tokens + args.new_tokens + HEADROOM
 
 
+def _dictated(args: argparse.Namespace) -> str:
+    """What the rows' weights say of synthetic acceptance."""
+    length = args.synthetic_acceptance_length
+    return "" if length is None else f", synthetic {length}"
+
+
 def _compile(
-    target: Any, spec_tokens: int, args: argparse.Namespace, tell: Tell, engine: str = "mtpc"
+    target: Any,
+    spec_tokens: int,
+    args: argparse.Namespace,
+    tell: Tell,
+    engine: str = "mtpc",
+    scheme: str | None = None,
 ) -> MtpcDecoder:
     """One captured program: decode steps for the batches asked for, and one for prefill."""
     enabled = (*args.enable, *(["quantise-draft"] if engine == INT8 else []))
@@ -212,6 +248,8 @@ def _compile(
         busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.
         backend=args.backend,
         enabled_passes=enabled,
+        quantize=scheme,
+        synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )
     return MtpcDecoder(model, time.perf_counter() - start, engine)
 
@@ -225,7 +263,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
+    length = "accept drafts whatever they are: tokens per step, or a golden length by name"
+    add("--synthetic-acceptance-length", type=acceptance_length, metavar="L|NAME", help=length)
     command.add_vllm(parser)
+    command.add_llama(parser)
+    rounded = "schemes by which mtpc quantises all weights, in engines of their own"
+    add("--quantize", nargs="+", choices=SCHEMES, default=[], metavar="SCHEME", help=rounded)
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
     command.add_backend(parser)
@@ -238,6 +281,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
+    if args.synthetic_acceptance_length is not None and args.vllm_python:
+        parser.error("vLLM's CPU build refuses synthetic acceptance; leave out --vllm-python")
     if args.workloads is None:
         args.workloads = [name for name in DEFAULT if args.peers or not WORKLOADS[name].is_peer]
     return args

@@ -25,6 +25,8 @@ from benchmarks.harness.results import Record, Table, add_result_files, publish
 FAMILIES = (
     "mimo",
     "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
@@ -34,6 +36,8 @@ FAMILIES = (
     "step3p5",
     "step3p7",
     "mimo_v2",
+    "ernie4_5_moe",
+    "exaone_moe",
 )
 _STEP3P5 = "models/test_step3p5.py"
 _RECURRENT = "models/test_recurrent.py"

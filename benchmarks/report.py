@@ -13,6 +13,7 @@ NOTES = (
     "over plain: tokens/s over the same engine's at K = 0, same model, weights and batch.",
     "over vLLM: tokens/s over vLLM's CPU build at the same K, same model, weights and batch; "
     "(memory ...) where the bandwidth was that much faster or slower for this row than for vLLM's.",
+    "over Q4_0: tokens/s over llama.cpp's of the same weights in that type, which decodes plainly.",
     "over transformers: tokens/s over generate at K = 0, same model, weights and batch.",
     "over use_mtp: tokens/s over generate(use_mtp=True) at batch 1, same K, model and weights.",
     "limit ms: the time that reading the step's weights takes at the bandwidth around the sample: "
@@ -85,6 +86,7 @@ COLUMNS: dict[str, _Cells] = {
     "accepted": lambda row, _: _percent(row.acceptance_rate),
     "of plain step": lambda row, plain: plain.step_ratio(row),
     "over plain": lambda row, plain: plain.ratio(row),
+    "over Q4_0": lambda row, plain: plain.ratio(row, "llama.cpp Q4_0"),
     "over transformers": lambda row, plain: plain.ratio(row, "transformers"),
     "over use_mtp": lambda row, plain: plain.use_mtp(row),
     "over vLLM": lambda row, plain: plain.same(row, "vLLM"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mtpc.acceptance import settle
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.engine.admission import usable_ends
@@ -22,10 +23,11 @@ from mtpc.engine.prompts import (
     token_ids,
 )
 from mtpc.engine.request import Request
+from mtpc.engine.rows import write_synthetic_draws
 from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
-from mtpc.errors import RequestError
+from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Form
 from mtpc.layout.progress import Listener, Progress
 from mtpc.program.binding import WeightSource, bind_program
@@ -129,6 +131,24 @@ class SpecModel:
             f"max_len {options.max_len}, backend {options.backend}, {len(self.program.steps)} "
             f"steps, vocabulary of {self.served.vocab_size}>"
         )
+
+    def set_synthetic_acceptance(self, rates: Sequence[float]) -> None:
+        """Change how many drafts the next steps accept.
+
+        Args:
+            rates: as the option `synthetic_acceptance_rates`, one for each of the most drafts.
+
+        Raises:
+            OptionError: the model was compiled without synthetic acceptance, or these are no rates.
+        """
+        settled = settle(self.options.spec_tokens, rates, None)
+        if not (settled and self.options.synthetic_acceptance_rates):
+            raise OptionError(
+                f"rates are {rates!r}; expected some, and a model that was compiled with "
+                "synthetic_acceptance_rates"
+            )
+        write_synthetic_draws(self.program, settled)
+        self.stats.synthetic_acceptance_rates = settled
 
     @property
     def stats(self) -> Stats:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mtpc.acceptance import settle
 from mtpc.errors import OptionError
 from mtpc.wiring import Rules, check_rules
 
@@ -85,6 +86,12 @@ class CompileOptions:
             loaded: "int4-g32", "int4-g128", "int8" or "fp8". Weights that the checkpoint stores
             quantised stay as they are, and so do embeddings, routers and the joints of MTP layers.
             See docs/quantised.md.
+        synthetic_acceptance_rates: accept drafts as these shares say, whatever the drafts are, to
+            measure what K is worth at a given acceptance. Entry i is the share of steps that accept
+            draft i and all before it, as in vLLM. The text is then not the model's; the stats say
+            "synthetic". () is off. `SpecModel.set_synthetic_acceptance` changes them later.
+        synthetic_acceptance_length: the same as a mean number of tokens per step, 1..K + 1, or a
+            name of `mtpc.acceptance.GOLDEN_LENGTHS`. This field becomes the rates above.
         sampling: compile sampling: temperature, filters, penalties, masks and log-probabilities.
             Without it, every request is decoded greedily.
         max_logprobs: with `sampling`, the largest number of most probable tokens that a request may
@@ -128,6 +135,8 @@ class CompileOptions:
     backend: str = "auto"
     dtype: str | None = None
     quantize: str | None = None
+    synthetic_acceptance_rates: tuple[float, ...] = ()
+    synthetic_acceptance_length: float | str | None = None
     sampling: bool = False
     max_logprobs: int = 5
     token_mask: bool = False
@@ -145,6 +154,7 @@ class CompileOptions:
     def __post_init__(self) -> None:
         self._check_switches()
         self._settle_tiers()
+        self._settle_acceptance()
         if self.max_len is not None:
             _check_int("max_len", self.max_len, low=2)
         _check_int("page_size", self.page_size, low=1, high=4096)
@@ -192,6 +202,18 @@ class CompileOptions:
             raise OptionError(
                 f"spec_tiers is {tiers!r} with spec_tokens {self.spec_tokens}; expected "
                 f"spec_tokens={AUTO!r}, which chooses among the tiers"
+            )
+
+    def _settle_acceptance(self) -> None:
+        """Turn a synthetic acceptance length into rates."""
+        length = self.synthetic_acceptance_length
+        rates = settle(self.spec_tokens, self.synthetic_acceptance_rates, length)
+        object.__setattr__(self, "synthetic_acceptance_rates", rates)
+        object.__setattr__(self, "synthetic_acceptance_length", None)
+        if rates and self.token_mask:
+            raise OptionError(
+                "token_mask is True with synthetic acceptance, which accepts tokens that a grammar "
+                "may forbid; leave one out"
             )
 
     @property

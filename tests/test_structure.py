@@ -16,7 +16,7 @@ from helpers.places import ROOT, TESTS
 PACKAGE = ROOT / "mtpc"
 ORDER = (
     ("errors",),
-    ("config", "sampling_params", "wiring"),
+    ("config", "sampling_params", "wiring", "acceptance"),
     ("weights",),
     ("layout",),
     ("store",),
@@ -203,41 +203,50 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 1100,  # wiring.py: the rules of MTP layers, and the check of those that a user gives
+    # wiring.py: the rules of MTP layers, and the check of those that a user gives; acceptance.py:
+    # rates of synthetic acceptance.
+    ".": 1300,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
-    "backends": 7250,
+    # Kernels that a wheel carries (`shipped.py`).
+    "backends": 7350,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
-    # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them.
-    "cli": 3450,
+    # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
+    # come from.
+    "cli": 3500,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
-    # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`).
-    "engine": 3900,
+    # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
+    # length and acceptance, within a budget (`tiers.py`).
+    "engine": 4100,
     "host": 750,
     "integrations": 2900,  # Ends of a layer's own are found in a host's checkpoint.
-    "layout": 650,  # Which buffers hold state by request slot, and sizes of their snapshots.
+    # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
+    "layout": 700,
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
-    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`).
-    "models": 4300,
+    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE
+    # and K-EXAONE.
+    "models": 4600,
     # Linear layers and experts on grouped weights (`grouped.py`).
     "ops": 2150,
     # Grouped linears as stages of chains; pack-groups.
     "passes": 2700,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
-    # host's memory planned before a build (`host_memory.py`).
-    "program": 2900,
+    # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
+    "program": 2950,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
-    "server": 3600,
-    "step": 1100,
+    # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.
+    "server": 3700,
+    "step": 1200,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,
     # Hub ids, checks of a checkpoint's JSON files, fused projections of queries, keys and values;
     # weights of 4 and 8 bits with scales of groups.
     # Formats of quantised weights (`formats/`), making and writing them. Files apart from weights
     # (`checkpoint_files.py`), and sharded writing by itself (`shards.py`).
-    "weights": 3400,
+    # GGUF files: header, blocks, and what llama.cpp's converter did to six families (`gguf/`).
+    "weights": 4950,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.families import CPU_FAMILY_NAMES, FAMILY_NAMES
+from helpers.families import CPU_FAMILY_NAMES, FAMILY_NAMES, NEAR_FAMILIES
 from helpers.oracles import Oracle
 from helpers.reuse import Conversations, check_reuse
 from helpers.theorem import (
@@ -19,13 +19,18 @@ from helpers.theorem import (
 
 BY_DEFAULT = {**dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)), "mimo": range(5)}
 """Family -> the K of the default run; 3 for the others. The slow run has every K."""
+MORE_WHEN_SLOW = [
+    *FAMILY_NAMES,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in NEAR_FAMILIES),
+]
+"""All families; those whose parts are others' in the slow run only."""
 
 
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
         pytest.param(family, k, marks=[pytest.mark.slow] if is_slow else [])
-        for family in FAMILY_NAMES
+        for family in (*FAMILY_NAMES, *NEAR_FAMILIES)
         for k in range(5)
         for is_slow in [k not in BY_DEFAULT.get(family, (3,))]
     ],
@@ -42,7 +47,7 @@ def test_speculative_output_equals_plain_decoding(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 @pytest.mark.parametrize("spec_tokens", range(5))
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", [*FAMILY_NAMES, *NEAR_FAMILIES])
 def test_the_same_at_length(
     family: str,
     spec_tokens: int,
@@ -56,7 +61,7 @@ def test_the_same_at_length(
     check_theorem(spec, oracle(family), count, requests(1, 9, 20)).check_all_happened()
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", MORE_WHEN_SLOW)
 def test_trained_drafts_are_accepted_in_part(family: str, compiled: Callable[..., Any]) -> None:
     """The models under the theorem reach every outcome: none, some and all drafts accepted."""
     spec = compiled(family, 3)
@@ -66,7 +71,7 @@ def test_trained_drafts_are_accepted_in_part(family: str, compiled: Callable[...
 
 
 @pytest.mark.parametrize("num_accepted", range(4))
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", MORE_WHEN_SLOW)
 def test_the_step_after_a_partial_rejection(
     family: str, num_accepted: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:

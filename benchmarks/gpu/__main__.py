@@ -4,16 +4,16 @@
     python -m benchmarks.gpu --csv gpu.csv --resume        # the cases that the file lacks
     python -m benchmarks.gpu --dry-run --csv dry.csv       # no GPU: the null device, tiny shapes
 
-Parts, in this order. `ops`: each Triton op against its reference, by dtype. `gate`: a family's tiny
-model, drafting, emits what the uncompiled reference emits without drafts, and accepts what that
-accepts with them. `sampling`: the same by seeds. `aot`: code objects built for this device, loaded.
-`speed`: bfloat16, weights that accept all drafts, by shape, batch and K, against transformers, its
-`use_mtp`, and our own pieces: compiled and launched one by one, or captured as a graph each, as
-servers do. `profile`: kernels per iteration and its time, with the default passes, without the
-optional ones, and with norms and the draft's entry fused by us instead of by Inductor; and what is
-furthest from the time of its bytes. Most of the time goes into compiling, so a call does what its
-deadline allows, the most telling cases first, and says what it left out; with `--cache-dir`, the
-next one starts with what was compiled.
+Parts, in this order. `ops`: each Triton op against its reference, by dtype. `gate`: every step of
+a family's tiny model, and of two layers of each shape, in bfloat16, is as near to float32 as
+PyTorch's own bfloat16 is, from the same state. `sampling`: the same by seeds. `aot`: code objects
+built for this device, loaded. `speed`: bfloat16, weights that accept all drafts, by shape, batch
+and K, against transformers, its `use_mtp`, and our own pieces: compiled and launched one by one, or
+captured as a graph each, as servers do. `profile`: kernels per iteration and its time, with the
+default passes, without the optional ones, and with norms and the draft's entry fused by us instead
+of by Inductor; and what is furthest from the time of its bytes. Most of the time goes into
+compiling, so a call does what its deadline allows, the most telling cases first, and says what it
+left out; with `--cache-dir`, the next one starts with what was compiled.
 
 Exit code 1: a check failed, or a case raised an error. 2: there is no GPU, and no --dry-run.
 """
@@ -41,6 +41,7 @@ from benchmarks.gpu.gate import (
     TELLING,
     check_family,
     check_sampling,
+    check_shape,
 )
 from benchmarks.gpu.machine import GpuMachine, Machine, NullMachine
 from benchmarks.gpu.models import SHAPES
@@ -161,6 +162,9 @@ def _check(session: Session, args: argparse.Namespace, share: float) -> None:
     for name in args.families if "gate" in args.parts else ():
         row = Row("gate", machine.name, name, COMPARED, 3, 2)
         attempt("gate", row, lambda row: check_family(row, machine, workdir / f"tiny-{row.shape}"))
+    for name in args.shapes if "gate" in args.parts else ():
+        row = Row("gate", machine.name, name, COMPARED, 3, 2)
+        attempt("gate", row, lambda row: check_shape(row, machine, workdir / f"gate-{row.shape}"))
     if "sampling" in args.parts:
         row = Row("sampling", machine.name, SAMPLED_FAMILY, SAMPLED, 3, 2)
         attempt("gate", row, lambda r: check_sampling(r, machine, workdir / f"tiny-{r.shape}"))

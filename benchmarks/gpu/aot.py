@@ -15,16 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.gpu.gate import NEW_TOKENS, PROMPTS, make_checkpoint
+from benchmarks.gpu.gate import NEW_TOKENS, PROMPTS, compile_beside, make_checkpoint
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
-from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.targets import Target, parse_target
 from mtpc.config import CompileOptions
-from mtpc.models.load import load, place
-from mtpc.program.compiler import StepCompiler
 from mtpc.store.entries import EntryStore
 
 FAMILY, DRAFTS = "deepseek_v3", 3
@@ -34,12 +31,12 @@ COMPARED = "code objects = reference"
 
 
 def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
-    """Build and load every kernel of a tiny model's steps; the same text as the reference's."""
+    """Build and load every kernel of a tiny model's steps, which are then compared as a gate's."""
     make_checkpoint(row.shape, directory)
     with TemporaryDirectory(prefix="mtpc-aot-") as root:
         options = CompileOptions(
             spec_tokens=DRAFTS, batch_buckets=(2,), max_len=64, page_size=16, prefill_chunk=8,
-            dtype="float32", backend="cuda", cache_dir=Path(root),
+            dtype="bfloat16", backend="cuda", cache_dir=Path(root),
         )  # fmt: skip
         if machine.is_dry:
             row.note = _build_only(directory, options)
@@ -80,21 +77,15 @@ def _load(
     bindings = (*loaded_bindings(objects), *triton_bindings())
     backend = CudaBackend(machine.graphs(), EagerBackend().lower, bindings)
     with _empty_triton_cache() as asked:
-        text = _generate(directory, options, backend)
-    wanted = _generate(directory, options, machine.reference())
+        model, steps, _ = compile_beside(directory, machine, DRAFTS, backend=backend)
+        model.generate(PROMPTS, NEW_TOKENS)
     found, missed = asked[True], asked[False]
-    faults = [] if text == wanted else ["another text than the reference's"]
+    faults = steps.found.faults(steps.experts)
     faults += [f"{missed} compiled all the same"] if missed else []
     faults += [] if found else ["Triton loaded none"]
     row.kernels, row.passed = found, not faults
     lines = [*faults, f"{len(objects.seeded)} handed to Triton, {found} loaded", *backend.notes]
     row.note = "; ".join(lines)
-
-
-def _generate(directory: Path, options: CompileOptions, backend: CudaBackend) -> Any:
-    loaded = place(load(directory, "float32", True), backend.device)
-    program = StepCompiler(loaded, options, backend).compile()
-    return SpecModel(loaded.served(), options, program).generate(PROMPTS, NEW_TOKENS)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """The shapes that benchmarks.gpu measures, made on the device: nothing is read from disk.
 
-Weights accept every draft (benchmarks/models.py has the trick), so that acceptance is one number
-for all engines and what is compared is time.
+Weights accept every draft (benchmarks/harness/models.py has the trick), so that acceptance is one
+number for all engines and what is compared is time. Unlike there, attention and feed-forward write,
+too: about as much as the embedding in all, which still decides the token. A kernel that writes
+garbage is then seen by the acceptance; how right the rows are, the gates say.
 """
 
 from __future__ import annotations
@@ -78,13 +80,16 @@ SHAPES = {
 DeepSeek-V2-Lite's sizes. The tiny ones are for dry runs."""
 
 
-def build(name: str, device: str, layers: int | None = None) -> tuple[LoadedModel, Any]:
+def build(
+    name: str, device: str, layers: int | None = None, accepting: bool = True
+) -> tuple[LoadedModel, Any]:
     """A model of a shape on a device, in bfloat16.
 
     Args:
         name: of SHAPES.
         device: where its weights are made.
         layers: instead of the shape's own number of decoder layers.
+        accepting: weights of which every greedy draft is accepted, instead of random ones.
 
     Returns:
         What mtpc compiles, and transformers' model, which has the same tensors.
@@ -101,13 +106,25 @@ def build(name: str, device: str, layers: int | None = None) -> tuple[LoadedMode
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        make_successor_model(model)
-        cut_off = split_off_mtp_layer(model, family, accepting=True)
+        if accepting:
+            make_successor_model(model)
+            _stir(model, depth)
+        cut_off = split_off_mtp_layer(model, family, accepting)
         target = share_model(model, family.canonical)
         layer = build_mtp_layer(family, target, 0).eval()
     layer.load_state_dict(cut_off.state_dict(), assign=True)
     stand_in(layer, family.canonical)
     return LoadedModel(family, target, (layer,), (), name, None, owned=True), model
+
+
+@torch.no_grad()
+def _stir(model: Any, depth: int) -> None:
+    """Let attention and feed-forward write: rows of about unit numbers come to as much, over all
+    layers, as the embedding."""
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            inputs = parameter.shape[-1]
+            parameter.normal_(std=INITIALIZER_RANGE / (2 * depth * inputs) ** 0.5)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,15 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", type=Path, metavar="FILE", help=help_)
 
 
+def add_llama(parser: argparse.ArgumentParser) -> None:
+    """The options that bring llama.cpp along."""
+    add = parser.add_argument
+    help_ = "directory with llama-batched-bench and llama-quantize of llama.cpp"
+    add("--llama-bench", type=Path, metavar="BIN", help=help_)
+    help_ = "interpreter that has the package gguf; default: this one"
+    add("--gguf-python", type=Path, default=Path(sys.executable), metavar="FILE", help=help_)
+
+
 def add_disturbance(parser: argparse.ArgumentParser) -> None:
     """The option that says what counts as disturbed."""
     help_ = "CPU time that other processes may use"

@@ -30,6 +30,7 @@ from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.family import find_norm_class
 from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.save import save_checkpoint
+from mtpc.weights.quantise import spec_by_scheme
 
 INITIALIZER_RANGE = 0.02
 MAX_POSITIONS = 1 << 16
@@ -89,6 +90,7 @@ class Checkpoint:
         target_bytes: the target's layers and norms, without embedding and head.
         head_bytes: the head, which target and draft share.
         draft_bytes: the MTP layer.
+        embedding_bytes: the embedding, of which a step reads rows.
         expert_bytes: of `target_bytes` and `draft_bytes`, those of experts that tokens choose.
         experts: how many there are, and how many a token chooses; None where all are read.
     """
@@ -98,6 +100,7 @@ class Checkpoint:
     target_bytes: int
     head_bytes: int
     draft_bytes: int
+    embedding_bytes: int
     expert_bytes: tuple[int, int] = (0, 0)
     experts: Experts | None = None
 
@@ -119,6 +122,10 @@ class Checkpoint:
         if self.experts is None:
             return 0
         return round(expert_bytes * (1 - self.experts.chosen / self.experts.count) ** tokens)
+
+    def quantised(self, scheme: str) -> Checkpoint:
+        """The same with the bytes that its weights have by a scheme, `quantize=` of mtpc."""
+        return _weigh(self.directory, self.family, scheme)
 
     def load_target(self) -> Any:
         """The target as transformers loads it."""
@@ -262,16 +269,24 @@ def split_off_mtp_layer(model: Any, family: ModelFamily, accepting: bool) -> MTP
     return layer
 
 
-def _weigh(directory: Path, family: ModelFamily) -> Checkpoint:
-    """Sort the tensors by who reads them; the embedding is gathered, not read."""
+def _weigh(directory: Path, family: ModelFamily, scheme: str | None = None) -> Checkpoint:
+    """Sort the tensors by who reads them; the embedding is gathered, not read.
+
+    With a scheme, those that it quantises have its bytes.
+    """
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     prefix = family.layer_prefix(config["num_hidden_layers"], 0)
     draft = [name for name in tensors if name.startswith(prefix)]
     apart = {"model.embed_tokens.weight", "lm_head.weight", *draft}
 
+    def size(name: str) -> int:
+        tensor = tensors[name]
+        spec = spec_by_scheme(scheme, name, tensor)
+        return tensor.nbytes if spec is None else spec.nbytes(tensor.numel())
+
     def total(names: Iterable[str]) -> int:
-        return sum(tensors[name].nbytes for name in names)
+        return sum(map(size, names))
 
     chosen = {name for name in tensors if ".mlp.experts." in name}
     return Checkpoint(
@@ -280,6 +295,7 @@ def _weigh(directory: Path, family: ModelFamily) -> Checkpoint:
         target_bytes=total(tensors.keys() - apart),
         head_bytes=total(["lm_head.weight"]),
         draft_bytes=total(draft),
+        embedding_bytes=total(["model.embed_tokens.weight"]),
         expert_bytes=(total(chosen - set(draft)), total(chosen & set(draft))),
         experts=_experts(config),
     )

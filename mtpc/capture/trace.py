@@ -28,6 +28,7 @@ from mtpc.step.model import StepModel
 from mtpc.step.records import Metadata
 from mtpc.step.sampling import Record, SampleChoice, SampleDraft
 from mtpc.step.step import Step, StepPieces
+from mtpc.step.synthetic import Dictate
 
 TRACE_REQS, TRACE_TOKENS = 3, 7
 """Numbers of requests and of tokens while tracing.
@@ -179,7 +180,8 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces.chain_metadata = ChainMetadata(key, page_size)
     samples = "state.sampling_ints" in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
-    pieces.record, pieces.advance = Record(), Advance()
+    pieces.record, pieces.advance = Record(), Advance("state.synthetic_draws" in layout)
+    pieces.dictate = Dictate(key.max_emitted)
     window = len(traces.drafts) - 1
     if window > 0:
         pieces.widen, pieces.move_up = Widen(key, window, page_size), MoveUp()

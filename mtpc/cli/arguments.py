@@ -11,12 +11,14 @@ from typing import Any
 import mtpc
 from mtpc.cli.parsing import (
     SuggestingParser,
+    acceptance_length,
     buckets_up_to,
     draft_vocab,
     ids,
     number,
     numbers,
     positive,
+    shares,
     speculative,
     speculative_lists,
     wiring,
@@ -150,6 +152,16 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rounds of measurements; each round runs every variant once (default: %(default)s)",
     )
+    for flag, kind, metavar, text in (
+        ("length", acceptance_length, "L|NAME", "tokens per step, or a golden length by name"),
+        ("rates", shares, "P,P,..", "the share of steps that accept each draft and all before it"),
+    ):
+        parser.add_argument(
+            f"--synthetic-acceptance-{flag}",
+            type=kind,
+            metavar=metavar,
+            help=f"accept drafts whatever they are: {text}. The text is then not the model's",
+        )
     _add_threads(parser)
     _add_compile_options(
         parser,

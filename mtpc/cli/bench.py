@@ -17,6 +17,7 @@ from mtpc.cli.arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads, stage_listener
+from mtpc.config import AUTO
 from mtpc.errors import OptionError, RequestError
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ NOTES = (
     "tokens/step: tokens per decode step of one request",
     "host us: time from the end of a replay to the start of the next one, while there is work",
     "kernels: launches of the largest decode step's graph, including copies and fills; GPUs only",
+)
+
+SYNTHETIC_NOTE = (
+    "SYNTHETIC: drafts are accepted as the options say, whatever they are; the text is not the "
+    "model's, except at K=0"
 )
 
 
@@ -100,7 +106,7 @@ def command(args: argparse.Namespace) -> int:
         kernels = {
             variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
         }
-    _print(samples, kernels)
+    _print(samples, kernels, any(name.startswith("synthetic") for name in options))
     return 0
 
 
@@ -122,10 +128,19 @@ def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
     left_out = (name for name in variant.without if name not in pass_names("off"))
     return {
         **options,
+        **_synthetic(variant.spec_tokens, options),
         "spec_tokens": variant.spec_tokens,
         "enabled_passes": (*(n for n in enabled if n not in variant.without), *variant.passes),
         "disabled_passes": (*(n for n in disabled if n not in variant.passes), *left_out),
     }
+
+
+def _synthetic(spec_tokens: int | str, options: dict[str, Any]) -> dict[str, Any]:
+    """Synthetic acceptance for one K: the first K rates, and none without drafts."""
+    if spec_tokens == 0:
+        return {"synthetic_acceptance_rates": (), "synthetic_acceptance_length": None}
+    rates = options.get("synthetic_acceptance_rates", ())
+    return {"synthetic_acceptance_rates": rates[:spec_tokens]} if spec_tokens != AUTO else {}
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -192,7 +207,9 @@ def _kernels(checkpoint: Path, options: dict[str, Any]) -> int | None:
     return count_kernels(mtpc.compile(checkpoint, **options)) if torch.cuda.is_available() else None
 
 
-def _print(samples: dict[Variant, list[Sample]], kernels: dict[Variant, int | None]) -> None:
+def _print(
+    samples: dict[Variant, list[Sample]], kernels: dict[Variant, int | None], is_synthetic: bool
+) -> None:
     from mtpc.cli.tables import output, print_table
 
     (first, *_) = samples.values()
@@ -202,8 +219,8 @@ def _print(samples: dict[Variant, list[Sample]], kernels: dict[Variant, int | No
         for variant, taken in samples.items()
     ]
     console = output()
-    print_table(console, "Decoding", COLUMNS, rows)
-    for note in NOTES:
+    print_table(console, f"Decoding{', SYNTHETIC acceptance' * is_synthetic}", COLUMNS, rows)
+    for note in NOTES + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
 
 

@@ -156,6 +156,7 @@ def _check_kernels() -> Finding:
     """Check which C++ kernels this processor can run, and whether they are in the cache."""
     from mtpc.backends.cpu_kernels.build import build_kernels
     from mtpc.backends.cpu_kernels.levels import chosen_level, runnable
+    from mtpc.backends.cpu_kernels.shipped import is_shipped
     from mtpc.store.machine import cpu_flags
 
     names = [level.name for level in runnable(cpu_flags())]
@@ -165,7 +166,9 @@ def _check_kernels() -> Finding:
         advice = f"unset MTPC_CPU_LEVEL, or set it to one of {', '.join(names)}"
         return Finding("C++ kernels", "wrong", str(error), advice)
     try:
-        return Finding("C++ kernels", "ok", f"{level}; built: {build_kernels(frozen=True)}")
+        kernels = build_kernels(frozen=True)
+        origin = "came with this installation" if is_shipped(kernels) else "built"
+        return Finding("C++ kernels", "ok", f"{level}; {origin}: {kernels}")
     except CacheError as error:
         note = "built at the first use of --backend cpu"
         return Finding("C++ kernels", "optional", f"{level}; {' '.join(str(error).split())}", note)

@@ -99,6 +99,24 @@ def speculative_lists(text: str) -> list[int]:
     return [speculative(text)]
 
 
+def acceptance_length(text: str) -> float | str:
+    """Parse a mean number of tokens per step, or take the name of one."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def shares(text: str) -> list[float]:
+    """Parse numbers that commas separate."""
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is invalid; expected numbers such as 0.9,0.6,0.3"
+        ) from None
+
+
 def wiring(text: str) -> dict[str, str | bool]:
     """Parse rules of MTP layers, such as first_features=before,zero_first_embedding=true."""
     rules: dict[str, str | bool] = {}

@@ -35,12 +35,12 @@ from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prompts import token_ids
 from mtpc.engine.readout import Moment, PendingStep, Readout
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
-from mtpc.engine.rows import write_chunks, write_new_pages, write_state
+from mtpc.engine.rows import write_chunks, write_new_pages, write_state, write_synthetic_draws
 from mtpc.engine.sampling_rows import read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.snapshots import SlotStates
 from mtpc.engine.stats import Stats
-from mtpc.engine.tiers import TierPolicy
+from mtpc.engine.tiers import TierPolicy, context_of
 from mtpc.errors import RequestError
 from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
 from mtpc.program.program import Program
@@ -64,7 +64,8 @@ class Engine:
 
     def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
-        self._stats = Stats(options.spec_tokens)
+        self._stats = Stats(options.spec_tokens, options.synthetic_acceptance_rates)
+        write_synthetic_draws(program, options.synthetic_acceptance_rates)
         self._states = SlotStates(program, options)
         self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1, self._states.count)
         self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
@@ -360,7 +361,7 @@ class Engine:
             write_chunks(self.program, key, len(turn.decoding), turn.prompts, turn.chunks)
         else:
             num_reqs = self.program.bucket_for(len(turn.requests))
-            key = StepKey.decode(num_reqs, self.tiers.choose(num_reqs))
+            key = StepKey.decode(num_reqs, self.tiers.choose(num_reqs, context_of(turn.decoding)))
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         readout = Readout(self.program, key)
@@ -414,7 +415,9 @@ class Engine:
             request.num_drafts = key.spec_tokens
         self.tiers.observe_drafts(drafts)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
-            self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s)
+            context = context_of(turn.decoding)
+            seconds = pending.readout.replay_s
+            self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, seconds, context)
 
     def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
         """Turn a step's results into outputs, row by row.

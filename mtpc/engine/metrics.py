@@ -20,8 +20,9 @@ Sample = tuple[Labels, float]
 def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each table row."""
     by_position = " ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position) or "-"
+    synthetic = "SYNTHETIC " if stats.synthetic_acceptance_rates else ""
     yield (
-        f"acceptance, spec_tokens {stats.spec_tokens}",
+        f"{synthetic}acceptance, spec_tokens {stats.spec_tokens}",
         f"length {stats.acceptance_length:.2f} (bonus token included), rate "
         f"{stats.acceptance_rate:.1%}, by position {by_position}",
     )

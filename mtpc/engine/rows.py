@@ -10,6 +10,7 @@ from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
 from mtpc.layout import NULL_PAGE, StepKey
 from mtpc.program.program import Program
+from mtpc.step.synthetic import draws
 
 
 def write_state(program: Program, request: Request) -> None:
@@ -36,6 +37,13 @@ def write_new_pages(program: Program, request: Request, first: int) -> None:
     table = program.shared["state.block_table"]
     pages = torch.tensor(request.pages[first:], dtype=table.dtype)
     program.write(table[request.slot, first : len(request.pages)], pages)
+
+
+def write_synthetic_draws(program: Program, rates: Sequence[float]) -> None:
+    """Write how many drafts the next steps accept; without rates there is nothing to write."""
+    if rates:
+        table = program.shared["state.synthetic_draws"]
+        program.write(table, draws(rates, table.shape[0]))
 
 
 def write_chunks(

@@ -57,6 +57,8 @@ class Stats:
 
     Attributes:
         spec_tokens: K, or the largest K if the engine chooses among several.
+        synthetic_acceptance_rates: the rates of `CompileOptions`; if there are any, no draft was
+            accepted for what it says, and the text is not the model's.
         drafted: draft tokens verified, per draft position. Drafts after a stop do not count.
         accepted: draft tokens accepted, per draft position.
         decoded_tokens: tokens of decoding requests, in decode steps and in shared prefill steps.
@@ -95,6 +97,7 @@ class Stats:
     """
 
     spec_tokens: int
+    synthetic_acceptance_rates: tuple[float, ...] = ()
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     decoded_tokens: int = 0

@@ -8,24 +8,68 @@ position i that are accepted, given that all drafts before them are. The best K 
 L(K) / T(K). More drafts pay off with few requests, when reading the weights dominates the cost of a
 step. They do not when the processor is the limit, or when the text is hard to predict. The engine
 measures T and a_i as it runs.
+
+Costs are measured per *cell*: a bucket, and the magnitude of the requests' lengths. A K without a
+measurement is predicted: on the line through two measured K of the cell, or else from the nearest
+cell. Trying a K that is not the best one costs time. The policy counts the time lost so, and tries
+others only while that stays a small share of all decode time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-GAIN = 1.05
+if TYPE_CHECKING:
+    from mtpc.engine.request import Request
+
+GAIN = 1.02
 """The policy switches only if it expects tokens per second to grow by this factor, because
 measurements are noisy."""
-DWELL = 8
-"""The fewest steps between two switches."""
-PROBE, PROBE_STEPS = 64, 3
-"""After PROBE steps without the largest K, the policy tries it again for PROBE_STEPS steps, because
-texts change. The first of these steps only proposes the drafts that the next ones verify."""
-_COST_MEMORY, _ACCEPTANCE_MEMORY = 0.8, 0.95
+BUDGET = 0.005
+"""The share of decode time that trials may lose."""
+CREDIT = 1.0
+"""Steps that trials may lose before any time has passed."""
+PROBE = 64
+"""Steps without a verified draft after which the policy tries one draft, because texts change."""
+_COST_MEMORY, _ACCEPTANCE_MEMORY = 0.9, 0.993
 """Weights of the old value in the moving averages of costs and of acceptance."""
-_SAMPLES = 2
-"""Steps of a tier before the policy trusts its cost. The first step warms up caches."""
+PRIOR = 1.0
+"""Samples that the acceptance at the position before counts for."""
+DOUBT = 1.0
+"""Standard errors by which an acceptance may be larger than it seems, where a trial is weighed."""
+REFRESH, NEAR = 128, 0.9
+"""A K that was measured this many steps ago, and gives this share of the best one's tokens per
+second, is measured again."""
+_SPIKE = 1.1
+"""A sample counts as at most this multiple of the cost, and at least its inverse: other processes
+use the processor, too."""
+_CLASS_TOKENS = 512
+"""Tokens per request of the first class of lengths; each class after it ends at twice as many."""
+
+Cell = tuple[int, int]
+"""Rows of a bucket, and the class of the requests' mean length."""
+
+
+@dataclass
+class Cost:
+    """The moving average of a K's seconds, over `count` samples; the last was of step `step`."""
+
+    seconds: float
+    step: int
+    count: int = 1
+
+    def add(self, seconds: float, step: int) -> None:
+        """Enter a sample of a step. The second one replaces the first, which warmed up caches."""
+        if self.count == 1:
+            self.seconds = seconds
+        else:
+            memory = min(_COST_MEMORY, 1 - 1 / self.count)
+            within = min(max(seconds, self.seconds / _SPIKE), self.seconds * _SPIKE)
+            self.seconds = memory * self.seconds + (1 - memory) * within
+        self.count += 1
+        self.step = step
 
 
 class TierPolicy:
@@ -38,48 +82,94 @@ class TierPolicy:
         tiers: the same, ascending.
         current: the K that the policy prefers.
         switches: number of times that `current` changed.
+        steps: number of decode steps.
+        spent: seconds in decode steps.
+        lost: seconds that trials took, beyond what their tokens take at the preferred K.
     """
 
     def __init__(self, tiers: Sequence[int]):
         self.tiers = tuple(sorted(set(tiers)))
-        self.current = self.tiers[-1]
-        self.switches = 0
-        self._since_switch = self._since_top = self._probing = 0
-        self._costs: dict[tuple[int, int], tuple[int, float]] = {}
+        self.current = self.tiers[0]
+        self.switches = self.steps = 0
+        self.spent = self.lost = 0.0
+        self._costs: dict[Cell, dict[int, Cost]] = {}
         largest = self.tiers[-1]
         self._tried, self._accepted = [0.0] * largest, [0.0] * largest
+        self._unverified = 0
+        self._trial: int | None = None
+        self._gained = self._verified = 0.0
 
-    def choose(self, num_reqs: int) -> int:
-        """K of the next decode step, for the bucket of `num_reqs` requests."""
-        for tier in reversed(self.tiers):  # Measure every tier before preferring one.
-            if self._costs.get((num_reqs, tier), (0, 0.0))[0] < _SAMPLES:
-                return tier
-        if self._since_top >= PROBE or 0 < self._probing < PROBE_STEPS:
-            return self.tiers[-1]
-        best = max(self.tiers, key=lambda tier: self.rate(num_reqs, tier))
-        gain = self.rate(num_reqs, best) / self.rate(num_reqs, self.current)
-        if best != self.current and gain > GAIN and self._since_switch >= DWELL:
-            self.current, self._since_switch = best, 0
+    def choose(self, num_reqs: int, context: int = 0) -> int:
+        """K of the next decode step.
+
+        Args:
+            num_reqs: rows of the step's bucket.
+            context: tokens of all its requests.
+        """
+        if len(self.tiers) == 1:
+            return self.current
+        cell = _cell(num_reqs, context)
+        rates = {tier: self.rate(cell, tier) for tier in self.tiers}
+        best = max(self.tiers, key=rates.__getitem__)
+        # In doubt the policy takes fewer drafts, so that it does not lose to plain decoding.
+        gain = 1.0 if best < self.current else GAIN
+        if rates[best] > gain * rates[self.current]:
+            self.current = best
             self.switches += 1
-        return self.current
+        self._trial = self._next_trial(cell, rates)
+        return self.current if self._trial is None else self._trial
 
-    def observe(self, num_reqs: int, tier: int, seconds: float) -> None:
+    def _next_trial(self, cell: Cell, rates: dict[int, float]) -> int | None:
+        """Another K than the preferred one to try now, or None."""
+        best = rates[self.current]
+        if self._trial is not None and self._pays():
+            return self._trial
+        costs = self._costs.get(cell, {})
+        if self.current not in costs or costs[self.current].count < 2:
+            return None  # The preferred K must be known first, to compare with.
+        allowed = BUDGET * self.spent + CREDIT * costs[self.current].seconds
+        place = self.tiers.index(self.current)
+        for tier in (*self.tiers[place + 1 : place + 2], *self.tiers[max(place - 1, 0) : place]):
+            known = costs.get(tier)
+            is_known = known is not None and known.count > 1
+            is_stale = tier > self.current == 0 and self._unverified >= PROBE
+            if known is not None and self.steps - known.step >= REFRESH:
+                is_stale |= rates[tier] >= NEAR * best
+            if not is_stale and self._at_best(cell, tier, is_known) <= GAIN * best:
+                continue
+            seconds = self.cost(cell, tier)
+            if self.lost + max(seconds - self.length(tier) / best, 0.0) <= allowed:
+                return tier
+        return None
+
+    def _pays(self) -> bool:
+        """Whether a trial of drafts at K = 0 goes on: what it verified was accepted, or is still
+        to be verified."""
+        if self._trial is None or self.current or self._trial == 0:
+            return False
+        return self._gained >= self._verified
+
+    def observe(self, num_reqs: int, tier: int, seconds: float, context: int = 0) -> None:
         """Record the cost of a decode step.
 
         Args:
             num_reqs: rows of the step's bucket.
             tier: the step's K.
             seconds: duration of the replay.
+            context: tokens of all its requests.
         """
-        count, cost = self._costs.get((num_reqs, tier), (0, seconds))
-        if count:  # The second sample replaces the first; later ones enter an average.
-            memory = _COST_MEMORY if count >= _SAMPLES else 0.0
-            cost = memory * cost + (1 - memory) * seconds
-        self._costs[num_reqs, tier] = (count + 1, cost)
-        self._since_switch += 1
-        at_top = tier == self.tiers[-1]
-        self._since_top = 0 if at_top else self._since_top + 1
-        self._probing = self._probing + 1 if at_top else 0
+        cell = _cell(num_reqs, context)
+        costs = self._costs.setdefault(cell, {})
+        if tier in costs:
+            costs[tier].add(seconds, self.steps)
+        else:
+            costs[tier] = Cost(seconds, self.steps)
+        self.steps += 1
+        self.spent += seconds
+        if self._trial is not None and tier == self._trial:
+            tokens = 1 + (self._gained / num_reqs if self._verified else 0.0)
+            self.lost += max(seconds - tokens / self.rate(cell, self.current), 0.0)
+        self._unverified = 0 if self._verified else self._unverified + 1
 
     def observe_drafts(self, drafts: Iterable[tuple[int, int]]) -> None:
         """Record which drafts a decode or prefill step accepted.
@@ -88,12 +178,19 @@ class TierPolicy:
             drafts: for each decoding request, the number of drafts verified (fewer than K after a
                 step that proposed fewer) and the number accepted.
         """
+        self._gained = self._verified = 0.0
         for verified, accepted in drafts:
-            for position in range(min(verified, accepted + 1)):
-                self._tried[position] = _ACCEPTANCE_MEMORY * self._tried[position] + 1
-                was_accepted = position < accepted
+            self._gained += accepted
+            self._verified += verified > 0
+            if not verified:
+                continue
+            # All positions forget, so that what was learnt long ago of many drafts fades.
+            for position in range(self.tiers[-1]):
+                was_tried = position < min(verified, accepted + 1)
+                self._tried[position] *= _ACCEPTANCE_MEMORY
                 self._accepted[position] *= _ACCEPTANCE_MEMORY
-                self._accepted[position] += was_accepted
+                self._tried[position] += was_tried
+                self._accepted[position] += was_tried and position < accepted
 
     def acceptance(self, position: int) -> float:
         """The share of drafts at a position accepted, given that all drafts before them are.
@@ -103,18 +200,80 @@ class TierPolicy:
         Args:
             position: draft position, from 0.
         """
-        if self._tried[position]:
-            return self._accepted[position] / self._tried[position]
-        return self.acceptance(position - 1) if position else 0.5
+        before = self.acceptance(position - 1) if position else 0.5
+        return (self._accepted[position] + PRIOR * before) / (self._tried[position] + PRIOR)
 
-    def length(self, tier: int) -> float:
-        """The expected number of tokens per request of a step with `tier` drafts: L(K)."""
+    def length(self, tier: int, doubt: float = 0.0) -> float:
+        """The expected number of tokens per request of a step with `tier` drafts: L(K).
+
+        Args:
+            tier: K.
+            doubt: standard errors that are added to each acceptance.
+        """
         tokens = reached = 1.0
         for position in range(tier):
-            reached *= self.acceptance(position)
+            error = doubt * 0.5 / (self._tried[position] + PRIOR) ** 0.5
+            reached *= min(self.acceptance(position) + error, 1.0)
             tokens += reached
         return tokens
 
-    def rate(self, num_reqs: int, tier: int) -> float:
+    def rate(self, cell: Cell, tier: int) -> float:
         """The expected tokens per second for each request: L(K) / T(K)."""
-        return self.length(tier) / self._costs[num_reqs, tier][1]
+        return self.length(tier) / self.cost(cell, tier)
+
+    def _at_best(self, cell: Cell, tier: int, is_known: bool) -> float:
+        """The largest tokens per second that a K may have, as far as is known.
+
+        More drafts take no less time, and no more than in proportion to a request's rows. Of more
+        drafts more may be accepted than of the few that were verified.
+        """
+        costs = self._costs[cell]
+        least = max(
+            cost.seconds * min(1.0, (tier + 1) / (other + 1)) for other, cost in costs.items()
+        )
+        doubt = DOUBT if tier > self.current else 0.0
+        return self.length(tier, doubt) / (self.cost(cell, tier) if is_known else least)
+
+    def cost(self, cell: Cell, tier: int) -> float:
+        """T(K): measured, or predicted."""
+        costs = self._costs.get(cell, {})
+        if tier in costs:  # Fewer drafts take no more time, whatever noise says.
+            return min(cost.seconds for other, cost in costs.items() if other >= tier)
+        if len(costs) > 1:
+            return self._on_line(costs, tier)
+        near = self._nearest(cell)
+        if near is None:
+            # Nothing is known. Half of a step's time for its weights is a middling guess.
+            (known, cost), *_ = costs.items() or [(0, Cost(1.0, 0))]
+            return cost.seconds * (3 + tier) / (3 + known)
+        found = self.cost(near, tier)
+        if costs:
+            (known, cost), *_ = costs.items()
+            found *= cost.seconds / self.cost(near, known)
+        return found
+
+    def _on_line(self, costs: dict[int, Cost], tier: int) -> float:
+        """A cost on the line through the two nearest measured K."""
+        low, high = sorted(sorted(costs, key=lambda known: abs(known - tier))[:2])
+        slope = (costs[high].seconds - costs[low].seconds) / (high - low)
+        return max(costs[low].seconds + slope * (tier - low), 0.5 * costs[low].seconds)
+
+    def _nearest(self, cell: Cell) -> Cell | None:
+        """The cell nearest to this one, of those with two measured K; None: there is none."""
+        known = [other for other, costs in self._costs.items() if len(costs) > 1 and other != cell]
+        return min(known, key=lambda other: _distance(cell, other), default=None)
+
+
+def context_of(requests: Iterable[Request]) -> int:
+    """Tokens of all requests together."""
+    return sum(request.num_tokens for request in requests)
+
+
+def _cell(num_reqs: int, context: int) -> Cell:
+    return num_reqs, (context // max(num_reqs, 1) // _CLASS_TOKENS).bit_length()
+
+
+def _distance(one: Cell, other: Cell) -> tuple[float, int]:
+    """How far cells are apart: first by requests, as a ratio, then by length."""
+    ratio = max(one[0], other[0]) / min(one[0], other[0])
+    return ratio, abs(one[1] - other[1])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _ENGINE_OPTIONS = (
     *("busy_prefill_chunk", "prefix_caching", "snapshot_bytes", "snapshot_distance"),
     *("async_scheduling", "require_sha256"),
+    *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
 )
 """Options that say what the engine, or the cache of its programs, does."""
 

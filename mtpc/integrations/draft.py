@@ -257,6 +257,11 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
             f"{family.name}: MTP layer {options.index} was asked for, counted from 0; the config "
             f"announces {count}"
         )
+    if not family.wiring.final_norm:
+        raise UnsupportedModelError(
+            f"{family.name}: its MTP layer has no final norm of its own, and a traced draft in a "
+            "host has no target to take one from; use the host's own draft"
+        )
     register_seams()
     device = torch.device(options.device)
     with torch.device("meta"):

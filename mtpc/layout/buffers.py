@@ -164,6 +164,19 @@ def _result(name: str, dims: tuple[Dim, ...], dtype: torch.dtype, meaning: str) 
     return BufferSpec(f"batch.{name}", dims, dtype, 0, VERIFY, meaning, is_result=True)
 
 
+SYNTHETIC_PERIOD = 4096
+"""Entries of `state.synthetic_draws`."""
+
+
+def synthetic_specs() -> tuple[BufferSpec, ...]:
+    """What synthetic acceptance adds."""
+    meaning = (
+        "with synthetic acceptance: how many drafts a step accepts, by committed length modulo "
+        "the number of entries. Written when the rates change"
+    )
+    return (_state("synthetic_draws", (SYNTHETIC_PERIOD,), torch.int64, 0, meaning),)
+
+
 def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
     """What sampling adds; the rows by request slot are described in `ops.sampling`.
 

@@ -3,7 +3,11 @@
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.deepseek_v4 import DEEPSEEK_V4
 from mtpc.models.families.deepseek_v32 import DEEPSEEK_V32
+from mtpc.models.families.ernie4_5_moe import ERNIE4_5_MOE
+from mtpc.models.families.exaone_moe import EXAONE_MOE
 from mtpc.models.families.glm4_moe import GLM4_MOE
+from mtpc.models.families.glm4_moe_lite import GLM4_MOE_LITE
+from mtpc.models.families.glm_moe_dsa import GLM_MOE_DSA
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.families.mimo_v2 import MIMO_V2
 from mtpc.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -14,6 +18,8 @@ from mtpc.models.family import ModelFamily
 FAMILIES: tuple[ModelFamily, ...] = (
     MIMO,
     GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     DEEPSEEK_V4,
@@ -23,6 +29,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     STEP3P5,
     STEP3P7,
     MIMO_V2,
+    ERNIE4_5_MOE,
+    EXAONE_MOE,
 )
 """The family table. A new model is one file in this package and one row here."""
 

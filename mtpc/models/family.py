@@ -39,7 +39,8 @@ class MTPWiring(WiringRules):
         hidden_norm: checkpoint name of the norm on the incoming features (hnorm).
         projection: checkpoint name of the projection 2H -> H of the concatenation; "" if the
             embedding and the features have a projection each.
-        final_norm: checkpoint name of the norm after the block. Its output goes to the head.
+        final_norm: checkpoint name of the norm after the block; its output goes to the head. "" if
+            the layer stores none: the target's final norm takes its place.
         embedding_projection: checkpoint name of the embedding's own projection, H -> H, or "".
         hidden_projection: checkpoint name of the features' own projection, H -> H, or ""; the
             layer adds both outputs.
@@ -154,15 +155,16 @@ class ModelFamily:
         return replace(self, wiring=replace(self.wiring, **given))
 
 
-def full_attention_after(config: Any, count: int) -> Any:
-    """A copy of the config with `count` full-attention layers after the last.
+def layers_after(config: Any, count: int, **kinds: str) -> Any:
+    """A copy of the config whose lists of layer kinds go on for `count` MTP layers.
 
-    For blocks that look their layer type up by index. A config without `layer_types` is only
-    copied.
+    For blocks that look their kind up by index. `kinds` has the MTP layers' kind by the name of the
+    list, for instance `mlp_layer_types="sparse"`. A list that the config lacks is left out.
     """
     extended = copy.deepcopy(config)
-    if getattr(extended, "layer_types", None) is not None:
-        extended.layer_types = [*extended.layer_types, *(["full_attention"] * count)]
+    for name, kind in kinds.items():
+        if getattr(extended, name, None) is not None:
+            setattr(extended, name, [*getattr(extended, name), *([kind] * count)])
     return extended
 
 

@@ -226,7 +226,14 @@ def head_of(model: Any, layer: MTPLayer) -> nn.Module:
 def draft_head(model: Any, layer: MTPLayer) -> nn.Module:
     """What makes logits of an MTP layer's features."""
     head = head_of(model, layer)
-    return NormedHead(layer.final_norm, head) if layer.wiring.next_features == "before" else head
+    if layer.wiring.next_features == "before":
+        return NormedHead(final_norm_of(model.get_decoder(), layer), head)
+    return head
+
+
+def final_norm_of(decoder: Any, layer: MTPLayer) -> nn.Module:
+    """The norm after an MTP layer's block: its own or, where it stores none, the target's."""
+    return layer.final_norm if layer.wiring.final_norm else decoder.norm
 
 
 class MTPLayer(nn.Module):
@@ -242,6 +249,7 @@ class MTPLayer(nn.Module):
         stream_head: joins residual streams for the head; None for layers without them.
 
     Attributes:
+        final_norm: the norm after the block; see `final_norm_of` where the wiring names none.
         head: the layer's own output head, H -> V; None: the target's.
         embedding: the layer's own token embedding [V, H]; None: the target's.
     """
@@ -268,7 +276,7 @@ class MTPLayer(nn.Module):
             self.embedding_projection = nn.Linear(hidden, hidden, bias=False)
             self.hidden_projection = nn.Linear(hidden, hidden, bias=False)
         self.block = block
-        self.final_norm = norm_class(hidden, eps=eps)
+        self.final_norm = norm_class(hidden, eps=eps) if wiring.final_norm else nn.Identity()
         if stream_head is not None:
             self.stream_head = stream_head
         self.head = self.embedding = None
@@ -332,7 +340,7 @@ def run_mtp_layer(
     """
     positions = context.positions
     hidden = layer.join(embedding, features, positions)[None]
-    hidden = layer.block(
+    out = layer.block(
         hidden,
         attention_mask=None,
         position_ids=positions[None],
@@ -341,7 +349,8 @@ def run_mtp_layer(
         mtpc_context=context,
         **{CACHE: context},
     )
-    return hidden[0]
+    # Some layers also give what they attended to.
+    return out[0][0] if isinstance(out, tuple) else out[0]
 
 
 def embedding_of(decoder: Any, layer: MTPLayer) -> nn.Module:
@@ -367,6 +376,7 @@ class HFDraft(nn.Module):
         super().__init__()
         self.embedding, self.rotary = embedding_of(decoder, layer), rotary
         self.layer, self.pool = layer, pool
+        self.target_norm = None if layer.wiring.final_norm else final_norm_of(decoder, layer)
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
@@ -374,7 +384,7 @@ class HFDraft(nn.Module):
         hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)
         if self.layer.wiring.next_features == "before":
             return hidden
-        return self.layer.final_norm(hidden)
+        return (self.target_norm or self.layer.final_norm)(hidden)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from mtpc.layout.buffers import (
     batch_specs,
     sampling_specs,
     state_specs,
+    synthetic_specs,
 )
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.layer_pattern import LayerPattern, find_pattern, with_first_layers
@@ -123,6 +124,8 @@ class StepCompiler:
             L: options.max_logprobs,
         }
         specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.state_specs())
+        if options.synthetic_acceptance_rates:
+            specs += synthetic_specs()
         if options.sampling:
             specs += sampling_specs(key, options.token_mask)
         return Layout(specs, sizes)

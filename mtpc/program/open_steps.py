@@ -23,6 +23,7 @@ from mtpc.program.binding import WeightSource
 from mtpc.program.child_process import build_in_child
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.host_memory import check_model, need_of_steps
+from mtpc.program.interrupts import HeldInterrupts
 from mtpc.program.open_cache import kernel_store, open_cache
 from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache
@@ -109,12 +110,13 @@ def open_steps(
     Raises:
         MtpcError: as `mtpc.compile`.
     """
-    report = line_reporter(progress)
+    interrupts = HeldInterrupts(progress)
+    report = line_reporter(interrupts.tell)
     parsed = CompileOptions.parse(options)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
     parsed = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
     cache = open_cache(source, parsed, report)
-    opener = _Opener(source, parsed, assembler, progress, report)
+    opener = _Opener(source, parsed, assembler, interrupts.tell, report, interrupts)
     opened = opener.restored(cache)
     if opened is None and opener.build_in_child(cache):
         opened = opener.restored(cache)
@@ -143,6 +145,7 @@ class _Opener(Generic[T]):
     assembler: Assembler[T]
     progress: Listener
     report: Callable[[str], None]
+    interrupts: HeldInterrupts
 
     def restored(self, cache: StepCache | None) -> Opened[T] | None:
         """All of it from the cache, if the cache has all of it; transformers is not imported."""
@@ -179,13 +182,20 @@ class _Opener(Generic[T]):
 
     def compiled(self, cache: StepCache | None) -> Opened[T]:
         """Trace and lower what the cache lacks."""
+        # The backend comes first: a missing GPU must be reported before minutes of loading.
+        options, store = self.options, kernel_store(self.options, cache)
+        backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
+        with self.interrupts:
+            opened = self._compiled(cache, backend)
+        opened.fallbacks.update(backend.notes + Counter([fallback] if fallback else []))
+        return opened
+
+    def _compiled(self, cache: StepCache | None, backend: Backend) -> Opened[T]:
         # Imported here: a warm start needs neither transformers nor export.
         from mtpc.program.caching_compiler import CachingCompiler
         from mtpc.program.memory_plan import settle_pages
 
-        # The backend comes first: a missing GPU must be reported before minutes of loading.
-        options, store = self.options, kernel_store(self.options, cache)
-        backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
+        options = self.options
         keeps = cache if backend.package is not None else None
         if keeps is not None and isinstance(self.source, Checkpoint):
             opened = self._built_from_headers(self.source, keeps, backend)
@@ -201,9 +211,8 @@ class _Opener(Generic[T]):
         else:
             made = self.assembler.compile(compiler)
         compiler.tell("done", None)
-        fallbacks = backend.notes + Counter([fallback] if fallback else [])
         served, settled = loaded.served(), compiler.options
-        return Opened(made, served, settled, backend.device, fallbacks, lambda: None, loaded, cache)
+        return Opened(made, served, settled, backend.device, Counter(), lambda: None, loaded, cache)
 
     def _built_from_headers(
         self, source: Checkpoint, cache: StepCache, backend: Backend

@@ -76,6 +76,7 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
         "options.quantize": options.quantize or "none",
+        "options.synthetic_acceptance": str(bool(options.synthetic_acceptance_rates)),
         "options.wiring": rule_text(options.wiring) or "the family's",
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),

@@ -26,6 +26,7 @@ from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
 from mtpc.server.generation import Prepared, make_job
+from mtpc.server.heads import head_fault
 from mtpc.server.hosts import AllowedHosts
 from mtpc.server.replies import Reply
 from mtpc.server.service import Service
@@ -91,32 +92,35 @@ class Endpoints:
         if ("prompt" in fields) == ("messages" in fields):
             raise ApiError(400, "expected one of prompt and messages", "prompt", "missing")
 
-        def encode() -> list[int]:
+        decode = service.engine.served.decode
+
+        def encode() -> tuple[list[int], list[str] | None]:
             if "prompt" in fields:
                 prompt, special_tokens = fields["prompt"], True
             else:
                 fields["tool_choice"] = "none"  # The template's prompt is the same with any.
                 prompt, special_tokens = service.conversations.make(fields).prompt, False
             (ids,) = service.encode([prompt], fields.get("add_special_tokens", special_tokens))
-            return ids
+            wants = fields.get("return_token_strs")
+            return ids, [decode([i], True) for i in ids] if wants else None
 
         loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(service.tokenisers, encode)
-        decode = service.engine.served.decode
-        strings = [decode([i], True) for i in ids] if fields.get("return_token_strs") else None
+        ids, strings = await loop.run_in_executor(service.tokenisers, encode)
         longest = service.engine.engine.longest
         answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, with special tokens."""
-        served = self._service.engine.served
+        service = self._service
+        served = service.engine.served
         ids = (await self._fields("detokenize", request))["tokens"]
         wrong = [i for i in ids if not 0 <= i < served.vocab_size]
         if wrong:
             message = f"tokens has {wrong[0]}; expected ids below {served.vocab_size}"
             raise ApiError(400, message, "tokens", "invalid_value")
-        return JSONResponse({"prompt": served.decode(ids, True)})
+        loop, decode = asyncio.get_running_loop(), partial(served.decode, ids, True)
+        return JSONResponse({"prompt": await loop.run_in_executor(service.tokenisers, decode)})
 
     async def _fields(self, endpoint: str, request: Request) -> dict[str, Any]:
         """The checked fields of a small request."""
@@ -185,13 +189,14 @@ class Endpoints:
 
 
 def make_app(
-    service: Service, connections: Connections, lifespan: Lifespan[Starlette] | None = None
-) -> ASGIApp:
+    service: Service, connections: Connections | None, lifespan: Lifespan[Starlette] | None = None
+) -> Gate:
     """Make the ASGI application.
 
     Args:
         service: the service that handles requests.
-        connections: the open connections, which learn when a request begins and ends.
+        connections: the open connections, which learn when a request begins and ends; None where
+            another program listens.
         lifespan: a context that is entered before the first request.
     """
     endpoints = Endpoints(service)
@@ -259,22 +264,15 @@ def _noting_body(scope: Scope, receive: Receive, connection: GuardedProtocol) ->
     return read
 
 
-def _two_lengths(scope: Scope) -> bool:
-    """Whether a proxy could have read another end of the body than this server.
-
-    So it is with Content-Length beside Transfer-Encoding, and with Transfer-Encoding in HTTP/1.0
-    (RFC 9112, section 6.1). What follows the body could be a request that the proxy never saw.
-    """
-    names = {name for name, _ in scope["headers"]}
-    is_old = scope["http_version"] == "1.0"
-    return b"transfer-encoding" in names and (is_old or b"content-length" in names)
-
-
 class Gate:
-    """Wraps the application: checks each head, notifies connections and counts responses."""
+    """Wraps the application: checks each head, notifies connections and counts responses.
 
-    def __init__(self, app: ASGIApp, service: Service, connections: Connections):
-        self._app, self._service, self._connections = app, service, connections
+    Attributes:
+        service: the service that handles requests.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, connections: Connections | None):
+        self._app, self.service, self._connections = app, service, connections
         self._hosts = AllowedHosts(service.options)
         self._origins = service.options.allowed_origins
         key = service.options.api_key
@@ -285,7 +283,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        connection = self._connections.begin(scope)
+        known = self._connections
+        connection = known.begin(scope) if known is not None else None
         if connection is not None:
             receive = _noting_body(scope, receive, connection)
         path = scope["path"]
@@ -293,7 +292,7 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._service.counters.responses[label, message["status"]] += 1
+                self.service.counters.responses[label, message["status"]] += 1
             await send(message)
 
         try:
@@ -316,12 +315,9 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a request that goes no further, or None."""
         path, headers = scope["path"], scope["headers"]
-        if _two_lengths(scope):
-            message = (
-                "the request has Transfer-Encoding, and Content-Length or HTTP/1.0; expected one "
-                "way to find the end of its body"
-            )
-            return ApiError(400, message, code="ambiguous_length", closes=True)
+        fault = head_fault(scope)
+        if fault is not None:
+            return fault
         if path not in OPEN_PATHS and not self._hosts.allows(headers):
             message = (
                 "the Host header names another server; use the address that this one listens on, "

@@ -16,10 +16,9 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from mtpc.api import SpecModel
-from mtpc.engine.async_engine import AsyncEngine
-from mtpc.errors import OptionError, RequestError
+from mtpc.errors import OptionError
 from mtpc.server.app import make_app
-from mtpc.server.chat import load_chat_template
+from mtpc.server.asgi import make_service
 from mtpc.server.connections import MAX_HEAD_BYTES, Connections
 from mtpc.server.options import ServerOptions
 from mtpc.server.service import Service
@@ -77,11 +76,7 @@ def run_server(
         RequestError: the checkpoint has no tokenizer.
         CheckpointError: the chat template cannot be read or is invalid.
     """
-    served = model.served
-    if not served.has_tokenizer or served.directory is None:
-        raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
-    template = load_chat_template(served.directory, options.chat_template)
-    name = options.model_name or served.name
+    service = make_service(model, options)
     bound = listener or bind(options)
     try:
         bound.listen(BACKLOG)
@@ -89,12 +84,7 @@ def run_server(
         bound.close()
         raise _unavailable(options, error) from None
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
-
-        async def serve() -> None:
-            engine = AsyncEngine(model.engine, served, options.max_requests)
-            await _serve(Service(engine, name, options, template), bound, ready)
-
-        runner.run(serve())
+        runner.run(_serve(service, bound, ready))
 
 
 def bind(options: ServerOptions) -> socket.socket:

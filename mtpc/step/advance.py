@@ -5,9 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mtpc.step.synthetic import NO_DRAFT
+
 
 class Advance(nn.Module):
-    """Write each request's new state to its slot; a request that is off writes the scratch slot."""
+    """Write each request's new state to its slot; a request that is off writes the scratch slot.
+
+    Args:
+        marks_unused: whether columns of `token_ids` that this step has no draft for get NO_DRAFT.
+            Otherwise they keep what they hold, and acceptance verifies it.
+    """
+
+    def __init__(self, marks_unused: bool = False):
+        super().__init__()
+        self.marks_unused = marks_unused
 
     def forward(
         self,
@@ -33,4 +44,6 @@ class Advance(nn.Module):
         committed_lens.index_copy_(0, state_slots, new_lens)
         remaining_tokens.index_copy_(0, state_slots, remaining)
         unused = token_ids[state_slots][:, next_token_ids.shape[1] :]
+        if self.marks_unused:
+            unused = torch.full_like(unused, NO_DRAFT)
         token_ids.index_copy_(0, state_slots, torch.cat([next_token_ids, unused], 1))

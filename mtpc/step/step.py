@@ -48,6 +48,7 @@ class StepPieces(nn.Module):
     logits_rows: nn.Module
     choose: nn.Module
     accept: nn.Module
+    dictate: nn.Module  # Only with synthetic acceptance.
     record: nn.Module
     drafts: nn.ModuleList
     draft_heads: nn.ModuleList
@@ -166,13 +167,25 @@ class Step(nn.Module):
         prompts: tuple[Tensor, ...] = ()
         if self.key.phase == "prefill":
             prompts = (batch.next_prompt_id, batch.is_decoding)
+        ids = begun.ids
+        if hasattr(state, "synthetic_draws") and self.key.spec_tokens:
+            tokens, ids = self._dictate(chosen.tokens, begun, metadata.query_start_loc)
+            chosen = Chosen(tokens, chosen.finite)
         reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
         choices = (chosen.tokens, chosen.finite)
-        rows = (begun.ids, metadata.query_start_loc, begun.context_lens, begun.active)
+        rows = (ids, metadata.query_start_loc, begun.context_lens, begun.active)
         results = self.pieces.accept(*AcceptInputs(*reports, *choices, *rows, *limits), *prompts)
         if self.samples:
             sampling.record(self, logits, chosen, begun)
         return unpack(Accepted, results)
+
+    def _dictate(self, tokens: Tensor, begun: Begun, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """The choices and the ids of which acceptance accepts what the host's table says."""
+        state, batch = self.state, self.batch
+        given = (tokens, begun.ids, starts, begun.context_lens, begun.active, batch.state_indices)
+        decodes = (batch.is_decoding,) if self.key.phase == "prefill" else ()
+        results = self.pieces.dictate(*given, state.token_ids, state.synthetic_draws, *decodes)
+        return results[0], results[1]
 
     def _choose(self, logits: Tensor) -> Chosen:
         """The target's token for K + 1 rows of each request.

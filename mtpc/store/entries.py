@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,7 +162,7 @@ class EntryStore:
         advice = "choose another directory with cache_dir (MTPC_CACHE_DIR)"
         if isinstance(error, PermissionError):
             advice = f"chmod -R a+rX {self.root}"
-        return CacheError(f"cannot read the graph cache: {error}; {advice}")
+        return CacheError(f"cannot read the graph cache {self.root}: {error}; {advice}")
 
     def _read(self, digest: str) -> Entry | None:
         directory = self._entries / digest
@@ -269,10 +269,17 @@ class EntryStore:
         return trash
 
     def leftovers(self) -> list[Path]:
-        """Directories in `tmp` that killed processes left; entries being written are left out."""
-        if not (self.root / "tmp").is_dir():
+        """Directories in `tmp` that killed processes left; entries being written are left out.
+
+        Raises:
+            CacheError: this user may not read the cache.
+        """
+        try:
+            return [p for p in sorted((self.root / "tmp").iterdir()) if not self._is_locked(p)]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return [path for path in sorted((self.root / "tmp").iterdir()) if not self._is_locked(path)]
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def _is_locked(self, scratch: Path) -> bool:
         lock = self.root / "locks" / scratch.name.partition("-")[0]
@@ -288,7 +295,13 @@ class EntryStore:
     def _install(self, scratch: Path, digest: str) -> None:
         target = self._entries / digest
         trash = self._put_aside(digest) if target.exists() else None
-        os.rename(scratch, target)
+        try:
+            os.rename(scratch, target)
+        except OSError:
+            if trash is not None:
+                with suppress(OSError):
+                    os.rename(trash / digest, target)  # The old entry is better than none.
+            raise
         _sync(self._entries)
         if trash is not None:
             shutil.rmtree(trash, ignore_errors=True)

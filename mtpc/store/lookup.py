@@ -29,14 +29,14 @@ def key_of(entry: Entry) -> dict[str, str]:
     Raises:
         DamagedEntryError: it has no key, or the digest of the key is not the name of the entry.
     """
-    fields = _parse(entry.read(KEY)) if KEY in entry.files else {}
+    fields = parse_key(entry.read(KEY)) if KEY in entry.files else {}
     if fields is None or digest(fields) != entry.digest:
         raise DamagedEntryError(f"{entry.directory} holds the key of another entry")
     return fields
 
 
-def _parse(data: bytes) -> dict[str, str] | None:
-    """The fields in a file `KEY`, or None if they are not fields: text by name."""
+def parse_key(data: bytes) -> dict[str, str] | None:
+    """The fields in the bytes of a file `KEY`, or None if they are not fields: text by name."""
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError):  # RecursionError: it is nested too deeply.
@@ -96,7 +96,7 @@ def peek(store: EntryStore) -> Iterator[tuple[str, dict[str, str]]]:
         try:
             path = store.directory(name) / KEY
             check_owner(path)  # Also refuses special files; reading one could block forever.
-            fields = _parse(path.read_bytes())
+            fields = parse_key(path.read_bytes())
         except OSError:
             continue  # Removed meanwhile. A lookup of this entry raises an error.
         if fields is not None:

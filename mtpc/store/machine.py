@@ -41,9 +41,14 @@ def version_fields() -> dict[str, str]:
     """Versions of mtpc, torch and transformers; transformers is not imported."""
     return {
         "version.mtpc": mtpc.__version__,
-        "version.torch": f"{torch.__version__} {torch.version.git_version[:12]}",
         "version.transformers": metadata.version("transformers"),
+        **torch_field(),
     }
+
+
+def torch_field() -> dict[str, str]:
+    """torch's version, with its commit."""
+    return {"version.torch": f"{torch.__version__} {torch.version.git_version[:12]}"}
 
 
 def modelling_field() -> dict[str, str]:

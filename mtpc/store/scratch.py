@@ -32,8 +32,11 @@ class Scratch(tempfile.TemporaryDirectory[str]):
 
 
 def remove_abandoned() -> None:
-    """Remove this user's directories of that kind that no process holds."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    """Remove this user's directories of that kind that no process holds, where that is possible."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # No temporary directory can be read.
+        found += Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")
+    for path in found:
         with contextlib.suppress(OSError):  # Another process removes it, or it is another user's.
             if path.lstat().st_uid == os.geteuid() and is_old(path) and not _is_held(path):
                 shutil.rmtree(path, ignore_errors=True)

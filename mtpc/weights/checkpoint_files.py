@@ -1,5 +1,7 @@
 """The files of a checkpoint: config.json, headers of safetensors files, tensors by memory map.
 
+Or GGUF files, whose metadata stand for config.json.
+
 `mtpc.weights.checkpoint` reads weights from them; what copies or examines tensors as they are
 stored needs no more than this.
 """
@@ -7,12 +9,14 @@ stored needs no more than this.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.gguf.file import find_gguf, open_gguf
 from mtpc.weights.hub import download_again, find_directory, is_directory
 from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
@@ -25,35 +29,48 @@ class CheckpointFiles:
     """A directory with config.json and safetensors files; opening it checks all headers.
 
     Args:
-        directory: the checkpoint's path, or its id in the local hub cache.
+        directory: the checkpoint's path, or its id in the local hub cache. Or a GGUF file, or
+            a directory with one and without config.json.
 
     Attributes:
-        directory: where its files are.
-        config: config.json.
+        directory: where its files are; the path of a GGUF file, if that was given.
+        gguf: its GGUF files; () if it has none.
+        config: config.json, or what stands for it.
         stored: headers of all tensors by their names in the files.
 
     Raises:
         CheckpointError: there is no such directory, no config.json or no safetensors file; or a
             file is incomplete.
+        UnsupportedModelError: a GGUF file has a family that mtpc does not know.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory = find_directory(directory)
-        if not is_directory(directory):
-            raise CheckpointError(
-                f"{str(directory)!r} is not a directory; expected a local checkpoint with "
-                "config.json and *.safetensors (mtpc downloads nothing)"
-            )
-        self.config = self._read_config()
-        self._files = {path: TensorFile(path) for path in self._shards()}
+        self.gguf = () if os.path.lexists(self._config_path) else tuple(find_gguf(directory))
+        self._files: Mapping[Path, TensorFile]
+        if self.gguf:
+            self.config, self._files = open_gguf(list(self.gguf))
+            check_config(self.config, self.gguf[0])
+        else:
+            self._refuse_others(directory)
+            self.config = self._read_config()
+            self._files = {path: TensorFile(path) for path in self._shards()}
         self.stored: dict[str, StoredTensor] = {}
         for file in self._files.values():
             self._add_tensors(file)
         check_counts(self.config, self._config_path, len(self.stored))
 
+    @staticmethod
+    def _refuse_others(directory: Path) -> None:
+        if not is_directory(directory):
+            raise CheckpointError(
+                f"{str(directory)!r} is not a directory; expected a local checkpoint with "
+                "config.json and *.safetensors, or a GGUF file (mtpc downloads nothing)"
+            )
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all its safetensors files."""
+        """Bytes of all files that hold its tensors."""
         return sum(path.stat().st_size for path in self._files)
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import CheckpointError, RequestError
+from mtpc.weights.gguf.file import find_gguf, has_tokens
 from mtpc.weights.hub import hub_id
 
 
@@ -38,17 +39,33 @@ class ServedModel:
     @cached_property
     def _tokenizer(self) -> Any | None:
         """Loaded when text first comes in: ids need none, and transformers takes a second."""
-        if self.directory is None or not (self.directory / "tokenizer.json").is_file():
+        if self.directory is None:
+            return None
+        place, more = self._tokenizer_files(self.directory)
+        if place is None:
             return None
         from transformers import PreTrainedTokenizerFast
 
         try:
-            return PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
+            return PreTrainedTokenizerFast.from_pretrained(
+                place.parent, local_files_only=True, **more
+            )
         except Exception as error:  # The tokenizers library raises Exception itself.
             raise CheckpointError(
-                f"{self.directory / 'tokenizer.json'} cannot be read: {type(error).__name__}: "
-                f"{error}; copy or download the tokenizer's files again"
+                f"the tokenizer of {place} cannot be read: {type(error).__name__}: {error}; copy "
+                "or download the tokenizer's files again, or put a tokenizer.json beside it"
             ) from error
+
+    @staticmethod
+    def _tokenizer_files(directory: Path) -> tuple[Path | None, dict[str, Any]]:
+        """The file that has the tokenizer, and what tells transformers so."""
+        files = [] if (directory / "config.json").is_file() else find_gguf(directory)
+        own = (files[0].parent if files else directory) / "tokenizer.json"
+        if own.is_file():
+            return own, {}
+        if files and has_tokens(files[0]):
+            return files[0], {"gguf_file": files[0].name}
+        return None, {}
 
     @property
     def has_tokenizer(self) -> bool:

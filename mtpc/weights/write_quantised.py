@@ -74,6 +74,11 @@ def quantise_checkpoint(
     check_scheme("scheme", scheme)
     refuse_existing(out)
     checkpoint = Checkpoint(source)
+    if checkpoint.gguf:
+        raise CheckpointError(
+            f"{checkpoint.directory} is a GGUF model; expected a directory with config.json and "
+            "*.safetensors: quantise the checkpoint that it was made from"
+        )
     if checkpoint.is_quantised:
         raise CheckpointError(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"

@@ -188,7 +188,7 @@ class _NoDecoder:
 
 
 def _row(spec_tokens: int, *samples: Sample) -> Row:
-    step_bytes = Checkpoint(Path(), GLM4_MOE, 900, 50, 50).step_bytes(spec_tokens)
+    step_bytes = Checkpoint(Path(), GLM4_MOE, 900, 50, 50, 70).step_bytes(spec_tokens)
     case = Case("mimo", "random", _NoDecoder(spec_tokens), 1, step_bytes, list(samples))
     return summarise(case, max_foreign=0.1)
 

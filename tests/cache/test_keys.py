@@ -56,6 +56,8 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
     ({"quantize": "int8"}, {"options.quantize"}),
     ({"wiring": {"first_features": "after"}}, {"options.wiring"}),
+    ({"synthetic_acceptance_rates": (0.5, 0.2, 0.1)}, {"options.synthetic_acceptance"}),
+    ({"synthetic_acceptance_length": 2.0}, {"options.synthetic_acceptance"}),
     ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
     ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
 ]

@@ -42,6 +42,19 @@ def test_every_variant_has_a_row(word_model: Path, capsys: pytest.CaptureFixture
         assert row[10] == "-", "kernels are counted on GPUs"
 
 
+def test_synthetic_acceptance_is_said(word_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each K takes its first rates, and K = 0 none."""
+    arguments = ["--spec-tokens", "0,1,2", "--repeats", "1", "--dtype", "float32"]
+    rates = ["--synthetic-acceptance-rates", "1,0"]
+    prompts = ["-p", "w5 w6 w7", "-n", "13"]
+    assert main(["bench", str(word_model), *SMALL_MODEL, *arguments, *rates, *prompts]) == 0
+    out = capsys.readouterr().out
+    found = [row[4:6] for row in table(out)]
+    assert found == [["1.00", "-"], ["2.00", "100.0%"], ["2.00", "50.0%"]]
+    assert "Decoding, SYNTHETIC acceptance" in out
+    assert "the text is not the model's" in " ".join(out.split())
+
+
 def test_a_pass_that_a_backend_chooses_is_left_out_where_it_is_compared() -> None:
     """Else both variants would run it. One that is off anyway is not named."""
     compared = ["pack-weights", "quantise-draft"]
@@ -61,6 +74,7 @@ def test_a_pass_that_a_backend_chooses_is_left_out_where_it_is_compared() -> Non
         (["-p", "w5", "--spec-tokens", "-1"], "spec_tokens"),
         (["-p", "w5", "--spec-tokens", ""], "--spec-tokens is empty"),
         (["-p", "w5", "-n", "1"], "expected 2 or more"),
+        (["-p", "w5", "--synthetic-acceptance-length", "9"], "expected 1..2 tokens"),
     ],
 )
 def test_what_it_refuses(

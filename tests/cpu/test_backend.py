@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compiled import CpuBuilt
-from helpers.families import FAMILY_NAMES, TINY
+from helpers.families import FAMILY_NAMES, NEAR_FAMILIES, TINY
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS, poison
 from helpers.warm_starts import BATCH
@@ -28,7 +28,7 @@ Tensors = Callable[[str], torch.Tensor]
 DECODE = StepKey.decode(2, 3)
 IN_FLOAT64 = [
     *FAMILY_NAMES[:2],
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[2:]),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILY_NAMES[2:], *NEAR_FAMILIES)),
 ]
 """Families that this file compiles; test_batch_invariance.py compiles four in bfloat16."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compiled import run_on
-from helpers.families import CPU_FAMILY_NAMES, TINY
+from helpers.families import CPU_FAMILY_NAMES, NEAR_FAMILIES, TINY
 from helpers.oracles import Oracle
 from helpers.small_graphs import small_graph
 from helpers.theorem import poison
@@ -100,7 +100,10 @@ def best_by(plain: Oracle, prompt: list[int], text: list[int]) -> list[bool]:
     return (rows.argmax(1) == torch.tensor(text)).tolist()
 
 
-@pytest.mark.parametrize("family", CPU_FAMILY_NAMES)
+@pytest.mark.parametrize(
+    "family",
+    [*CPU_FAMILY_NAMES, *(pytest.param(n, marks=pytest.mark.slow) for n in NEAR_FAMILIES)],
+)
 def test_every_pass_keeps_plain_decoding(
     family: str, build: Callable[..., SpecModel], oracle: Callable[..., Oracle]
 ) -> None:

@@ -199,6 +199,19 @@ def test_a_kernel_writes_arguments_and_has_results() -> None:
     assert torch.equal(graph.buffer("batch.out"), wanted)
 
 
+def test_the_stride_of_one_element_says_nothing() -> None:
+    """A product of one row has other strides than its fake, though it lies at the same places."""
+    x, weight = numbers(1, 4, 16, dtype=torch.float64), numbers(16, 8, dtype=torch.float64)
+
+    def body(out: Tensor, x: Tensor, weight: Tensor) -> None:
+        out.copy_(torch.ops.aten.einsum.default("bth,ho->bto", [x, weight]))
+
+    out = torch.zeros(1, 4, 8, dtype=torch.float64)
+    graph = small_graph(body, batch_out=out, x=x, weight=weight)
+    wanted = run(graph)
+    assert torch.equal(play(graph, tape_of(graph)), wanted)
+
+
 @pytest.fixture(scope="module")
 def graph() -> StepGraph:
     def body(out: Tensor, x: Tensor, packed: Tensor) -> None:

@@ -35,6 +35,13 @@ def test_interrupted_calls(checkpoint: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
+def test_interrupted_builds(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Of `mtpc.compile`: torch's modes are left as they were, and no cache is broken."""
+    tmp_path.chmod(0o755)
+    child("build", "60", str(checkpoint("mimo")), str(tmp_path), seconds=900)
+
+
+@pytest.mark.slow
 def test_interrupted_calls_at_length(checkpoint: Callable[..., Path]) -> None:
     child("lock", "30000", seconds=300)
     child("engine", "10000", str(checkpoint("mimo")), seconds=3600)

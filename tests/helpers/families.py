@@ -17,12 +17,15 @@ FAMILY_NAMES = (
     "deepseek_v32",
 )
 """Qwen3.5 differs from qwen3_next by its projections and its loading: models/test_recurrent.py."""
-EVERY_FAMILY = (*FAMILY_NAMES, "step3p5", "qwen3_5", "qwen3_5_moe")
+NEAR_FAMILIES = ("glm4_moe_lite", "glm_moe_dsa", "ernie4_5_moe", "exaone_moe")
+"""Families whose parts are those of the ones above: the default run has their text and their drafts
+at K = 3, the slow run what it has of the others."""
+EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
 """What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
 EACH_FAMILY = [
     *CPU_FAMILY_NAMES,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[4:]),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in (*FAMILY_NAMES[4:], *NEAR_FAMILIES)),
 ]
 """For what is not the theorem: the default run takes those, the slow run all."""
 EACH_FAMILY_OF_FEW = [
@@ -37,6 +40,7 @@ FEWER_BUCKETS: dict[str, dict[str, Any]] = {
     for family in ("deepseek_v4", "deepseek_v32", "mimo_v2", "step3p7")
 }
 """Of families whose graphs are large: a bucket costs five seconds."""
+FEWER_BUCKETS |= {family: {"batch_buckets": (4,)} for family in NEAR_FAMILIES}
 NUM_PAGES = 89
 """A prime that is no other size of these models: found in generated code, it is the pool's."""
 CPU_OPTIONS: dict[str, Any] = {

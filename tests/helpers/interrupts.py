@@ -2,6 +2,7 @@
 
     python -m helpers.interrupts lock COUNT
     python -m helpers.interrupts engine COUNT CHECKPOINT
+    python -m helpers.interrupts build COUNT CHECKPOINT CACHE
 
 A child prints `done` at its end. If a lock is left taken, it hangs instead.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -27,11 +29,15 @@ CHANCE = random.Random(7)
 class Interrupter:
     """Raises KeyboardInterrupt once or twice at a random moment of a call.
 
+    Args:
+        sends_sigint: send SIGINT, which the code under test may handle, as Ctrl-C does.
+
     Attributes:
         hits: interrupts so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sends_sigint: bool = False) -> None:
+        self._sends_sigint = sends_sigint
         self.hits = self._left = 0
         signal.signal(signal.SIGALRM, self._strike)
 
@@ -41,7 +47,9 @@ class Interrupter:
             self.hits += 1
             if self._left:  # The second one comes while the first one is cleaned up after.
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 * CHANCE.randint(1, 200))
-            raise KeyboardInterrupt
+            if not self._sends_sigint:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     def during(self, seconds: float, action: Callable[[], object]) -> None:
         """Run the action, and interrupt it after up to this many seconds."""
@@ -158,6 +166,38 @@ def engine(count: int, checkpoint: Path) -> None:
     print(f"{interrupter.hits} interrupts, {texts[0]} texts", file=sys.stderr)
 
 
+def build(count: int, checkpoint: Path, cache: Path) -> None:
+    """`mtpc.compile`, without a cache and into one; the next whole call must be as the first."""
+    import torch
+
+    import mtpc
+    from helpers.families import TINY
+
+    torch.set_num_threads(1)
+    chosen: dict[str, Any] = {"spec_tokens": 1, "batch_buckets": (1,), "dtype": "float64", **TINY}
+    ways = (
+        {**chosen, "backend": "eager"},
+        {**chosen, "backend": "cpu", "cache_dir": cache},
+    )
+    prompt, interrupter = [5, 7, 9], Interrupter(sends_sigint=True)
+    wanted = [mtpc.compile(checkpoint, **way).generate(prompt, 8) for way in ways]
+    while interrupter.hits < count:
+        for way, text in zip(ways, wanted, strict=True):
+            if CHANCE.random() < 0.5:
+                for entry in (cache / "entries").iterdir():
+                    if (entry / "step.record.json").exists():
+                        shutil.rmtree(entry)  # Made again, and not only read.
+            start = time.perf_counter()
+            model = mtpc.compile(checkpoint, **way)
+            seconds = time.perf_counter() - start
+            assert model.generate(prompt, 8) == text, way
+            assert not model.stats.fallbacks, model.stats.fallbacks
+            for _ in range(4):
+                interrupter.during(seconds, lambda way=way: mtpc.compile(checkpoint, **way))
+    assert not list((cache / "tmp").iterdir())
+    print(f"{interrupter.hits} interrupts", file=sys.stderr)
+
+
 async def withdraw(engine: AsyncEngine, interrupter: Interrupter, count: int) -> None:
     """Calls of asyncio's engine that take its own lock; its thread must get the lock after them."""
     from mtpc.engine.request import Request
@@ -179,6 +219,8 @@ if __name__ == "__main__":
     which, number, *rest = sys.argv[1:]
     if which == "lock":
         lock(int(number))
-    else:
+    elif which == "engine":
         engine(int(number), Path(rest[0]))
+    else:
+        build(int(number), Path(rest[0]), Path(rest[1]))
     print("done")

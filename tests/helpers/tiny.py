@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from mtpc.models import FAMILIES
-from mtpc.models.hf import MTPLayer, model_class
+from mtpc.models.hf import MTPLayer, final_norm_of, model_class
 from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
 from mtpc.models.save import save_checkpoint as write
 
@@ -119,6 +119,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "index_n_heads": 16,
         "index_head_dim": 12,
     },
+    "glm4_moe_lite": {**_COMMON, **_MOE, **_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "glm_moe_dsa": {
+        **_COMMON,
+        **_MOE,
+        **_LATENT,
+        "indexer_types": ["full", "shared"],
+        "index_topk": 6,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+    },
+    "ernie4_5_moe": {
+        **_COMMON,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "tie_word_embeddings": True,
+    },
+    "exaone_moe": {
+        **_COMMON,
+        **_QWEN_MOE,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window": 6,
+    },
     "qwen3_next": {
         **_COMMON,
         **_GATED_DELTA,
@@ -202,7 +229,7 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if is_norm(parameter_name):
                 spread(parameter)
-            elif parameter.dim() == 1 or "position_bias" in parameter_name:
+            elif parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("tid2eid"):  # Experts by token id; a token's are distinct.
@@ -335,7 +362,7 @@ def logits_of(target: Any, features: torch.Tensor, layer: MTPLayer | None = None
         head = layer.head or head
     if not hasattr(decoder, "hc_head"):
         is_bare = layer is not None and layer.wiring.next_features == "before"
-        return head(layer.final_norm(features) if layer is not None and is_bare else features)
+        return head(final_norm_of(decoder, layer)(features) if layer and is_bare else features)
     if layer is None:
         return head(decoder.norm(decoder.hc_head(features)))
     return head(layer.final_norm(layer.stream_head(features)))
@@ -369,13 +396,16 @@ def run_mtp_uncached(
     mask = torch.where((distance >= 0) & (distance < window), 0.0, float("-inf"))
     config = text_config(target)
     kind = family_of(name).rotary_type(config, attention.layer_idx - config.num_hidden_layers)
-    hidden = layer.block(
+    out = layer.block(
         hidden,
         attention_mask=mask.to(hidden.dtype)[None, None],
         position_ids=positions,
         position_embeddings=rotate(target, hidden, positions, kind),
     )
-    return hidden if layer.wiring.next_features == "before" else layer.final_norm(hidden)
+    hidden = out[0] if isinstance(out, tuple) else out
+    if layer.wiring.next_features == "before":
+        return hidden
+    return final_norm_of(target.get_decoder(), layer)(hidden)
 
 
 def rotate(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import FAMILY_NAMES
+from helpers.families import FAMILY_NAMES, NEAR_FAMILIES
 from helpers.oracles import FLOAT32_INSIDE, DraftOracle, TransformersDraftOracle
 from helpers.theorem import PROMPTS, check_caches, check_drafts, check_theorem, poison
 from transformers.modeling_layers import MtpModel
@@ -19,10 +19,10 @@ HERE = ("glm4_moe",)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "trained") for family in FAMILY_NAMES),
+        *((family, "trained") for family in (*FAMILY_NAMES, *NEAR_FAMILIES)),
         *(
             pytest.param(family, "random", marks=[pytest.mark.slow] * (family not in HERE))
-            for family in FAMILY_NAMES
+            for family in (*FAMILY_NAMES, *NEAR_FAMILIES)
         ),
     ],
 )
@@ -44,7 +44,7 @@ def test_drafts_equal_the_wiring(
         *HERE,
         *(
             pytest.param(f, marks=pytest.mark.slow)
-            for f in FAMILY_NAMES
+            for f in (*FAMILY_NAMES, *NEAR_FAMILIES)
             if f not in (*HERE, *FLOAT32_INSIDE)
         ),
     ],

@@ -1,6 +1,7 @@
 """Does vLLM, given the very same checkpoint directory, emit and accept the same tokens?
 
     python tests/peers/vllm_agreement.py --vllm-python VENV/bin/python [--families mimo glm4_moe]
+    python tests/peers/vllm_agreement.py ... --requests 80 --new-tokens 100   # 2,000 steps and more
 
 Trains a tiny checkpoint per family (seconds), decodes it greedily with mtpc and with vLLM's CPU
 build for each K, and compares the tokens, and the drafts accepted at each position. Not part of
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +42,27 @@ RECURRENT: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
-    "deepseek_v3": {
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
+    "glm4_moe_lite": LATENT,
+    "deepseek_v3": LATENT,
+    "ernie4_5_moe": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    "exaone_moe": HEADS,
     "qwen3_next": RECURRENT,
     "qwen3_5": RECURRENT,
     "qwen3_5_moe": RECURRENT,
@@ -80,18 +87,45 @@ MTP, lists of layer types (it cuts off what they say of MTP layers)."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 """Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
 argmax."""
-BACKENDS = {"deepseek_v3": "CPU_MLA"}
+BACKENDS = dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), "CPU_MLA")
 """With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
 TRAINING_STEPS = dict.fromkeys(DTYPES, 30)
 """Margins that bfloat16 does not move: both programs round, at other places."""
 HOST_RULES = {
     "glm4_moe": {"zero_first_embedding": True, "next_features": "before"},
+    "glm4_moe_lite": {"zero_first_embedding": True, "next_features": "before"},
     "deepseek_v3": {"zero_first_embedding": True},
+    "ernie4_5_moe": {"zero_first_embedding": True},
 }
 """Where vLLM wires an MTP layer otherwise than the model's authors (docs/models.md). It decides
 what is drafted, not what is emitted."""
 PROMPTS = [[5, 9, 17, 33], [3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]
+"""The first prompts. Further ones are drawn."""
+MAX_LEN = 128
 NEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both programs decode, one request after the other.
+
+    Attributes:
+        prompts: token ids.
+        new_tokens: of each request.
+    """
+
+    prompts: list[list[int]]
+    new_tokens: int
+
+
+def make_work(requests: int, new_tokens: int) -> Work:
+    """`PROMPTS`, and prompts of 1 to 20 tokens that are drawn from a fixed seed."""
+    draw, vocab_size = random.Random(0), tiny.CONFIGS["mimo"]["vocab_size"]
+    drawn = [
+        [draw.randrange(vocab_size) for _ in range(draw.randint(1, 20))]
+        for _ in range(requests - len(PROMPTS))
+    ]
+    return Work([*PROMPTS, *drawn][:requests], new_tokens)
 
 
 def main() -> int:
@@ -100,15 +134,20 @@ def main() -> int:
     parser.add_argument("--vllm-python", type=Path, required=True, metavar="VENV/bin/python")
     parser.add_argument("--families", nargs="+", choices=CHANGES, default=list(CHANGES))
     parser.add_argument("--spec-tokens", nargs="+", type=int, default=[0, 1, 3])
+    parser.add_argument("--requests", type=int, default=len(PROMPTS))
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each request")
     args = parser.parse_args()
+    work = make_work(args.requests, args.new_tokens)
     alike = True
     with tempfile.TemporaryDirectory() as kept:
         for family in args.families:
             directory = Path(kept) / family
             make_trained(family, directory, CHANGES[family])
             for k in args.spec_tokens:
-                ours = run_mtpc(directory, k, family)
-                theirs = run_vllm(args.vllm_python, directory, k, Path(kept) / "caches", family)
+                ours = run_mtpc(directory, k, family, work)
+                theirs = run_vllm(
+                    args.vllm_python, directory, k, Path(kept) / "caches", family, work
+                )
                 same = ours == theirs
                 alike &= same
                 print(f"{family} K={k}: {'agree' if same else 'DIFFER'}")
@@ -142,9 +181,9 @@ def _as_released(directory: Path, changes: dict[str, Any]) -> None:
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
 
 
-def run_mtpc(directory: Path, spec_tokens: int, family: str) -> dict[str, Any]:
+def run_mtpc(directory: Path, spec_tokens: int, family: str, work: Work) -> dict[str, Any]:
     """Tokens, and per position what was drafted and accepted; wired as in vLLM."""
-    options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=128)
+    options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=MAX_LEN)
     wiring = check_rules(HOST_RULES.get(family, {}))
     loaded = load(directory, DTYPES.get(family, "float32"), spec_tokens > 0, wiring)
     compiler = StepCompiler(loaded, options, make_backend("eager"))
@@ -153,8 +192,8 @@ def run_mtpc(directory: Path, spec_tokens: int, family: str) -> dict[str, Any]:
     # they are counted here, from what each step reports.
     report = spec.program.steps[StepKey.decode(1, spec_tokens)].buffers["batch.num_accepted"]
     accepted, tokens = [0] * spec_tokens, []
-    for prompt in PROMPTS:
-        spec.engine.add(prompt, NEW_TOKENS)
+    for prompt in work.prompts:
+        spec.engine.add(prompt, work.new_tokens)
         tokens.append([])
         while spec.engine.has_work:
             before = spec.stats.decode_steps
@@ -192,7 +231,7 @@ def vllm_options(
     family: str, directory: Path, spec_tokens: int, max_seqs: int = 1, eager: bool = True
 ) -> dict[str, Any]:
     """What vLLM is given to run a family's tiny checkpoint as exactly as it can."""
-    options = vllm_host.arguments(str(directory), spec_tokens, 128, max_seqs, eager=eager)
+    options = vllm_host.arguments(str(directory), spec_tokens, MAX_LEN, max_seqs, eager=eager)
     for part in (options, options["speculative_config"]):
         if part is not None and family in BACKENDS:
             part["attention_backend"] = BACKENDS[family]
@@ -200,11 +239,11 @@ def vllm_options(
 
 
 def run_vllm(
-    python: Path, directory: Path, spec_tokens: int, kept: Path, family: str
+    python: Path, directory: Path, spec_tokens: int, kept: Path, family: str, work: Work
 ) -> dict[str, Any]:
     """The same of vLLM, in a process of its own."""
     options = vllm_options(family, directory, spec_tokens)
-    job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
+    job = {"options": options, **asdict(work)}
     python = python.absolute()
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(job)],

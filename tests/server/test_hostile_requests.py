@@ -44,6 +44,34 @@ def test_two_lengths_are_refused(server: Running) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
+HEADS = {
+    "another coding": ("1.1", ("host: localhost", "transfer-encoding: gzip, chunked"), (400, 501)),
+    "an empty coding": ("1.1", ("host: localhost", "transfer-encoding: ,chunked"), (400, 501)),
+    "no host": ("1.1", ("transfer-encoding: chunked",), (400,)),
+    "two hosts": ("1.1", ("host: localhost", "host: localhost", "content-length: 0"), (400,)),
+    "HTTP/2": ("2.0", ("host: localhost", "content-length: 0"), (400, 505)),
+}
+
+
+@pytest.mark.parametrize("what", HEADS)
+def test_heads_that_a_proxy_may_read_otherwise(server: Running, what: str) -> None:
+    """Refused by either parser, and nothing behind them is answered."""
+    version, lines, statuses = HEADS[what]
+    smuggled = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    data = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body()), body())
+    head = "\r\n".join([f"POST /v1/completions HTTP/{version}", JSON, *lines, "", ""])
+    answer = exchange(server, head.encode() + data + smuggled)
+    assert status_of(answer) in statuses
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_heads_of_other_versions(server: Running) -> None:
+    """A request line without a version is HTTP/0.9, which knows no headers."""
+    assert status_of(exchange(server, b"GET /v1/models\r\n\r\n")) in (400, 505)
+    old = b"GET /v1/models HTTP/1.0\r\n\r\n"
+    assert status_of(exchange(server, old)) == 200, "it needs no Host header"
+
+
 def test_a_length_over_the_limit_is_refused_at_once(server: Running) -> None:
     """Before a byte of the body has come."""
     for length in (LIMIT + 1, 10**12):

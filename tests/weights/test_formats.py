@@ -273,7 +273,7 @@ BROKEN: list[tuple[Tensors, Any, str]] = [
     (GPTQ[0], {**GPTQ[2], "dynamic": {"-:.*up_proj": {}}}, "leaves out '-:.*up_proj'"),
     (GPTQ[0], {**GPTQ[2], "bits": 2}, "has bits 2; expected 4 or 8"),
     (GPTQ[0], {**GPTQ[2], "group_size": "all"}, "group_size 'all'; expected a whole number"),
-    (GPTQ[0], {"quant_method": "gguf"}, r"'gguf'.*expected one of 'fp8', 'compressed-tensors'"),
+    (GPTQ[0], {"quant_method": "hqq"}, r"'hqq'.*expected one of 'fp8', 'compressed-tensors'"),
 ]
 
 

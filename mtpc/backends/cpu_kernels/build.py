@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ import torch
 
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
+from mtpc.backends.cpu_kernels.shipped import SHIPPED, find_shipped, keep_shipped
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
@@ -32,7 +33,7 @@ from mtpc.store.machine import (
     COMPILER,
     cpu_flags,
     machine_fields,
-    version_fields,
+    torch_field,
 )
 from mtpc.store.scratch import Scratch
 from mtpc.store.sources import source_fields
@@ -65,17 +66,22 @@ def build_kernels(
     store: EntryStore | None = None,
     report: Callable[[str], None] = lambda line: None,
     frozen: bool = False,
+    shipped: Path = SHIPPED,
 ) -> Entry | Path:
     """The kernel library for this machine's level, compiled if the cache does not have it.
+
+    Kernels that came with this installation are taken before any are compiled.
 
     Args:
         store: the graph cache; by default the user's.
         report: receives a line before a compilation starts and when it is done.
         frozen: refuse to compile.
+        shipped: where kernels of this installation are.
 
     Returns:
         The checked entry that holds the library; or, where the cache cannot be written, the path
-        of a library in a temporary directory that lasts as long as the process.
+        of a library of the installation, or in a temporary directory that lasts as long as the
+        process.
 
     Raises:
         BackendError: there is no C++ compiler, or it failed; or `MTPC_CPU_LEVEL` names a level
@@ -89,6 +95,9 @@ def build_kernels(
     entry = find(store, fields) if frozen else _find(store, fields, report)
     if entry is not None:
         return entry
+    ready = find_shipped(fields, shipped)
+    if ready is not None:
+        return keep_shipped(ready, store, report) or ready / LIBRARY
     if frozen:
         raise CacheError(
             f"the cache {store.root} has no cpu kernels of level {level.name} for this machine; "
@@ -108,7 +117,7 @@ def build_kernels(
 def kernel_fields(level: Level) -> dict[str, str]:
     """The key of a library: its sources, the generated ones among them, how and with what they are
     compiled, for what level."""
-    environment = {**version_fields(), **source_fields(), **machine_fields()}
+    environment = {**torch_field(), **source_fields(), **machine_fields()}
     decisive = {name: environment[name] for name in _DECISIVE if name in environment}
     if level == NATIVE:
         decisive |= {name: environment[name] for name in _DECISIVE_IF_NATIVE}
@@ -145,6 +154,18 @@ def _write_generated(directory: Path) -> Path:
     return directory / "operators.cpp"
 
 
+def compile_for(levels: Iterable[Level], into: Path, report: Callable[[str], None]) -> None:
+    """Compile a library for each level as a wheel ships it, into a folder of the level's name.
+
+    Raises:
+        BackendError: there is no C++ compiler, or it failed.
+    """
+    compiler = _find_compiler()
+    for level in levels:
+        (into / level.name).mkdir(parents=True)
+        _Build(compiler, level, report).fill(into / level.name, kernel_fields(level))
+
+
 @dataclass(frozen=True)
 class _Build:
     """One compilation of all sources."""
@@ -155,12 +176,12 @@ class _Build:
 
     def install(self, store: EntryStore, fields: Fields) -> Entry:
         """Into the cache."""
+        return store.write(digest(fields), lambda into: self.fill(into, fields))
 
-        def fill(directory: Path) -> None:
-            self._compile(directory)
-            (directory / KEY).write_bytes(key_bytes(fields))
-
-        return store.write(digest(fields), fill)
+    def fill(self, directory: Path, fields: Fields) -> None:
+        """All files of an entry, into a directory."""
+        self._compile(directory)
+        (directory / KEY).write_bytes(key_bytes(fields))
 
     def for_now(self) -> Path:
         """Into a directory that lasts as long as the process."""

@@ -43,18 +43,23 @@ inline constexpr int64_t kWindow = 16;
 template <int kRows>
 inline constexpr int kFloatBlock = kRows <= 2 ? kTileRegisters : std::min(2, kTileRegisters);
 
-/// Bytes ahead of the codes in use that are fetched meanwhile.
-inline constexpr int64_t kCodesAhead = 4096;
+/// Bytes ahead of the codes in use that are fetched meanwhile, a line at a time as codes are used:
+/// in bursts, or from nearer by, they come too late for more rows than one (docs/performance.md).
+inline constexpr int64_t kCodesAhead = 12288, kLine = 64;
 
 /// Sums of one tile's features, by row.
 using GroupedSums = float[kMostGroupedRows][kFeatures];
 
-/// Steps whose products of int4 are added before their sum is widened to 32 bits.
-inline constexpr int64_t kNarrowSteps = kBytesAsPairs ? 4 : 0;
+/// Steps that are gone through at a time. Of int4 their products are added before their sum is
+/// widened to 32 bits, where that is to be done.
+inline constexpr int64_t kFewSteps = 4;
 
 /// Eight inputs in 32 bits: the first four in the lower halves of the bytes.
 struct Int4Codes {
   static constexpr int kParts = 2;
+
+  /// Whether sums of kFewSteps are widened before they are added to others.
+  static constexpr bool kIsNarrow = kBytesAsPairs;
 
   template <int kPart>
   static Groups part(Groups codes) {
@@ -75,12 +80,13 @@ struct Int4Codes {
   }
 #else
   static Groups add(Groups sums, Groups codes, Groups x) { return Int8Quads::add(sums, codes, x); }
-  static Groups widen(Groups sums) { return sums; }
 #endif
 };
 
 /// Four inputs in 32 bits.
 struct Int8Codes {
+  static constexpr bool kIsNarrow = false;
+
 #if defined(__AVX2__) && !defined(__AVX512F__)
   static constexpr int kParts = 2;
 
@@ -106,7 +112,6 @@ struct Int8Codes {
 
   static Groups add(Groups sums, Groups codes, Groups x) { return Int8Quads::add(sums, codes, x); }
 #endif
-  static Groups widen(Groups sums) { return sums; }
 };
 
 /// A register of bytes as int32.
@@ -138,7 +143,7 @@ class TileScales {
 
   /// Fetches scales that groups some way after these will need.
   void fetch(int64_t group, int64_t end) const {
-    constexpr int64_t kAhead = 512, kLine = 64;
+    constexpr int64_t kAhead = kCodesAhead / 8;
     const int64_t bytes = kFeatures * (type_ == ScalarType::Float ? 4 : 2);
     for (int64_t at = group * bytes; at < end * bytes; at += kLine) {
       __builtin_prefetch(scales_ + at + kAhead, 0, 3);
@@ -163,24 +168,16 @@ class GroupProducts {
         stride_(x.stride() / static_cast<int64_t>(sizeof(Group))),
         codes_(codes) {}
 
-  /// Of `count` steps from `step` on, of the registers from `feature` on.
+  /// Adds those of `count` steps from `step` on, of the registers from `feature` on, to `sums`.
   template <class Count>
-  __attribute__((always_inline)) void sum(
+  __attribute__((always_inline)) void add(
       int64_t step, Count count, int feature, Sums& sums) const {
     Part part(*this, step, feature);
-    if constexpr (!std::is_same_v<Codes, Int4Codes> || kNarrowSteps == 0) {
-      return part.template add_some<false>(count, sums);
-    } else if constexpr (!std::is_same_v<Count, int64_t>) {
-      static_assert(Count::value == kNarrowSteps);
-      return part.template add_few<false>(sums);
-    } else {
-      if (count < kNarrowSteps) return part.template add_some<false>(count, sums);
-      part.template add_few<false>(sums);
-      for (count -= kNarrowSteps; count >= kNarrowSteps; count -= kNarrowSteps) {
-        part.template add_few<true>(sums);
-      }
-      if (count > 0) part.template add_some<true>(count, sums);
+    int64_t left = count;
+    for (; left >= kFewSteps; left -= kFewSteps) {
+      part.add_few(std::make_integer_sequence<int, kFewSteps>{}, sums);
     }
+    for (; left > 0; --left) part.add_few(std::integer_sequence<int, 0>{}, sums);
   }
 
  private:
@@ -195,47 +192,37 @@ class GroupProducts {
       }
     }
 
-    /// The products of kNarrowSteps; `sums` becomes theirs, or they are added to it.
-    template <bool kMore>
-    __attribute__((always_inline)) void add_few(Sums& sums) {
-      Sums parts{};
-      const auto add_all = [&]<int... kStep>(std::integer_sequence<int, kStep...>)
-          __attribute__((always_inline)) { (add(kStep, parts), ...); };
-      add_all(std::make_integer_sequence<int, kNarrowSteps>{});
-      advance(kNarrowSteps);
-      widen<kMore>(parts, sums);
-    }
-
-    template <bool kMore>
-    __attribute__((always_inline)) void add_some(int64_t count, Sums& sums) {
-      Sums parts{};
-      for (; count > 0; --count) {
-        add(0, parts);
-        advance(1);
+    /// Adds the products of so many steps, and goes on behind them.
+    template <int... kStep>
+    __attribute__((always_inline)) void add_few(std::integer_sequence<int, kStep...>, Sums& sums) {
+      if constexpr (Codes::kIsNarrow) {
+        Sums parts{};
+        (add(kStep, parts), ...);
+        widen(parts, sums);
+      } else {
+        (add(kStep, sums), ...);
       }
-      widen<kMore>(parts, sums);
+      codes_ += sizeof...(kStep) * kGroupBytes;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) rows_[r] += Codes::kParts * sizeof...(kStep);
     }
 
    private:
-    __attribute__((always_inline)) void advance(int64_t steps) {
-      codes_ += steps * kGroupBytes;
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) rows_[r] += Codes::kParts * steps;
-    }
-
-    __attribute__((always_inline)) void add(int step, Sums& parts) const {
+    __attribute__((always_inline)) void add(int step, Sums& sums) const {
+      const char* from = codes_ + step * kGroupBytes;
       Groups codes[kRegs];
 #pragma GCC unroll 8
       for (int i = 0; i < kRegs; ++i) {
-        std::memcpy(&codes[i], codes_ + step * kGroupBytes + i * kVectorBytes, kVectorBytes);
+        std::memcpy(&codes[i], from + i * kVectorBytes, kVectorBytes);
+        if (i * kVectorBytes % kLine == 0) __builtin_prefetch(from + i * kVectorBytes + kCodesAhead);
       }
-      add_part<0>(step, codes, parts);
-      if constexpr (Codes::kParts == 2) add_part<1>(step, codes, parts);
+      add_part<0>(step, codes, sums);
+      if constexpr (Codes::kParts == 2) add_part<1>(step, codes, sums);
     }
 
     template <int kPart>
     __attribute__((always_inline)) void add_part(
-        int step, const Groups (&codes)[kRegs], Sums& parts) const {
+        int step, const Groups (&codes)[kRegs], Sums& sums) const {
       Groups these[kRegs];
 #pragma GCC unroll 8
       for (int i = 0; i < kRegs; ++i) these[i] = Codes::template part<kPart>(codes[i]);
@@ -243,19 +230,15 @@ class GroupProducts {
       for (int r = 0; r < kRows; ++r) {
         const Groups x = Groups{} + rows_[r][Codes::kParts * step + kPart];
 #pragma GCC unroll 8
-        for (int i = 0; i < kRegs; ++i) parts[r][i] = Codes::add(parts[r][i], these[i], x);
+        for (int i = 0; i < kRegs; ++i) sums[r][i] = Codes::add(sums[r][i], these[i], x);
       }
     }
 
-    template <bool kMore>
     static __attribute__((always_inline)) void widen(const Sums& parts, Sums& sums) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-        for (int i = 0; i < kRegs; ++i) {
-          const Groups part = Codes::widen(parts[r][i]);
-          sums[r][i] = kMore ? sums[r][i] + part : part;
-        }
+        for (int i = 0; i < kRegs; ++i) sums[r][i] += Codes::widen(parts[r][i]);
       }
     }
 
@@ -286,16 +269,15 @@ class TileProduct {
         groups_(tile.form.groups()),
         steps_(tile.form.steps() / groups_) {}
 
-  /// Fetches the tile's length from `fetch` on meanwhile.
-  __attribute__((always_inline)) void operator()(const char* fetch, GroupedSums& out) const {
+  __attribute__((always_inline)) void operator()(GroupedSums& out) const {
     Totals totals[kBlocks]{};
-    using Few = std::integral_constant<int64_t, kNarrowSteps>;
+    using Few = std::integral_constant<int64_t, kFewSteps>;
     if (std::is_same_v<Codes, Int4Codes> && steps_ == Few::value) {
-      add_groups(Few{}, fetch, totals);
+      add_groups(Few{}, totals);
     } else if (steps_ <= kWindow) {
-      add_groups(steps_, fetch, totals);
+      add_groups(steps_, totals);
     } else {
-      for (int64_t g = 0; g < groups_; ++g) add_large_group(g, fetch, totals);
+      for (int64_t g = 0; g < groups_; ++g) add_large_group(g, totals);
     }
     for (int r = 0; r < kRows; ++r) {
       for (int b = 0; b < kBlocks; ++b) std::memcpy(out[r] + feature(b), totals[b][r], kBytes);
@@ -307,23 +289,19 @@ class TileProduct {
 
   static int feature(int block) { return block * kRegs * kLanes<float>; }
 
-  static void prefetch(const char* fetch, int64_t steps) {
-    for (int64_t at = 0; at < steps * kGroupBytes; at += 64) __builtin_prefetch(fetch + at, 0, 3);
-  }
-
   /// All groups, of `steps` each: a window of them for one block after the other.
   template <class Steps>
   __attribute__((always_inline)) void add_groups(
-      Steps steps, const char* fetch, Totals (&totals)[kBlocks]) const {
+      Steps steps, Totals (&totals)[kBlocks]) const {
     const int64_t span = kWindow / std::max<int64_t>(steps, 1);
     for (int64_t first = 0; first < groups_; first += span) {
       const int64_t end = std::min(first + span, groups_);
-      prefetch(fetch + first * steps * kGroupBytes, (end - first) * steps);
       scales_.fetch(first, end);
       for (int b = 0; b < kBlocks; ++b) {
         for (int64_t g = first; g < end; ++g) {
           Sums sums;
-          products_.sum(g * steps, steps, feature(b), sums);
+          begin(g, b, sums);
+          products_.add(g * steps, steps, feature(b), sums);
           finish(g, b, sums, totals[b]);
         }
       }
@@ -332,45 +310,44 @@ class TileProduct {
 
   /// A group that is gone through in parts, all blocks in each.
   __attribute__((always_inline)) void add_large_group(
-      int64_t g, const char* fetch, Totals (&totals)[kBlocks]) const {
-    Sums sums[kBlocks]{};
+      int64_t g, Totals (&totals)[kBlocks]) const {
+    Sums sums[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) begin(g, b, sums[b]);
     for (int64_t step = 0; step < steps_; step += kWindow) {
       const int64_t count = std::min(kWindow, steps_ - step), at = g * steps_ + step;
-      prefetch(fetch + at * kGroupBytes, count);
-      for (int b = 0; b < kBlocks; ++b) {
-        Sums parts;
-        products_.sum(at, count, feature(b), parts);
-        for (int r = 0; r < kRows; ++r) {
-          for (int i = 0; i < kRegs; ++i) sums[b][r][i] += parts[r][i];
-        }
-      }
+      for (int b = 0; b < kBlocks; ++b) products_.add(at, count, feature(b), sums[b]);
     }
     scales_.fetch(g, g + 1);
     for (int b = 0; b < kBlocks; ++b) finish(g, b, sums[b], totals[b]);
   }
 
-  /// Adds the sums of a group's integers, with its zero points and scales, to the totals.
-  __attribute__((always_inline)) void finish(
-      int64_t g, int block, const Sums& sums, Totals& totals) const {
-    const float* x_steps = x_steps_ + g * x_rows_;
+  /// What zero points make of a group's sums; products are added to it.
+  __attribute__((always_inline)) void begin(int64_t g, int block, Sums& sums) const {
     const int32_t* x_offsets = x_offsets_ + g * x_rows_;
 #pragma GCC unroll 8
     for (int i = 0; i < kRegs; ++i) {
-      const int at = feature(block) + i * kLanes<float>;
-      const Vec<float> scale = scales_.scale(g, at);
-      const auto add = [&](auto offset_of) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const Groups integers = sums[r][i] - offset_of(x_offsets[r]);
-          const Vec<float> sum = __builtin_convertvector(integers, Vec<float>);
-          totals[r][i] = multiply_add(sum, scale * x_steps[r], totals[r][i]);
-        }
-      };
       if (scales_.has_zeros()) {
-        const Groups zero = scales_.zero(g, at);
-        add([&](int32_t offset) { return zero * offset; });
+        const Groups zero = scales_.zero(g, feature(block) + i * kLanes<float>);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) sums[r][i] = zero * x_offsets[r];
       } else {
-        add([](int32_t offset) { return Groups{} + offset; });
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) sums[r][i] = Groups{} + x_offsets[r];
+      }
+    }
+  }
+
+  /// Adds the sums of a group's integers, scaled, to the totals.
+  __attribute__((always_inline)) void finish(
+      int64_t g, int block, const Sums& sums, Totals& totals) const {
+    const float* x_steps = x_steps_ + g * x_rows_;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegs; ++i) {
+      const Vec<float> scale = scales_.scale(g, feature(block) + i * kLanes<float>);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<float> sum = __builtin_convertvector(sums[r][i], Vec<float>);
+        totals[r][i] = multiply_add(sum, scale * x_steps[r], totals[r][i]);
       }
     }
   }
@@ -384,8 +361,8 @@ class TileProduct {
 
 template <class Codes, int kRows>
 void multiply_codes(const GroupedRows& x, int64_t row, const GroupedWeight& tile,
-                    const char* fetch, GroupedSums& out) {
-  TileProduct<Codes, kRows>(x, row, tile)(fetch, out);
+                    GroupedSums& out) {
+  TileProduct<Codes, kRows>(x, row, tile)(out);
 }
 
 /// Byte kByte of each lane, a float8, times 2^-120.
@@ -400,7 +377,7 @@ inline Groups find_nan(Groups codes) { return (codes & 0x7f7f7f7f) + 0x01010101;
 /// The same, of codes that are float8 and rows that are floats.
 template <int kRows>
 void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& tile,
-                     const char* fetch, GroupedSums& out) {
+                     GroupedSums& out) {
   constexpr int kRegs = kFloatBlock<kRows>;
   const TileScales scales(tile);
   const int64_t groups = tile.form.groups(), steps = tile.form.steps() / groups;
@@ -416,8 +393,8 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
       for (int64_t k = g * steps; k < (g + 1) * steps; ++k) {
         const char* from = tile.codes + k * kGroupBytes + first * kVectorBytes;
         if (first == 0) {
-          __builtin_prefetch(fetch + k * kGroupBytes, 0, 3);
-          __builtin_prefetch(fetch + k * kGroupBytes + 64, 0, 3);
+          __builtin_prefetch(from + kCodesAhead);
+          __builtin_prefetch(from + kCodesAhead + kLine);
         }
         Groups codes[kRegs];
 #pragma GCC unroll 8
@@ -459,8 +436,7 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
   }
 }
 
-using MultiplyGrouped = void (*)(const GroupedRows&, int64_t, const GroupedWeight&, const char*,
-                                 GroupedSums&);
+using MultiplyGrouped = void (*)(const GroupedRows&, int64_t, const GroupedWeight&, GroupedSums&);
 
 /// By the kind of codes, and the number of rows less one.
 template <int... kRows>
@@ -482,7 +458,7 @@ void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
     GroupedSums sums;
-    multiply[count - 1](x, first + row, tile, tile.codes + kCodesAhead, sums);
+    multiply[count - 1](x, first + row, tile, sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
   }
 }

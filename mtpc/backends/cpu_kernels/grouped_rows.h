@@ -127,7 +127,7 @@ class GroupedRows {
   /// What an integer of each row stands for in a group: those of rows lie side by side.
   const float* steps(int64_t group) const { return steps_.get() + group * rows_; }
 
-  /// The sum of each row's integers of a group, times the form's zero; in the same order.
+  /// Minus the sum of each row's integers of a group, times the form's zero; in the same order.
   const int32_t* offsets(int64_t group) const { return offsets_.get() + group * rows_; }
 
   const GroupForm& form() const { return form_; }
@@ -204,7 +204,7 @@ class GroupedRows {
     });
     // A group with an infinity is not a number, as one with NaN is.
     steps_.get()[at] = largest / kLargestCode + (largest - largest);
-    offsets_.get()[at] = form_.zero *
+    offsets_.get()[at] = -form_.zero *
         across(totals, [](Mask<float> a, Mask<float> b) { return a + b; });
   }
 

@@ -12,7 +12,6 @@ keys to FP8.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +24,11 @@ from mtpc.layout.buffers import P
 from mtpc.models.caches import paged_latent_specs, paged_spec
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.glm4_moe import nextn_layers
+from mtpc.models.family import layers_after
 from mtpc.ops.choose_slots import choose_slots
 
 
-def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the first `rope` features of x [T, n, D] by cos and sin [T, rope].
 
     Feature i pairs with feature i + rope / 2. The other features stay as they are.
@@ -39,7 +39,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned * cos[:, None] + across * sin[:, None], plain], -1)
 
 
-def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [T, n, rope] by cos and sin [T, rope].
 
     Feature 2i pairs with feature 2i + 1. The result holds the first features of all pairs, then
@@ -66,7 +66,13 @@ class SparseLatentAttention(nn.Module):
 
     Args:
         source: transformers' `DeepseekV32Attention`; its parameters are shared.
+
+    Attributes:
+        indexer: None if the layer attends to what the layer before it chose.
     """
+
+    rotate_index = staticmethod(rotate_halves)
+    """(x [T, n, D], cos, sin) -> the same: the rotary embedding of indexer queries and keys."""
 
     def __init__(self, source: Any):
         super().__init__()
@@ -83,16 +89,25 @@ class SparseLatentAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: Any, mtpc_context: Any, **options: Any
     ) -> tuple[Tensor, None]:
         """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it."""
-        hidden, context = hidden_states[0], mtpc_context
+        return self.attend(hidden_states[0], position_embeddings, mtpc_context)[0][None], None
+
+    def attend(
+        self, hidden: Tensor, position_embeddings: Any, context: Any, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [T, H] -> the output [T, H], and the cache slots that were attended to [T, k].
+
+        `slots` are those to attend to; None: what the indexer chooses.
+        """
         cos, sin = (angle[0] for angle in position_embeddings)
         low = self.q_a_layernorm(self.q_a_proj(hidden))
         state = context.layers[self.layer_idx]
         self._write(hidden, cos, sin, state, context)
-        slots = self._choose(hidden, low, (cos, sin), state.index, context)
+        if slots is None:
+            slots = self._choose(hidden, low, (cos, sin), state.index, context)
         plain, turned = (
             self.q_b_proj(low).unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
         )
-        query = torch.cat([plain, _rotate_neighbours(turned, cos, sin)], -1)
+        query = torch.cat([plain, rotate_neighbours(turned, cos, sin)], -1)
         # To the attention op each row is a request of one row; its context is what it chose, in
         # pages of one token.
         rows = torch.arange(slots.shape[0] + 1, device=slots.device, dtype=torch.int32)
@@ -107,16 +122,18 @@ class SparseLatentAttention(nn.Module):
             self.scaling,
             self.nope,
         )
-        return self.o_proj(out.flatten(1))[None], None
+        return self.o_proj(out.flatten(1)), slots
 
     def _write(self, hidden: Tensor, cos: Tensor, sin: Tensor, state: Any, context: Any) -> None:
-        """Write the rows' latents, each followed by its rotated key, and their indexer keys."""
+        """Write the rows' latents, each followed by its rotated key, and any indexer keys."""
         latent, key = self.kv_a_proj_with_mqa(hidden).split([self.rank, self.rope], -1)
-        key = _rotate_neighbours(key[:, None], cos, sin)[:, 0]
+        key = rotate_neighbours(key[:, None], cos, sin)[:, 0]
         rows = torch.cat([self.kv_a_layernorm(latent), key], -1)
         ops.write_cache(state.latent, rows, context.slot_mapping)
+        if self.indexer is None:
+            return
         key = self.indexer.k_norm(self.indexer.wk(hidden))[:, None]
-        rows = _rotate_halves(key, cos, sin)[:, 0]
+        rows = self.rotate_index(key, cos, sin)[:, 0]
         ops.write_cache(state.index, rows, context.slot_mapping)
 
     def _choose(
@@ -138,7 +155,7 @@ class SparseLatentAttention(nn.Module):
         """
         indexer = self.indexer
         query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-        query = _rotate_halves(query, *angles)
+        query = self.rotate_index(query, *angles)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         indices = (context.block_table, context.seq_lens, context.query_start_loc)
@@ -154,10 +171,8 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
 
 def block_config(config: Any) -> Any:
     """A copy of the config with the MTP layers after the decoder's; they have routed experts."""
-    extended, count = copy.deepcopy(config), nextn_layers(config)
-    extended.layer_types = [*config.layer_types, *(config.layer_types[-1:] * count)]
-    extended.mlp_layer_types = [*config.mlp_layer_types, *(["sparse"] * count)]
-    return extended
+    kinds = {"layer_types": config.layer_types[-1], "mlp_layer_types": "sparse"}
+    return layers_after(config, nextn_layers(config), **kinds)
 
 
 DEEPSEEK_V32 = replace(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from mtpc.models.caches import paged_kv_specs
 from mtpc.models.families.glm4_moe import nextn_layers
-from mtpc.models.family import ModelFamily, MTPWiring, full_attention_after
+from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 
 MIMO = ModelFamily(
     name="mimo",
@@ -28,5 +28,7 @@ MIMO = ModelFamily(
     num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp_layers.{i}.",
     cache_specs=paged_kv_specs,
-    block_config=lambda config: full_attention_after(config, nextn_layers(config)),
+    block_config=lambda config: layers_after(
+        config, nextn_layers(config), layer_types="full_attention"
+    ),
 )

@@ -12,7 +12,6 @@ MiMo-V2.5 and later store fused projections (`mtpc.weights.fused_qkv`).
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_pool_specs, ring_kv_specs
-from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -85,10 +84,8 @@ def _num_mtp_layers(config: Any) -> int | None:
 
 def _block_config(config: Any) -> Any:
     """A copy of the config with the MTP layers after the decoder's: sliding and dense."""
-    extended, count = copy.deepcopy(config), _num_mtp_layers(config) or 0
-    extended.layer_types = [*config.layer_types, *([_SLIDING] * count)]
-    extended.mlp_layer_types = [*config.mlp_layer_types, *(["dense"] * count)]
-    return extended
+    kinds = {"layer_types": _SLIDING, "mlp_layer_types": "dense"}
+    return layers_after(config, _num_mtp_layers(config) or 0, **kinds)
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

@@ -22,7 +22,7 @@ from mtpc.models.family import (
     MTP_COUNT_NAMES,
     ModelFamily,
     MTPWiring,
-    full_attention_after,
+    layers_after,
 )
 from mtpc.models.gated_delta import (
     GatedDelta,
@@ -33,7 +33,7 @@ from mtpc.models.gated_delta import (
 )
 
 
-def _num_mtp_layers(config: Any) -> int:
+def num_mtp_layers(config: Any) -> int:
     """Number of MTP layers in a config. Default 1: Qwen3-Next's released config does not say."""
     for name in MTP_COUNT_NAMES:
         count = getattr(config, name, None)
@@ -68,12 +68,12 @@ QWEN3_NEXT = ModelFamily(
         projection="fc",
         final_norm="norm",
     ),
-    num_mtp_layers=_num_mtp_layers,
+    num_mtp_layers=num_mtp_layers,
     layer_prefix=lambda num_hidden_layers, i: "mtp.",
     block_prefix="layers.0.",
     cache_specs=_cache_specs,
     cache_kinds=(RecurrentState,),
-    block_config=lambda config: full_attention_after(config, 1),
+    block_config=lambda config: layers_after(config, 1, layer_types="full_attention"),
     canonical={"Qwen3NextGatedDeltaNet": _grouped},
 )
 QWEN3_5 = replace(

@@ -48,7 +48,7 @@ class Grid:
     columns: int
     chunks: int = 1
 
-    def shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Sizes of the grid of a weight of this shape; rectangles at the edges are smaller."""
         of_chunk = -(-(shape[0] // self.chunks) // self.rows)
         return self.chunks * of_chunk, -(-shape[1] // self.columns)
@@ -73,11 +73,14 @@ class Decoded:
         codes: uint8 or float8_e4m3fn [N, K].
         scales: the grid of scales.
         zeros: uint8, the grid of zero points; None if all are 2^(bits - 1).
+        mins: float32, a grid of what is subtracted from values; None if there is none. The zero
+            point of the codes is then 0.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    mins: Tensor | None = None
 
 
 Decode = Callable[[Mapping[str, Tensor]], Decoded]
@@ -90,7 +93,7 @@ class QuantisedWeight:
 
     Attributes:
         name: of the weight, "X.weight".
-        shape: [N, K].
+        shape: [N, K]; of a weight that is read as values also a stack [E, N, K].
         layout: what it is, for notes: "int4 in groups of 128".
         kind: of the codes.
         grid: which weights share a scale.
@@ -100,10 +103,12 @@ class QuantisedWeight:
         scales: torch's name of the dtype of the scales.
         order: role of a tensor int32 [K] with the group of each input; None if groups are runs of
             adjacent inputs.
+        has_mins: whether there is a grid of minima, which no kernel reads.
+        as_values: whether it is read as values by its nature: codes are float32 values then.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     layout: str
     kind: Kind
     grid: Grid
@@ -112,6 +117,8 @@ class QuantisedWeight:
     decode: Decode
     scales: str
     order: str | None = None
+    has_mins: bool = False
+    as_values: bool = False
 
     @property
     def spec(self) -> GroupSpec | None:
@@ -123,7 +130,8 @@ class QuantisedWeight:
         """The form that kernels read; None if the weight must be dequantised."""
         group = self.grid.group(self.shape[1])
         form = GroupForm(self.kind, group, self.has_zeros)
-        return None if self.order or form.misfit(self.shape[1]) else form
+        is_unknown = self.order or self.has_mins or self.as_values
+        return None if is_unknown or form.misfit(self.shape[1]) else form
 
     def grouped(self, read: Callable[[str], Tensor]) -> GroupedWeight:
         """The weight in the form that kernels read; only where it has one.
@@ -137,7 +145,10 @@ class QuantisedWeight:
 
     def values(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
         """The weight that the codes stand for: float32 values, rounded once to `dtype`."""
-        decoded, out = self._decode(read), torch.empty(self.shape, dtype=dtype)
+        decoded = self._decode(read)
+        if self.as_values:
+            return decoded.codes.to(dtype)
+        out = torch.empty(self.shape, dtype=dtype)
         column = self._columns(read)
         rows = max(1, _CHUNK // max(self.shape[1], 1))
         for start in range(0, self.shape[0], rows):
@@ -148,10 +159,11 @@ class QuantisedWeight:
                 part = GroupedWeight(self.form, decoded.codes[run], decoded.scales[run], zeros)
                 out[run] = part.dequantise()
                 continue
-            default = GroupForm(self.kind, 1).default_zero
+            default = 0 if self.has_mins else GroupForm(self.kind, 1).default_zero
             points = default if zeros is None else zeros.float()[:, column]
             scales = decoded.scales[run].float()[:, column]
-            out[run] = (decoded.codes[run].float() - points) * scales
+            made = (decoded.codes[run].float() - points) * scales
+            out[run] = made if decoded.mins is None else made - decoded.mins[run][:, column]
         return out
 
     def _columns(self, read: Callable[[str], Tensor]) -> Tensor | None:
@@ -168,9 +180,12 @@ class QuantisedWeight:
 
     def _decode(self, read: Callable[[str], Tensor]) -> Decoded:
         decoded = self.decode({role: read(name) for role, name in self.parts.items()})
-        grids = [decoded.scales, *([] if decoded.zeros is None else [decoded.zeros])]
-        wide = [self.grid.expand(grid, self.shape[0]) for grid in grids]
-        return Decoded(decoded.codes, wide[0], wide[1] if len(wide) > 1 else None)
+
+        def expand(grid: Tensor | None) -> Tensor | None:
+            return None if grid is None else self.grid.expand(grid, self.shape[0])
+
+        scales = self.grid.expand(decoded.scales, self.shape[0])
+        return Decoded(decoded.codes, scales, expand(decoded.zeros), expand(decoded.mins))
 
 
 def find_part(

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 from helpers.released.base import ReleasedMTP
 from helpers.released.deepseek_v4 import DeepseekV4
+from helpers.released.ernie import Ernie
 from helpers.released.mimo import Mimo
 from helpers.released.mimo_v2 import MimoV2
-from helpers.released.nextn import NextN
-from helpers.released.qwen import Qwen
+from helpers.released.nextn import GlmDsa, NextN
+from helpers.released.qwen import Exaone, Qwen
 from helpers.released.step import Step
 
 PAGES: Mapping[str, type[ReleasedMTP]] = {
@@ -22,6 +23,10 @@ PAGES: Mapping[str, type[ReleasedMTP]] = {
     "glm4_moe": NextN,
     "deepseek_v3": NextN,
     "deepseek_v32": NextN,
+    "glm4_moe_lite": NextN,
+    "glm_moe_dsa": GlmDsa,
+    "ernie4_5_moe": Ernie,
+    "exaone_moe": Exaone,
     "qwen3_next": Qwen,
     "qwen3_5": Qwen,
     "qwen3_5_moe": Qwen,

@@ -42,3 +42,15 @@ class NextN(ReleasedMTP):
 
     def logits(self, index: int, given: Tensor) -> Tensor:
         return given @ self.own(index, "shared_head.head.weight", "lm_head.weight").t()
+
+
+class GlmDsa(NextN):
+    """GLM-5: the MTP layer has an indexer whatever the target's last layer has."""
+
+    def private_config(self) -> Any:
+        config = super().private_config()
+        config.indexer_types = [*config.indexer_types, "full"]
+        return config
+
+    def run_block(self, index: int, x: Tensor, kind: str | None = None, window: int = 0) -> Tensor:
+        return super().run_block(index, x, kind, window)[0]  # A layer also gives what it chose.

@@ -37,3 +37,24 @@ class Qwen(ReleasedMTP):
         rotary = self.decoder.rotary_emb
         grids = hasattr(rotary, "mrope_section")  # Qwen3.5 has three coordinates, of images.
         return rotary(x, positions.expand(3, 1, -1) if grids else positions)
+
+
+class Exaone(Qwen):
+    """K-EXAONE, as vLLM's exaone_moe_mtp.py runs it: a dense block that slides."""
+
+    adds_one = False
+
+    def private_config(self) -> Any:
+        config = super().private_config()
+        config.layer_types = [*config.layer_types, "sliding_attention"]
+        config.mlp_layer_types = [*config.mlp_layer_types, "dense"]
+        return config
+
+    def block(self, index: int) -> Any:
+        block = type(self.decoder.layers[0])(self.private_config(), self.config.num_hidden_layers)
+        state = self.state(index, ("layers.0.",))
+        block.load_state_dict({n.removeprefix("layers.0."): t for n, t in state.items()})
+        return block
+
+    def run_block(self, index: int, x: Tensor, kind: str | None = None, window: int = 0) -> Tensor:
+        return super().run_block(index, x, kind, self.config.sliding_window)

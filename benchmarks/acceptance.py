@@ -1,0 +1,224 @@
+"""From which acceptance a number of drafts pays, on this machine: acceptance is dictated.
+
+    python -m benchmarks.acceptance --out RESULTS.json
+    python -m benchmarks.plot_acceptance RESULTS.json PICTURE.png
+
+The weights are random. The engine accepts each draft with a given probability, whatever it is
+(`synthetic_acceptance_rates`), at the full cost of a step; K = 0 decodes plainly beside it. The
+speed-up over K = 0 says from which acceptance K pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mtpc
+from benchmarks.harness import command
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import positive
+from benchmarks.harness.decoders import Decoded, MtpcDecoder, Prompts
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import Case, Plan, Tell, sample_in_turns
+from benchmarks.harness.sampling import summarise as summarise_case
+
+COLUMNS = ("K", "batch", "synthetic acceptance", "tokens/step", "ms/step", "tokens/s", "over K=0",
+           "pays from", "samples")  # fmt: skip
+NOTES = (
+    "SYNTHETIC acceptance: the probability with which the engine accepts a draft, given that all "
+    "before it are accepted. It is dictated; the weights are random.",
+    "tokens/step: what this probability gives on average, the target's own token included. "
+    "tokens/s: this times the batch, over the measured time of a step.",
+    "pays from: the acceptance at which K is as fast as K=0, between two measured ones.",
+    SAMPLES_NOTE,
+)
+
+
+class SyntheticDecoder(MtpcDecoder):
+    """A model that accepts each draft with one probability.
+
+    Args:
+        decoder: whose model it shares.
+        probability: of a draft to be accepted, given that all before it are.
+    """
+
+    def __init__(self, decoder: MtpcDecoder, probability: float):
+        super().__init__(decoder.model, decoder.build_s, f"mtpc, synthetic {probability:g}")
+        self.rates = tuple(probability**count for count in range(1, self.spec_tokens + 1))
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        self.model.set_synthetic_acceptance(self.rates)
+        return super().decode(prompts, new_tokens)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One K, batch and acceptance: medians over samples.
+
+    Attributes:
+        spec_tokens: K.
+        batch: requests at a time.
+        synthetic_acceptance: the probability; None at K = 0.
+        tokens_per_step: of one request, by this probability.
+        ms_per_step: measured.
+        accepted: share of the drafts that the samples' own draws accepted.
+        samples: kept.
+        discarded: dropped, for others used the CPU.
+        disturbed: whether all were, so that none was dropped.
+        taken: every sample.
+    """
+
+    spec_tokens: int
+    batch: int
+    synthetic_acceptance: float | None
+    tokens_per_step: float
+    ms_per_step: float
+    accepted: float | None
+    samples: int
+    discarded: int
+    disturbed: bool
+    taken: tuple[Any, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1e3 * self.batch * self.tokens_per_step / self.ms_per_step
+
+
+def summarise(case: Case, max_foreign: float) -> Row:
+    """The row of a case that has been sampled."""
+    decoder, found = case.decoder, summarise_case(case, max_foreign)
+    is_synthetic = isinstance(decoder, SyntheticDecoder)
+    rates = decoder.rates if isinstance(decoder, SyntheticDecoder) else ()
+    return Row(
+        spec_tokens=decoder.spec_tokens,
+        batch=case.batch,
+        synthetic_acceptance=rates[0] if is_synthetic else None,
+        tokens_per_step=1 + sum(rates),
+        ms_per_step=found.ms_per_step,
+        accepted=found.acceptance_rate,
+        **case.counts(max_foreign),
+    )
+
+
+def over_plain(rows: Sequence[Row], row: Row) -> float:
+    """Tokens per second over those of K = 0, at the row's batch."""
+    plain = next(r for r in rows if r.spec_tokens == 0 and r.batch == row.batch)
+    return row.tokens_per_s / plain.tokens_per_s
+
+
+def pays_from(rows: Sequence[Row], row: Row) -> float | None:
+    """The acceptance at which a row's K and batch are as fast as K = 0; None: at no measured one.
+
+    Between two measured acceptances the speed-up is taken as a straight line.
+    """
+    line = sorted(
+        (r.synthetic_acceptance or 0.0, over_plain(rows, r))
+        for r in rows
+        if (r.spec_tokens, r.batch) == (row.spec_tokens, row.batch)
+    )
+    if line[0][1] >= 1:
+        return line[0][0]
+    for (low, before), (high, after) in pairwise(line):
+        if after >= 1:
+            return low + (high - low) * (1 - before) / (after - before)
+    return None
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's body."""
+    body = []
+    for row in rows:
+        start = pays_from(rows, row)
+        body.append(
+            [
+                str(row.spec_tokens),
+                str(row.batch),
+                "-" if row.synthetic_acceptance is None else f"{row.synthetic_acceptance:.0%}",
+                f"{row.tokens_per_step:.2f}",
+                f"{row.ms_per_step:.2f}",
+                f"{row.tokens_per_s:.1f}",
+                f"{over_plain(rows, row):.2f}x",
+                "-" if not row.spec_tokens else "never" if start is None else f"{start:.0%}",
+                sample_counts(row),
+            ]
+        )
+    return body
+
+
+def rows_of(record: Record) -> list[Row]:
+    """A record's rows."""
+    return [Row(**row) for row in record["rows"]]
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    return Table("Speed by synthetic acceptance", COLUMNS, cells(rows_of(record)), NOTES)
+
+
+def decoders(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[MtpcDecoder]:
+    """K = 0, and every K at every acceptance, on one set of weights."""
+    directory = workdir / "random"
+    tell(f"write {directory}")
+    checkpoint = write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
+    target = checkpoint.load_target()
+    for k in (0, *args.spec_tokens):
+        tell(f"compile K={k}")
+        start = time.perf_counter()
+        rates: dict[str, Any] = {"synthetic_acceptance_rates": (0.0,) * k}
+        model = mtpc.compile(
+            target,
+            spec_tokens=k,
+            batch_buckets=tuple(args.batches),
+            max_len=args.prompt_tokens + args.new_tokens + 32,
+            prefill_chunk=args.prompt_tokens,
+            busy_prefill_chunk=args.prompt_tokens,
+            backend=args.backend,
+            **(rates if k else {}),
+        )
+        decoder = MtpcDecoder(model, time.perf_counter() - start)
+        yield from [SyntheticDecoder(decoder, p) for p in args.acceptance] if k else [decoder]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
+    plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+    with command.working_directory(args.workdir) as workdir:
+        cases = [
+            Case("mimo", "random", decoder, batch, 0)
+            for decoder in decoders(args, workdir, tell)
+            for batch in args.batches
+        ]
+        prompts = plan.prompts(max(args.batches), SHAPES[args.shape].vocab_size)
+        sample_in_turns(cases, plan, prompts, probe, tell)
+    rows = [summarise(case, args.max_foreign) for case in cases]
+    publish("acceptance", args, {"rows": [asdict(row) for row in rows]}, table)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("acceptance", __doc__)
+    add = parser.add_argument
+    command.add_model(parser)
+    add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
+    add("--spec-tokens", nargs="+", type=positive, default=[1, 2, 3], metavar="K")
+    add("--acceptance", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], metavar="P")
+    add("--prompt-tokens", type=positive, default=32, metavar="N")
+    add("--new-tokens", type=positive, default=64, metavar="N")
+    command.add_backend(parser)
+    command.add_sampling(parser, 3)
+    command.add_probe(parser)
+    command.add_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""llama.cpp beside mtpc: its own llama-batched-bench, a process a sample."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import ROOT
+from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
+
+KINDS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
+"""Types of files to run, as llama-quantize has them."""
+WRITER = ROOT / "benchmarks" / "peers" / "gguf_writer.py"
+BENCH, QUANTIZE = "llama-batched-bench", "llama-quantize"
+
+
+class LlamaError(Exception):
+    """A program of llama.cpp, or the writer of its files, failed; says what it wrote last."""
+
+
+@dataclass(frozen=True)
+class LlamaFiles:
+    """The GGUF files of one checkpoint.
+
+    Attributes:
+        programs: directory of llama.cpp's.
+        python: interpreter that has the package gguf.
+        checkpoint: directory of the checkpoint.
+        directory: where the files go.
+    """
+
+    programs: Path
+    python: Path
+    checkpoint: Path
+    directory: Path
+
+    def write(self, kind: str) -> Path:
+        """The file of one of `KINDS`, made of the one in bfloat16 by llama-quantize.
+
+        The embedding stays bfloat16, as mtpc's does: a step reads rows of it.
+
+        Raises:
+            LlamaError: it cannot be made.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        plain, file = self.directory / "BF16.gguf", self.directory / f"{kind}.gguf"
+        if not plain.is_file():
+            # Not resolved: an environment's interpreter is a link, and known by its place.
+            _run([self.python.absolute(), WRITER, self.checkpoint, plain])
+        if not file.is_file():
+            keep = ("--token-embedding-type", "bf16")
+            _run([self.programs / QUANTIZE, *keep, plain, file, kind])
+        return file
+
+
+class LlamaDecoder(OneLaunch):
+    """A GGUF file in llama-batched-bench. Prompts are its own, of the same length.
+
+    Args:
+        programs: directory of llama.cpp's.
+        file: the model.
+        kind: of the file.
+        threads: of its own.
+    """
+
+    spec_tokens, build_s = 0, 0.0
+
+    def __init__(self, programs: Path, file: Path, kind: str, threads: int) -> None:
+        self.engine = f"llama.cpp {kind}"
+        self._program, self._file, self._threads = programs / BENCH, file, threads
+
+    def step_bytes(self, embedding_bytes: int) -> int:
+        """What a step reads: the file without the embedding."""
+        return self._file.stat().st_size - embedding_bytes
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """Decode steps of as many requests, of `new_tokens` each."""
+        batch, length = len(prompts), len(prompts[0])
+        threads, context = str(self._threads), batch * (length + new_tokens)
+        before = _child_seconds()
+        sizes = ("-c", context, "-npp", length, "-ntg", new_tokens, "-npl", batch)
+        how = ("-t", threads, "-tb", threads, "--output-format", "jsonl")
+        found = read_result(_run([self._program, "-m", self._file, *sizes, *how]))
+        cpu_s = _child_seconds() - before
+        return Decoded(new_tokens, batch * new_tokens, found, None, cpu_s)
+
+
+def read_result(output: str) -> float:
+    """Seconds of decoding in what llama-batched-bench writes as JSON lines.
+
+    Raises:
+        LlamaError: there is no line, or not one.
+    """
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if len(lines) != 1:
+        raise LlamaError(f"{BENCH} wrote {len(lines)} results; expected one, in {output!r}")
+    return float(lines[0]["t_tg"])
+
+
+def _run(command: list[object]) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.splitlines()[-8:])
+        raise LlamaError(f"{command[0]} ended with status {done.returncode}:\n{tail}")
+    return done.stdout
+
+
+def _child_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

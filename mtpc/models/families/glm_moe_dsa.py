@@ -1,0 +1,93 @@
+"""GLM-5 (GLM-5, 5.1, 5.2): DeepSeek-V3.2 with an indexer for several layers at once.
+
+A layer of indexer type "shared" has no indexer: it attends to what the layer before it attended to.
+The MTP layer always has an indexer of its own. Indexers rotate neighbouring features, where those
+of DeepSeek-V3.2 rotate halves.
+
+Source: transformers' GlmMoeDsa (5.17 to 5.24) for the target; vLLM's deepseek_v2.py and
+deepseek_mtp.py, which read the MTP layer and its indexer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_latent_specs
+from mtpc.models.families.deepseek_v32 import (
+    DEEPSEEK_V32,
+    SparseLatentAttention,
+    cache_specs,
+    rotate_neighbours,
+)
+from mtpc.models.families.glm4_moe import nextn_layers
+from mtpc.models.family import layers_after
+
+
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first `rope` features of x [T, n, D], neighbours in pairs."""
+    turned, plain = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    return torch.cat([rotate_neighbours(turned, cos, sin), plain], -1)
+
+
+class SharedChoiceAttention(SparseLatentAttention):
+    """Sparse latent attention that hands its choice to the next layer, or takes it from the last.
+
+    Args:
+        source: transformers' `GlmMoeDsaAttention`; its parameters are shared.
+    """
+
+    rotate_index = staticmethod(_rotate_first)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        mtpc_context: Any,
+        prev_topk_indices: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None, Tensor]:
+        """hidden_states [1, T, H] -> [1, T, H], None, and the cache slots attended to, [T, k].
+
+        Raises:
+            UnsupportedModelError: no layer before this one has an indexer.
+        """
+        if self.indexer is None and prev_topk_indices is None:
+            raise UnsupportedModelError(
+                f"layer {self.layer_idx} is 'shared' in indexer_types, and no layer before it is "
+                "'full'; expected the first layer to be 'full'"
+            )
+        chosen = prev_topk_indices if self.indexer is None else None
+        rows = (hidden_states[0], position_embeddings, mtpc_context)
+        out, slots = self.attend(*rows, chosen)
+        return out[None], None, slots
+
+
+def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """Page pools of the latent and, of a layer with an indexer, of the indexer keys."""
+    if layer < config.num_hidden_layers and config.indexer_types[layer] == "shared":
+        return paged_latent_specs(config, layer, dtype)
+    return cache_specs(config, layer, dtype)
+
+
+def _block_config(config: Any) -> Any:
+    """A copy of the config with the MTP layers after the decoder's."""
+    kinds = {"layer_types": config.layer_types[-1], "mlp_layer_types": "sparse"}
+    return layers_after(config, nextn_layers(config), indexer_types="full", **kinds)
+
+
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    name="glm_moe_dsa",
+    architectures=("GlmMoeDsaForCausalLM",),
+    hf_class="GlmMoeDsaForCausalLM",
+    hf_config_class="GlmMoeDsaConfig",
+    cache_specs=_cache_specs,
+    block_config=_block_config,
+    canonical={"GlmMoeDsaAttention": SharedChoiceAttention},
+)

@@ -1,0 +1,66 @@
+"""The server as an ASGI application, for programs that listen themselves (uvicorn, Ray Serve)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+
+from mtpc.api import SpecModel
+from mtpc.engine.async_engine import AsyncEngine
+from mtpc.errors import OptionError, RequestError
+from mtpc.server.app import Gate, make_app
+from mtpc.server.chat import load_chat_template
+from mtpc.server.options import ServerOptions
+from mtpc.server.service import Service
+
+
+def make_service(model: SpecModel, options: ServerOptions) -> Service:
+    """The state of a server of one model. Its engine has not been started.
+
+    Raises:
+        RequestError: the checkpoint has no tokenizer.
+        OptionError: the model accepts drafts whatever they are.
+        CheckpointError: the chat template cannot be read or is invalid.
+    """
+    served = model.served
+    if not served.has_tokenizer or served.directory is None:
+        raise RequestError(f"{served.source} has no tokenizer.json; a server needs one")
+    if model.stats.synthetic_acceptance_rates:
+        raise OptionError("synthetic acceptance gives text that is not the model's; serve without")
+    template = load_chat_template(served.directory, options.chat_template)
+    engine = AsyncEngine(model.engine, served, options.max_requests)
+    return Service(engine, options.model_name or served.name, options, template)
+
+
+def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:
+    """All paths of `mtpc serve` as an ASGI application.
+
+    The application's lifespan starts the engine. When it ends, the server refuses new requests,
+    waits up to `drain_seconds` for the running ones, and closes the engine. Whoever listens must
+    run the lifespan, as uvicorn and Ray Serve do.
+
+    Limits of connections are those of whoever listens: `port`, `http`, `max_connections`,
+    `header_seconds`, `write_seconds` and `keep_alive_seconds` have no effect. `host` only decides
+    which Host headers are allowed by default.
+
+    Args:
+        model: a compiled model. Requests that are not greedy need one compiled with `sampling`.
+        options: the server's limits.
+
+    Raises:
+        RequestError: the checkpoint has no tokenizer.
+        OptionError: the model accepts drafts whatever they are.
+        CheckpointError: the chat template cannot be read or is invalid.
+    """
+    service = make_service(model, options)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with service.engine:
+            yield
+            await service.drain(asyncio.Event())
+
+    return make_app(service, None, lifespan)

@@ -1,0 +1,41 @@
+"""What a request's head must be: one that no proxy can read in another way than this server."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from starlette.types import Scope
+
+from mtpc.server.errors import ApiError
+
+_VERSIONS = ("1.0", "1.1")
+
+
+def head_fault(scope: Scope) -> ApiError | None:
+    """The error for a head that could hide a second request from a proxy, or None.
+
+    uvicorn's two parsers accept different heads. The rules here are those of RFC 9112, sections 3.2
+    and 6.1, and hold for both. Each refusal closes the connection, so that what follows the head is
+    no request.
+
+    Args:
+        scope: the ASGI scope of the request.
+    """
+    version = scope["http_version"]
+    if version not in _VERSIONS:
+        return ApiError(505, f"the version is HTTP/{version}; expected HTTP/1.1", closes=True)
+    counts = Counter(name for name, _ in scope["headers"])
+    codings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or b"content-length" in counts):
+        message = (
+            "the request has Transfer-Encoding, and Content-Length or HTTP/1.0; expected one "
+            "way to find the end of its body"
+        )
+        return ApiError(400, message, code="ambiguous_length", closes=True)
+    if codings and [coding.strip().lower() for coding in codings] != [b"chunked"]:
+        message = "Transfer-Encoding names another coding than chunked; send the body as it is"
+        return ApiError(501, message, code="unknown_coding", closes=True)
+    if counts[b"host"] > 1 or (version == "1.1" and not counts[b"host"]):
+        message = f"the request has {counts[b'host']} Host headers; expected one"
+        return ApiError(400, message, code="ambiguous_host", closes=True)
+    return None

@@ -1,0 +1,150 @@
+"""Weights of GGUF files: blocks of codes with their scales between them.
+
+Kernels read the codes of every type without minimum. `attn_k_b` and `attn_v_b` are the two parts
+that llama.cpp makes of `kv_b_proj`, which latent attention takes apart again; it is read as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors
+from mtpc.weights.gguf.blocks import Block, Parts
+from mtpc.weights.gguf.file import GgufTensor, Heads
+
+LEAVES: tuple[str, ...] = ()
+_K_B, _V_B = ".k_b_proj.weight", ".v_b_proj.weight"
+
+
+def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
+    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
+    found = []
+    for name, stored in tensors.items():
+        if not isinstance(stored, GgufTensor):
+            raise CheckpointError(
+                f"{name} is of a safetensors file, and config.json has quant_method 'gguf'; "
+                "expected a GGUF file, or the method of these files"
+            )
+        if name.endswith(_K_B):
+            found.append(_latent(tensors, name, stored))
+        elif stored.block.kind is not None and not name.endswith(_V_B):
+            is_stack = len(stored.shape) == 3
+            found.append(_stack(name, stored) if is_stack else _weight(name, stored))
+    return found
+
+
+def _weight(name: str, stored: GgufTensor) -> QuantisedWeight:
+    block = stored.block
+    if len(stored.shape) != 2 or block.kind is None:
+        raise CheckpointError(f"{name} is {stored}; expected a quantised matrix [N, K]")
+    columns = stored.change.columns
+    group = block.group if columns is None else gcd(block.group, columns.width)
+    return QuantisedWeight(
+        name,
+        (stored.shape[0], stored.shape[1]),
+        block.name,
+        block.kind,
+        Grid(1, group),
+        False,
+        {"codes": name},
+        partial(_decode, block=block, columns=columns),
+        block.scales,
+        has_mins=block.has_mins,
+    )
+
+
+def _decode(parts: Mapping[str, Tensor], block: Block, columns: Heads | None) -> Decoded:
+    says = _parts_of(parts["codes"], block)
+    grids = [says.scales, *([] if says.mins is None else [says.mins])]
+    codes, flat = says.codes.flatten(-2), [grid.flatten(-2) for grid in grids]
+    if columns is not None:
+        # Groups of the file are cut into those that move as one.
+        group, order = gcd(block.group, columns.width), columns.order()
+        flat = [grid.repeat_interleave(block.group // group, -1) for grid in flat]
+        codes, flat = codes[:, order], [grid[:, order[::group] // group] for grid in flat]
+    return Decoded(codes, flat[0], mins=flat[1] if len(flat) > 1 else None)
+
+
+def _parts_of(raw: Tensor, block: Block) -> Parts:
+    """What the blocks of rows uint8 [N, bytes] say."""
+    assert block.decode is not None
+    return block.decode(raw.unflatten(-1, (-1, block.nbytes)))
+
+
+def _stack(name: str, stored: GgufTensor) -> QuantisedWeight:
+    """A stack of experts that transformers stores as a stack, too."""
+    return QuantisedWeight(
+        name,
+        stored.shape,
+        f"{stored.block.name}, a stack",
+        "float8",
+        Grid(1, stored.shape[-1]),
+        False,
+        {"codes": name},
+        partial(_decode_stack, stored=stored),
+        "float32",
+        as_values=True,
+    )
+
+
+def _decode_stack(parts: Mapping[str, Tensor], stored: GgufTensor) -> Decoded:
+    return Decoded(_plain(parts["codes"], stored), torch.ones(1, 1))
+
+
+def _latent(tensors: Tensors, name: str, keys: GgufTensor) -> QuantisedWeight:
+    """kv_b_proj [heads * (P + V), R] of k_b [heads, R, P] and v_b [heads, V, R].
+
+    Raises:
+        CheckpointError: v_b is missing, or does not fit.
+    """
+    other = name.removesuffix(_K_B) + _V_B
+    values = tensors.get(other)
+    if (
+        not isinstance(values, GgufTensor)
+        or not len(keys.shape) == len(values.shape) == 3
+        or (values.shape[0], values.shape[2]) != keys.shape[:2]
+    ):
+        raise CheckpointError(
+            f"{other} is {values or 'missing'} beside {name}, {keys}; expected [heads, V, R] for "
+            "[heads, R, P]"
+        )
+    heads, rank, width = keys.shape
+    rows = heads * (width + values.shape[1])
+    return QuantisedWeight(
+        name.removesuffix(_K_B) + ".kv_b_proj.weight",
+        (rows, rank),
+        f"{keys.block.name}, keys and values apart",
+        "float8",
+        Grid(1, rank),
+        False,
+        {"codes": name, "values": other},
+        partial(_decode_latent, keys=keys, values=values),
+        "float32",
+        as_values=True,
+    )
+
+
+def _decode_latent(parts: Mapping[str, Tensor], keys: GgufTensor, values: GgufTensor) -> Decoded:
+    k_b = _plain(parts["codes"], keys).transpose(1, 2)
+    both = torch.cat((k_b, _plain(parts["values"], values)), 1).flatten(0, 1)
+    return Decoded(both, torch.ones(len(both), 1))
+
+
+def _plain(raw: Tensor, stored: GgufTensor) -> Tensor:
+    """The values of a tensor of plain numbers or of blocks, float32."""
+    block = stored.block
+    if block.kind is None:
+        return raw.float()
+    says = _parts_of(raw, block)
+    codes = says.codes.float().unflatten(-1, (-1, block.group))
+    zero = 0 if block.has_mins else {"int4": 8, "int8": 128}[block.kind]
+    found = (codes - zero) * says.scales.float()[..., None]
+    mins = None if says.mins is None else says.mins[..., None]
+    return (found if mins is None else found - mins).reshape(stored.shape)

@@ -1,0 +1,207 @@
+"""Entries of transformers' configs from metadata of GGUF files, for each family."""
+
+from __future__ import annotations
+
+from math import nextafter
+from typing import Any
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.gguf.metadata import Metadata
+
+
+def _rope(of: Metadata) -> dict[str, Any]:
+    """Rotary embedding of all layers.
+
+    Raises:
+        CheckpointError: it is scaled in a way that mtpc does not know.
+    """
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": of.number("rope.freq_base")}
+    kind = of.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise CheckpointError(
+            f"{of.header.path}: {of.arch}.rope.scaling.type is {kind!r}; expected none, linear or "
+            "yarn"
+        )
+    if kind == "none":
+        return found
+    found |= {"rope_type": kind, "factor": of.number("rope.scaling.factor")}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = of.size("rope.scaling.original_context_length")
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            value = of.get(f"rope.scaling.{theirs}")
+            found |= {} if value is None else {ours: value}
+    return found
+
+
+def _partial_rope(of: Metadata, width: int) -> dict[str, Any]:
+    return {**_rope(of), "partial_rotary_factor": _share(of, width)}
+
+
+def _share(of: Metadata, width: int) -> float:
+    """The share of a head's width that turns, which transformers multiplies and cuts."""
+    count = of.size("rope.dimension_count")
+    share = count / width
+    return share if int(width * share) == count else nextafter(share, 1)
+
+
+def _experts(of: Metadata) -> dict[str, Any]:
+    """Experts as DeepSeek-V3 and those after it name them.
+
+    Raises:
+        CheckpointError: the router is of another kind.
+    """
+    if of.get("expert_gating_func", 2) != 2:
+        raise CheckpointError(
+            f"{of.header.path}: {of.arch}.expert_gating_func is {of.get('expert_gating_func')}; "
+            "expected 2, sigmoid"
+        )
+    return {
+        "n_routed_experts": of.size("expert_count"),
+        "num_experts_per_tok": of.size("expert_used_count"),
+        "n_group": int(of.get("expert_group_count", 1)),
+        "topk_group": int(of.get("expert_group_used_count", 1)),
+        "moe_intermediate_size": of.size("expert_feed_forward_length"),
+        "n_shared_experts": int(of.get("expert_shared_count", 0)),
+        "first_k_dense_replace": int(of.get("leading_dense_block_count", 0)),
+        "routed_scaling_factor": of.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(of.get("expert_weights_norm", False)),
+        "num_nextn_predict_layers": of.mtp_layers,
+    }
+
+
+def qwen35(of: Metadata) -> dict[str, Any]:
+    width, values = of.size("attention.key_length"), of.size("ssm.time_step_rank")
+    kinds = ("full_attention", "linear_attention")
+    rope = _partial_rope(of, width)
+    sections = [size for size in of.get("rope.dimension_sections", []) if size]
+    return {
+        "model_type": "qwen3_5_text",
+        "intermediate_size": of.get("feed_forward_length"),
+        "num_key_value_heads": of.size("attention.head_count_kv"),
+        "head_dim": width,
+        "layer_types": [kinds[of.has(i, "ssm_out.weight")] for i in range(of.layers)],
+        "linear_conv_kernel_dim": of.size("ssm.conv_kernel"),
+        "linear_key_head_dim": of.size("ssm.state_size"),
+        "linear_num_key_heads": of.size("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": of.size("ssm.inner_size") // values,
+        "rope_parameters": {**rope, "mrope_section": sections, "mrope_interleaved": True},
+        "mtp_num_hidden_layers": of.mtp_layers,
+    }
+
+
+def qwen35moe(of: Metadata) -> dict[str, Any]:
+    return {
+        **qwen35(of),
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": of.size("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": of.size("expert_shared_feed_forward_length"),
+        "num_experts": of.size("expert_count"),
+        "num_experts_per_tok": of.size("expert_used_count"),
+    }
+
+
+def glm4moe(of: Metadata) -> dict[str, Any]:
+    width = of.size("attention.key_length")
+    return {
+        **_experts(of),
+        "model_type": "glm4_moe",
+        "intermediate_size": of.size("feed_forward_length"),
+        "num_key_value_heads": of.size("attention.head_count_kv"),
+        "head_dim": width,
+        "attention_bias": of.has(0, "attn_q.bias"),
+        "use_qk_norm": of.has(0, "attn_q_norm.weight"),
+        "rope_parameters": _partial_rope(of, width),
+    }
+
+
+def deepseek2(of: Metadata) -> dict[str, Any]:
+    rope_width, rope = of.size("rope.dimension_count"), _rope(of)
+    keys = of.get("attention.key_length_mla") or of.size("attention.key_length")
+    values = of.get("attention.value_length_mla") or of.size("attention.value_length")
+    # The file has a tenth of the factor, and not the other one: all releases have both alike.
+    mscale = 10 * of.get("rope.scaling.yarn_log_multiplier", 0.0)
+    if mscale:
+        rope |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return {
+        **_experts(of),
+        "model_type": "deepseek_v3",
+        "intermediate_size": of.size("feed_forward_length"),
+        "num_key_value_heads": of.size("attention.head_count"),
+        "kv_lora_rank": of.size("attention.kv_lora_rank"),
+        "q_lora_rank": of.get("attention.q_lora_rank"),
+        "qk_rope_head_dim": rope_width,
+        "qk_nope_head_dim": keys - rope_width,
+        "v_head_dim": values,
+        "rope_parameters": rope,
+    }
+
+
+def mimo2(of: Metadata) -> dict[str, Any]:
+    """Released entries, as the checkpoints have them."""
+    slides = of.flags("attention.sliding_window_pattern")
+    keys = of.row("attention.head_count_kv")
+    full, sliding = ({n for n, s in zip(keys, slides, strict=True) if s == k} for k in (0, 1))
+    if len(full) != 1 or len(sliding) != 1:
+        raise of.error("attention.head_count_kv", "one number for each kind of layer")
+    width = of.size("attention.key_length")
+    layers = range(of.layers)
+    return {
+        **_experts(of),
+        "model_type": "mimo_v2_flash",
+        "intermediate_size": of.size("feed_forward_length"),
+        "num_key_value_heads": full.pop(),
+        "swa_num_key_value_heads": sliding.pop(),
+        "head_dim": width,
+        "v_head_dim": of.size("attention.value_length"),
+        "sliding_window": of.size("attention.sliding_window"),
+        "hybrid_layer_pattern": [int(slides[i]) for i in layers],
+        "moe_layer_freq": [int(of.has(i, "ffn_gate_inp.weight")) for i in layers],
+        "attention_value_scale": of.get("attention.value_scale", 1.0),
+        "norm_topk_prob": True,  # The converter writes none, and llama.cpp divides always.
+        "rope_theta": of.number("rope.freq_base"),
+        "swa_rope_theta": of.number("rope.freq_base_swa"),
+        "partial_rotary_factor": _share(of, width),
+    }
+
+
+def step35(of: Metadata) -> dict[str, Any]:
+    """Released entries, as the checkpoints have them.
+
+    Raises:
+        CheckpointError: rotary angles are scaled; the file has the factors, and not their rule.
+    """
+    if "rope_freqs.weight" in of.tensors:
+        raise CheckpointError(
+            f"{of.header.path} scales rotary angles by rope_freqs.weight, which mtpc does not "
+            "read; expected a checkpoint in transformers' format"
+        )
+    slides = of.flags("attention.sliding_window_pattern")
+    heads, keys = of.row("attention.head_count"), of.row("attention.head_count_kv")
+    full = [n for n, s in zip(heads, slides, strict=True) if not s]
+    other = [n for n, s in zip(heads, slides, strict=True) if s]
+    if len(set(keys)) != 1 or len(set(full)) != 1 or len(set(other)) > 1:
+        raise of.error("attention.head_count", "one number for each kind of layer")
+    sparse = [i for i in range(len(slides)) if of.has(i, "ffn_gate_inp.weight")]
+    thetas = of.number("rope.freq_base"), of.number("rope.freq_base_swa")
+    return {
+        "model_type": "step3p5",
+        "intermediate_size": of.size("feed_forward_length"),
+        "num_attention_heads": full[0],
+        "num_attention_groups": keys[0],
+        "attention_other_setting": {"num_attention_heads": (other or full)[0]},
+        "head_dim": of.size("attention.key_length"),
+        "layer_types": [("full_attention", "sliding_attention")[s] for s in slides],
+        "sliding_window": of.size("attention.sliding_window"),
+        "rope_theta": [thetas[s] for s in slides],
+        "partial_rotary_factors": [(0.5, 1.0)[s] for s in slides],  # The converter asserts it.
+        "swiglu_limits": of.get("swiglu_clamp_exp", [0.0] * len(slides)),
+        "swiglu_limits_shared": of.get("swiglu_clamp_shexp", [0.0] * len(slides)),
+        "moe_num_experts": of.size("expert_count"),
+        "moe_top_k": of.size("expert_used_count"),
+        "moe_intermediate_size": of.size("expert_feed_forward_length"),
+        "share_expert_dim": of.size("expert_shared_feed_forward_length"),
+        "moe_router_scaling_factor": of.get("expert_weights_scale", 1.0),
+        "moe_layers_enum": ",".join(map(str, sparse)),
+        "num_nextn_predict_layers": of.mtp_layers,
+    }

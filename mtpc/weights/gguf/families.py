@@ -1,0 +1,274 @@
+"""Families of GGUF files: config and names of transformers from metadata and names of the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.weights.gguf import configs, names
+from mtpc.weights.gguf.file import Change, GgufFile, Heads
+from mtpc.weights.gguf.header import Header
+from mtpc.weights.gguf.metadata import Metadata
+
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<leaf>.+?)(\.(?P<end>weight|bias))?")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of GGUF files.
+
+    Attributes:
+        architecture: of transformers.
+        modules: leaf of a name in the file -> module of transformers, within a layer.
+        config: entries of the config that are not those of all families.
+        changes: leaf -> what the converter did to the tensor.
+        shapes: leaf -> its sizes in transformers, given those in the file.
+        mtp_prefix: (number of layers, index of the MTP layer) -> prefix of its tensors.
+        mtp_block: prefix of its decoder block's tensors below that.
+        mtp_modules: leaf -> module of an MTP layer, where it has another name than in layers.
+        stacked: prefix of experts that transformers stores as stacks, too; "" if one by one.
+    """
+
+    architecture: str
+    modules: names.Names
+    config: Callable[[Metadata], dict[str, Any]]
+    changes: Callable[[Metadata], Mapping[str, Change]] = lambda metadata: {}
+    shapes: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = field(default_factory=dict)
+    mtp_prefix: Callable[[int, int], str] = lambda layers, index: f"model.layers.{layers + index}."
+    mtp_block: str = ""
+    mtp_modules: names.Names = field(default_factory=lambda: names.NEXTN)
+    stacked: str = ""
+
+
+def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
+    """Name the tensors of files as transformers does.
+
+    Args:
+        header: metadata of the first file, and tensors of all.
+        files: get the names.
+
+    Returns:
+        The config that the metadata stand for.
+
+    Raises:
+        UnsupportedModelError: mtpc has no such family.
+        CheckpointError: metadata are missing, or a tensor is unknown.
+    """
+    metadata = Metadata(header)
+    family = FAMILIES.get(metadata.arch)
+    if family is None:
+        raise UnsupportedModelError(
+            f"{header.path} has the architecture {metadata.arch!r}; expected one of "
+            f"{', '.join(FAMILIES)}, or a checkpoint in transformers' format"
+        )
+    config = {**_common(metadata), **family.config(metadata)}
+    changes = family.changes(metadata)
+    for file in files:
+        for source in file.header.tensors:
+            _name(file, source, metadata, family, changes)
+    return config
+
+
+def _name(
+    file: GgufFile,
+    source: str,
+    metadata: Metadata,
+    family: Family,
+    changes: Mapping[str, Change],
+) -> None:
+    """Give a tensor its name in transformers."""
+    stem, _, end = source.rpartition(".")
+    if stem in names.ENDS:
+        file.add(f"{names.ENDS[stem]}.{end}", source, changes.get(stem, Change()))
+        return
+    match = _BLOCK.fullmatch(source)
+    layer, leaf = (int(match["layer"]), match["leaf"]) if match else (0, "")
+    index = layer - metadata.layers
+    is_mtp = 0 <= index < metadata.mtp_layers
+    if match is None or index >= metadata.mtp_layers:
+        raise _unknown(file, source, metadata)
+    prefix = family.mtp_prefix(metadata.layers, index) if is_mtp else f"model.layers.{layer}."
+    block = prefix + (family.mtp_block if is_mtp else "")
+    if leaf in names.STACKS and not family.stacked:
+        count = file.header.tensors[source].shape[0]
+        experts = [f"{block}mlp.experts.{i}.{names.STACKS[leaf]}.weight" for i in range(count)]
+        file.add_stack(experts, source)
+        return
+    stack = names.STACKS.get(leaf)
+    module = family.modules.get(leaf) if stack is None else f"{family.stacked}{stack}"
+    joint = family.mtp_modules.get(leaf) if is_mtp else None
+    if joint is None and module is None:
+        raise _unknown(file, source, metadata)
+    name = f"{block}{module}" if joint is None else f"{prefix}{joint}"
+    last = name.rpartition(".")[2]
+    is_whole = last in ("A_log", "dt_bias", "e_score_correction_bias", "attention_sink_bias",
+                        "router_bias")  # fmt: skip
+    shape = family.shapes.get(leaf, lambda sizes: sizes)(file.header.tensors[source].shape)
+    file.add(name if is_whole else f"{name}.{match['end']}", source,
+             changes.get(leaf, Change()), shape)  # fmt: skip
+
+
+def _unknown(file: GgufFile, source: str, metadata: Metadata) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path}: {source} is no tensor of {metadata.arch} that mtpc knows; expected those "
+        "that llama.cpp's convert_hf_to_gguf.py writes"
+    )
+
+
+def _common(of: Metadata) -> dict[str, Any]:
+    """Entries that the configs of all families have."""
+    ids = of.header.metadata
+    kinds = {stored.block.name for stored in of.tensors.values()}
+    plain = "float32" if kinds == {"F32"} else "float16"
+    dtype = plain if kinds <= {"F32", "F16"} else "bfloat16"
+    tokens = {
+        "bos_token_id": ids.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _ends(ids),
+        "pad_token_id": ids.get("tokenizer.ggml.padding_token_id"),
+    }
+    return {
+        "architectures": [FAMILIES[of.arch].architecture],
+        "dtype": dtype,
+        "quantization_config": {"quant_method": "gguf"},
+        "vocab_size": of.rows("token_embd.weight"),
+        "hidden_size": of.size("embedding_length"),
+        "num_hidden_layers": of.layers,
+        "max_position_embeddings": of.size("context_length"),
+        "rms_norm_eps": of.number("attention.layer_norm_rms_epsilon"),
+        "num_attention_heads": of.row("attention.head_count")[0],
+        "tie_word_embeddings": "output.weight" not in of.tensors,
+        **{name: value for name, value in tokens.items() if value is not None},
+    }
+
+
+def _ends(ids: Mapping[str, Any]) -> list[int] | int | None:
+    """Ids that end a text: of a sequence, and of a turn where it is another one."""
+    found = [ids.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    known = list(dict.fromkeys(i for i in found if i is not None))
+    return known if len(known) > 1 else (known[0] if known else None)
+
+
+def _qwen_changes(of: Metadata) -> dict[str, Change]:
+    keys, values = of.size("ssm.group_count"), of.size("ssm.time_step_rank")
+    width, skip = of.size("ssm.inner_size") // values, 2 * keys * of.size("ssm.state_size")
+    if values % keys:
+        raise CheckpointError(
+            f"{of.header.path}: {values} value heads are no multiple of {keys} key heads"
+        )
+    one, wide = Heads(keys, values // keys), Heads(keys, values // keys, width)
+    after = Heads(keys, values // keys, width, skip)
+    return {
+        **dict.fromkeys(names.NORMS, Change("plus_one")),
+        "ssm_a": Change("negative_exp", one),
+        "ssm_dt": Change(rows=one),
+        "ssm_alpha": Change(rows=one),
+        "ssm_beta": Change(rows=one),
+        "attn_gate": Change(rows=wide),
+        "attn_qkv": Change(rows=after),
+        "ssm_conv1d": Change(rows=after),
+        "ssm_out": Change(columns=wide),
+    }
+
+
+_QWEN = Family(
+    architecture="Qwen3_5ForCausalLM",
+    modules={
+        **names.ATTENTION,
+        **names.POST_NORM,
+        **names.DENSE,
+        **names.GATED_DELTA,
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt": "linear_attn.dt_bias",
+    },
+    config=configs.qwen35,
+    changes=_qwen_changes,
+    shapes={"ssm_conv1d": lambda sizes: (sizes[0], 1, sizes[-1])},
+    mtp_prefix=lambda layers, index: "mtp.",
+    mtp_block="layers.0.",
+    mtp_modules={
+        "nextn.eh_proj": "fc",
+        "nextn.enorm": "pre_fc_norm_embedding",
+        "nextn.hnorm": "pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "norm",
+    },
+)
+_QWEN_MOE = Family(
+    architecture="Qwen3_5MoeForCausalLM",
+    modules={
+        **_QWEN.modules,
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    config=configs.qwen35moe,
+    changes=_qwen_changes,
+    shapes={**_QWEN.shapes, "ffn_gate_inp_shexp": lambda sizes: (1, sizes[-1])},
+    mtp_prefix=_QWEN.mtp_prefix,
+    mtp_block=_QWEN.mtp_block,
+    mtp_modules=_QWEN.mtp_modules,
+)
+FAMILIES: Mapping[str, Family] = {
+    "qwen35": _QWEN,
+    "qwen35moe": _QWEN_MOE,
+    "glm4moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        modules={**names.ATTENTION, **names.POST_NORM, **names.DENSE, **names.ROUTED},
+        config=configs.glm4moe,
+    ),
+    "deepseek2": Family(
+        architecture="DeepseekV3ForCausalLM",
+        modules={
+            **names.ATTENTION,
+            **names.PRE_NORM,
+            **names.DENSE,
+            **names.ROUTED,
+            **names.LATENT,
+        },
+        config=configs.deepseek2,
+    ),
+    "mimo2": Family(
+        architecture="MiMoV2FlashForCausalLM",
+        modules={
+            **names.ATTENTION,
+            **names.PRE_NORM,
+            **names.DENSE,
+            **names.ROUTED,
+            "attn_sinks": "self_attn.attention_sink_bias",
+        },
+        config=configs.mimo2,
+        mtp_prefix=lambda layers, index: f"model.mtp.layers.{index}.",
+        mtp_modules={
+            **names.NEXTN,
+            "ffn_norm": "pre_mlp_layernorm",
+            "layer_output_norm": "final_layernorm",
+        },
+    ),
+    "step35": Family(
+        architecture="Step3p5ForCausalLM",
+        modules={
+            **names.ATTENTION,
+            **names.PRE_NORM,
+            **names.DENSE,
+            "attn_gate": "self_attn.g_proj",
+            "ffn_gate_inp": "moe.gate",
+            "exp_probs_b": "moe.router_bias",
+            "ffn_gate_shexp": "share_expert.gate_proj",
+            "ffn_up_shexp": "share_expert.up_proj",
+            "ffn_down_shexp": "share_expert.down_proj",
+        },
+        config=configs.step35,
+        changes=lambda metadata: dict.fromkeys(names.NORMS, Change("plus_one")),
+        mtp_modules={
+            **names.NEXTN,
+            "nextn.shared_head_head": "transformer.shared_head.output",
+            "nextn.shared_head_norm": "transformer.shared_head.norm",
+        },
+        stacked="moe.",
+    ),
+}
+"""`general.architecture` -> its family."""

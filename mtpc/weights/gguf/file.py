@@ -1,0 +1,249 @@
+"""GGUF files as the tensors of a checkpoint, under the names that transformers has for them.
+
+llama.cpp's converter renames tensors, adds one to some norms, stacks experts, and puts value heads
+into another order. `mtpc.weights.gguf.names` says what it did to which tensor; here it is undone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.gguf.blocks import Block
+from mtpc.weights.gguf.header import Header, StoredBlocks, read_header
+from mtpc.weights.tensor_file import StoredTensor, TensorFile
+
+SUFFIX = ".gguf"
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_OTHERS = "mmproj"
+"""Files of vision encoders begin so; mtpc does not run them."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Value heads that the file has in turn, one of each key head, and transformers by key head.
+
+    Attributes:
+        keys: key heads.
+        values: value heads of each.
+        width: rows of a value head.
+        skip: rows before the first.
+    """
+
+    keys: int
+    values: int
+    width: int = 1
+    skip: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of rows, those before the first included."""
+        return self.skip + self.keys * self.values * self.width
+
+    def order(self) -> Tensor:
+        """The row of the file that each row of transformers is."""
+        rows = (
+            torch.arange(self.count - self.skip)
+            .view(self.values, self.keys, self.width)
+            .transpose(0, 1)
+        )
+        return torch.cat((torch.arange(self.skip), self.skip + rows.reshape(-1)))
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the converter did to a tensor besides renaming it.
+
+    Attributes:
+        values: "plus_one"; "negative_exp", -exp(x); "" nothing.
+        rows: order of the rows; None if they are as in transformers.
+        columns: order of the inputs; None likewise.
+    """
+
+    values: Literal["", "plus_one", "negative_exp"] = ""
+    rows: Heads | None = None
+    columns: Heads | None = None
+
+
+@dataclass(frozen=True)
+class GgufTensor(StoredTensor):
+    """A tensor of a GGUF file, or a matrix of a stack, by the name that transformers has for it.
+
+    Attributes, besides those of `StoredTensor`:
+        block: its type in the file; `dtype` is the type's name.
+        change: what the converter did to it.
+    """
+
+    block: Block
+    change: Change
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) // self.block.inputs * self.block.nbytes
+
+
+class GgufFile(TensorFile):
+    """The tensors of one GGUF file, under the names that they have there.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        header: what the file's header says.
+        tensors: descriptions by transformers' names; empty until `name` is called.
+
+    Raises:
+        CheckpointError: it is no complete GGUF file.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            if path.stat().st_size == 0:
+                raise CheckpointError(f"{path} is empty; copy or download it again")
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from None
+        self.header: Header = read_header(self._map, path)
+        self.tensors = {}
+
+    def add(self, name: str, source: str, change: Change, shape: tuple[int, ...] = ()) -> None:
+        """Give a tensor of the file the name that transformers has for it.
+
+        Args:
+            name: the new name.
+            source: the name in the file.
+            change: what the converter did to it.
+            shape: its sizes in transformers, if they are others.
+        """
+        stored = self.header.tensors[source]
+        made = self._described(stored, change, shape or stored.shape, stored.begin)
+        for heads, size in ((change.rows, made.shape[0]), (change.columns, made.shape[-1])):
+            if heads is not None and heads.count != size:
+                raise CheckpointError(
+                    f"{self.path}: {source} is {made}; expected {heads.count} in place of {size}, "
+                    "as the metadata announce value heads"
+                )
+        self.tensors[name] = made
+
+    def add_stack(self, names: list[str], source: str) -> None:
+        """As `add`, for each matrix of a stack."""
+        stored = self.header.tensors[source]
+        _, *matrix = stored.shape
+        step = prod(matrix) // stored.block.inputs * stored.block.nbytes
+        for index, name in enumerate(names):
+            begin = stored.begin + index * step
+            self.tensors[name] = self._described(stored, Change(), tuple(matrix), begin)
+
+    def _described(
+        self, stored: StoredBlocks, change: Change, shape: tuple[int, ...], begin: int
+    ) -> GgufTensor:
+        return GgufTensor(self.path, stored.block.name, shape, begin, stored.block, change)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor as transformers has it; quantised ones as bytes, uint8 [N, bytes of a row].
+
+        Columns of the latter are in the file's order.
+        """
+        stored = self.tensors[name]
+        assert isinstance(stored, GgufTensor)
+        change = stored.change
+        if stored.block.kind is not None:
+            raw = torch.frombuffer(
+                self._map, dtype=torch.uint8, count=stored.nbytes, offset=stored.begin
+            ).view(stored.shape[0], -1)
+            return raw if change.rows is None else raw[change.rows.order()]
+        values = super().tensor(name)
+        if change.values == "plus_one":
+            values = (values.float() - 1).to(values.dtype)
+        elif change.values == "negative_exp":
+            values = torch.log(-values.float()).to(values.dtype)
+        if change.rows is not None:
+            values = values[change.rows.order()]
+        return values if change.columns is None else values[:, change.columns.order()]
+
+
+def find_gguf(source: Path) -> list[Path]:
+    """The GGUF files of a checkpoint: a file, all parts of a split one, or those of a directory.
+
+    Args:
+        source: path of a file, or of a directory.
+
+    Returns:
+        In order; [] if the source is none of these.
+
+    Raises:
+        CheckpointError: a directory holds several models, or a part of a split one is missing.
+    """
+    if source.is_file() and source.suffix == SUFFIX:
+        return _all_parts(source)
+    if not source.is_dir():
+        return []
+    found = [p for p in sorted(source.glob(f"*{SUFFIX}")) if not p.name.startswith(_OTHERS)]
+    first = [p for p in found if (match := _SPLIT.fullmatch(p.name)) is None
+             or int(match["number"]) == 1]  # fmt: skip
+    if len(first) > 1:
+        names = ", ".join(path.name for path in first)
+        raise CheckpointError(
+            f"{source} holds {len(first)} GGUF models: {names}; expected one: give the path of the "
+            "file"
+        )
+    return _all_parts((first or found)[0]) if found else []
+
+
+def has_tokens(path: Path) -> bool:
+    """Whether a GGUF file has a vocabulary."""
+    return "tokenizer.ggml.tokens" in GgufFile(path).header.metadata
+
+
+def _all_parts(path: Path) -> list[Path]:
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    names = (f"{match['stem']}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count))
+    parts = [path.parent / name for name in names]
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(
+                f"{part} is missing, a part of {path.name}; expected {count} files in one "
+                "directory: copy or download it again"
+            )
+    return parts
+
+
+def open_gguf(paths: list[Path]) -> tuple[dict[str, Any], Mapping[Path, TensorFile]]:
+    """Open the files of one model.
+
+    Args:
+        paths: its files, the first part first.
+
+    Returns:
+        The config of transformers that its metadata stand for, and the files by path.
+
+    Raises:
+        CheckpointError: a file is not complete; or the model is of a family, or has a tensor, that
+            mtpc does not know.
+    """
+    from mtpc.weights.gguf.families import describe
+
+    files = [GgufFile(path) for path in paths]
+    tensors: dict[str, StoredBlocks] = {}
+    for file in files:
+        for name, stored in file.header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"{file.path}: {name} is in another part, too")
+            tensors[name] = stored
+    first = files[0].header
+    config = describe(replace(first, tensors=tensors), files)
+    return config, {file.path: file for file in files}

@@ -1,0 +1,56 @@
+"""The benchmark of synthetic acceptance: its figures by hand, and all of it on a tiny shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import acceptance, decode, plot_acceptance
+
+
+def row(spec_tokens: int, probability: float | None, tokens: float, ms: float) -> acceptance.Row:
+    return acceptance.Row(spec_tokens, 2, probability, tokens, ms, None, 2, 0, False, ())
+
+
+def test_figures() -> None:
+    """K=1 costs half a step more, so it pays once half of its drafts are accepted."""
+    rows = [row(0, None, 1, 10), row(1, 0.0, 1, 15), row(1, 1.0, 2, 15), row(2, 0.0, 1, 40)]
+    assert rows[0].tokens_per_s == pytest.approx(200)
+    assert acceptance.over_plain(rows, rows[2]) == pytest.approx(2 / 1.5)
+    assert acceptance.pays_from(rows, rows[1]) == pytest.approx(0.5)
+    assert acceptance.pays_from(rows, rows[3]) is None
+    assert acceptance.pays_from([rows[0], row(1, 0.0, 1, 10)], rows[1]) == 0
+    body = acceptance.cells(rows)
+    assert [line[7] for line in body] == ["-", "50%", "50%", "never"]
+    assert [line[2] for line in body] == ["-", "0%", "100%", "0%"]
+    assert "SYNTHETIC" in acceptance.NOTES[0]
+
+
+def test_the_whole_benchmark(tmp_path: Path) -> None:
+    """A draft that is accepted with certainty is: the samples' own counts say so."""
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "2", "--spec-tokens", "2"]
+    few = ["--repeats", "1", "--max-foreign", "1", "--new-tokens", "16", "--probe-mib", "1"]
+    assert acceptance.main([*arguments, *few, "--acceptance", "0", "1", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    found = [(r["spec_tokens"], r["synthetic_acceptance"], r["accepted"]) for r in rows]
+    assert found == [(0, None, None), (2, 0.0, 0.0), (2, 1.0, 1.0)]
+    assert [r["tokens_per_step"] for r in rows] == [1, 1, 3]
+    assert plot_acceptance.main([str(out), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_decode_marks_its_rows(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "1", "--spec-tokens", "0"]
+    few = ["2", "--repeats", "1", "--max-foreign", "1", "--new-tokens", "16", "--probe-mib", "1"]
+    only = ["--workloads", "mimo-random", "--no-peers", "--no-int8", "--out", str(out)]
+    length = ["--synthetic-acceptance-length", "3"]
+    assert decode.main([*arguments, *few, *only, *length]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["weights"] for r in rows} == {"random, synthetic 3.0"}
+    assert [r["acceptance_rate"] for r in rows] == [None, 1.0]
+    with pytest.raises(SystemExit):
+        decode.main([*arguments, *few, *length, "--vllm-python", "python"])

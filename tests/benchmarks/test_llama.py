@@ -1,0 +1,80 @@
+"""llama.cpp's part of the decode benchmark: bytes of schemes, its files, its results."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.peers.llama_decoder import WRITER, LlamaError, LlamaFiles, read_result
+from mtpc.weights.write_quantised import quantise_checkpoint
+
+LINE = (
+    '{"n_kv_max": 4096, "n_batch": 2048, "n_ubatch": 512, "flash_attn": -1, "is_pp_shared": 0, '
+    '"n_gpu_layers": -1, "n_threads": 2, "n_threads_batch": 2, "pp": 32, "tg": 64, "pl": 4, '
+    '"n_kv": 384, "t_pp": 0.4, "speed_pp": 320.0, "t_tg": 1.75, "speed_tg": 146.3, "t": 2.15, '
+    '"speed": 178.6}\n'
+)
+"""As llama-batched-bench of llama.cpp 0.5.0 writes it."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    return write_checkpoint(directory, "mimo", SHAPES["tiny"], accepting=False)
+
+
+@pytest.mark.parametrize("scheme", ["int4-g32", "int8"])
+def test_a_scheme_has_the_bytes_of_its_file(
+    checkpoint: Checkpoint, scheme: str, tmp_path: Path
+) -> None:
+    """Target, head and MTP layer are all of the file but its embedding."""
+    quantise_checkpoint(checkpoint.directory, tmp_path / "out", scheme, head=True)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    read = [
+        tensor
+        for name, tensor in tensors.items()
+        if "embed_tokens" not in name and not name.endswith("_shape")
+    ]
+    once = checkpoint.quantised(scheme)
+    assert once.target_bytes + once.head_bytes + once.draft_bytes == sum(t.nbytes for t in read)
+    assert once.step_bytes(3) < 0.7 * checkpoint.step_bytes(3)
+
+
+def test_a_result_is_read(tmp_path: Path) -> None:
+    assert read_result(LINE) == 1.75
+    for output in ("", LINE + LINE):
+        with pytest.raises(LlamaError, match="expected one"):
+            read_result(output)
+
+
+def test_the_file_has_the_targets_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / "out.gguf"
+    subprocess.run([sys.executable, WRITER, checkpoint.directory, file], check=True)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    stored = load_file(checkpoint.directory / "model.safetensors")
+    target = [name for name in stored if ".mtp_layers." not in name]
+    assert len(found) == len(target)
+    for ours, theirs in (
+        ("lm_head.weight", "output.weight"),
+        ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
+        ("model.layers.0.self_attn.q_proj.bias", "blk.0.attn_q.bias"),
+    ):
+        values = torch.from_numpy(
+            gguf.quants.dequantize(found[theirs].data, found[theirs].tensor_type).copy()
+        )
+        assert torch.equal(values, stored[ours].float())
+
+
+def test_a_failure_is_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A program that fails is named, with what it wrote last."""
+    files = LlamaFiles(tmp_path, Path(sys.executable), tmp_path / "nothing", tmp_path / "gguf")
+    with pytest.raises(LlamaError, match=r"ended with status 1:\n(.|\n)*Error"):
+        files.write("Q4_0")

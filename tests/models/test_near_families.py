@@ -1,0 +1,145 @@
+"""Families whose parts are others': their released configs, and what is theirs alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import NEAR_FAMILIES
+from helpers.oracles import Oracle
+from helpers.theorem import PROMPTS
+
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.integrations.draft import TracedDraft
+from mtpc.models.load import load
+from mtpc.models.weight_recipes import weight_recipes
+
+NAMED_BY_TRANSFORMERS = ("rope_parameters", "mlp_layer_types", "indexer_types", "dtype")
+"""Entries that transformers writes, and released configs say in other words or not at all."""
+RELEASED: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "rope_theta": 2.5e4,
+        "rope_scaling": None,
+        "partial_rotary_factor": 1.0,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "float32",
+    },
+    "glm_moe_dsa": {
+        "first_k_dense_replace": 1,
+        "rope_parameters": {"rope_theta": 2.5e4, "rope_type": "default"},
+        "head_dim": 24,  # Of a query without its rotated part, in GLM-5.2.
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 1,
+        "index_topk_pattern": None,
+        "index_share_for_mtp_iteration": True,
+        "indexer_rope_interleave": True,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "dtype": "float32",
+    },
+    "ernie4_5_moe": {
+        "rope_theta": 2.5e4,
+        "moe_gate": "topk",
+        "moe_use_aux_free": True,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 1,
+        "torch_dtype": "float32",
+    },
+    "exaone_moe": {
+        "rope_parameters": {"rope_theta": 2.5e4, "rope_type": "default"},
+        "first_k_dense_replace": 1,
+        "is_moe_layer": [False, True],
+        "scoring_func": "sigmoid",
+        "sliding_window_pattern": "LG",
+        "dtype": "float32",
+    },
+}
+"""Entries of the authors' config.json, with the sizes of the tiny models."""
+
+
+def with_entries(source: Path, directory: Path, drop: tuple[str, ...], **entries: Any) -> Path:
+    """A copy of a checkpoint whose config.json lacks some entries and has others."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    path = directory / "config.json"
+    config = {n: v for n, v in json.loads(path.read_text()).items() if n not in drop}
+    path.write_text(json.dumps({**config, **entries}))
+    return directory
+
+
+def made_of(loaded: Any) -> Any:
+    """The modules and the frequencies of a loaded model, without its weights."""
+    kinds = [(name, type(module).__name__) for name, module in loaded.target.named_modules()]
+    return kinds, loaded.target.get_decoder().rotary_emb.inv_freq.tolist()
+
+
+@pytest.mark.parametrize("family", NEAR_FAMILIES)
+def test_released_entries(family: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The authors' config.json builds the model that transformers' own entries build."""
+    plain = checkpoint(family, "random")
+    own = {"rope_parameters": {"rope_theta": 2.5e4, "rope_type": "default"}}
+    usual = load(with_entries(plain, tmp_path / "own", (), **own), "float32", True)
+    directory = with_entries(plain, tmp_path / "new", NAMED_BY_TRANSFORMERS, **RELEASED[family])
+    released = load(directory, None, needs_mtp=True)
+    assert made_of(released) == made_of(usual)
+    for mine, theirs in zip(released.mtp_layers, usual.mtp_layers, strict=True):
+        assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
+    recipes = weight_recipes(released)
+    assert recipes.keys() == released.weights().keys()
+    assert all("inv_freq" in name for name, recipe in recipes.items() if recipe is None)
+
+
+def test_a_shared_choice_decides(oracle: Callable[..., Oracle]) -> None:
+    """GLM-5: a layer without an indexer attends to fewer positions than all, as the one before."""
+    plain = oracle("glm_moe_dsa", "random")
+    first, second = (layer.self_attn for layer in plain.model.get_decoder().layers)
+    assert (first.indexer.index_topk, second.indexer) == (6, None)
+    chosen = plain.hidden(PROMPTS[12])[0]
+    first.indexer.index_topk = 99
+    try:
+        all_seen = plain.hidden(PROMPTS[12])[0]
+    finally:
+        first.indexer.index_topk = 6
+    assert not torch.isclose(chosen[6:], all_seen[6:], rtol=1e-3).all(1).any()
+
+
+def test_the_first_layer_has_an_indexer(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    """GLM-5: indexers of another order than the tensors say are named."""
+    entries = {"indexer_types": ["shared", "full"]}
+    directory = with_entries(checkpoint("glm_moe_dsa", "random"), tmp_path, (), **entries)
+    with pytest.raises(CheckpointError, match="indexer"):
+        load(directory, None, needs_mtp=True)
+
+
+def test_an_mtp_layer_that_sees_the_whole_text(
+    tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    """K-EXAONE 2.0 may have one, which rotates, and transformers' full attention does not."""
+    entries = {"mtp_layer_types": ["full_attention"]}
+    directory = with_entries(checkpoint("exaone_moe", "random"), tmp_path, (), **entries)
+    load(directory, None, needs_mtp=False)
+    with pytest.raises(UnsupportedModelError, match="attention type 'full_attention'"):
+        load(directory, None, needs_mtp=True)
+
+
+@pytest.mark.parametrize("name", ["sliding_windows", "mtp_sliding_windows", "swiglu_limits"])
+def test_entries_that_transformers_does_not_read(
+    name: str, tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    """K-EXAONE 2.0: what transformers would leave out is refused."""
+    entries = {name: [4, 4]}
+    directory = with_entries(checkpoint("exaone_moe", "random"), tmp_path, (), **entries)
+    with pytest.raises(UnsupportedModelError, match=f"the config has {name}"):
+        load(directory, None, needs_mtp=True)
+
+
+def test_no_norm_for_a_host(checkpoint: Callable[..., Path]) -> None:
+    """ERNIE: the MTP layer's norm is the target's, which a draft inside another server lacks."""
+    with pytest.raises(UnsupportedModelError, match="no final norm of its own"):
+        TracedDraft(checkpoint("ernie4_5_moe", "random"), lambda site: torch.nn.Identity())

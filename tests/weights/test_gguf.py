@@ -1,0 +1,348 @@
+"""GGUF files: those of llama.cpp's own converter, types of blocks, and files that are damaged."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import family_of, make_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import mtpc
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.models.hf import model_class
+from mtpc.models.load import find_family
+from mtpc.models.read_config import read_config
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.gguf.blocks import BLOCKS, Block
+from mtpc.weights.gguf.families import FAMILIES
+from mtpc.weights.gguf.file import find_gguf
+from mtpc.weights.gguf.names import ENDS, STACKS
+from mtpc.weights.served_model import ServedModel
+from mtpc.weights.write_quantised import quantise_checkpoint
+
+MODEL = "model.safetensors"
+FILES = Path(__file__).parent / "gguf"
+SMALL: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, vocab_size=64)
+NAMES = ("qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "mimo_v2", "step3p5")
+WITHOUT_MTP = ("deepseek_v3",)
+"""The converter leaves out MTP layers of these."""
+SAYS_LESS = {
+    "initializer_range",  # Of training.
+    "pad_token_id",  # Files have none that the tiny configs have.
+    "num_nextn_predict_layers",  # Qwen's own name is another; DeepSeek's layers are left out.
+    "scoring_func",
+    "topk_method",
+    "rope_parameters",  # Compared by what follows from it.
+    "partial_rotary_factor",
+    "mtp_layer_types",
+    "mtp_mlp_layer_types",
+}
+"""Entries of configs that files do not have, or that differ without a difference."""
+NOT_READ = {
+    "rope_freqs",  # Refused by name.
+    "attn_rot_embd",
+    "ffn_gate_up_exps",
+    "attn_qkv",
+    "layer_output_norm",
+    "attn_sinks",
+}
+"""Names that gguf allows in families where the converter does not write them."""
+CODES = sorted(number for number, block in BLOCKS.items() if block.kind is not None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_converted_checkpoint_is_itself(name: str, tmp_path: Path) -> None:
+    """Each tensor under its name, with its values, and the config."""
+    changes = dict(SMALL)
+    source = Checkpoint(make_checkpoint(name, tmp_path / "hf", **changes))
+    found = Checkpoint(FILES / f"{name}.gguf")
+    missing = source.tensors.keys() - found.tensors.keys()
+    if name in WITHOUT_MTP:
+        missing = {n for n in missing if not n.startswith("model.layers.2.")}
+    assert not missing
+    assert found.tensors.keys() <= source.tensors.keys()
+    for tensor in found.tensors:
+        wanted, got = source.tensor(tensor), found.tensor(tensor)
+        if got.dtype == torch.bfloat16:
+            assert torch.equal(got, wanted.bfloat16()), tensor
+        else:  # One was added to norms, and exp taken of A_log, in float32.
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+    family = family_of(name)
+    assert find_family(found.config["architectures"]).name == family.name
+    one, other = (read_config(c, family) for c in (source, found))
+    differ = {
+        key
+        for key in one.to_dict().keys() & other.to_dict().keys() - SAYS_LESS
+        if one.to_dict()[key] != other.to_dict()[key]
+    }
+    assert differ <= {"dtype"}
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_names_are_those_of_the_library(arch: str) -> None:
+    """Whatever gguf knows of MTP layers of a family, mtpc does; and the rest of a layer."""
+    gguf = pytest.importorskip("gguf")
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    all_ = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[number]}
+    known = {name.removeprefix("blk.{bid}.") for name in all_}
+    family = FAMILIES[arch]
+    own = {*family.modules, *family.mtp_modules, *STACKS, *ENDS}
+    assert len(own & known) >= 18
+    unknown = known - own - NOT_READ
+    assert not unknown
+
+
+def blocks(number: int, seed: int, rows: int = 3, count: int = 2) -> torch.Tensor:
+    """Random bytes of rows of blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (rows, count * BLOCKS[number].nbytes)
+    return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+
+
+def values(block: Block, raw: torch.Tensor) -> torch.Tensor:
+    """What blocks stand for, in float64."""
+    assert block.decode is not None
+    says = block.decode(raw.unflatten(-1, (-1, block.nbytes)))
+    zero = 0 if block.has_mins else {"int4": 8, "int8": 128}[str(block.kind)]
+    codes = says.codes.double().unflatten(-1, (-1, block.group)) - zero
+    out = codes * says.scales.double()[..., None]
+    out = out if says.mins is None else out - says.mins.double()[..., None]
+    return out.reshape(len(raw), -1)
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: BLOCKS[number].name)
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=25, deadline=None)
+def test_blocks_are_those_of_the_library(number: int, seed: int) -> None:
+    """Every pattern of bits, infinite and subnormal scales included, against gguf's own."""
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    kind = gguf.GGMLQuantizationType(number)
+    block, raw = BLOCKS[number], blocks(number, seed)
+    assert (block.name, (block.inputs, block.nbytes)) == (kind.name, gguf.GGML_QUANT_SIZES[kind])
+    with np.errstate(all="ignore"):
+        wanted = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind)).double()
+    found = values(block, raw).float().double()  # What is too large becomes infinite there, too.
+    if block.name == "MXFP4":  # An exponent of 255 is NaN, and 2^127 in the library.
+        wanted = torch.where(found.isnan(), found, wanted)
+    limit = 2 * wanted.abs().nan_to_num(0, 0, 0).amax().item() * 2**-23  # It works in float32.
+    torch.testing.assert_close(found, wanted, rtol=2**-22, atol=limit, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: BLOCKS[number].name)
+def test_blocks_are_those_of_transformers(number: int) -> None:
+    """The same against transformers' own, which every machine has."""
+    dequant = pytest.importorskip("transformers.integrations.gguf.dequant")
+    if number not in dequant.GGML_BLOCK:
+        pytest.skip("transformers has no such type")
+    raw = blocks(number, 0)
+    size = BLOCKS[number].nbytes
+    raw.unflatten(-1, (-1, size))[..., :2] = torch.tensor([0, 60], dtype=torch.uint8)  # d = 1
+    if BLOCKS[number].name == "Q6_K":
+        raw.unflatten(-1, (-1, size))[..., -2:] = torch.tensor([0, 60], dtype=torch.uint8)
+    elif BLOCKS[number].has_mins:
+        raw.unflatten(-1, (-1, size))[..., 2:4] = torch.tensor([0, 56], dtype=torch.uint8)
+    wanted = dequant.dequantize(raw, number, torch.float32)
+    assert torch.equal(values(BLOCKS[number], raw).float(), wanted.reshape(3, -1))
+
+
+def rewritten(source: Path, out: Path, kind: str) -> Path:
+    """A GGUF file with its matrices in another type, by the gguf package."""
+    gguf = pytest.importorskip("gguf")
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], inner)
+    wanted = gguf.GGMLQuantizationType[kind]
+    for tensor in reader.tensors:
+        plain = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        is_vector = len(tensor.shape) < 2 or any(n in tensor.name for n in ("conv1d", "gate_inp"))
+        if is_vector or tensor.shape[0] % gguf.GGML_QUANT_SIZES[wanted][0]:
+            writer.add_tensor(tensor.name, plain)
+        else:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(plain, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0", "Q4_1", "MXFP4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_quantised_files_are_their_values(name: str, kind: str, tmp_path: Path) -> None:
+    """Codes where kernels read them, and the values of gguf's own dequantiser everywhere."""
+    path = rewritten(FILES / f"{name}.gguf", tmp_path / "a.gguf", kind)
+    found = Checkpoint(path)
+    plain = Checkpoint(rewritten(path, tmp_path / "b.gguf", "F32"))
+    assert found.tensors.keys() == plain.tensors.keys()
+    for tensor in found.tensors:
+        wanted = plain.tensor(tensor)
+        if tensor in found.quantised:
+            wanted = wanted.to(torch.bfloat16)
+        assert torch.equal(found.tensor(tensor), wanted), tensor
+    for tensor in found.specs:
+        codes = found.grouped(tensor).dequantise().to(torch.bfloat16)
+        assert torch.equal(codes, found.tensor(tensor)), tensor
+    assert bool(found.specs) == (kind != "Q4_1")  # It has minima.
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_text_is_that_of_the_values(name: str, tmp_path: Path) -> None:
+    """transformers runs the dequantised values, in the checkpoint's own format; mtpc the file.
+
+    The values are gguf's, rounded to bfloat16: the test above.
+    """
+    path = rewritten(FILES / f"{name}.gguf", tmp_path / "model.gguf", "Q8_0")
+    plain = Checkpoint(path)
+    directory = make_checkpoint(name, tmp_path / "hf", **SMALL)
+    save_file({n: plain.tensor(n).float() for n in plain.tensors}, directory / MODEL)
+    theirs = model_class(family_of(name)).from_pretrained(directory)
+    prompt = torch.tensor([[5, 6, 7, 8, 9]])
+    wanted = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    options = dict(backend="eager", spec_tokens=1, batch_buckets=(1,), max_len=64)
+    spec = mtpc.compile(path, dtype="float32", **options)
+    found = spec.generate(prompt[0].tolist(), max_new_tokens=12, ignore_eos=True)
+    assert list(found) == wanted[0, 5:].tolist()
+
+
+@pytest.fixture(scope="module")
+def whole() -> bytes:
+    return (FILES / "glm4_moe.gguf").read_bytes()
+
+
+def read(data: bytes, directory: Path) -> Checkpoint:
+    path = directory / "model.gguf"
+    path.write_bytes(data)
+    return Checkpoint(path)
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+@settings(max_examples=60, deadline=None)
+def test_a_truncated_file_is_one_error(
+    share: float, whole: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pytest.raises(CheckpointError, match=r"empty|not a complete GGUF file"):
+        read(whole[: int(len(whole) * share)], tmp_path_factory.mktemp("cut"))
+
+
+def header_size(data: bytes) -> int:
+    """Bytes before the data of tensors: the last tensor's name is near their end."""
+    return data.rindex(b"output_norm.weight") + 60
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_damaged_header_is_one_error(
+    data: st.DataObject, whole: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Any number of eight bytes at any place: an error of ours, or a file that still reads."""
+    place = data.draw(st.integers(0, header_size(whole)))
+    number = data.draw(st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**32, 2**63]))
+    broken = bytearray(whole)
+    broken[place : place + 8] = struct.pack("<Q", number)
+    try:
+        found = read(bytes(broken), tmp_path_factory.mktemp("damaged"))
+    except (CheckpointError, UnsupportedModelError):
+        return
+    for name in found.tensors:
+        found.tensor(name)
+
+
+def edited(whole: bytes, key: str, number: int) -> bytes:
+    """The file with another number in an entry of metadata."""
+    place = whole.index(key.encode()) + len(key) + 4
+    return whole[:place] + struct.pack("<I", number) + whole[place + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: b"GGML" + d[4:], r"begins with b'GGML', and GGUF files with b'GGUF'"),
+        (lambda d: d[:4] + struct.pack("<I", 9) + d[8:], "version 9; expected 2 or 3"),
+        (lambda d: d[:8] + b"\xff" * 8 + d[16:], r"announces \d+ tensors, and \d+ bytes are left"),
+        (lambda d: d[:16] + b"\xff" * 8 + d[24:], r"announces \d+ entries of metadata"),
+        (lambda d: edited(d, "glm4moe.block_count", 2**31), "expected a tensor or more for each"),
+        (lambda d: edited(d, "glm4moe.embedding_length", 0), "is 0; expected a positive size"),
+        (lambda d: d.replace(b"blk.1.attn_q.w", b"blk.1.attn_x.w"), "blk.1.attn_x.weight is no"),
+        (lambda d: d.replace(b"glm4moe.nextn_predict", b"glm4moe.nextn_predicx"), "blk.2.* is no"),
+    ],
+)
+def test_what_is_wrong_is_named(change: Any, message: str, whole: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(change(whole), tmp_path)
+
+
+def test_it_is_not_quantised_again(whole: bytes, tmp_path: Path) -> None:
+    read(whole, tmp_path)
+    with pytest.raises(CheckpointError, match="is a GGUF model; expected a directory"):
+        quantise_checkpoint(tmp_path / "model.gguf", tmp_path / "out", "int8")
+
+
+def test_an_unknown_family_is_named(whole: bytes, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'glm4mox'; expected one of"):
+        read(whole.replace(b"glm4moe", b"glm4mox"), tmp_path)
+
+
+def test_which_files_are_a_model(whole: bytes, tmp_path: Path) -> None:
+    """One file, or all parts of a split one; encoders of pictures are passed over."""
+    (tmp_path / "mmproj-a.gguf").write_bytes(whole)
+    (tmp_path / "a.gguf").write_bytes(whole)
+    assert find_gguf(tmp_path) == [tmp_path / "a.gguf"]
+    shutil.copy(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF models: a.gguf, b.gguf"):
+        find_gguf(tmp_path)
+    (tmp_path / "c-00001-of-00002.gguf").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"c-00002-of-00002.gguf is missing"):
+        find_gguf(tmp_path / "c-00001-of-00002.gguf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_the_theorem_on_codes(name: str, kind: str, tmp_path: Path) -> None:
+    path = rewritten(FILES / f"{name}.gguf", tmp_path / "model.gguf", kind)
+    texts = []
+    for count in (0, 2):
+        spec = mtpc.compile(path, spec_tokens=count, batch_buckets=(1,), max_len=64)
+        texts.append(spec.generate([5, 6, 7, 8, 9], max_new_tokens=24, ignore_eos=True))
+    assert texts[0] == texts[1]
+
+
+def test_the_vocabulary_of_the_file(tmp_path: Path) -> None:
+    """Bytes and one merge: transformers makes the tokenizer of a file that has merges."""
+    gguf = pytest.importorskip("gguf")
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    bytes_ = list(bytes_to_unicode().values())
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list([*bytes_, "ab"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257)
+    writer.add_token_merges(["a b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    served = ServedModel("a model", 257, (), path)
+    assert served.encode("abba") == [256, bytes_.index("b"), bytes_.index("a")]
+    assert served.decode([256, bytes_.index("a")]) == "aba"
+    assert served.name == "model.gguf"
+
+
+def test_a_file_without_vocabulary(whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(
+        whole.replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.nokens")
+    )
+    assert not ServedModel("a model", 64, (), tmp_path / "a.gguf").has_tokenizer
