@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mtpc
-from helpers.theorem import poison
+from helpers.theorem import FLOAT32_STEPS, poison
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
 
@@ -245,7 +245,7 @@ class Conversations:
         for name, rows in rows_in_pages(self.engine, one.request).items():
             count = min(len(rows), len(wanted[name]))
             torch.testing.assert_close(
-                rows[:count], wanted[name][:count], rtol=0, atol=1e-9, msg=name
+                rows[:count], wanted[name][:count], rtol=0, atol=FLOAT32_STEPS, msg=name
             )
 
     def _check_empty(self) -> None:

@@ -236,9 +236,15 @@ def check_caches(spec: mtpc.SpecModel, prompt: list[int], new: int = 12) -> None
     decoded, prefilled = (_rows(spec, start, count) for start in (prompt, text))
     assert decoded
     for name, rows in prefilled.items():
-        torch.testing.assert_close(decoded[name], rows, rtol=0, atol=1e-9, msg=name)
+        torch.testing.assert_close(decoded[name], rows, rtol=0, atol=FLOAT32_STEPS, msg=name)
 
 
+FLOAT32_STEPS = 1e-5
+"""How far rows of two float64 runs may part.
+
+transformers' norms and routers round to float32, whatever the model's dtype. Where products over
+different row counts part by 1e-16, that rounding makes one step of float32 of it: 2.4e-7 at 2.
+"""
 IN_RINGS = 6
 """Rows that every ring of the tiny models still has: their windows are as wide."""
 
