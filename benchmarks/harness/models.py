@@ -33,6 +33,8 @@ from mtpc.models.save import save_checkpoint
 from mtpc.weights.quantise import spec_by_scheme
 
 INITIALIZER_RANGE = 0.02
+MAX_POSITIONS = 1 << 16
+"""More than any benchmark's context."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ def _config(family: ModelFamily, shape: Shape) -> Any:
         sizes |= dict(**LATENT, **heads, n_group=1, topk_group=1, topk_method="noaux_tc")
     return getattr(transformers, family.hf_config_class)(
         **sizes,
+        max_position_embeddings=MAX_POSITIONS,
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -165,6 +165,19 @@ def test_results_do_not_depend_on_threads_batch_or_rows(
             assert torch.equal(batch.only(request, last).paged(OURS), alone[end - last : end])
 
 
+@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_a_long_request_are_as_each_alone(dtype: torch.dtype, rows: int) -> None:
+    """Where many positions are visible, one task takes several heads."""
+    batch = make_batch([(2500, rows)], dtype=dtype, heads=(8, 4), dims=(64, 64))
+    both = batch.paged(OURS)
+    close(both, batch.paged(REFERENCE))
+    for head in range(4):
+        own = slice(2 * head, 2 * head + 2)
+        k, v = batch.k[:, :, head : head + 1], batch.v[:, :, head : head + 1]
+        assert torch.equal(replace(batch, q=batch.q[:, own], k=k, v=v).paged(OURS), both[:, own])
+
+
 # ---- latent_attention ------------------------------------------------------------------------
 
 

@@ -1,53 +1,15 @@
 // Paged attention: softmax(q K^T) V over pages, split by position and merged in order.
 //
-// A unit (rows of one request on one key/value head) is a left fold over its splits. When there
-// are more units than threads each is folded by one thread; otherwise the splits are computed in
-// parallel and folded afterwards. Both do the same arithmetic in the same order.
+// A unit (rows of one request on adjacent key/value heads) is a left fold over its splits. When
+// there are more units than threads each is folded by one thread; otherwise the splits are computed
+// in parallel and folded afterwards. Both do the same arithmetic in the same order.
 #include <optional>
 
-#include "attention_plan.h"
-#include "attention_tiles.h"
-#include "product_rows.h"
-#if defined(__AMX_TILE__)
-#include "attention_amx.h"
-#endif
+#include "attention_split.h"
 #include "operators.h"
 
 namespace mtpc {
 namespace {
-
-/// Whether this level can take the products of such caches in tile registers (attention_amx.h).
-template <class A, class T>
-inline constexpr bool kTileRegisters =
-#if defined(__AMX_TILE__)
-    std::is_same_v<A, float> && std::is_same_v<T, BFloat16>;
-#else
-    false;
-#endif
-
-/// Unnormalised results of a unit's rows over some positions.
-template <class A>
-struct Partial {
-  A* sums;        // [rows, stride]
-  Norm<A>* norms;  // [rows]
-};
-
-/// Memory of one thread, kept between calls. On the heap, because addresses of thread-local
-/// objects would be looked up again in the innermost loops.
-template <class A, class T>
-struct Scratch {
-  Buffer<A> queries, panel, weights, split_sums, unit_sums;
-  Buffer<T> narrow_queries, high_weights, low_weights;
-  Buffer<Group> packed;
-  Norm<A> split_norms[kRows], unit_norms[kRows];
-  const T* keys[kSplit];
-  const T* values[kSplit];
-
-  static Scratch& of_this_thread() {
-    static thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
-    return *scratch;
-  }
-};
 
 template <class A, class T>
 class Attention {
@@ -55,10 +17,9 @@ class Attention {
   Attention(const Problem& problem, const Tensor& out)
       : p_(problem),
         out_(out),
-        keys_(static_cast<const T*>(problem.keys.tensor.const_data_ptr())),
-        values_(static_cast<const T*>(problem.values.tensor.const_data_ptr())),
-        stride_((problem.values.width + kPanel<A> - 1) / kPanel<A> * kPanel<A>),
-        units_(plan_units(problem)) {}
+        splits_(problem),
+        stride_(splits_.stride),
+        units_(plan_units(problem, torch::stable::get_num_threads())) {}
 
   void run() const {
     const int64_t units = units_.size();
@@ -83,18 +44,19 @@ class Attention {
   /// One unit from beginning to end on one thread.
   void fold_unit(const Unit& unit) const {
     Memory& memory = Memory::of_this_thread();
-    const Partial<A> split{memory.split_sums.reserve(unit.rows * stride_), memory.split_norms};
-    const Partial<A> total = empty_partial(unit);
-    load_queries(unit, memory);
+    const int64_t rows = unit.all_rows();
+    const Partial<A> split{memory.split_sums.reserve(rows * stride_), memory.split_norms};
+    const Partial<A> total = empty_partial(rows);
+    splits_.load_queries(unit, memory);
     const Range splits = unit.splits();
     for (int64_t s = splits.begin; s < splits.end; ++s) {
-      attend(unit, s, memory, split);
-      absorb(total, split, unit.rows);
+      splits_.attend(unit, s, memory, split);
+      absorb(total, split, rows);
     }
-    finish(unit, total);
+    finish(unit, 0, rows, total);
   }
 
-  /// Splits of few units on all threads, then the folds.
+  /// Splits of few units on all threads, each of which goes through adjacent ones, then the folds.
   void run_split_parallel(int64_t workers) const {
     struct Task {
       const Unit* unit;
@@ -113,175 +75,43 @@ class Attention {
     const auto partial = [&](int64_t task) {
       return Partial<A>{sums.get() + task * rows * stride_, norms.get() + task * rows};
     };
-    run_tasks(tasks.size(), workers, [&](int64_t task) {
+    run_stream(tasks.size(), workers, [&](int64_t task) {
       Memory& memory = Memory::of_this_thread();
-      load_queries(*tasks[task].unit, memory);
-      attend(*tasks[task].unit, tasks[task].split, memory, partial(task));
+      splits_.load_queries(*tasks[task].unit, memory);
+      splits_.attend(*tasks[task].unit, tasks[task].split, memory, partial(task));
     });
-    run_tasks(units_.size(), workers, [&](int64_t i) {
+    run_tasks(count_heads(), workers, [&](int64_t head) {
+      int64_t i = 0;
+      for (; head >= units_[i].heads; ++i) head -= units_[i].heads;
       const Unit& unit = units_[i];
-      const Partial<A> total = empty_partial(unit);
+      const int64_t first = head * unit.rows;
+      const Partial<A> total = empty_partial(unit.rows);
       for (int64_t s = 0; s < unit.splits().size(); ++s) {
-        absorb(total, partial(first_task[i] + s), unit.rows);
+        const Partial<A> split = partial(first_task[i] + s);
+        absorb(total, {split.sums + first * stride_, split.norms + first}, unit.rows);
       }
-      finish(unit, total);
+      finish(unit, first, unit.rows, total);
     });
+  }
+
+  int64_t count_heads() const {
+    int64_t heads = 0;
+    for (const Unit& unit : units_) heads += unit.heads;
+    return heads;
   }
 
   int64_t most_rows() const {
     int64_t most = 0;
-    for (const Unit& unit : units_) most = std::max(most, unit.rows);
+    for (const Unit& unit : units_) most = std::max(most, unit.all_rows());
     return most;
   }
 
-  int64_t token(const Unit& unit, int64_t row) const {
-    return unit.token + (unit.first + row) / p_.groups();
-  }
-
-  int64_t position(const Unit& unit, int64_t row) const {
-    return unit.position + (unit.first + row) / p_.groups();
-  }
-
-  int64_t head(const Unit& unit, int64_t row) const {
-    return unit.kv_head * p_.groups() + (unit.first + row) % p_.groups();
-  }
-
-  /// Whether products are taken in tile registers: they multiply pairs of bfloat16.
-  bool in_tile_registers() const {
-    return kTileRegisters<A, T> && p_.q.scalar_type() == ScalarType::BFloat16 &&
-        p_.keys.width % 2 == 0;
-  }
-
-  /// The unit's queries: as they are for tile registers, else in the accumulation type, times the
-  /// scale.
-  void load_queries(const Unit& unit, Memory& memory) const {
-    const int64_t width = p_.keys.width;
-    if (in_tile_registers()) {
-      T* queries = memory.narrow_queries.reserve(kRows * width);
-      for (int64_t row = 0; row < unit.rows; ++row) {
-        const T* query = static_cast<const T*>(p_.q.const_data_ptr()) + query_offset(unit, row);
-        std::copy(query, query + width, queries + row * width);
-      }
-      return;
-    }
-    A* queries = memory.queries.reserve(kRows * width);
-    for (int64_t row = 0; row < unit.rows; ++row) {
-      A* query = queries + row * width;
-      read(query, p_.q, query_offset(unit, row), width);
-      for (int64_t d = 0; d < width; ++d) query[d] *= static_cast<A>(p_.scale);
-    }
-  }
-
-  int64_t query_offset(const Unit& unit, int64_t row) const {
-    return token(unit, row) * p_.q.stride(0) + head(unit, row) * p_.q.stride(1);
-  }
-
-  /// Where the keys and values of a split lie; null for positions that no row of the unit sees.
-  void find_rows(const Unit& unit, int64_t base, Range local, Memory& memory) const {
-    std::fill_n(memory.keys, kSplit, nullptr);
-    for (int64_t j = local.begin; j < local.end;) {
-      const int64_t page = p_.page(unit.request, base + j);
-      const int64_t slot = (base + j) % p_.keys.page_size;
-      const T* key = keys_ + offset_of(p_.keys, page, slot, unit.kv_head);
-      const T* value = values_ + offset_of(p_.values, page, slot, unit.kv_head);
-      const int64_t end = std::min(local.end, j + p_.keys.page_size - slot);
-      for (; j < end; ++j, key += p_.keys.slot_stride, value += p_.values.slot_stride) {
-        memory.keys[j] = key;
-        memory.values[j] = value;
-      }
-    }
-  }
-
-  static int64_t offset_of(const Cache& cache, int64_t page, int64_t slot, int64_t head) {
-    return page * cache.page_stride + slot * cache.slot_stride + head * cache.head_stride;
-  }
-
-  /// One split: scores, weights, weighted values.
-  void attend(const Unit& unit, int64_t split, Memory& memory, Partial<A> out) const {
-    const int64_t base = split * kSplit;
-    const Range seen = intersect(unit.visible, {base, base + kSplit});
-    const Range local{seen.begin - base, seen.end - base};
-    find_rows(unit, base, local, memory);
-    A* weights = memory.weights.reserve(kRows * kSplit);
-    const Range computed = score(unit, local, memory, weights);
-    for (int64_t row = 0; row < unit.rows; ++row) {
-      const Range own = intersect(p_.visible(position(unit, row)), seen);
-      out.norms[row] = weigh_row<A>(
-          weights + row * kSplit, computed, {own.begin - base, own.end - base},
-          static_cast<A>(p_.softcap));
-    }
-    if constexpr (kTileRegisters<A, T>) {
-      if (in_tile_registers()) return add_packed_values(unit, computed, local, memory, out);
-    }
-    for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
-      value_row_tile<decltype(tile)::value>(
-          weights + row * kSplit, memory.values, local, p_.values.width,
-          out.sums + row * stride_, stride_);
-    });
-  }
-
-  /// Weighted values in tile registers, 32 dimensions at a time.
-  void add_packed_values(const Unit& unit, Range computed, Range local, Memory& memory,
-                         Partial<A> out) const {
-    T* high = memory.high_weights.reserve(kRows * kSplit);
-    T* low = memory.low_weights.reserve(kRows * kSplit);
-    for (int64_t row = 0; row < unit.rows; ++row) {
-      const int64_t at = row * kSplit;
-      split_weights(memory.weights.get() + at, computed, high + at, low + at);
-    }
-    const int64_t width = p_.values.width;
-    Group* tile = memory.packed.reserve(kSplit / 2 * kFeatures);
-    for (int64_t column = 0; column < width; column += kFeatures) {
-      pack_values(memory.values, computed, local, column, width - column, tile);
-      add_values(high, low, unit.rows, computed, tile, out.sums + column, stride_);
-    }
-  }
-
-  /// Scores of all rows, panel by panel; returns the positions that the panels cover.
-  Range score(const Unit& unit, Range local, Memory& memory, A* scores) const {
-    const int64_t width = p_.keys.width;
-    A* panel = memory.panel.reserve(width * kPanel<A>);
-    const Range computed{
-        local.begin / kPanel<A> * kPanel<A>,
-        (local.end + kPanel<A> - 1) / kPanel<A> * kPanel<A>};
-    prefetch_rows(memory.keys, panel_at(computed.begin, local), width);
-    for (int64_t j = computed.begin; j < computed.end; j += kPanel<A>) {
-      prefetch_rows(memory.keys, panel_at(j + kPanel<A>, local), width);
-      prefetch_rows(memory.values, panel_at(j, local), p_.values.width);
-      if constexpr (kTileRegisters<A, T>) {
-        if (in_tile_registers()) {
-          score_packed_keys(unit, memory, memory.keys + j, scores + j);
-          continue;
-        }
-      }
-      pack_panel<A>(memory.keys + j, width, panel);
-      for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
-        score_tile<decltype(tile)::value>(
-            memory.queries.get() + row * width, width, panel, scores + row * kSplit + j);
-      });
-    }
-    return computed;
-  }
-
-  /// The scores of one panel in tile registers.
-  void score_packed_keys(const Unit& unit, Memory& memory, const T* const* keys, A* scores) const {
-    const int64_t width = p_.keys.width;
-    Group* packed = memory.packed.reserve(width / 2 * kFeatures);
-    pack_keys(keys, width, packed);
-    score_panel(memory.narrow_queries.get(), unit.rows, width, packed, static_cast<A>(p_.scale),
-                scores);
-  }
-
-  static Range panel_at(int64_t begin, Range local) {
-    return intersect({begin, begin + kPanel<A>}, local);
-  }
-
   /// The fold's neutral element, in this thread's memory.
-  Partial<A> empty_partial(const Unit& unit) const {
+  Partial<A> empty_partial(int64_t rows) const {
     Memory& memory = Memory::of_this_thread();
-    A* sums = memory.unit_sums.reserve(unit.rows * stride_);
-    std::fill_n(sums, unit.rows * stride_, A(0));
-    std::fill_n(memory.unit_norms, unit.rows, Norm<A>{-kInfinity<A>, 0});
+    A* sums = memory.unit_sums.reserve(rows * stride_);
+    std::fill_n(sums, rows * stride_, A(0));
+    std::fill_n(memory.unit_norms, rows, Norm<A>{-kInfinity<A>, 0});
     return {sums, memory.unit_norms};
   }
 
@@ -305,17 +135,18 @@ class Attention {
     return exp(Vec<A>{} + (peak - finite_peak(new_peak)))[0];
   }
 
-  /// Normalises, with the sinks' share, and writes the rows of a unit.
-  void finish(const Unit& unit, Partial<A> total) const {
-    for (int64_t row = 0; row < unit.rows; ++row) {
+  /// Normalises, with the sinks' share, and writes a unit's rows from `first` on.
+  void finish(const Unit& unit, int64_t first, int64_t rows, Partial<A> total) const {
+    for (int64_t row = 0; row < rows; ++row) {
       Norm<A> norm = total.norms[row];
       A keep = 1;
-      if (p_.sinks) keep = add_sink(norm, head(unit, row));
+      const int64_t head = splits_.head(unit, first + row);
+      if (p_.sinks) keep = add_sink(norm, head);
       if (norm.total != 0) keep /= norm.total;
       A* sums = total.sums + row * stride_;
       for (int64_t d = 0; d < stride_; ++d) sums[d] *= keep;
       const int64_t width = p_.values.width;
-      write(out_, (token(unit, row) * p_.heads() + head(unit, row)) * width, sums, width);
+      write(out_, (splits_.token(unit, first + row) * p_.heads() + head) * width, sums, width);
     }
   }
 
@@ -331,8 +162,7 @@ class Attention {
 
   const Problem& p_;
   const Tensor& out_;
-  const T* keys_;
-  const T* values_;
+  SplitAttention<A, T> splits_;
   int64_t stride_;
   std::vector<Unit> units_;
 };

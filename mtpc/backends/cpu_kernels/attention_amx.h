@@ -1,7 +1,7 @@
 // Attention's products in AMX's tile registers: bfloat16 queries against bfloat16 caches.
 //
-// A split's keys and values are packed as weights are (product_rows.h), keys by pairs of dimensions,
-// values by pairs of keys, which the rows of a unit share. Weights of values are taken as the sum of
+// A split's values are packed by pairs of keys, as its keys are by pairs of dimensions
+// (attention_pairs.h), and the rows of a unit share them. Weights of values are taken as the sum of
 // two bfloat16, so that they keep 16 bits: rounded to one they would lose what float has over it.
 // A row's sums run over the positions in order, and unseen ones add exact zeros: they depend neither
 // on the rows beside it nor on where the unit's positions begin and end.
@@ -9,36 +9,10 @@
 
 #include <algorithm>
 
-#include "attention_plan.h"
+#include "attention_pairs.h"
 #include "tile_products.h"
 
 namespace mtpc {
-
-/// 16 groups of a row of bfloat16, of which `valid` elements exist.
-inline Vec<float> load_groups(const BFloat16* row, int64_t valid) {
-  if (valid >= 2 * kTileRows) return load<float>(reinterpret_cast<const float*>(row));
-  Vec<float> groups{};
-  std::memcpy(&groups, row, valid * sizeof(BFloat16));
-  return groups;
-}
-
-/// panel[g][j] = group g of keys[j], zeros where keys[j] is null: a key that nobody sees is not read.
-inline void pack_keys(const BFloat16* const* keys, int64_t width, Group* panel) {
-  for (int64_t d = 0; d < width; d += 2 * kTileRows) {
-    const int64_t groups = std::min<int64_t>((width - d) / 2, kTileRows);
-    for (int part = 0; part < kFeatures; part += kTileRows) {
-      Vec<float> square[kTileRows];
-      for (int j = 0; j < kTileRows; ++j) {
-        const BFloat16* key = keys[part + j];
-        square[j] = key == nullptr ? Vec<float>{} : load_groups(key + d, width - d);
-      }
-      transpose<float>(square);
-      for (int64_t g = 0; g < groups; ++g) {
-        std::memcpy(panel + (d / 2 + g) * kFeatures + part, &square[g], sizeof(square[g]));
-      }
-    }
-  }
-}
 
 /// tile[j][d] = dimensions column + d of values[2 j] and values[2 j + 1] side by side, for the
 /// positions of `range`, which begins and ends with a pair; zeros where they are outside of `local`.
@@ -81,17 +55,15 @@ void for_passes(int64_t rows, const Body& body) {
   }
 }
 
-/// scores[r][0..32) = queries[r] . keys of one packed panel, times `scale`.
+/// scores[r][0..32) = queries[r] . keys of one packed panel.
 inline void score_panel(const BFloat16* queries, int64_t rows, int64_t width, const Group* panel,
-                        float scale, float* scores) {
+                        float* scores) {
   for_passes(rows, [&](int64_t row, int64_t count) {
     alignas(64) TileSums<Bf16Pairs, kMostRows> sums;
     multiply_rows<Bf16Pairs>(
         dense_rows(queries, width).from(row, 0, width / 2), count, panel, {}, sums);
     for (int64_t r = 0; r < count; ++r) {
-      for (int j = 0; j < kFeatures; j += kLanes<float>) {
-        store(scores + (row + r) * kSplit + j, load<float>(sums[r] + j) * scale);
-      }
+      std::memcpy(scores + (row + r) * kSplit, sums[r], sizeof(sums[r]));
     }
   });
 }

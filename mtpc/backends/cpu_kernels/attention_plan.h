@@ -36,13 +36,17 @@ struct Cache {
   int64_t page_stride, slot_stride, head_stride;
 };
 
-/// Some rows of one request that look at one key/value head. Row i is token `token + i / groups`
-/// of the batch, at position `position + i / groups`, where i counts from `first`.
+/// Some rows of one request that look at adjacent key/value heads. Of each head, row i is token
+/// `token + i / groups` of the batch, at position `position + i / groups`, where i counts from
+/// `first`.
 struct Unit {
-  int64_t request, kv_head;
+  int64_t request, kv_head, heads;
   int64_t token, position;
   int64_t first, rows;
   Range visible;
+
+  /// Rows of all heads, those of one head side by side.
+  int64_t all_rows() const { return heads * rows; }
 
   Range splits() const {
     return {visible.begin / kSplit, (visible.end + kSplit - 1) / kSplit};
@@ -76,32 +80,52 @@ struct Problem {
   }
 };
 
-/// The units of one request and key/value head.
-inline void add_units(const Problem& problem, int64_t request, int64_t kv_head,
+/// The units of one request and `heads` key/value heads from `kv_head` on.
+inline void add_units(const Problem& problem, int64_t request, int64_t kv_head, int64_t heads,
                       std::vector<Unit>& units) {
   const int64_t begin = problem.query_start_loc(request);
   const int64_t end = problem.query_start_loc(request + 1);
   const int64_t position = problem.seq_lens(request) - (end - begin);
   const int64_t groups = problem.groups();
   const int64_t rows = (std::min(end, problem.tokens()) - begin) * groups;
-  for (int64_t first = 0; first < rows; first += kRows) {
-    const int64_t count = std::min(kRows, rows - first);
+  const int64_t most = std::max<int64_t>(kRows / heads, 1);
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t count = std::min(most, rows - first);
     const Range oldest = problem.visible(position + first / groups);
     const Range newest = problem.visible(position + (first + count - 1) / groups);
     const Range visible{oldest.begin, newest.end};
     if (visible.empty()) continue;
-    units.push_back({request, kv_head, begin, position, first, count, visible});
+    units.push_back({request, kv_head, heads, begin, position, first, count, visible});
   }
+}
+
+/// How many heads of a request the units take together. Adjacent heads are adjacent in memory, which
+/// is read fastest in one stream; but many rows leave no time to wait for memory, and where few
+/// positions are visible, heads are what the threads share.
+inline int64_t heads_together(const Problem& problem, int64_t request, int64_t workers) {
+  constexpr int64_t kStream = 512, kTasks = 4;
+  const int64_t tokens = problem.query_start_loc(request + 1) - problem.query_start_loc(request);
+  const Range last = problem.visible(problem.seq_lens(request) - 1);
+  const int64_t rows = std::max<int64_t>(tokens * problem.groups(), 1);
+  const int64_t bytes = problem.keys.width * problem.keys.tensor.element_size();
+  int64_t heads = std::min({problem.keys.heads, kRows / rows, kStream / bytes});
+  const auto tasks = [&] {
+    return last.size() / kSplit * ((problem.keys.heads + heads - 1) / heads);
+  };
+  while (heads > 1 && tasks() < kTasks * workers) heads /= 2;
+  return std::max<int64_t>(heads, 1);
 }
 
 /// All units of a call. Requests that are off (seq_lens 0) have none: their rows stay zeros and
 /// their block-table entries are never read.
-inline std::vector<Unit> plan_units(const Problem& problem) {
+inline std::vector<Unit> plan_units(const Problem& problem, int64_t workers) {
   std::vector<Unit> units;
+  const int64_t all = problem.keys.heads;
   for (int64_t request = 0; request < problem.requests; ++request) {
     if (problem.seq_lens(request) <= 0) continue;
-    for (int64_t head = 0; head < problem.keys.heads; ++head) {
-      add_units(problem, request, head, units);
+    const int64_t heads = heads_together(problem, request, workers);
+    for (int64_t head = 0; head < all; head += heads) {
+      add_units(problem, request, head, std::min(heads, all - head), units);
     }
   }
   return units;
@@ -110,7 +134,7 @@ inline std::vector<Unit> plan_units(const Problem& problem) {
 /// Multiply-adds of a call.
 inline int64_t count_work(const Problem& problem, const std::vector<Unit>& units) {
   int64_t pairs = 0;
-  for (const Unit& unit : units) pairs += unit.rows * unit.visible.size();
+  for (const Unit& unit : units) pairs += unit.all_rows() * unit.visible.size();
   return pairs * (problem.keys.width + problem.values.width);
 }
 

@@ -26,19 +26,17 @@ inline void for_row_tiles(int64_t rows, const Body& body) {
   if (rows - row >= 1) body(std::integral_constant<int, 1>{}, row);
 }
 
-/// Starts bringing rows into the second-level cache. The hardware does not foresee them: one
-/// head's rows lie apart by all heads' rows, and pages anywhere.
-template <class T>
-void prefetch_rows(const T* const* rows, Range range, int64_t width) {
-  constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t j = range.begin; j < range.end; ++j) {
-    for (int64_t d = 0; d < width; d += kLine) __builtin_prefetch(rows[j] + d, 0, 2);
-  }
+/// Reads memory that is needed soon, a byte of each line. The processor does not foresee it: pages
+/// lie anywhere. These are loads because instructions that only prefetch changed nothing on a Zen 5.
+inline void read_ahead(const void* from, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  const char* at = static_cast<const char*>(from);
+  for (int64_t done = 0; done < bytes; done += kLine) __asm__ volatile("" : : "r"(at[done]));
 }
 
-/// panel[d][j] = keys[j][d], zeros where keys[j] is null: a key that nobody sees is not read.
+/// panel[d][j] = keys[j][shift + d], zeros where keys[j] is null: a key that nobody sees is not read.
 template <class A, class T>
-void pack_panel(const T* const* keys, int64_t width, A* panel) {
+void pack_panel(const T* const* keys, int64_t shift, int64_t width, A* panel) {
   constexpr int kN = kLanes<A>;
   for (int64_t d = 0; d < width; d += kN) {
     const int64_t valid = std::min<int64_t>(kN, width - d);
@@ -47,8 +45,8 @@ void pack_panel(const T* const* keys, int64_t width, A* panel) {
       for (int j = 0; j < kN; ++j) {
         const T* key = keys[part * kN + j];
         square[j] = key == nullptr ? Vec<A>{}
-            : valid == kN          ? load<A>(key + d)
-                                   : load_first<A>(key + d, valid);
+            : valid == kN          ? load<A>(key + shift + d)
+                                   : load_first<A>(key + shift + d, valid);
       }
       transpose<A>(square);
       for (int i = 0; i < valid; ++i) store(panel + (d + i) * kPanel<A> + part * kN, square[i]);
@@ -88,19 +86,25 @@ inline A finite_peak(A peak) {
   return peak == -kInfinity<A> ? A(0) : peak;
 }
 
-/// Turns one row's scores into weights exp(score - peak), exact zeros where it does not see.
+/// One register of a row's scores, times the scale; -inf where the row does not see.
+template <class A>
+inline Vec<A> scaled_score(const A* scores, int64_t j, Range seen, A scale, A softcap) {
+  using Lane = std::remove_reference_t<decltype(Mask<A>{}[0])>;
+  Vec<A> score = load<A>(scores + j) * scale;
+  if (softcap > 0) score = softcap * tanh(score / softcap);
+  if (j >= seen.begin && j + kLanes<A> <= seen.end) return score;
+  const Lane first = seen.begin - j, last = seen.end - j - 1;
+  const Mask<A> lane = lane_numbers<A>();
+  return (lane >= first) & (lane <= last) ? score : Vec<A>{} - kInfinity<A>;
+}
+
+/// Turns one row's products into weights exp(score - peak), exact zeros where it does not see.
 /// `range` (whole registers) is all that was computed; both ranges count from the split's begin.
 template <class A>
-Norm<A> weigh_row(A* scores, Range range, Range seen, A softcap) {
-  using Lane = std::remove_reference_t<decltype(Mask<A>{}[0])>;
-  const Lane first = seen.begin, last = seen.end - 1;
-  const Vec<A> masked = Vec<A>{} - kInfinity<A>;
-  Vec<A> peaks = masked;
+Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap) {
+  Vec<A> peaks = Vec<A>{} - kInfinity<A>;
   for (int64_t j = range.begin; j < range.end; j += kLanes<A>) {
-    Vec<A> score = load<A>(scores + j);
-    if (softcap > 0) score = softcap * tanh(score / softcap);
-    const Mask<A> key = lane_numbers<A>() + static_cast<Lane>(j);
-    score = (key >= first) & (key <= last) ? score : masked;
+    const Vec<A> score = scaled_score<A>(scores, j, seen, scale, softcap);
     peaks = score > peaks ? score : peaks;
     store(scores + j, score);
   }
@@ -125,38 +129,45 @@ inline void load_values(const T* value, int64_t valid, Vec<A> (&out)[kVecs]) {
   }
 }
 
-/// out[r][0..kVecs registers) = sum over keys of weights[r][key] * values[key], in key order.
+/// out[r][0..kVecs registers) += sum over keys of weights[r][key] * values[key], in key order.
 template <int kTile, int kVecs, class A, class T>
-void value_tile(const A* weights, const T* const* values, Range keys, int64_t column,
-                int64_t valid, A* out, int64_t out_stride) {
-  Vec<A> sums[kTile][kVecs]{};
+void value_tile(const A* weights, const T* const* values, int64_t shift, Range keys, int64_t valid,
+                A* out, int64_t out_stride) {
+  Vec<A> sums[kTile][kVecs];
+#pragma GCC unroll 8
+  for (int r = 0; r < kTile; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) sums[r][i] = load<A>(out + r * out_stride + i * kLanes<A>);
+  }
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     Vec<A> value[kVecs];
-    load_values<kVecs, A>(values[key] + column, valid, value);
+    load_values<kVecs, A>(values[key] + shift, valid, value);
 #pragma GCC unroll 8
     for (int r = 0; r < kTile; ++r) {
 #pragma GCC unroll 4
       for (int i = 0; i < kVecs; ++i) sums[r][i] += weights[r * kSplit + key] * value[i];
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kTile; ++r) {
-    for (int i = 0; i < kVecs; ++i) {
-      store(out + r * out_stride + column + i * kLanes<A>, sums[r][i]);
-    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) store(out + r * out_stride + i * kLanes<A>, sums[r][i]);
   }
 }
 
-/// All columns of value_tile; out rows are padded to whole registers.
+/// All columns of value_tile; values begin at `shift`, out rows are padded to whole registers.
 template <int kTile, class A, class T>
-void value_row_tile(const A* weights, const T* const* values, Range keys, int64_t width, A* out,
-                    int64_t out_stride) {
+void value_row_tile(const A* weights, const T* const* values, int64_t shift, Range keys,
+                    int64_t width, A* out, int64_t out_stride) {
   constexpr int kN = kLanes<A>;
   int64_t column = 0;
   for (; column + 2 * kN <= width; column += 2 * kN) {
-    value_tile<kTile, 2>(weights, values, keys, column, 2 * kN, out, out_stride);
+    value_tile<kTile, 2>(
+        weights, values, shift + column, keys, 2 * kN, out + column, out_stride);
   }
   for (; column < width; column += kN) {
-    value_tile<kTile, 1>(weights, values, keys, column, width - column, out, out_stride);
+    value_tile<kTile, 1>(
+        weights, values, shift + column, keys, width - column, out + column, out_stride);
   }
 }
 

@@ -137,7 +137,7 @@ class Chooser {
     Scratch& memory = Scratch::of_this_thread();
     A* panel = memory.panel.reserve(width * kPanel<A>);
     for (int64_t j = 0; j < seen; j += kPanel<A>) {
-      pack_panel<A>(keys + j, width, panel);
+      pack_panel<A>(keys + j, 0, width, panel);
       for (int64_t i = block.first; i < block.last; ++i) {
         A* totals = totals_.get() + (place_[b] + i - block.first) * stride_ + base + j;
         score_row(rows_[i].token, panel, memory.scores.reserve(c_.heads * kSplit), totals);

@@ -1,0 +1,242 @@
+"""Milliseconds per decode step at long contexts, beside the time that reading weights and KV takes.
+
+    python -m benchmarks.context                     # the 0.5B shape, K = 0 and 3, batches 1 and 4
+    python -m benchmarks.context --vllm-python VENV/bin/python --peer-context 8192
+    python -m benchmarks.context --shape tiny --backend eager --contexts 64 128
+
+No prompt is computed for mtpc. Its pool holds random KV, and the prefix index is told that the
+pages of each prompt are in it. From there on the engine does what it always does: it shares these
+pages, computes the rest of the prompt, and decodes. A step's time does not depend on what KV holds.
+Peers compute their prompts, once, and reuse them. Samples are taken as in `benchmarks.decode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+import mtpc
+from benchmarks.harness import command
+from benchmarks.harness.bandwidth import BandwidthProbe
+from benchmarks.harness.command import positive
+from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts
+from benchmarks.harness.models import SHAPES, Checkpoint, Shape, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.peers import vllm_host
+from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
+from mtpc.engine.request import Request
+
+COLUMNS = (
+    "engine", "K", "batch", "context", "ms/step", "over vLLM", "GB/s", "KV MiB", "limit ms",
+    "of the memory limit", "of the KV limit", "samples",
+)  # fmt: skip
+NOTES = (
+    "ms/step: one decode step of the whole batch (K drafts verified, K proposed); medians.",
+    "over vLLM: its ms/step over this, at the same K, batch and context.",
+    "KV MiB: read by a step: every layer's rows of all requests once, the MTP layer's K times.",
+    "limit ms: the time that reading weights and KV takes at the bandwidth around the sample.",
+    "of the KV limit: what the KV beyond the shortest context takes at that bandwidth, over what a "
+    "step takes beyond the one at the shortest context.",
+    SAMPLES_NOTE,
+)
+PREFILL_CHUNK = 64
+"""Rows of a prefill step, which computes the last page of a prompt."""
+
+RANDOM_PAGES = 64
+HEADROOM = 64
+"""Tokens by which max_len exceeds what is decoded: a few pages, so that none of a prompt's goes."""
+
+
+class ContextDecoder(MtpcDecoder):
+    """A `SpecModel` whose pool holds the KV of prompts that were never computed."""
+
+    def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
+        super().__init__(model, build_s)
+        program = model.engine.program
+        for name, spec in program.layout.items():
+            if spec.is_paged and spec.dtype.is_floating_point:
+                _fill(program.shared[name])
+
+    def pretend(self, prompts: Prompts) -> None:
+        """Let the prefix index know the full pages of these prompts, and no others."""
+        engine = self.model.engine
+        engine.reset_prefix_cache()
+        prefixes = engine.scheduler.prefixes
+        assert prefixes is not None
+        for prompt in prompts:
+            request = Request(-1, prompt, 1)
+            request.pages = engine.pages.take(len(prompt) // prefixes.page_size)
+            request.num_prefilled = len(prompt)
+            prefixes.learn(request)
+            engine.pages.give_back(request.pages)
+
+
+def _fill(pages: torch.Tensor) -> None:
+    """Random numbers, the same ones every few pages: making gigabytes of them takes minutes."""
+    some = torch.randn(pages[:RANDOM_PAGES].shape).to(pages.dtype)
+    for part in pages.split(RANDOM_PAGES):
+        part.copy_(some[: len(part)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
+    shape, rows = SHAPES[args.shape], list[dict[str, Any]]()
+    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
+        tell(f"write {workdir / 'mimo'}")
+        checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
+        decoders = []
+        for decoder in _decoders(checkpoint, args, tell):
+            closing.callback(decoder.close)
+            decoders.append(decoder)
+        for context in args.contexts:
+            rows += _measure(context, decoders, checkpoint, args, probe, tell)
+    publish("context", args, {"rows": rows}, table)
+    return 0
+
+
+def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
+    for k in args.spec_tokens:
+        tell(f"compile K={k}")
+        start = time.perf_counter()
+        model = mtpc.compile(
+            checkpoint.directory,
+            spec_tokens=k,
+            batch_buckets=tuple(args.batches),
+            max_len=_max_len(args, max(args.contexts)),
+            prefill_chunk=PREFILL_CHUNK,
+            busy_prefill_chunk=PREFILL_CHUNK,
+            backend=args.backend,
+        )
+        yield ContextDecoder(model, time.perf_counter() - start)
+    for k in args.spec_tokens if args.vllm_python else ():
+        tell(f"start vLLM K={k}")
+        longest = max(c for c in args.contexts if c <= args.peer_context)
+        options = vllm_host.arguments(
+            str(checkpoint.directory.absolute()), k, _max_len(args, longest), max(args.batches)
+        )
+        options |= dict(enable_prefix_caching=True)
+        kept = checkpoint.directory.parent / "vllm"
+        threads = torch.get_num_threads()
+        launch = partial(VllmProcess, args.vllm_python, options, kept.absolute(), threads)
+        yield VllmDecoder(launch, relaunches=False)
+
+
+def _max_len(args: argparse.Namespace, context: int) -> int:
+    return int(context + args.new_tokens + HEADROOM)
+
+
+def _measure(
+    context: int,
+    decoders: Sequence[Decoder],
+    checkpoint: Checkpoint,
+    args: argparse.Namespace,
+    probe: BandwidthProbe,
+    tell: Tell,
+) -> list[dict[str, Any]]:
+    """The rows of one context."""
+    plan = Plan(context, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+    shape, cases = SHAPES[args.shape], list[Case]()
+    prompts = plan.prompts(max(args.batches), shape.vocab_size)
+    for decoder in decoders:
+        if isinstance(decoder, ContextDecoder):
+            decoder.pretend(prompts)
+        elif context > args.peer_context:
+            continue
+        k = decoder.spec_tokens
+        for batch in args.batches:
+            size = checkpoint.step_bytes(k) + batch * kv_bytes(shape, k, context)
+            cases.append(Case("mimo", "random", decoder, batch, size))
+    tell(f"context {context}")
+    sample_in_turns(cases, plan, prompts, probe, tell)
+    return [{"context": context, **asdict(summarise(case, plan.max_foreign))} for case in cases]
+
+
+def kv_bytes(shape: Shape, spec_tokens: int, context: int) -> int:
+    """Bytes of KV that a step reads of one request, in bfloat16."""
+    head_dim = shape.hidden_size // shape.num_attention_heads
+    row = 2 * 2 * shape.num_key_value_heads * head_dim
+    return context * row * (shape.num_hidden_layers + spec_tokens)
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    shape = SHAPES[record["arguments"]["shape"]]
+    rows = [(row["context"], Row(**_without_context(row))) for row in record["rows"]]
+    rows.sort(key=lambda pair: (pair[1].engine, pair[1].spec_tokens, pair[1].batch, pair[0]))
+    return Table("Decoding at long contexts", COLUMNS, cells(rows, shape), NOTES)
+
+
+def _without_context(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "context"}
+
+
+def cells(rows: Sequence[tuple[int, Row]], shape: Shape) -> list[list[str]]:
+    """The table's body.
+
+    Args:
+        rows: context and what was measured there, contexts of an engine, K and batch in order.
+        shape: of the model.
+    """
+    by_key = {_key(context, row): row for context, row in rows}
+    body, first = list[list[str]](), rows[0][1]
+    for context, row in rows:
+        if _key(0, row) != _key(0, first) or context == rows[0][0]:
+            first = row
+        other = by_key.get(("vLLM", *_key(context, row)[1:]))
+        more = row.ms_per_step - first.ms_per_step
+        limit = 1e-6 * (row.step_bytes - first.step_bytes) / row.bandwidth_gb_s
+        body.append(
+            [
+                row.engine,
+                str(row.spec_tokens),
+                str(row.batch),
+                str(context),
+                f"{row.ms_per_step:.2f}",
+                f"{other.ms_per_step / row.ms_per_step:.2f}x" if other else "-",
+                f"{row.bandwidth_gb_s:.1f}",
+                f"{row.batch * kv_bytes(shape, row.spec_tokens, context) / 2**20:.0f}",
+                f"{row.roofline_ms:.2f}",
+                f"{row.efficiency:.0%}",
+                f"{limit / more:.0%}" if limit and more > 0 else "-",
+                sample_counts(row),
+            ]
+        )
+    return body
+
+
+def _key(context: int, row: Row) -> tuple[str, int, int, int]:
+    return row.engine, row.spec_tokens, row.batch, context
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("context", __doc__)
+    add = parser.add_argument
+    command.add_model(parser)
+    contexts = [512, 2048, 8192, 32768]
+    add("--contexts", nargs="+", type=positive, default=contexts, metavar="N", help="tokens")
+    add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N")
+    add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")
+    add("--new-tokens", type=positive, default=32, metavar="N")
+    command.add_vllm(parser)
+    help_ = "the longest that peers are measured at, for they compute it"
+    add("--peer-context", type=positive, default=8192, metavar="N", help=help_)
+    command.add_backend(parser)
+    command.add_sampling(parser, 2)
+    command.add_probe(parser)
+    command.add_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The benchmark of long contexts at a tiny size: what it decodes, and its arithmetic. No times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import context
+from benchmarks.harness.decoders import Decoded
+from benchmarks.harness.models import SHAPES
+from benchmarks.harness.sampling import Case, Row, Sample, summarise
+
+ARGUMENTS = (
+    *("--shape", "tiny", "--backend", "eager", "--spec-tokens", "1", "--batches", "1", "2"),
+    *("--contexts", "64", "128", "--new-tokens", "8", "--repeats", "1", "--max-foreign", "1"),
+    *("--probe-mib", "1"),
+)
+
+
+def test_every_context_has_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reused = list[int]()
+    decode = context.ContextDecoder.decode
+
+    def watched(self: Any, prompts: Any, new_tokens: int) -> Decoded:
+        before = self.model.stats.reused_tokens
+        done = decode(self, prompts, new_tokens)
+        reused.append((self.model.stats.reused_tokens - before) // len(prompts))
+        return done
+
+    monkeypatch.setattr(context.ContextDecoder, "decode", watched)
+    out = tmp_path / "context.json"
+    assert context.main([*ARGUMENTS, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    made = [(row["context"], row["batch"]) for row in rows]
+    assert made == [(64, 1), (64, 2), (128, 1), (128, 2)]
+    # No more than the last page of a prompt was computed, in warm-ups and samples.
+    lengths = [64] * 4 + [128] * 4
+    assert all(0 < length - have <= 17 for length, have in zip(lengths, reused, strict=True))
+    assert rows[2]["step_bytes"] - rows[0]["step_bytes"] == 64 * 2 * 2 * 2 * 16 * 3
+
+
+def _row(batch: int, bytes_read: int, seconds: float) -> Row:
+    engine: Any = SimpleNamespace(engine="mtpc", spec_tokens=0, build_s=0.0, launches=1)
+    sample = Sample(Decoded(1, 1, seconds, None), bandwidth=1e9, foreign_share=0.0)
+    return summarise(Case("mimo", "random", engine, batch, bytes_read, [sample]), 0.1)
+
+
+def test_cells() -> None:
+    """A megabyte more takes 1 ms at 1 GB/s; 4 ms more were needed: a quarter of the limit."""
+    rows = [(64, _row(1, 10**6, 0.002)), (128, _row(1, 2 * 10**6, 0.006))]
+    first, second = context.cells(rows, SHAPES["tiny"])
+    assert first[4:] == ["2.00", "-", "1.0", "0", "1.00", "50%", "-", "1+0"]
+    assert second[4:] == ["6.00", "-", "1.0", "0", "2.00", "33%", "25%", "1+0"]
