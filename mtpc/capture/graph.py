@@ -121,7 +121,12 @@ class WeightTable:
         return quantise(self._tensor(name), spec)
 
     def settle(self) -> None:
-        """Make the derived weights that have no contents yet, as new tensors."""
+        """Make the derived weights that have no contents yet, as new tensors; defer no more.
+
+        Steps are bound from now on. Where all of them come from the cache, no pass has derived
+        anything, and each weight is derived as a step that is bound asks for it.
+        """
+        self.defers = False
         for name in sorted(self._deferred):
             self.bind(name, self._make(self.recipes[name]))
         self._deferred.clear()
