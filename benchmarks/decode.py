@@ -51,13 +51,14 @@ from benchmarks.report import table
 from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
 from mtpc.layout.progress import Progress
+from mtpc.weights.write_quantised import quantise_checkpoint
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""
 QUANTISED = "mtpc "
-"""With a scheme: mtpc with `quantize=` it."""
+"""With a scheme: mtpc on a checkpoint in that scheme's format."""
 LONG_STAGES = ("trace model", "lower")
 """Stages of compilation worth a line."""
 FEWEST_NEW_TOKENS = 8
@@ -128,7 +129,7 @@ def _measure(
     checkpoint, prompts = _prepare(workload, directory, plan, args, tell)
     with ExitStack() as closing:
         decoders = []
-        for decoder in _decoders(workload, checkpoint, directory.parent / "vllm", args, tell):
+        for decoder in _decoders(workload, checkpoint, directory.parent, args, tell):
             closing.callback(decoder.close)
             decoders.append(decoder)
         cases = [
@@ -172,14 +173,14 @@ def _prepare(
 
 
 def _decoders(
-    workload: Workload, checkpoint: Checkpoint, kept: Path, args: argparse.Namespace, tell: Tell
+    workload: Workload, checkpoint: Checkpoint, workdir: Path, args: argparse.Namespace, tell: Tell
 ) -> Iterator[Decoder]:
     """Every engine and K on one set of weights, which mtpc shares and does not change.
 
     Args:
         workload: which.
         checkpoint: its weights.
-        kept: a directory for vLLM's caches and logs.
+        workdir: where quantised checkpoints go, and vLLM's caches and logs.
         args: the command line's.
         tell: hears what is being done.
     """
@@ -193,7 +194,8 @@ def _decoders(
         if k > 0 and args.int8 and not workload.is_peer:
             yield _compile(target, k, args, tell, INT8)
         for scheme in args.quantize:
-            yield _compile(target, k, args, tell, f"{QUANTISED}{scheme}", scheme)
+            source = _quantised(checkpoint, workdir, scheme, tell)
+            yield _compile(source, k, args, tell, f"{QUANTISED}{scheme}")
     if args.llama_bench and workload.model == "mimo":
         tell("write GGUF files")
         files = LlamaFiles(
@@ -207,8 +209,18 @@ def _decoders(
             str(checkpoint.directory.absolute()), k, _max_len(args), max(args.batches)
         )
         threads = torch.get_num_threads()
-        launch = partial(VllmProcess, args.vllm_python, options, kept.absolute(), threads)
+        kept = (workdir / "vllm").absolute()
+        launch = partial(VllmProcess, args.vllm_python, options, kept, threads)
         yield VllmDecoder(launch, args.vllm_relaunch)
+
+
+def _quantised(checkpoint: Checkpoint, workdir: Path, scheme: str, tell: Tell) -> Path:
+    """The checkpoint in a scheme's format, as `mtpc quantize --head` writes it; written once."""
+    out = workdir / f"{checkpoint.directory.name}-{scheme}"
+    if not out.is_dir():
+        tell(f"write {out}")
+        quantise_checkpoint(checkpoint.directory, out, scheme, head=True)
+    return out
 
 
 def _max_len(args: argparse.Namespace) -> int:
@@ -227,7 +239,6 @@ def _compile(
     args: argparse.Namespace,
     tell: Tell,
     engine: str = "mtpc",
-    scheme: str | None = None,
 ) -> MtpcDecoder:
     """One captured program: decode steps for the batches asked for, and one for prefill."""
     enabled = (*args.enable, *(["quantise-draft"] if engine == INT8 else []))
@@ -248,7 +259,6 @@ def _compile(
         busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.
         backend=args.backend,
         enabled_passes=enabled,
-        quantize=scheme,
         synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )
     return MtpcDecoder(model, time.perf_counter() - start, engine)

@@ -15,6 +15,9 @@ KINDS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
 """Types of files to run, as llama-quantize has them."""
 WRITER = ROOT / "benchmarks" / "peers" / "gguf_writer.py"
 BENCH, QUANTIZE = "llama-batched-bench", "llama-quantize"
+ATTEMPTS = 10
+"""Runs until one tells its result. llama.cpp does not wait for its own log when it ends, and so
+loses results of small models (ggml-org/llama.cpp#22142)."""
 
 
 class LlamaError(Exception):
@@ -83,7 +86,9 @@ class LlamaDecoder(OneLaunch):
         before = _child_seconds()
         sizes = ("-c", context, "-npp", length, "-ntg", new_tokens, "-npl", batch)
         how = ("-t", threads, "-tb", threads, "--output-format", "jsonl")
-        found = read_result(_run([self._program, "-m", self._file, *sizes, *how]))
+        command = [self._program, "-m", self._file, *sizes, *how]
+        told = (output for _ in range(ATTEMPTS) if "{" in (output := _run(command)))
+        found = read_result(next(told, ""))
         cpu_s = _child_seconds() - before
         return Decoded(new_tokens, batch * new_tokens, found, None, cpu_s)
 

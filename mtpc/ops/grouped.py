@@ -35,7 +35,9 @@ def grouped_linear(
     With int4 and int8 codes, x is rounded to int8: each row has one scale for each group of W, the
     largest magnitude of these inputs divided by 127. A group's sum of products is an exact integer.
     It becomes a float32, is multiplied by the product of both scales, and is added in float32 to
-    the sum of the groups before it, first group first.
+    the sum of the groups before it, first group first. With minima, the sum of the group's rounded
+    inputs, an exact integer as float32, times the product of the row's scale and the minimum is
+    then subtracted.
 
     With float8 codes, x stays as it is. A group's products are added in float32, first input first.
     The sum is multiplied by the group's scale and added as above.
@@ -49,7 +51,8 @@ def grouped_linear(
         codes: uint8 or float8_e4m3fn [ceil(N / 32), K / 8 or K / 4, 32, 4], as
             `mtpc.weights.grouped.pack_codes` makes them.
         scales: float16, bfloat16 or float32 [ceil(N / 32), K / group, 32], of `pack_scales`.
-        zeros: uint8 of the same shape, or None: 8 for int4 and 128 for int8. None for float8.
+        zeros: uint8 of the same shape, or None: 8 for int4 and 128 for int8. Of the scales' dtype
+            they are minima. None for float8.
         features: N.
         bias: [N].
         rows: as in `packed_linear`.
@@ -78,12 +81,17 @@ def _integer_sums(x: Tensor, weight: GroupedWeight) -> Tensor:
     integers = torch.round(x * torch.where(largest < TINY, 0.0, inverse)).double()
     steps = (largest / LARGEST).squeeze(-1)
     codes = weight.codes.double().unflatten(-1, (-1, weight.form.group))
-    points = weight.form.default_zero if weight.zeros is None else weight.zeros[..., None].double()
+    form, zeros = weight.form, weight.zeros
+    codes -= form.default_zero if zeros is None or form.has_mins else zeros[..., None]
     scales, out = weight.scales.float(), x.new_zeros((*x.shape[:-2], codes.shape[0]))
     for group in range(x.shape[-2]):
         # Exact: integers below 2^53.
-        sums = integers[..., group, :] @ (codes - points)[:, group].t()
-        out = _add(out, sums.float(), steps[..., group, None] * scales[:, group])
+        sums = integers[..., group, :] @ codes[:, group].t()
+        step = steps[..., group, None]
+        out = _add(out, sums.float(), step * scales[:, group])
+        if form.has_mins and zeros is not None:
+            total = integers[..., group, :].sum(-1, keepdim=True).float()
+            out = _add(out, -total, step * zeros[:, group].float())
     return out
 
 

@@ -2,12 +2,13 @@
 
 A weight [N, K] has codes [N, K]. Each row of codes is cut into groups of adjacent inputs, and each
 group has a scale and, where the form has them, a zero point. The value of a code is
-(code - zero) * scale. A float8 code is a number itself: code * scale.
+(code - zero) * scale. A form may have minima instead, floats: code * scale - minimum. A float8 code
+is a number itself: code * scale.
 
 The packed order is that of `mtpc.weights.packing`: tiles of 32 output features, in which 32 bits of
 each feature lie side by side. For int4 these hold eight inputs: byte j has input j in its low four
 bits and input j + 4 in its high four bits. One shift and one mask then give two groups of four
-adjacent inputs, as dot-product instructions take them. Scales and zero points of a tile are
+adjacent inputs, as dot-product instructions take them. Scales, zero points and minima of a tile are
 [K / group, 32].
 """
 
@@ -38,22 +39,28 @@ class GroupForm:
         group: inputs that share a scale; all K inputs of a row for one scale a channel.
         has_zeros: whether each group has a zero point of its own. Without, the zero point of int4
             and int8 is `default_zero`. A float8 weight has none.
+        has_mins: whether each group has a minimum, which is subtracted from its values. The zero
+            point is 0 then.
     """
 
     kind: Kind
     group: int
     has_zeros: bool = False
+    has_mins: bool = False
 
     @property
     def default_zero(self) -> int:
-        """2^(bits - 1); 0 for float8."""
-        return 1 << (_BITS[self.kind] - 1) if self.kind in _BITS else 0
+        """2^(bits - 1); 0 for float8, and with minima."""
+        is_signed = self.kind in _BITS and not self.has_mins
+        return 1 << (_BITS[self.kind] - 1) if is_signed else 0
 
     def misfit(self, inputs: int) -> str | None:
         """Why a weight of so many inputs cannot have this form; None if it can."""
         step = PACKED_INPUTS[self.kind]
-        if self.has_zeros and self.kind == "float8":
-            return "float8 weights have no zero points"
+        if (self.has_zeros or self.has_mins) and self.kind == "float8":
+            return "float8 weights have no zero points and no minima"
+        if self.has_zeros and self.has_mins:
+            return "weights have zero points or minima, not both"
         if self.group <= 0 or inputs % self.group:
             return f"groups of {self.group} do not divide {inputs} inputs"
         if self.group % step:
@@ -69,7 +76,8 @@ class GroupedWeight:
         form: how to read the codes.
         codes: uint8 [..., N, K], 0..15 for int4; float8_e4m3fn [..., N, K] for float8.
         scales: float16, bfloat16 or float32 [..., N, K / group].
-        zeros: uint8 [..., N, K / group], of the codes' range; None if the form has none.
+        zeros: uint8 [..., N, K / group], of the codes' range; minima, if the form has them, of
+            the scales' dtype; None if it has neither.
     """
 
     form: GroupForm
@@ -89,23 +97,26 @@ class GroupedWeight:
         expected = {"codes": (self.codes, (codes,), self.codes.shape)}
         expected["scales"] = (self.scales, _SCALES, shape)
         if self.zeros is not None:
-            expected["zeros"] = (self.zeros, (torch.uint8,), shape)
+            dtype = self.scales.dtype if self.form.has_mins else torch.uint8
+            expected["zeros"] = (self.zeros, (dtype,), shape)
         for name, (tensor, dtypes, wanted) in expected.items():
             if tensor.dtype not in dtypes or tensor.shape != wanted:
                 raise ValueError(
                     f"{name} of {self.form}: expected {' or '.join(map(str, dtypes))} "
                     f"{list(wanted)}, found {tensor.dtype} {list(tensor.shape)}"
                 )
-        if (self.zeros is not None) != self.form.has_zeros:
-            raise ValueError(
-                f"{self.form}: zeros are {'missing' if self.form.has_zeros else 'given'}"
-            )
+        has_any = self.form.has_zeros or self.form.has_mins
+        if (self.zeros is not None) != has_any:
+            raise ValueError(f"{self.form}: zeros are {'missing' if has_any else 'given'}")
 
     def dequantise(self) -> Tensor:
         """The weight in float32 [..., N, K]."""
         codes = self.codes.float().unflatten(-1, (-1, self.form.group))
-        zeros = self.form.default_zero if self.zeros is None else self.zeros[..., None].float()
-        return ((codes - zeros) * self.scales[..., None].float()).flatten(-2)
+        scales = self.scales[..., None].float()
+        zeros = None if self.zeros is None else self.zeros[..., None].float()
+        if self.form.has_mins:
+            return (codes * scales - zeros).flatten(-2)
+        return ((codes - (self.form.default_zero if zeros is None else zeros)) * scales).flatten(-2)
 
 
 def pack_codes(codes: Tensor, kind: Kind) -> Tensor:
@@ -170,7 +181,9 @@ def form_of(inputs: int, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
     is_float = codes.dtype == torch.float8_e4m3fn
     kinds: tuple[Kind, ...] = ("float8",) if is_float else ("int4", "int8")
     found = [kind for kind in kinds if steps * PACKED_INPUTS[kind] == inputs > 0]
-    form = GroupForm(found[0], inputs // groups, zeros is not None) if found and groups else None
+    has_mins = zeros is not None and zeros.dtype.is_floating_point
+    has = (zeros is not None and not has_mins, has_mins)
+    form = GroupForm(found[0], inputs // groups, *has) if found and groups else None
     if form is None or form.group * groups != inputs or form.misfit(inputs) is not None:
         raise ValueError(
             f"codes {list(codes.shape)} and scales {list(scales.shape)} do not fit {inputs} inputs"

@@ -34,16 +34,18 @@ class GroupSpec:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The tensors of a weight."""
-        return ("codes", "scales", "zeros") if self.form.has_zeros else ("codes", "scales")
+        has_zeros = self.form.has_zeros or self.form.has_mins
+        return ("codes", "scales", "zeros") if has_zeros else ("codes", "scales")
 
     def nbytes(self, count: int) -> int:
         """Bytes of so many weights, without those that fill last tiles."""
         form, groups = self.form, count // self.form.group
         codes = count // 2 if form.kind == "int4" else count
-        return codes + groups * (getattr(torch, self.scales).itemsize + form.has_zeros)
+        size = getattr(torch, self.scales).itemsize
+        return codes + groups * (size * (1 + form.has_mins) + form.has_zeros)
 
     def __str__(self) -> str:
-        zeros = ", zeros" if self.form.has_zeros else ""
+        zeros = ", zeros" if self.form.has_zeros else ", minima" if self.form.has_mins else ""
         return f"{self.form.kind} by {self.form.group}{zeros}, {self.scales} scales"
 
 
@@ -87,7 +89,8 @@ def allocate_piece(piece: Piece, spec: GroupSpec, shape: Sequence[int]) -> Tenso
         width = inputs // 2 if form.kind == "int4" else inputs
         codes = allocate_packed((*stack, features, width), torch.uint8)
         return codes.view(torch.float8_e4m3fn) if form.kind == "float8" else codes
-    dtype = torch.uint8 if piece == "zeros" else getattr(torch, spec.scales)
+    is_byte = piece == "zeros" and form.has_zeros
+    dtype = torch.uint8 if is_byte else getattr(torch, spec.scales)
     return allocate((*stack, count_tiles(features), inputs // form.group, TILE), dtype)
 
 

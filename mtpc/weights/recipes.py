@@ -327,8 +327,8 @@ def to_json(recipe: Recipe) -> Any:
     """The recipe as JSON: a name, or an operation with its arguments.
 
     Examples: `{"cat": [...]}`, `{"pack": ...}`, `{"rows": [[[0, 8], [9, 12]], ...]}`,
-    `{"blocks": [[4, 0, 8, true], ...]}`, `{"grouped": [["codes", "int4", 32, false, "bfloat16"],
-    ...]}`.
+    `{"blocks": [[4, 0, 8, true], ...]}`,
+    `{"grouped": [["codes", "int4", 32, false, false, "bfloat16"], ...]}`.
     """
     if isinstance(recipe, str):
         return recipe
@@ -341,7 +341,8 @@ def to_json(recipe: Recipe) -> Any:
         return {"blocks": [taken, to_json(recipe.part)]}
     if isinstance(recipe, Grouped):
         form = recipe.spec.form
-        says = [recipe.piece, form.kind, form.group, form.has_zeros, recipe.spec.scales]
+        has = [form.has_zeros, form.has_mins]
+        says = [recipe.piece, form.kind, form.group, *has, recipe.spec.scales]
         return {"grouped": [says, to_json(recipe.part)]}
     return {recipe.op: [to_json(part) for part in recipe.parts]}
 
@@ -364,10 +365,10 @@ def from_json(value: Any) -> Recipe:
         (count, start, stop, transposed), part = parts
         return Blocks(index(count), index(start), index(stop), bool(transposed), from_json(part))
     if op == "grouped":
-        (piece, kind, group, has_zeros, scales), part = parts
+        (piece, kind, group, has_zeros, has_mins, scales), part = parts
         if piece not in get_args(Piece):
             raise ValueError(f"a grouped weight has no {piece!r}")
-        form = GroupForm(kind, index(group), bool(has_zeros))
+        form = GroupForm(kind, index(group), bool(has_zeros), bool(has_mins))
         return Grouped(piece, GroupSpec(form, scales), from_json(part))
     if op not in ("cat", "cat_rows", "stack") or not isinstance(parts, list):
         raise ValueError(f"a recipe has the operation {op!r} of {type(parts).__name__}")

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.peers.llama_decoder import WRITER, LlamaError, LlamaFiles, read_result
+from benchmarks.peers.llama_decoder import (
+    BENCH,
+    WRITER,
+    LlamaDecoder,
+    LlamaError,
+    LlamaFiles,
+    read_result,
+)
 from mtpc.weights.write_quantised import quantise_checkpoint
 
 LINE = (
@@ -52,6 +59,23 @@ def test_a_result_is_read(tmp_path: Path) -> None:
     for output in ("", LINE + LINE):
         with pytest.raises(LlamaError, match="expected one"):
             read_result(output)
+
+
+def test_a_lost_result_is_measured_again(tmp_path: Path) -> None:
+    """llama.cpp may end before its log is written."""
+    runs = tmp_path / "runs"
+    program = tmp_path / BENCH
+    program.write_text(
+        f"#!/bin/sh\necho run >> {runs}\n[ $(wc -l < {runs}) -lt 3 ] || echo '{LINE.strip()}'\n"
+    )
+    program.chmod(0o755)
+    decoder = LlamaDecoder(tmp_path, tmp_path / "model.gguf", "Q4_0", threads=1)
+    decoded = decoder.decode([[1, 2]], 64)
+    assert (decoded.steps, decoded.seconds) == (64, 1.75)
+    assert runs.read_text().count("run") == 3
+    program.write_text("#!/bin/sh\n")
+    with pytest.raises(LlamaError, match="wrote 0 results"):
+        decoder.decode([[1, 2]], 64)
 
 
 def test_the_file_has_the_targets_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.batches import bf16, mixture
 from helpers.compiled import run_on
-from helpers.grouped import FORMS, Packed, bound, exact, random_weight
+from helpers.grouped import FORMS, Packed, Zeros, bound, exact, random_weight
 from helpers.places import TESTS
 from helpers.small_graphs import small_graph
 from hypothesis import given, settings
@@ -37,18 +37,18 @@ KINDS: list[Kind] = ["int4", "int8", "float8"]
     group=st.sampled_from([8, 32, 40, 64, 128, 160]),
     groups=st.integers(1, 4),
     features=st.integers(1, 100),
-    has_zeros=st.booleans(),
+    points=st.sampled_from(["", "zeros", "mins"]),
     scales=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     rows=st.integers(1, 17),
     outlier=st.sampled_from([1.0, 1e4]),
 )
 def test_kernel_against_float64_and_the_reference(
-    kind: Kind, group: int, groups: int, features: int, has_zeros: bool, scales: torch.dtype,
+    kind: Kind, group: int, groups: int, features: int, points: Zeros, scales: torch.dtype,
     rows: int, outlier: float,
 ) -> None:  # fmt: skip
     """Integer codes give the reference's bits; float8 adds up in another order than torch."""
     made = random_weight(
-        kind, (features, group * groups), group, has_zeros=has_zeros, scales=scales, seed=features
+        kind, (features, group * groups), group, zeros=points, scales=scales, seed=features
     )
     x = bf16(rows, group * groups, seed=rows).float()
     x[0, -1] *= outlier
@@ -64,12 +64,12 @@ def test_kernel_against_float64_and_the_reference(
         assert bool(((found - reference).abs() <= both).all())
 
 
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMS)
+@pytest.mark.parametrize(("kind", "group", "points"), FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_do_not_depend_on_rows_or_threads(
-    kind: Kind, group: int, has_zeros: bool, dtype: torch.dtype
+    kind: Kind, group: int, points: Zeros, dtype: torch.dtype
 ) -> None:
-    made = random_weight(kind, (200, 512), group, has_zeros=has_zeros)
+    made = random_weight(kind, (200, 512), group, zeros=points)
     x, bias = bf16(70, 512, seed=1).to(dtype), bf16(200, seed=2)
     operands = (*made.operands, bias)
     with run_on(1):
@@ -85,17 +85,18 @@ def test_rows_do_not_depend_on_rows_or_threads(
     )
 
 
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMS)
+@pytest.mark.parametrize(("kind", "group", "points"), FORMS)
 def test_scales_that_are_zero_subnormal_or_not_a_number(
-    kind: Kind, group: int, has_zeros: bool
+    kind: Kind, group: int, points: Zeros
 ) -> None:
-    made = random_weight(kind, (40, 512), group, has_zeros=has_zeros, scales=torch.float16)
+    made = random_weight(kind, (40, 512), group, zeros=points, scales=torch.float16)
     x = bf16(3, 512, seed=1).float()
     before = OURS.grouped_linear(x, *made.operands)
-    scales = made.weight.scales
-    scales[3] = 0
-    scales[5] = 2.0**-24
-    scales[39, -1] = torch.nan
+    for scales in (made.weight.scales, made.weight.zeros):
+        if scales is not None and scales.dtype == torch.float16:
+            scales[3] = 0
+            scales[5] = 2.0**-24
+            scales[39, -1] = torch.nan
     for namespace in (OURS, REFERENCE):
         found = namespace.grouped_linear(x, *made.operands)
         assert not found[:, 3].any()
@@ -108,10 +109,10 @@ def test_scales_that_are_zero_subnormal_or_not_a_number(
     assert torch.equal(found[:, others], before[:, others])
 
 
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMS)
-def test_inputs_that_are_no_numbers_or_tiny(kind: Kind, group: int, has_zeros: bool) -> None:
+@pytest.mark.parametrize(("kind", "group", "points"), FORMS)
+def test_inputs_that_are_no_numbers_or_tiny(kind: Kind, group: int, points: Zeros) -> None:
     """They concern their own rows. A group of integers for tiny inputs is zero."""
-    made = random_weight(kind, (33, 512), group, has_zeros=has_zeros)
+    made = random_weight(kind, (33, 512), group, zeros=points)
     x = bf16(5, 512, seed=1).float()
     before = OURS.grouped_linear(x, *made.operands)
     x[1, 7], x[2, 300], x[3] = torch.nan, torch.inf, 1e-37
@@ -140,9 +141,9 @@ def test_a_float8_that_is_no_number_is_kept() -> None:
     assert torch.equal(found[numbers], expected[numbers])
 
 
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMS)
-def test_rows_that_are_not_used_stay_away(kind: Kind, group: int, has_zeros: bool) -> None:
-    made = random_weight(kind, (128, 256), group, has_zeros=has_zeros)
+@pytest.mark.parametrize(("kind", "group", "points"), FORMS)
+def test_rows_that_are_not_used_stay_away(kind: Kind, group: int, points: Zeros) -> None:
+    made = random_weight(kind, (128, 256), group, zeros=points)
     x = bf16(9, 256)
     whole = OURS.grouped_linear(x, *made.operands)
     x[6:] = torch.nan
@@ -155,12 +156,12 @@ def test_rows_that_are_not_used_stay_away(kind: Kind, group: int, has_zeros: boo
     assert torch.equal(gated, OURS.silu_and_mul(whole[:6]))
 
 
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMS)
+@pytest.mark.parametrize(("kind", "group", "points"), FORMS)
 @pytest.mark.parametrize("features", [1, 97, 4000])
 def test_the_largest_is_that_of_the_layer(
-    kind: Kind, group: int, has_zeros: bool, features: int
+    kind: Kind, group: int, points: Zeros, features: int
 ) -> None:
-    made = random_weight(kind, (features, 256), group, has_zeros=has_zeros)
+    made = random_weight(kind, (features, 256), group, zeros=points)
     x, bias = bf16(5, 256), bf16(features, seed=1)
     for namespace in (OURS, REFERENCE):
         values, indices = namespace.grouped_linear_max(x, *made.operands, bias)
@@ -169,10 +170,10 @@ def test_the_largest_is_that_of_the_layer(
         assert torch.equal(indices, expected.indices)
 
 
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMS)
-def test_a_tape_calls_them(kind: Kind, group: int, has_zeros: bool) -> None:
+@pytest.mark.parametrize(("kind", "group", "points"), FORMS)
+def test_a_tape_calls_them(kind: Kind, group: int, points: Zeros) -> None:
     """With codes of each dtype as weights, and with zero points or without."""
-    codes, scales, zeros = random_weight(kind, (64, 256), group, has_zeros=has_zeros).parts
+    codes, scales, zeros = random_weight(kind, (64, 256), group, zeros=points).parts
     tensors = {"x": bf16(3, 256), "codes": codes, "scales": scales}
     if zeros is not None:
         tensors["zeros"] = zeros
@@ -192,42 +193,43 @@ def test_a_tape_calls_them(kind: Kind, group: int, has_zeros: bool) -> None:
 
 
 def experts_of(
-    tokens: int, kind: Kind, groups: tuple[int, int], dtype: torch.dtype, has_zeros: bool = False
+    tokens: int, kind: Kind, groups: tuple[int, int], dtype: torch.dtype, points: Zeros = ""
 ) -> tuple[Tensor | None, ...]:
     """Arguments of grouped_experts: six experts, 256 hidden and 64 intermediate features."""
     mix = mixture(tokens, (6, 256, 64), dtype)
     wide, narrow = (
-        random_weight(kind, shape, group, has_zeros=has_zeros, seed=group)
+        random_weight(kind, shape, group, zeros=points, seed=group)
         for shape, group in zip(((6, 128, 256), (6, 256, 64)), groups, strict=True)
     )
     return mix.x, *wide.parts, *narrow.parts, mix.ids, mix.weights
 
 
-CASES: list[tuple[Kind, tuple[int, int], bool]] = [
-    ("int4", (32, 32), False),
-    ("int4", (128, 64), True),
-    ("int8", (256, 64), False),
-    ("float8", (128, 64), False),
+CASES: list[tuple[Kind, tuple[int, int], Zeros]] = [
+    ("int4", (32, 32), ""),
+    ("int4", (128, 64), "zeros"),
+    ("int4", (32, 32), "mins"),
+    ("int8", (256, 64), ""),
+    ("float8", (128, 64), ""),
 ]
 
 
-@pytest.mark.parametrize(("kind", "groups", "has_zeros"), CASES)
+@pytest.mark.parametrize(("kind", "groups", "points"), CASES)
 @pytest.mark.parametrize("limit", [(0.0, False), (0.4, True)])
 def test_experts_against_the_reference(
-    kind: Kind, groups: tuple[int, int], has_zeros: bool, limit: tuple[float, bool]
+    kind: Kind, groups: tuple[int, int], points: Zeros, limit: tuple[float, bool]
 ) -> None:
     """An activation on the edge between two integers may be rounded to either: one step of it."""
-    arguments = experts_of(13, kind, groups, torch.float32, has_zeros)
+    arguments = experts_of(13, kind, groups, torch.float32, points)
     found = OURS.grouped_experts(*arguments, *limit)
     expected = REFERENCE.grouped_experts(*arguments, *limit)
     assert float((found - expected).norm()) <= 2e-3 * float(expected.norm()) > 0
 
 
-@pytest.mark.parametrize(("kind", "groups", "has_zeros"), CASES)
+@pytest.mark.parametrize(("kind", "groups", "points"), CASES)
 def test_rows_of_experts_do_not_depend_on_rows(
-    kind: Kind, groups: tuple[int, int], has_zeros: bool
+    kind: Kind, groups: tuple[int, int], points: Zeros
 ) -> None:
-    x, *weights, ids, shares = experts_of(21, kind, groups, torch.bfloat16, has_zeros)
+    x, *weights, ids, shares = experts_of(21, kind, groups, torch.bfloat16, points)
     together = OURS.grouped_experts(x, *weights, ids, shares)
     with run_on(2):
         assert torch.equal(OURS.grouped_experts(x, *weights, ids, shares), together)
@@ -276,9 +278,9 @@ def guarded(t):
     forbid(raw.data_ptr() + page + whole, page)
     return copy
 
-for kind, group, zeros in (("int4", 32, True), ("int4", 40, False), ("int8", 160, True),
-                           ("float8", 32, False)):
-    made = random_weight(kind, (70, 160), group, has_zeros=zeros)
+for kind, group, points in (("int4", 32, "zeros"), ("int4", 40, ""), ("int8", 160, "zeros"),
+                            ("int4", 32, "mins"), ("float8", 32, "")):
+    made = random_weight(kind, (70, 160), group, zeros=points)
     for rows in (1, 3, 5, 9):
         x = bf16(rows, 160)
         expected = OURS.grouped_linear(x, *made.operands)
@@ -301,7 +303,7 @@ assert torch.equal(found, expected)
 
 
 def test_schemas_and_fakes() -> None:
-    made, x = random_weight("int4", (64, 64), 32, has_zeros=True), bf16(3, 64)
+    made, x = random_weight("int4", (64, 64), 32, zeros="zeros"), bf16(3, 64)
     tests = ("test_schema", "test_faketensor")
     for namespace in (OURS, REFERENCE):
         for name in ("grouped_linear", "grouped_linear_max", "grouped_gated_linear"):
@@ -318,7 +320,7 @@ def replaced(made: Packed, index: int, value: Tensor | None) -> list[Tensor | in
 
 
 def test_misfits_are_refused() -> None:
-    made, x = random_weight("int4", (64, 64), 32, has_zeros=True), bf16(3, 64)
+    made, x = random_weight("int4", (64, 64), 32, zeros="zeros"), bf16(3, 64)
     codes, scales, zeros = made.parts
     assert zeros is not None
     for rows, operands, message in (
@@ -329,6 +331,7 @@ def test_misfits_are_refused() -> None:
         (x, replaced(made, 1, scales.double()), "do not fit"),
         (x, replaced(made, 1, scales[:, :1].contiguous()), "do not fit"),
         (x, replaced(made, 2, zeros.int()), "do not fit"),
+        (x, replaced(made, 2, zeros.float()), "do not fit"),  # Minima are of the scales' dtype.
         (x, (*made.operands, bf16(63)), r"bias \[64\]"),
     ):
         with pytest.raises(RuntimeError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,14 +11,18 @@ from torch.nn import functional as F
 
 from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, pack_codes, pack_scales
 
-FORMS: list[tuple[Kind, int, bool]] = [
-    ("int4", 32, False),
-    ("int4", 128, True),
-    ("int8", 64, True),
-    ("int8", 256, False),
-    ("float8", 128, False),
+Zeros = Literal["", "zeros", "mins"]
+"""What groups have besides a scale: nothing, a zero point, or a minimum."""
+FORMS: list[tuple[Kind, int, Zeros]] = [
+    ("int4", 32, ""),
+    ("int4", 128, "zeros"),
+    ("int4", 32, "mins"),
+    ("int8", 64, "zeros"),
+    ("int8", 256, ""),
+    ("int8", 16, "mins"),
+    ("float8", 128, ""),
 ]
-"""Kind, group, and whether there are zero points."""
+"""Kind, group, and what groups have besides."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +51,25 @@ def random_weight(
     shape: tuple[int, ...],
     group: int,
     *,
-    has_zeros: bool = False,
+    zeros: Zeros = "",
     scales: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Packed:
     """Codes over their whole range, and scales about 1 / sqrt(K) of what makes them ones."""
     gen = torch.Generator().manual_seed(seed)
-    form = GroupForm(kind, group, has_zeros and kind != "float8")
-    top = 2 * form.default_zero
+    has = zeros if kind != "float8" else ""
+    form = GroupForm(kind, group, has == "zeros", has == "mins")
+    top = 2 * GroupForm(kind, group).default_zero
     if kind == "float8":
         codes = torch.randn(shape, generator=gen).to(torch.float8_e4m3fn)
     else:
         codes = torch.randint(0, top, shape, generator=gen, dtype=torch.uint8)
     groups = (*shape[:-1], shape[-1] // group)
     step = (0.5 + torch.rand(groups, generator=gen)) / (max(top, 2) / 4 * shape[-1] ** 0.5)
-    zeros = torch.randint(0, max(top, 1), groups, generator=gen, dtype=torch.uint8)
-    weight = GroupedWeight(form, codes, step.to(scales), zeros if form.has_zeros else None)
-    return Packed(weight, shape[-2])
+    points = torch.randint(0, max(top, 1), groups, generator=gen, dtype=torch.uint8)
+    minima = (points * step).to(scales)
+    of: dict[Zeros, Tensor | None] = {"": None, "zeros": points, "mins": minima}
+    return Packed(GroupedWeight(form, codes, step.to(scales), of[has]), shape[-2])
 
 
 def exact(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +78,8 @@ def exact(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tenso
     group = codes.shape[-1] // scales.shape[-1]
     default = {"int4": 8.0, "int8": 128.0, "float8": 0.0}[weight.form.kind]
     zeros = torch.full_like(scales, default) if weight.zeros is None else weight.zeros.double()
-    dense = (codes - zeros.repeat_interleave(group, -1)) * scales.repeat_interleave(group, -1)
+    zeros = zeros if weight.form.has_mins else zeros * scales
+    dense = codes * scales.repeat_interleave(group, -1) - zeros.repeat_interleave(group, -1)
     return F.linear(x.double(), dense, None if bias is None else bias.double())
 
 
@@ -79,13 +87,19 @@ def bound(x: Tensor, weight: GroupedWeight) -> Tensor:
     """The largest error of a result in float32: half a step of each rounded input, and sums.
 
     A group's inputs are rounded to steps of a 127th of the largest of them. Sums of integers are
-    exact; each group's costs three roundings. With float8 each product costs one.
+    exact; each group's costs three roundings, and so does what minima make of it, apart. With
+    float8 each product costs one.
     """
     form, magnitudes = weight.form, x.double().abs()
     dense = weight.dequantise().double().abs()
-    products = F.linear(magnitudes, dense)
+    apart = dense
+    if form.has_mins and weight.zeros is not None:
+        mins = weight.zeros.double().repeat_interleave(form.group, -1)
+        apart = (weight.dequantise() + mins).abs() + mins.abs()
+    products = F.linear(magnitudes, apart)
     if form.kind == "float8":
         return products * (form.group + 2 * x.shape[-1] // form.group + 4) * 2.0**-24
     largest = magnitudes.unflatten(-1, (-1, form.group)).amax(-1)
-    halves = F.linear(largest / 254, dense.unflatten(-1, (-1, form.group)).sum(-1))
-    return halves * 1.001 + (products + halves) * (x.shape[-1] // form.group + 4) * 2.0**-23
+    halves = F.linear(largest / 254, apart.unflatten(-1, (-1, form.group)).sum(-1))
+    sums = (1 + form.has_mins) * x.shape[-1] // form.group + 4
+    return halves * 1.001 + (products + halves) * sums * 2.0**-23

@@ -37,7 +37,7 @@ def quantised(features: int, inputs: int, bias: Tensor | None = None) -> tuple[s
 
 
 def grouped(features: int, inputs: int, bias: Tensor | None = None) -> tuple[str, Sequence[Any]]:
-    made = random_weight("int4", (features, inputs), 32, has_zeros=True)
+    made = random_weight("int4", (features, inputs), 32, zeros="zeros")
     return "grouped_linear", (*made.operands, bias)
 
 
@@ -176,7 +176,7 @@ def test_the_targets_head_and_the_drafts(
 
 
 def test_a_grouped_head() -> None:
-    codes, scales, zeros, features = random_weight("int4", (70, 64), 32, has_zeros=True).operands
+    codes, scales, zeros, features = random_weight("int4", (70, 64), 32, zeros="zeros").operands
 
     def head(out: Tensor, x: Tensor, *parts: Tensor) -> None:
         out.copy_(REFERENCE.grouped_linear(x, *parts, features).argmax(-1))

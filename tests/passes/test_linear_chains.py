@@ -12,7 +12,7 @@ import torch
 from helpers.batches import bf16
 from helpers.compiled import run_on
 from helpers.families import EACH_FAMILY_OF_FEW
-from helpers.grouped import random_weight
+from helpers.grouped import Zeros, random_weight
 from helpers.small_graphs import run, small_graph
 from helpers.whole_steps import check_no_token_changes, rewritten
 from hypothesis import given, settings
@@ -58,7 +58,8 @@ def operands_of(kinds: str, width: int) -> list[Tensor]:
             operands.append(pack(bf16(features, inputs, seed=at) / 8))
         else:
             code: Kind = "int4" if "z" in kind else ("int4", "int8", "float8")[at % 3]
-            made = random_weight(code, (features, inputs), 32, has_zeros="z" in kind, seed=at)
+            zeros: Zeros = "" if "z" not in kind else "mins" if at % 2 else "zeros"
+            made = random_weight(code, (features, inputs), 32, zeros=zeros, seed=at)
             operands += [part for part in made.parts if part is not None]
         if kind[0] in "Bb":
             operands.append(bf16(features, seed=at + 10))
@@ -266,7 +267,7 @@ def test_grouped_linears_are_stages() -> None:
     """After SwiGLU was found among them. What the graph computes stays, bit for bit."""
     made = {
         "first": random_weight("int4", (64, 96), 32),
-        "both": random_weight("int8", (128, 64), 64, has_zeros=True, seed=1),
+        "both": random_weight("int8", (128, 64), 64, zeros="zeros", seed=1),
         "last": random_weight("float8", (64, 64), 64, seed=2),
     }
     tensors = {"x": bf16(3, 96, seed=3), "residual": bf16(3, 64, seed=4), "weight": bf16(64) + 1}

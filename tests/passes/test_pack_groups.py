@@ -33,6 +33,7 @@ OPS = torch.ops.mtpc
 SPECS = [
     GroupSpec(GroupForm("int4", 32, True), "bfloat16"),
     GroupSpec(GroupForm("int8", 64), "float32"),
+    GroupSpec(GroupForm("int4", 32, has_mins=True), "float32"),
     GroupSpec(GroupForm("float8", 32), "float16"),
 ]
 
@@ -46,8 +47,9 @@ def weight(spec: GroupSpec, *shape: int, seed: int = 0) -> GroupedWeight:
     if form.kind == "float8":
         codes = torch.randn(shape).to(torch.float8_e4m3fn)
     scales = torch.rand(*shape[:-1], groups).to(getattr(torch, spec.scales))
-    zeros = torch.randint(0, most, scales.shape).to(torch.uint8) if form.has_zeros else None
-    return GroupedWeight(form, codes, scales, zeros)
+    zeros = torch.randint(0, most, scales.shape).to(torch.uint8)
+    of = {0: None, 1: zeros, 2: most * torch.rand_like(scales)}
+    return GroupedWeight(form, codes, scales, of[form.has_zeros + 2 * form.has_mins])
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

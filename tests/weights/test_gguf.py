@@ -20,10 +20,13 @@ from mtpc.models.hf import model_class
 from mtpc.models.load import find_family
 from mtpc.models.read_config import read_config
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.formats.gguf import find
 from mtpc.weights.gguf.blocks import BLOCKS, Block
 from mtpc.weights.gguf.families import FAMILIES
-from mtpc.weights.gguf.file import find_gguf
+from mtpc.weights.gguf.file import Change, GgufTensor, Heads, find_gguf
 from mtpc.weights.gguf.names import ENDS, STACKS
+from mtpc.weights.grouped import GroupForm
+from mtpc.weights.grouped_recipes import GroupSpec, pack_grouped
 from mtpc.weights.served_model import ServedModel
 from mtpc.weights.write_quantised import quantise_checkpoint
 
@@ -154,6 +157,31 @@ def test_blocks_are_those_of_transformers(number: int) -> None:
     assert torch.equal(values(BLOCKS[number], raw).float(), wanted.reshape(3, -1))
 
 
+@pytest.mark.parametrize("number", [n for n in CODES if BLOCKS[n].has_mins])
+@pytest.mark.parametrize("columns", [None, Heads(2, 8, 32)], ids=["", "turned"])
+def test_types_with_minima_are_read_as_codes(number: int, columns: Heads | None) -> None:
+    """What Q4_K_M is made of: as gguf's own dequantiser has it, to the bit."""
+    gguf = pytest.importorskip("gguf")
+    block, raw = BLOCKS[number], blocks(number, 1, rows=40, count=512 // BLOCKS[number].inputs)
+    steps = raw.unflatten(-1, (-1, block.nbytes))[..., :4].view(torch.int16)
+    steps[:] = torch.tensor([0.0123, 0.0567]).half().view(torch.int16)
+    stored = GgufTensor(Path("a"), block.name, (40, 512), 0, block, Change(columns=columns))
+    (weight,) = find({"a.weight": stored}, {}, {})
+    assert weight.spec == GroupSpec(GroupForm(weight.kind, 32, has_mins=True), block.scales)
+    found = weight.grouped(lambda name: raw)
+    kind = gguf.GGMLQuantizationType(number)
+    wanted = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind))
+    wanted = wanted if columns is None else wanted[:, columns.order()]
+    torch.testing.assert_close(found.dequantise(), wanted, rtol=2**-23, atol=2**-23)
+    assert torch.equal(weight.values(lambda name: raw, torch.float32), found.dequantise())
+    packed = pack_grouped(found)
+    x = torch.eye(512)  # Rounding to int8 leaves it as it is.
+    product = torch.ops.mtpc.grouped_linear(
+        x, packed["codes"], packed["scales"], packed["zeros"], 40
+    )
+    torch.testing.assert_close(product.t(), wanted, rtol=1e-6, atol=1e-6)
+
+
 def rewritten(source: Path, out: Path, kind: str) -> Path:
     """A GGUF file with its matrices in another type, by the gguf package."""
     gguf = pytest.importorskip("gguf")
@@ -194,7 +222,7 @@ def test_quantised_files_are_their_values(name: str, kind: str, tmp_path: Path) 
     for tensor in found.specs:
         codes = found.grouped(tensor).dequantise().to(torch.bfloat16)
         assert torch.equal(codes, found.tensor(tensor)), tensor
-    assert bool(found.specs) == (kind != "Q4_1")  # It has minima.
+    assert found.specs
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])

@@ -122,18 +122,16 @@ inline Groups widen_bytes(const uint8_t* from) {
   return __builtin_convertvector(bytes, Groups);
 }
 
-/// A tile's scales and zero points, a register of features at a time.
+/// A tile's scales, and zero points or minima, a register of features at a time.
 class TileScales {
  public:
   explicit TileScales(const GroupedWeight& tile)
-      : scales_(tile.scales), zeros_(tile.zeros), type_(tile.scale_type) {}
+      : scales_(tile.scales),
+        zeros_(tile.has_mins ? nullptr : reinterpret_cast<const uint8_t*>(tile.zeros)),
+        mins_(tile.has_mins ? tile.zeros : nullptr),
+        type_(tile.scale_type) {}
 
-  Vec<float> scale(int64_t group, int64_t feature) const {
-    const int64_t at = group * kFeatures + feature;
-    if (type_ == ScalarType::Half) return load<float>(reinterpret_cast<const Half*>(scales_) + at);
-    if (type_ == ScalarType::Float) return load<float>(reinterpret_cast<const float*>(scales_) + at);
-    return load<float>(reinterpret_cast<const BFloat16*>(scales_) + at);
-  }
+  Vec<float> scale(int64_t group, int64_t feature) const { return floats(scales_, group, feature); }
 
   bool has_zeros() const { return zeros_ != nullptr; }
 
@@ -141,18 +139,31 @@ class TileScales {
     return widen_bytes(zeros_ + group * kFeatures + feature);
   }
 
+  bool has_mins() const { return mins_ != nullptr; }
+
+  Vec<float> min(int64_t group, int64_t feature) const { return floats(mins_, group, feature); }
+
   /// Fetches scales that groups some way after these will need.
   void fetch(int64_t group, int64_t end) const {
     constexpr int64_t kAhead = kCodesAhead / 8;
     const int64_t bytes = kFeatures * (type_ == ScalarType::Float ? 4 : 2);
     for (int64_t at = group * bytes; at < end * bytes; at += kLine) {
       __builtin_prefetch(scales_ + at + kAhead, 0, 3);
+      if (has_mins()) __builtin_prefetch(mins_ + at + kAhead, 0, 3);
     }
   }
 
  private:
+  Vec<float> floats(const char* from, int64_t group, int64_t feature) const {
+    const int64_t at = group * kFeatures + feature;
+    if (type_ == ScalarType::Half) return load<float>(reinterpret_cast<const Half*>(from) + at);
+    if (type_ == ScalarType::Float) return load<float>(reinterpret_cast<const float*>(from) + at);
+    return load<float>(reinterpret_cast<const BFloat16*>(from) + at);
+  }
+
   const char* scales_;
   const uint8_t* zeros_;
+  const char* mins_;
   ScalarType type_;
 };
 
@@ -330,6 +341,9 @@ class TileProduct {
         const Groups zero = scales_.zero(g, feature(block) + i * kLanes<float>);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sums[r][i] = zero * x_offsets[r];
+      } else if (scales_.has_mins()) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) sums[r][i] = Groups{};
       } else {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sums[r][i] = Groups{} + x_offsets[r];
@@ -337,7 +351,7 @@ class TileProduct {
     }
   }
 
-  /// Adds the sums of a group's integers, scaled, to the totals.
+  /// Adds the sums of a group's integers, scaled, to the totals, and takes minima away.
   __attribute__((always_inline)) void finish(
       int64_t g, int block, const Sums& sums, Totals& totals) const {
     const float* x_steps = x_steps_ + g * x_rows_;
@@ -348,6 +362,14 @@ class TileProduct {
       for (int r = 0; r < kRows; ++r) {
         const Vec<float> sum = __builtin_convertvector(sums[r][i], Vec<float>);
         totals[r][i] = multiply_add(sum, scale * x_steps[r], totals[r][i]);
+      }
+      if (!scales_.has_mins()) continue;
+      const int32_t* x_offsets = x_offsets_ + g * x_rows_;
+      const Vec<float> min = scales_.min(g, feature(block) + i * kLanes<float>);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<float> offset = Vec<float>{} + static_cast<float>(x_offsets[r]);
+        totals[r][i] = multiply_add(offset, min * x_steps[r], totals[r][i]);
       }
     }
   }

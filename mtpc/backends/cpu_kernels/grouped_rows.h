@@ -23,8 +23,8 @@ inline constexpr bool kBytesAsPairs = false;
 #endif
 
 /// What decides how rows are prepared: the kind of codes, the inputs that share a scale, and the
-/// zero point of all groups. Where groups have zero points of their own, `zero` is 1: what theirs
-/// is multiplied by.
+/// zero point of all groups. Where groups have zero points or minima of their own, `zero` is 1: what
+/// theirs are multiplied by.
 struct GroupForm {
   CodeKind kind;
   int64_t inputs, group;
@@ -42,16 +42,19 @@ struct GroupForm {
   }
 };
 
-/// Packed codes of `tiles` tiles, their scales and zero points.
+/// Packed codes of `tiles` tiles, their scales, and their zero points or minima.
 struct GroupedWeight {
   GroupForm form;
   int64_t tiles;
   const char* codes;
   const char* scales;
   ScalarType scale_type;
-  const uint8_t* zeros;  // may be null
+  const char* zeros;  // may be null
+  bool has_mins;      // whether these are minima, of the scales' type
 
   int64_t scale_bytes() const { return scale_type == ScalarType::Float ? 4 : 2; }
+
+  int64_t zero_bytes() const { return has_mins ? scale_bytes() : 1; }
 
   /// Bytes of a tile's codes.
   int64_t tile_bytes() const { return form.steps() * kGroupBytes; }
@@ -60,7 +63,7 @@ struct GroupedWeight {
   GroupedWeight from(int64_t tile, int64_t count = 1) const {
     const int64_t scales_before = tile * form.groups() * kFeatures;
     return {form, count, codes + tile * tile_bytes(), scales + scales_before * scale_bytes(),
-            scale_type, zeros ? zeros + scales_before : nullptr};
+            scale_type, zeros ? zeros + scales_before * zero_bytes() : nullptr, has_mins};
   }
 };
 
@@ -84,8 +87,8 @@ inline GroupedWeight grouped_weight(
       (inputs == 4 * steps || (inputs == 8 * steps && !is_float)) &&
       inputs / groups % (inputs / steps) == 0;
   if (fits && zeros) {
-    fits = !is_float && zeros->scalar_type() == ScalarType::Byte && is_of_tiles(*zeros, 3) &&
-        zeros->size(lead + 1) == groups;
+    fits = !is_float && (zeros->scalar_type() == ScalarType::Byte || zeros->scalar_type() == type) &&
+        is_of_tiles(*zeros, 3) && zeros->size(lead + 1) == groups;
   }
   STD_TORCH_CHECK(
       fits, "mtpc_cpu: ", name, ": codes and scales of ", features, " features do not fit ", inputs,
@@ -100,7 +103,8 @@ inline GroupedWeight grouped_weight(
           static_cast<const char*>(codes.const_data_ptr()),
           static_cast<const char*>(scales.const_data_ptr()),
           type,
-          zeros ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr};
+          zeros ? static_cast<const char*>(zeros->const_data_ptr()) : nullptr,
+          zeros && zeros->scalar_type() == type};
 }
 
 /// Rows for products with weights of one form: rounded to int8, each group of inputs with a step of

@@ -1,6 +1,6 @@
 """Weights of GGUF files: blocks of codes with their scales between them.
 
-Kernels read the codes of every type without minimum. `attn_k_b` and `attn_v_b` are the two parts
+Kernels read the codes of every type. `attn_k_b` and `attn_v_b` are the two parts
 that llama.cpp makes of `kv_b_proj`, which latent attention takes apart again; it is read as values.
 """
 
@@ -69,7 +69,7 @@ def _decode(parts: Mapping[str, Tensor], block: Block, columns: Heads | None) ->
         group, order = gcd(block.group, columns.width), columns.order()
         flat = [grid.repeat_interleave(block.group // group, -1) for grid in flat]
         codes, flat = codes[:, order], [grid[:, order[::group] // group] for grid in flat]
-    return Decoded(codes, flat[0], mins=flat[1] if len(flat) > 1 else None)
+    return Decoded(codes, *flat)
 
 
 def _parts_of(raw: Tensor, block: Block) -> Parts:

@@ -72,15 +72,13 @@ class Decoded:
     Attributes:
         codes: uint8 or float8_e4m3fn [N, K].
         scales: the grid of scales.
-        zeros: uint8, the grid of zero points; None if all are 2^(bits - 1).
-        mins: float32, a grid of what is subtracted from values; None if there is none. The zero
-            point of the codes is then 0.
+        zeros: uint8, the grid of zero points, or of the scales' dtype, the grid of minima; None if
+            all zero points are 2^(bits - 1).
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
-    mins: Tensor | None = None
 
 
 Decode = Callable[[Mapping[str, Tensor]], Decoded]
@@ -103,7 +101,7 @@ class QuantisedWeight:
         scales: torch's name of the dtype of the scales.
         order: role of a tensor int32 [K] with the group of each input; None if groups are runs of
             adjacent inputs.
-        has_mins: whether there is a grid of minima, which no kernel reads.
+        has_mins: whether there is a grid of minima.
         as_values: whether it is read as values by its nature: codes are float32 values then.
     """
 
@@ -129,8 +127,8 @@ class QuantisedWeight:
     def form(self) -> GroupForm | None:
         """The form that kernels read; None if the weight must be dequantised."""
         group = self.grid.group(self.shape[1])
-        form = GroupForm(self.kind, group, self.has_zeros)
-        is_unknown = self.order or self.has_mins or self.as_values
+        form = GroupForm(self.kind, group, self.has_zeros, self.has_mins)
+        is_unknown = self.order or self.as_values
         return None if is_unknown or form.misfit(self.shape[1]) else form
 
     def grouped(self, read: Callable[[str], Tensor]) -> GroupedWeight:
@@ -159,11 +157,14 @@ class QuantisedWeight:
                 part = GroupedWeight(self.form, decoded.codes[run], decoded.scales[run], zeros)
                 out[run] = part.dequantise()
                 continue
-            default = 0 if self.has_mins else GroupForm(self.kind, 1).default_zero
-            points = default if zeros is None else zeros.float()[:, column]
+            points = None if zeros is None else zeros.float()[:, column]
             scales = decoded.scales[run].float()[:, column]
-            made = (decoded.codes[run].float() - points) * scales
-            out[run] = made if decoded.mins is None else made - decoded.mins[run][:, column]
+            codes = decoded.codes[run].float()
+            if self.has_mins and points is not None:
+                out[run] = codes * scales - points
+                continue
+            default = GroupForm(self.kind, 1).default_zero
+            out[run] = (codes - (default if points is None else points)) * scales
         return out
 
     def _columns(self, read: Callable[[str], Tensor]) -> Tensor | None:
@@ -185,7 +186,7 @@ class QuantisedWeight:
             return None if grid is None else self.grid.expand(grid, self.shape[0])
 
         scales = self.grid.expand(decoded.scales, self.shape[0])
-        return Decoded(decoded.codes, scales, expand(decoded.zeros), expand(decoded.mins))
+        return Decoded(decoded.codes, scales, expand(decoded.zeros))
 
 
 def find_part(

@@ -1,8 +1,8 @@
 """ggml's types: what the bytes of a block of adjacent inputs say.
 
 A value is (code - zero) * scale, less a minimum where the type has one. All types give codes of 4
-or 8 bits with a scale for each group of inputs, so that kernels read those without minimum as they
-are stored. Types of 5 and 6 bits, and floating-point codes of 4 bits, are exact in 8.
+or 8 bits with a scale for each group of inputs, so that kernels read them as they are stored. Types
+of 5 and 6 bits, and floating-point codes of 4 bits, are exact in 8.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c. All functions take uint8 [..., B, nbytes].
 """
@@ -30,8 +30,8 @@ class Parts:
     Attributes:
         codes: uint8 [..., B, inputs].
         scales: float16 or float32 [..., B, G]; G groups of adjacent inputs a block.
-        mins: float32 [..., B, G], which are subtracted from the values; None if there are none.
-            The zero point of codes is then 0.
+        mins: of the scales' dtype [..., B, G], which are subtracted from the values; None if there
+            are none. The zero point of codes is then 0.
     """
 
     codes: Tensor
@@ -85,7 +85,7 @@ def _q4_0(blocks: Tensor) -> Parts:
 
 
 def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 4:]), _half(blocks, 0), -_half(blocks, 2).float())
+    return Parts(_nibbles(blocks[..., 4:]), _half(blocks, 0), -_half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Parts:
@@ -95,7 +95,7 @@ def _q5_0(blocks: Tensor) -> Parts:
 
 def _q5_1(blocks: Tensor) -> Parts:
     codes = _nibbles(blocks[..., 8:]) | _fifth(blocks[..., 4:8])
-    return Parts(codes, _half(blocks, 0), -_half(blocks, 2).float())
+    return Parts(codes, _half(blocks, 0), -_half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Parts:
