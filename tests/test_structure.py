@@ -209,8 +209,8 @@ LINES = {
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
     "backends": 7500,
-    # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`), and
-    # made late where every step is cached.
+    # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
+    # and made late where every step is cached.
     "capture": 1250,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from.
