@@ -212,8 +212,8 @@ LINES = {
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
-    # come from.
-    "cli": 3500,
+    # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`.
+    "cli": 3850,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`).
@@ -237,7 +237,8 @@ LINES = {
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.
-    "server": 3700,
+    # A process that renders chat templates (`renderer.py`, `sandbox.py`).
+    "server": 3850,
     "step": 1200,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,
