@@ -12,7 +12,7 @@ import pytest
 from helpers.places import ROOT
 
 import mtpc
-from mtpc.cli.arguments import _build_parser
+from mtpc.cli.arguments import build_parser
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -66,7 +66,7 @@ def test_completions_are_what_they_complete() -> None:
     assert f"{text}" == "a b"
 
 
-COMMANDS = subcommands(_build_parser())
+COMMANDS = subcommands(build_parser())
 
 
 @pytest.mark.parametrize("name", [n for n in mtpc.__all__ if n != "__version__"])

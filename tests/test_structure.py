@@ -213,8 +213,8 @@ LINES = {
     # and made late where every step is cached.
     "capture": 1250,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
-    # come from.
-    "cli": 3500,
+    # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`.
+    "cli": 3850,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`).
@@ -240,7 +240,8 @@ LINES = {
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.
-    "server": 3700,
+    # A process that renders chat templates (`renderer.py`, `sandbox.py`).
+    "server": 3850,
     "step": 1200,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,

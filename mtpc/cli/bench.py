@@ -13,8 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import mtpc
-from mtpc.cli.arguments import compile_options
+from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
+from mtpc.cli.plot import Bar, check_plot, draw_plot
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads, stage_listener
 from mtpc.config import AUTO
@@ -91,6 +92,8 @@ def command(args: argparse.Namespace) -> int:
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     variants = list(_variants(numbers, args.compare or ()))
     check_tokenizer(checkpoint, prompts)
+    if args.plot is not None:
+        check_plot(args.plot)
     samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
     with show_progress(sys.stderr) as tell:
         tell("import torch")
@@ -106,8 +109,18 @@ def command(args: argparse.Namespace) -> int:
         kernels = {
             variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
         }
-    _print(samples, kernels, any(name.startswith("synthetic") for name in options))
+    is_synthetic = any(name.startswith("synthetic") for name in options)
+    _print(samples, kernels, is_synthetic)
+    if args.plot is not None:
+        told = ", SYNTHETIC acceptance" * is_synthetic
+        title = f"{checkpoint.absolute().name}, {len(prompts)} prompt(s){told}"
+        draw_plot([_bar(*row) for row in samples.items()], title, args.plot)
     return 0
+
+
+def _bar(variant: Variant, taken: list[Sample]) -> Bar:
+    speed = median(sample.tokens_per_s for sample in taken)
+    return Bar(str(variant), speed, taken[0].tokens_per_step, taken[0].acceptance_rate)
 
 
 def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[Variant]:

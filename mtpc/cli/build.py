@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mtpc.cli.arguments import compile_options
+from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.progress import show_progress
 from mtpc.cli.run import set_threads, stage_listener

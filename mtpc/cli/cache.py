@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends import PACKAGING, settle_prefill
-from mtpc.cli.arguments import compile_options
+from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table

@@ -45,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # The reader of the output has ended: `mtpc inspect --nodes | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # A file that a command writes; the system says which, and why not.
+        if args.traceback:
+            traceback.print_exc()
+        print("error:", error, file=sys.stderr)
+        return EXIT_ERROR
 
 
 def _print_any_character() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mtpc
-from mtpc.cli.arguments import compile_options, sampling_fields
+from mtpc.cli.arguments import sampling_fields
+from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
 from mtpc.cli.progress import Tell, show_progress
 from mtpc.errors import RequestError

@@ -206,7 +206,7 @@ class AsyncEngine:
             function: a short function; the engine waits until it returns.
 
         Raises:
-            Whatever the function raises.
+            Exception: whatever the function raises.
         """
         result: Future[T] = Future()
 

@@ -267,10 +267,10 @@ class Engine:
             which is read while the new one runs.
 
         Raises:
-            Whatever the replay raises. All running requests return to the queue, and later steps
-            compute them again, including results that had not been read. The step that fails after
-            `MAX_FAILURES` - 1 others does not raise: all requests that ran in it end, with
-            finish_reason `error`, and the queue goes on without them.
+            Exception: whatever the replay raises. All running requests return to the queue, and
+                later steps compute them again, including results that had not been read. The step
+                that fails after `MAX_FAILURES` - 1 others does not raise: all requests that ran in
+                it end, with finish_reason `error`, and the queue goes on without them.
             RequestError: a callback or a grammar's method calls this.
         """
         with self._lock.in_turn():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
+from mtpc.errors import CapacityError
 from mtpc.weights.packing import allocate
 
 if TYPE_CHECKING:
@@ -139,9 +140,19 @@ class Layout(Mapping[str, BufferSpec]):
         return Layout([*self._specs.values(), *specs], self.sizes)
 
     def allocate(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor for one buffer, filled with its padding value."""
+        """A new tensor for one buffer, filled with its padding value.
+
+        Raises:
+            CapacityError: the device has not that much memory.
+        """
         spec = self[name]
-        return torch.full(self.shape(name), spec.pad, dtype=spec.dtype, device=device)
+        try:
+            return torch.full(self.shape(name), spec.pad, dtype=spec.dtype, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, too.
+            raise CapacityError(
+                f"no memory for {name}: {self.nbytes(name) / 2**30:.1f} GiB on {device}; lower "
+                "max_len, batch_buckets or num_pages"
+            ) from error
 
     def reserve(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor for one buffer with any content; on a CPU untouched memory costs none, also

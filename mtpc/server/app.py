@@ -105,7 +105,8 @@ class Endpoints:
             return ids, [decode([i], True) for i in ids] if wants else None
 
         loop = asyncio.get_running_loop()
-        ids, strings = await loop.run_in_executor(service.tokenisers, encode)
+        threads = service.renderers if "messages" in fields else service.tokenisers
+        ids, strings = await loop.run_in_executor(threads, encode)
         longest = service.engine.engine.longest
         answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
         return JSONResponse(answer)
@@ -143,9 +144,10 @@ class Endpoints:
         with ExitStack() as admission:
             admission.enter_context(service.admitted(count))
             make = partial(self._prepare, fields, is_chat)
-            if len(body) > LONG_BODY or "tools" in fields or "response_format" in fields:
+            if is_chat or len(body) > LONG_BODY:
                 loop = asyncio.get_running_loop()
-                prepared = await loop.run_in_executor(service.tokenisers, make)
+                threads = service.renderers if is_chat else service.tokenisers
+                prepared = await loop.run_in_executor(threads, make)
             else:
                 prepared = make()
             job = make_job(fields, prepared, service.engine, is_chat, options.max_tokens)
@@ -293,6 +295,8 @@ class Gate:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.service.counters.responses[label, message["status"]] += 1
+                if connection is not None:
+                    connection.refuse_answer()
             await send(message)
 
         try:

@@ -7,31 +7,19 @@ template from the checkpoint's files and does not import transformers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.exceptions import TemplateSyntaxError
-
-from mtpc.errors import CheckpointError, RequestError
-from mtpc.server.sandbox import Sandbox, check_size
+from mtpc.errors import CheckpointError
+from mtpc.server.renderer import Renderer
+from mtpc.weights.json_file import read_json
 
 _TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 """transformers' tags around the assistant's text. Only training uses them."""
-_FAULTS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    RecursionError,
-    MemoryError,
-)
-"""Exceptions that templates raise for messages or variables that they do not expect."""
+_MOST_BYTES = 2**20
+"""The largest template file. No released model has a tenth of this."""
 
 
 class ChatTemplate:
@@ -46,21 +34,11 @@ class ChatTemplate:
 
     Raises:
         CheckpointError: `source` is not a valid Jinja template.
+        ServingError: the process that renders cannot be started.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        environment = Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
-        try:
-            self._template = environment.from_string(_without_marks(source))
-        except TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the chat template is broken in line {error.lineno}: {error}"
-            ) from None
+        self._renderer = Renderer(_without_marks(source))
         self.source = source
         self._special_tokens = dict(special_tokens)
 
@@ -72,30 +50,20 @@ class ChatTemplate:
             kwargs: further variables of the template, such as enable_thinking.
 
         Raises:
-            RequestError: the template refuses these messages, violates the sandbox, or makes more
-                than `MAX_RENDERED` characters of them.
+            RequestError: the template refuses these messages, violates the sandbox, or goes
+                beyond the limits of `mtpc.server.sandbox`.
+            ServingError: the process that renders cannot be started again.
         """
-        variables = {
-            "tools": None,
-            "documents": None,
-            **self._special_tokens,
-            **kwargs,
-            "messages": messages,
-            "add_generation_prompt": True,
-        }
-        try:
-            return self._render(variables)
-        except _FAULTS as error:
-            reason = str(error) or type(error).__name__
-            raise RequestError(f"the chat template refuses these messages: {reason}") from error
-
-    def _render(self, variables: dict[str, Any]) -> str:
-        pieces, size = [], 0
-        for piece in self._template.generate(variables):
-            pieces.append(piece)
-            size += len(piece)
-            check_size(size)
-        return "".join(pieces)
+        return self._renderer.render(
+            {
+                "tools": None,
+                "documents": None,
+                **self._special_tokens,
+                **kwargs,
+                "messages": messages,
+                "add_generation_prompt": True,
+            }
+        )
 
 
 def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | None:
@@ -112,26 +80,55 @@ def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | Non
 
     Raises:
         CheckpointError: a file cannot be read, or the template is invalid.
+        ServingError: the process that renders cannot be started.
     """
-    config = _read_json(directory / "tokenizer_config.json")
+    place = directory / "tokenizer_config.json"
+    config = read_json(place) if _is_there(place) else {}
     path = file or directory / "chat_template.jinja"
-    if file is not None or path.is_file():
-        try:
-            source: str | None = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read the chat template {path}: {error}") from None
+    if file is not None or _is_there(path):
+        source: str | None = _read(path)
     else:
-        source = _default(config.get("chat_template"))
+        source = _default(config.get("chat_template"), place)
     if source is None:
         return None
     tokens = {name: _text(token) for name, token in config.items() if name.endswith("_token")}
     return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
 
 
-def _default(entry: Any) -> str | None:
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    return True
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        source = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read the chat template {path}: {error}") from None
+    if len(data) > _MOST_BYTES:
+        raise CheckpointError(
+            f"the chat template {path} has more than {_MOST_BYTES} bytes; expected a Jinja template"
+        )
+    return source
+
+
+def _default(entry: Any, place: Path) -> str | None:
     """The template in a checkpoint's entry, which may be a list of named templates."""
     if isinstance(entry, list):
-        return next((e["template"] for e in entry if e.get("name") == "default"), None)
+        named = [e for e in entry if isinstance(e, dict) and e.get("name") == "default"]
+        entry = named[0].get("template") if named else None
+    if entry is not None and not isinstance(entry, str):
+        raise CheckpointError(
+            f"{place}: chat_template is of type {type(entry).__name__}; expected a text, or a list "
+            "of objects with name and template"
+        )
     return entry
 
 
@@ -144,34 +141,8 @@ def _text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
-
-
 def _without_marks(source: str) -> str:
     def replace(match: re.Match[str]) -> str:
         return f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
 
     return _TRAINING_MARKS.sub(replace, source)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's own `tojson` filter, which escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)

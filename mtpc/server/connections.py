@@ -70,7 +70,7 @@ class GuardedProtocol:
         self._options = connections.options
         self._transport: Any = None
         self._ends: Ends | None = None
-        self._is_refused = self._is_paused = self._is_lingering = False
+        self._is_refused = self._is_paused = self._is_lingering = self._is_lost = False
         # A client may send the next request before the application has ended the previous one.
         self._num_requests = 0
         # Bytes that arrived since the last head, or the body after it, was complete.
@@ -108,7 +108,22 @@ class GuardedProtocol:
         self._write_timer.stop()
         self._linger_timer.stop()
         self._probe_timer.stop()
-        self._inner.connection_lost(error)
+        self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._inner.connection_lost(error)
+
+    def refuse_answer(self) -> None:
+        """Tell uvicorn that the answer to the running request is not wanted any more.
+
+        Its parser may refuse what follows a head, with an answer of its own, while the application
+        runs. Where the parser is h11, the application's answer would then be an error.
+        """
+        if self.is_closing:
+            # With an error, uvicorn leaves closing to the guard.
+            self._lose(ConnectionAbortedError("refused"))
 
     def data_received(self, data: bytes) -> None:
         """Forward data, up to a limit of bytes. Start the head's timer if no request is open.
@@ -149,8 +164,9 @@ class GuardedProtocol:
         """Find out whether a client that has ended its direction is still there."""
         if self._has_written or self._transport.is_closing():
             return  # What is written next finds it out.
-        if not self._can_probe:
-            self._give_up()  # An incomplete head, or HTTP/1.0, which has no interim responses.
+        if not self._can_probe or not self._is_body_read:
+            # An incomplete head or body, or HTTP/1.0, which has no interim responses.
+            self._give_up()
             return
         self._transport.write(_PROBE)
         self._probe_s = min(2 * self._probe_s, _LAST_PROBE_S)
@@ -259,12 +275,12 @@ class _ClosedByGuard:
         return self._guard.is_closing
 
     def write(self, data: bytes) -> None:
-        self._guard.note_write()
-        self._transport.write(data)
+        if not self._guard.is_closing:  # Else uvicorn has answered already: what follows is not
+            self._guard.note_write()  # wanted, and after `write_eof` would be an error.
+            self._transport.write(data)
 
     def writelines(self, data: Iterable[bytes]) -> None:
-        self._guard.note_write()
-        self._transport.writelines(data)
+        self.write(b"".join(data))
 
 
 class _Timer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,16 +110,20 @@ class ServerOptions:
         return self.max_requests + self.max_queue
 
 
-def require_packages() -> None:
-    """Check that the server's packages are installed, before a compilation that takes minutes.
+def require_packages(user: str = "the server", names: Sequence[str] = _NEEDED) -> None:
+    """Check that packages of the extra `serve` are installed, before a compilation takes minutes.
+
+    Args:
+        user: what needs them, for the message.
+        names: modules.
 
     Raises:
-        ServingError: the extra `serve` is not installed.
+        ServingError: one is not installed.
     """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ServingError(
-            f"the server needs {', '.join(missing)}, not installed here: pip install 'mtpc[serve]'"
+            f"{user} needs {', '.join(missing)}, not installed here: pip install 'mtpc[serve]'"
         )
 
 

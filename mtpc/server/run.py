@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from mtpc.api import SpecModel
-from mtpc.errors import OptionError
+from mtpc.errors import OptionError, ServingError
 from mtpc.server.app import make_app
 from mtpc.server.asgi import make_service
 from mtpc.server.connections import MAX_HEAD_BYTES, Connections
@@ -74,7 +74,8 @@ def run_server(
     Raises:
         OptionError: the server cannot listen on the address.
         RequestError: the checkpoint has no tokenizer.
-        CheckpointError: the chat template cannot be read or is invalid.
+        CheckpointError: the tokenizer or the chat template cannot be read or is invalid.
+        ServingError: the system lacks memory, descriptors or threads for a server.
     """
     service = make_service(model, options)
     bound = listener or bind(options)
@@ -83,8 +84,16 @@ def run_server(
     except OSError as error:  # Another process bound the same address and listens already.
         bound.close()
         raise _unavailable(options, error) from None
-    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
-        runner.run(_serve(service, bound, ready))
+    try:
+        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+            runner.run(_serve(service, bound, ready))
+    except OSError as error:
+        raise ServingError(
+            f"the server cannot run: {error}; free memory, descriptors or threads of this machine, "
+            "and start it again"
+        ) from error
+    finally:
+        bound.close()
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -94,15 +103,16 @@ def bind(options: ServerOptions) -> socket.socket:
         OptionError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    try:
-        listener.bind((options.host, options.port))
-    except (OSError, UnicodeError) as error:
-        listener.close()
-        raise _unavailable(options, error) from None
-    listener.setblocking(False)
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(closing(socket.socket(family, socket.SOCK_STREAM)))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            listener.bind((options.host, options.port))
+            listener.setblocking(False)
+        except (OSError, UnicodeError) as error:
+            raise _unavailable(options, error) from None
+        stack.pop_all()
     return listener
 
 
@@ -117,6 +127,7 @@ async def _serve(
     service: Service, listener: socket.socket, ready: Callable[[Running], None]
 ) -> None:
     loop, stopping, at_once = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    faults = list[RuntimeError]()
 
     def stop() -> None:
         (at_once if stopping.is_set() else stopping).set()
@@ -129,8 +140,12 @@ async def _serve(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # These replace uvicorn's handlers, which would close the port at once.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, stop)
+            try:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.add_signal_handler(number, stop)
+            except RuntimeError as error:  # Raised here, it would end the process.
+                faults.append(error)
+                stop()
         yield
 
     connections = Connections(service.options, _parser(service.options.http))
@@ -140,7 +155,7 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
-        if not serving.done():
+        if not serving.done() and not faults:
             host, port = listener.getsockname()[:2]
             ready(Running(host, port, service, loop, stop_from_any_thread))
         stopped = asyncio.create_task(stopping.wait())
@@ -150,6 +165,8 @@ async def _serve(
             await service.drain(at_once)
             server.should_exit = True
         await serving
+    if faults:
+        raise OSError(*faults[0].args)
 
 
 def _config(app: Any, options: ServerOptions, connections: Connections) -> uvicorn.Config:

@@ -1,127 +1,113 @@
-"""Jinja's sandbox with limits on size: a template cannot make a text or a number without end.
+"""The process that renders a chat template: Jinja's sandbox within limits of time and memory.
 
-Jinja's own sandbox limits `range` and keeps templates away from Python's internals. It lets
-`'a' * 10 ** 10` take all memory. This one looks at each operation that can make something much
-larger than what it gets, before it runs.
+A checkpoint's template comes from a stranger. Jinja's sandbox keeps it away from Python's
+internals, but any filter or method may take all time or memory. So a template runs in a process of
+its own, which the system ends or refuses memory where it goes too far.
+
+    caller: the template, then variables as JSON ->  | child: `serve`
+    <- b"+" and the prompt, or b"-" and a reason     | each message: one answer, or it ends
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import json
+import resource
+import signal
+from datetime import datetime
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes, pass_eval_context
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.filters import FILTERS
+from jinja2 import Template, TemplateError
+from jinja2.exceptions import TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_RENDERED = 2**24
-"""The longest text, in characters, that a template may make, in parts or as a whole."""
-_MAX_BITS = 2**16
-"""The largest number, in bits."""
-_SIZED = (str, bytes, list, tuple)
+"""The longest text, in characters, that a template may make."""
+CPU_SECONDS = 2.0
+"""Time of the processor for one text. Templates of released models take milliseconds."""
+MEMORY_BYTES = 2**30
+"""Address space of the process. Linux holds it to that; macOS does not."""
+_MAX_REASON = 500
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which operations with a large result raise TemplateError."""
+def serve(handle: int) -> None:
+    """The child's side: compile the one template, then render until the caller is gone.
 
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.code_generator_class = _Generator
-        for name in ("center", "format", "indent", "replace"):
-            self.filters[name] = _checked(FILTERS[name])
-        self.filters["join"] = _join
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left operator right`, unless the result is too large."""
-        _check_binop(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method, unless a text method would make a text that is too long."""
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, _SIZED):
-            _check_call(__obj.__name__, owner, [*args, *kwargs.values()])
-        return super().call(__context, __obj, *args, **kwargs)
-
-
-class _Generator(CodeGenerator):
-    """Compiles `a ~ b` as a call that knows the limit. Jinja intercepts this operator nowhere."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.filters['join'](context.eval_ctx, (")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
-
-
-def check_size(size: int) -> None:
-    """Check the size of a text or list before it is made.
-
-    Raises:
-        TemplateError: it is above `MAX_RENDERED`.
+    Args:
+        handle: file descriptor of its end of the pipe.
     """
-    if size > MAX_RENDERED:
-        raise TemplateError(f"it makes a text of more than {MAX_RENDERED} characters")
+    pipe, compiled = Connection(handle), list[Template]()
+    _limit_process()
+    with contextlib.suppress(EOFError, OSError):  # The caller is gone.
+        while True:
+            data = pipe.recv_bytes()
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            answer = _answer(compiled, data)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pipe.send_bytes(answer)
 
 
-def _check_binop(operator: str, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        times = {"*": 1, "**": right}.get(operator, 0)
-        bits = left.bit_length() * times + (right.bit_length() if operator == "*" else 0)
-        if bits > _MAX_BITS:
-            raise TemplateError(f"it makes a number of more than {_MAX_BITS} bits")
-    elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
-        check_size(len(left) + len(right))
-    elif operator == "*":
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, _SIZED) and isinstance(other, int):
-                check_size(len(one) * other)
-    elif operator == "%" and isinstance(left, str):
-        values = right if isinstance(right, tuple) else (right,)
-        _check_call("format", left, values)
+def _limit_process() -> None:
+    # The default action ends the process, also in the middle of a call of Python's own.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for kind, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(ValueError, OSError):  # A lower limit holds already.
+            resource.setrlimit(kind, (most, most))
 
 
-def _check_call(name: str, text: Any, args: Any) -> None:
-    """Check a method of a text, or a filter on it: widths, formats, joins and replacements."""
-    if name in ("format", "format_map", "__mod__"):
-        fields = "".join(re.findall(r"%[^a-zA-Z%]*|\{[^{}]*\}", str(text)))
-        check_size(max(map(int, re.findall(r"\d{1,20}", fields)), default=0))
-    if name == "replace" and len(args) >= 2 and all(isinstance(a, str) for a in args[:2]):
-        check_size((len(text) + 1) * max(len(args[1]), 1))
-    if name == "join" and args:
-        _check_join(text, args[0])
-    for arg in args:
-        if isinstance(arg, int):
-            check_size(arg)
+def _answer(compiled: list[Template], data: bytes) -> bytes:
+    """The answer to one message: the first one is the template."""
+    try:
+        if compiled:
+            return b"+" + _render(compiled[0], json.loads(data)).encode()
+        compiled.append(_environment().from_string(data.decode()))
+        return b"+"
+    except TemplateSyntaxError as error:
+        reason = f"line {error.lineno}: {error}"
+    except MemoryError:
+        reason = f"it needs more than {MEMORY_BYTES} bytes of memory"
+    except Exception as error:  # The template's: it may raise whatever Python can.
+        reason = str(error) or type(error).__name__
+    return b"-" + reason[:_MAX_REASON].encode(errors="backslashreplace")
 
 
-def _check_join(separator: Any, parts: Any) -> None:
-    if isinstance(parts, (list, tuple)) and isinstance(separator, str):
-        check_size(sum(len(str(part)) + len(separator) for part in parts))
+def _render(template: Template, variables: dict[str, Any]) -> str:
+    pieces, size = [], 0
+    for piece in template.generate(variables):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_RENDERED:
+            raise TemplateError(f"it makes a text of more than {MAX_RENDERED} characters")
+    return "".join(pieces)
 
 
-def _checked(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja's that looks at its arguments first; some take a context before them."""
-    name = real.__name__.removeprefix("do_")
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        rest = [arg for arg in args if isinstance(arg, (str, int))]
-        _check_call(name, rest[0] if rest else "", [*rest[1:], *kwargs.values()])
-        return real(*args, **kwargs)
-
-    # Jinja finds by this attribute what a filter wants as its first argument.
-    vars(checked).update(vars(real))
-    return checked
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
+    return environment
 
 
-@pass_eval_context
-def _join(eval_ctx: Any, value: Any, d: str = "", attribute: Any = None) -> Any:
-    parts = list(value) if attribute is None else value
-    _check_join(str(d), parts)
-    real: Any = FILTERS["join"]
-    return real(eval_ctx, parts, d, attribute)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replaces Jinja's own `tojson` filter, which escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

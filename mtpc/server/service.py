@@ -40,6 +40,8 @@ class Service:
         created: Unix time at which the service was made, in seconds.
         tokenisers: threads that turn long texts into tokens, and do nothing else. Work of other
             requests, in the event loop's own threads, does not wait for them.
+        renderers: threads that turn conversations into tokens, likewise. They wait for the process
+            that renders the chat template.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Service:
         self.counters = ServerCounters()
         self.created = int(time.time())
         self.tokenisers = ThreadPoolExecutor(TOKENISERS, "mtpc-tokeniser")
+        self.renderers = ThreadPoolExecutor(TOKENISERS, "mtpc-renderer")
         self.is_draining = False
         self.in_flight = 0
         self._is_idle = asyncio.Event()
@@ -174,7 +177,8 @@ class Service:
         for task in waiting:
             task.cancel()
         await self.engine.aclose()
-        self.tokenisers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.tokenisers, self.renderers):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self.in_flight:
             await self._is_idle.wait()
 

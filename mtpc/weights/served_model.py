@@ -41,7 +41,10 @@ class ServedModel:
         """Loaded when text first comes in: ids need none, and transformers takes a second."""
         if self.directory is None:
             return None
-        place, more = self._tokenizer_files(self.directory)
+        try:
+            place, more = self._tokenizer_files(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot look for a tokenizer: {error}") from None
         if place is None:
             return None
         from transformers import PreTrainedTokenizerFast
@@ -69,7 +72,11 @@ class ServedModel:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether text can come in and go out."""
+        """Whether text can come in and go out.
+
+        Raises:
+            CheckpointError: the tokenizer's files cannot be read.
+        """
         return self._tokenizer is not None
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:

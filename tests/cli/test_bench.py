@@ -24,13 +24,20 @@ def table(out: str) -> list[list[str]]:
     return [cells for cells in lines if cells[0].isdigit()]
 
 
-def test_every_variant_has_a_row(word_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_variant_has_a_row(
+    word_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """In the order asked for; a pass to compare has its own, beside each K that drafts."""
+    picture = tmp_path / "bench.svg"
     arguments = ["--spec-tokens", "0,2", "--compare", "quantise-draft", "--repeats", "1"]
     prompts = ["-p", "w5 w6 w7", "--ids", "8 9", "-n", "6", "--dtype", "float32"]
+    prompts += ["--plot", str(picture)]
     assert main(["bench", str(word_model), *SMALL_MODEL, *arguments, *prompts]) == 0
     rows = table(capsys.readouterr().out)
     assert [row[:2] for row in rows] == [["0", "-"], ["2", "-"], ["2", "quantise-draft"]]
+    drawn = picture.read_text()
+    for text in ("K=0", "K=2", "K=2 quantise-draft", "1.00x", rows[1][6], "2 prompt(s)"):
+        assert text in drawn  # matplotlib writes each text as a comment beside its curves.
     assert rows[0][4:8] == ["1.00", "-", "1.00x", "yes"]
     for row in rows[1:]:
         assert row[5].endswith("%")
@@ -112,3 +119,15 @@ def test_kernels_are_counted_of_the_largest_decode_step(monkeypatch: pytest.Monk
     assert bench.count_kernels(SimpleNamespace(program=program(True))) == 4  # type: ignore[arg-type]
     assert replayed == [keys[2]]
     assert emptied == [(keys[2], [])]
+
+
+def test_a_picture_that_cannot_be_drawn(
+    word_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything is measured."""
+    command = ["bench", str(word_model), *SMALL_MODEL, "-p", "w5", "--plot"]
+    assert main([*command, "bench.pdf"]) == 2
+    assert "expected a file that ends in .png or .svg" in capsys.readouterr().err
+    monkeypatch.setattr("mtpc.cli.plot.find_spec", lambda name: None)
+    assert main([*command, "bench.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err

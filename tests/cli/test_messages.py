@@ -11,7 +11,8 @@ import pytest
 from helpers.word_model import SMALL_MODEL
 
 from mtpc.cli import doctor
-from mtpc.cli.arguments import compile_options, parse
+from mtpc.cli.arguments import parse
+from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.main import main
 from mtpc.config import CompileOptions
@@ -67,3 +68,10 @@ def test_hub_ids_on_the_command_line(command: str, capsys: pytest.CaptureFixture
     err = capsys.readouterr().err
     assert "run: hf download tiny/NotHere" in err
     assert err.count("error:") == 1
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The system's own words, in one line."""
+    (tmp_path / "text").write_text("w5 w6")
+    assert main(["vocab", str(tmp_path / "text"), "--out", str(tmp_path / ("x" * 300))]) == 2
+    assert "error: [Errno 36] File name too long" in capsys.readouterr().err

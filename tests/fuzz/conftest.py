@@ -1,6 +1,7 @@
-"""How long the fuzz tests run: seconds by default, minutes in the slow suite, or as long as asked.
+"""How long the fuzz tests run: seconds by default, two minutes each in the slow suite, or as asked.
 
-`MTPC_FUZZ_HOURS=1` gives each test an hour, `MTPC_FUZZ_SEED=42` runs that seed alone.
+pytest -n 0 tests/fuzz --hours 1                 all of them together take an hour
+MTPC_FUZZ_SEED=42 pytest tests/fuzz -k http      that seed alone
 """
 
 from __future__ import annotations
@@ -9,24 +10,36 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from helpers.word_model import compile_words, word_checkpoint
+
+import mtpc
 
 
-@pytest.fixture(params=[6, pytest.param(600, marks=pytest.mark.slow)], ids=["short", "long"])
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hours", type=float, help="hours of all fuzz tests together")
+
+
+@pytest.fixture(params=[3, pytest.param(120, marks=pytest.mark.slow)], ids=["short", "long"])
 def chances(request: pytest.FixtureRequest) -> Callable[[], Iterator[random.Random]]:
     """chances(): random numbers of the seeds 0, 1, ... until the time of this test is over."""
-    hours, seed = os.environ.get("MTPC_FUZZ_HOURS"), os.environ.get("MTPC_FUZZ_SEED")
+    hours, seed = request.config.getoption("hours", None), os.environ.get("MTPC_FUZZ_SEED")
+    tests = [
+        test for test in request.session.items if "chances" in getattr(test, "fixturenames", ())
+    ]
+    seconds = request.param if hours is None else hours * 3600 / len(tests)
 
     def get() -> Iterator[random.Random]:
         if seed is not None:
             yield Seeded(int(seed))
             return
-        end = time.monotonic() + (float(hours) * 3600 if hours else request.param)
-        number = 0
+        end, number = time.monotonic() + seconds, 0
         while number < 20 or time.monotonic() < end:
             yield Seeded(number)
             number += 1
+        print(f"{number} seeds")  # `pytest -rP` shows it.
 
     return get
 
@@ -40,3 +53,11 @@ class Seeded(random.Random):
 
     def __repr__(self) -> str:
         return f"MTPC_FUZZ_SEED={self.number}"
+
+
+@pytest.fixture(scope="session")
+def word_spec(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> mtpc.SpecModel:
+    """A tiny model with tokenizer, chat template and sampling."""
+    return compile_words(word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words")))

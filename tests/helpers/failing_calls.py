@@ -1,21 +1,27 @@
 """A program for a child process, in which one system call after another fails.
 
     python -m helpers.failing_calls store ROOT STRIDE
+    python -m helpers.failing_calls server CHECKPOINT STRIDE
 
-STRIDE is how many calls are left out between two that fail. The last line is how many faults were
-tried, and how many of them were told as an error. helpers/fail_calls.c is preloaded.
+ROOT is a new graph cache. STRIDE is how many calls are left out between two that fail. The last
+line is how many faults were tried, and how many of them were told as an error. helpers/fail_calls.c
+is preloaded.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import faulthandler
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -58,6 +64,10 @@ class Calls:
         """How many calls the action makes."""
         self._library.fail_calls(FOR_EVER, 0, 0)
         action()
+        return self.stop()
+
+    def stop(self) -> int:
+        """No more calls fail; returns how many there were."""
         return int(self._library.fail_calls_stop())
 
     def during(self, first: int, count: int, number: int, action: Callable[[], object]) -> str:
@@ -66,7 +76,7 @@ class Calls:
         try:
             action()
         finally:
-            self._library.fail_calls_stop()
+            self.stop()
         name: bytes = self._library.fail_calls_last()
         return name.decode()
 
@@ -127,6 +137,59 @@ def store(root: Path, stride: int) -> tuple[int, int]:
     return tried, sum(told.values())
 
 
+def server(checkpoint: Path, stride: int) -> tuple[int, int]:
+    """The start of a server: it listens in spite of the fault, or ends in one error of one line."""
+    import mtpc
+    from mtpc.errors import MtpcError
+    from mtpc.server.options import ServerOptions
+    from mtpc.server.run import Running, run_server
+
+    spec = mtpc.compile(checkpoint, backend="eager", spec_tokens=1, max_len=64, use_cache=False)
+    calls, made, told, tried, wrong = Calls(), [0], Counter[str](), 0, Counter[str]()
+
+    def ready(running: Running) -> None:
+        made.append(calls.stop())
+        running.stop()
+
+    def start() -> None:
+        spec.served = replace(spec.served)  # Without the tokenizer that was read before.
+        run_server(spec, ServerOptions(port=0), ready)
+
+    for _ in range(2):
+        calls.count(start)
+    most, before = made[-1], len(os.listdir("/proc/self/fd"))
+    for first, count, error in faults(most + 5, stride):
+        refused = list[MtpcError]()
+
+        def attempt(refused: list[MtpcError] = refused) -> None:
+            try:
+                start()
+            except MtpcError as problem:
+                refused.append(problem)
+
+        faulthandler.dump_traceback_later(20, exit=True)
+        where, listened = f"call {first}, {count}, {errno.errorcode[error]}", len(made)
+        try:
+            failed = calls.during(first, count, error, attempt)
+        except Exception as problem:
+            calls.stop()
+            place = traceback.extract_tb(problem.__traceback__)[-1]
+            wrong[f"{problem!r} at {place.filename}:{place.lineno}, {where}"] += 1
+            continue
+        tried += bool(failed)
+        told[failed] += len(refused)
+        if len(refused) + len(made) - listened != 1 or "\n" in str(refused):
+            wrong[f"{failed} {where}: {refused}, listened {len(made) - listened} times"] += 1
+    faulthandler.cancel_dump_traceback_later()
+    start()
+    print(most, told, *wrong, sep="\n", file=sys.stderr)
+    assert not wrong, f"{len(wrong)} faults"
+    gc.collect()
+    left = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert len(left) <= before + 2, f"{before} descriptors before, now {left}"
+    return tried, sum(told.values())
+
+
 if __name__ == "__main__":
-    _, place, skipped = sys.argv[1:]
-    print(*store(Path(place), int(skipped)))
+    _, what, place, skipped = sys.argv
+    print(*{"store": store, "server": server}[what](Path(place), int(skipped)))

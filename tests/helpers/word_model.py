@@ -7,6 +7,9 @@ from pathlib import Path
 
 import tokenizers
 
+import mtpc
+from helpers.families import TINY
+
 TEMPLATE = (
     "{{ bos_token }} {% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -34,6 +37,20 @@ def word_checkpoint(source: Path, directory: Path) -> Path:
     )
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
+
+
+def compile_words(directory: Path) -> mtpc.SpecModel:
+    """The model with sampling, as `mtpc serve` compiles it, and with few pages."""
+    return mtpc.compile(
+        directory,
+        spec_tokens=2,
+        backend="eager",
+        dtype="float64",
+        batch_buckets=(4,),
+        num_pages=22,
+        sampling=True,
+        **TINY,
+    )
 
 
 def words(ids: list[int]) -> str:

@@ -26,6 +26,7 @@ from mtpc.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from mtpc.layout import BufferSpec, Layout
 from mtpc.layout.progress import Progress
 
 EAGER = {"backend": "eager", "dtype": "float64", "batch_buckets": (1,), **TINY}
@@ -415,3 +416,10 @@ def test_ctrl_c_during_generate(spec: mtpc.SpecModel, monkeypatch: pytest.Monkey
     assert not spec.engine.has_work
     assert spec.engine.pages.num_free == free
     assert spec.generate(PROMPTS[3:6], 10) == wanted
+
+
+def test_a_buffer_that_no_memory_holds() -> None:
+    """One error that names it, its size and what to change, on any device."""
+    layout = Layout([BufferSpec("kv.0.keys", (2**50,), torch.float32)], {})
+    with pytest.raises(CapacityError, match=r"no memory for kv.0.keys: 4194304.0 GiB on cpu; low"):
+        layout.allocate("kv.0.keys")

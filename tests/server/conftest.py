@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.families import TINY
-from helpers.word_model import word_checkpoint
+from helpers.word_model import compile_words, word_checkpoint
 
 import mtpc
 
@@ -17,14 +16,4 @@ def word_spec(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> mtpc.SpecModel:
     """A tiny model with tokenizer, chat template and sampling, as `mtpc serve` compiles it."""
-    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
-    return mtpc.compile(
-        directory,
-        spec_tokens=2,
-        backend="eager",
-        dtype="float64",
-        batch_buckets=(4,),
-        num_pages=22,
-        sampling=True,
-        **TINY,
-    )
+    return compile_words(word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -14,11 +15,9 @@ from helpers.served import connect, exchange, is_idle, post, read_all, serving, 
 from helpers.small_server import LIMIT, NAME, body, error_of, nothing_is_left, server
 
 import mtpc
-from mtpc.errors import OptionError, RequestError
-from mtpc.server.chat import ChatTemplate
+from mtpc.errors import OptionError
 from mtpc.server.options import ServerOptions
 from mtpc.server.run import Running
-from mtpc.server.sandbox import MAX_RENDERED
 from mtpc.weights.served_model import ServedModel
 
 __all__ = ["nothing_is_left", "server"]
@@ -186,39 +185,6 @@ def test_prompts_that_cannot_fit_are_not_tokenised(
             assert error_of(answer)["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 'a' * 10 ** 10 }}",
-        "{{ 'a'.center(10 ** 10) }}",
-        "{{ 2 ** (2 ** 40) }}",
-        "{{ '%9999999999d' % 1 }}",
-        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}"
-        "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}"
-        "{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
-        "{% for i in range(9999) %}{% for j in range(9999) %}aaaaaaaa{% endfor %}{% endfor %}",
-    ],
-)
-def test_templates_that_swell(source: str) -> None:
-    """Refused before they take memory or time."""
-    start = time.monotonic()
-    with pytest.raises(RequestError, match=f"{MAX_RENDERED}|the chat template refuses"):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}], {})
-    assert time.monotonic() - start < 10
-
-
-def test_a_template_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's messages are refused; the server is not at fault."""
-
-    def raises(*_: object) -> None:
-        raise MemoryError
-
-    made = ChatTemplate("{{ f() }}", {})
-    with pytest.raises(RequestError, match="the chat template refuses these messages: MemoryError"):
-        made.render([{"role": "user", "content": "a"}], {"f": raises})
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_has_said_all(
     server: Running, word_spec: mtpc.SpecModel, stream: bool
@@ -251,3 +217,40 @@ def read_answer(running: Running, data: bytes, is_half_closed: bool) -> str:
     return "".join(part.partition('"')[0] for part in answer.decode().split('"text": "')[1:]) or (
         "".join(part.partition('"')[0] for part in answer.decode().split('"text":"')[1:])
     )
+
+
+def test_a_body_that_the_parser_refuses(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """The application has the head already: one answer, uvicorn's, and no error in the log."""
+    head = post(b"", "/health").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    head = head.replace(b"POST", b"GET")
+    for wrong in (b"zz\r\n", b"5\r\nab\r\n0\r\n\r\n", b"-1\r\n"):
+        answer = exchange(server, head + wrong)
+        assert status_of(answer) == 400
+        assert answer.count(b"HTTP/1.1 ") == 1
+    assert errors(caplog) == []
+
+
+def test_garbage_behind_a_request(
+    server: Running, word_spec: mtpc.SpecModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request runs when the parser refuses what follows: no error in the log."""
+    whole = post(body(max_tokens=20, ignore_eos=True)).replace(b"connection: close\r\n", b"")
+    for wrong in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"):
+        answer = exchange(server, whole + wrong)
+        assert 1 <= answer.count(b"HTTP/1.1 ") <= 2
+    until(lambda: is_idle(server, word_spec))
+    assert errors(caplog) == []
+
+
+def test_a_client_that_ends_within_a_body(word_spec: mtpc.SpecModel) -> None:
+    """It can never complete it, so nothing waits for the rest."""
+    with serving(word_spec, model_name=NAME) as running, connect(running) as client:
+        client.sendall(post(body())[:-5])
+        client.shutdown(socket.SHUT_WR)
+        start = time.monotonic()
+        assert read_all(client) == b""
+        assert time.monotonic() - start < 10
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno > logging.WARNING]

@@ -275,7 +275,7 @@ def test_async_client(server: Running, spec: mtpc.SpecModel) -> None:
 def test_long_work_is_done_beside_the_loop(
     client: openai.OpenAI, spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Templates and tokenising of long bodies, and the JSON of whole answers."""
+    """Conversations, tokenising of long bodies, and the JSON of whole answers."""
     where: dict[str, str] = {}
 
     def note(place: type, name: str) -> None:
@@ -287,14 +287,19 @@ def test_long_work_is_done_beside_the_loop(
 
         monkeypatch.setattr(place, name, noted)
 
+    def beside() -> set[str]:
+        return {name for name, thread in where.items() if thread != "server-under-test"}
+
     for place, name in ((ChatTemplate, "render"), (ServedModel, "encode"), (Answer, "whole")):
         note(place, name)
-    for padding, beside in ((0, {"whole"}), (5000, {"whole", "render", "encode"})):
-        messages = [{"role": "user", "content": " " * padding + "w7 w8"}]
-        done = chat(client, messages=messages)
-        assert done.choices[0].message.content == words(offline(spec, CHAT_IDS))
-        loop = {name for name, thread in where.items() if thread == "server-under-test"}
-        assert where.keys() - loop == beside
+    done = chat(client, messages=[{"role": "user", "content": "w7 w8"}])
+    assert done.choices[0].message.content == words(offline(spec, CHAT_IDS))
+    assert beside() == where.keys() == {"whole", "render", "encode"}
+    for padding, expected in ((0, {"whole"}), (5000, {"whole", "encode"})):
+        where.clear()
+        complete(client, " " * padding + "w7 w8")
+        assert where.keys() == {"whole", "encode"}
+        assert beside() == expected
 
 
 def test_metrics(client: openai.OpenAI, server: Running, spec: mtpc.SpecModel) -> None:

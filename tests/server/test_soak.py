@@ -1,4 +1,7 @@
-"""A server under mixed traffic for long: what it holds does not grow, and texts stay the same."""
+"""A server under mixed traffic for long: what it holds does not grow, and texts stay the same.
+
+MTPC_SOAK_TOKENS=1000000 pytest -n 0 -m slow -rP tests/server/test_soak.py
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 from helpers.served import connect, exchange, is_idle, post, read_all, serving, status_of, until
 from helpers.small_server import NAME, body
-from helpers.word_model import words
+from helpers.word_model import SPECIAL, words
 
 import mtpc
 from mtpc.server.run import Running
@@ -39,12 +42,18 @@ BAD = (
 )
 
 
+def chat_ids(prompt: list[int]) -> list[int]:
+    """What the word model's template makes of a message of these words."""
+    return [SPECIAL, 11, *prompt, 91]
+
+
 class Traffic:
     """Random requests to one server, until it has emitted some number of tokens."""
 
     def __init__(self, running: Running, spec: mtpc.SpecModel):
         self.running, self.spec = running, spec
-        self.wanted = {tuple(p): words(spec.generate(p, 24, ignore_eos=True)) for p in PROMPTS}
+        prompts = [*PROMPTS, *map(chat_ids, PROMPTS)]
+        self.wanted = {tuple(p): words(spec.generate(p, 24, ignore_eos=True)) for p in prompts}
         self.faults, self.seen = list[str](), Counter[str]()
 
     def send(self, tokens: int) -> None:
@@ -59,7 +68,9 @@ class Traffic:
     def _client(self, number: int, end: int) -> None:
         chance = random.Random(number + end)
         while self.spec.stats.emitted_tokens < end and not self.faults:
-            action = chance.choice((self._whole, self._half_closed, self._leaves, self._bad))
+            action = chance.choice(
+                (self._whole, self._chat, self._half_closed, self._leaves, self._bad)
+            )
             try:
                 action(chance)
             except Exception as error:
@@ -72,12 +83,20 @@ class Traffic:
 
     def _check(self, prompt: list[int], answer: bytes) -> None:
         last = answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").partition(b"\r\n\r\n")[2]
-        text = json.loads(last)["choices"][0]["text"]
+        choice = json.loads(last)["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
         assert text == self.wanted[tuple(prompt)], (prompt, text)
 
     def _whole(self, chance: random.Random) -> None:
         prompt, data = self._request(chance)
         self._check(prompt, exchange(self.running, data))
+
+    def _chat(self, chance: random.Random) -> None:
+        prompt = chance.choice(PROMPTS)
+        fields = {"model": NAME, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+        fields["messages"] = [{"role": "user", "content": words(prompt)}]
+        answer = exchange(self.running, post(json.dumps(fields).encode(), "/v1/chat/completions"))
+        self._check(chat_ids(prompt), answer)
 
     def _half_closed(self, chance: random.Random) -> None:
         prompt, data = self._request(chance)
@@ -122,7 +141,9 @@ def soak(spec: mtpc.SpecModel, tokens: int) -> list[dict[str, float]]:
             assert not traffic.faults, traffic.faults
             until(lambda: is_idle(running, spec), 60)
             rounds.append(held(spec))
-        assert len(traffic.seen) == 4
+        assert len(traffic.seen) == 5
+        print(f"{spec.stats.emitted_tokens} tokens, requests: {dict(traffic.seen)}")
+        print(*rounds, sep="\n")
     return rounds
 
 
@@ -139,4 +160,4 @@ def check_flat(rounds: list[dict[str, float]]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
 def test_nothing_grows(word_spec: mtpc.SpecModel) -> None:
-    check_flat(soak(word_spec, 20_000))
+    check_flat(soak(word_spec, int(os.environ.get("MTPC_SOAK_TOKENS", 20_000))))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
+from helpers.hostile import DOUBLING, MESSAGE, SLOWER, SWELLING, random_template, rendered
 from helpers.word_model import TEMPLATE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mtpc
-from mtpc.errors import CheckpointError, RequestError
+from mtpc.errors import CheckpointError, RequestError, ServingError
 from mtpc.server.chat import ChatTemplate, load_chat_template
 
 QWEN_LIKE = (
@@ -71,11 +79,24 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read the chat template"):
         load_chat_template(tmp_path, tmp_path / "none")
     (tmp_path / "own").write_text("{% for %}")
-    with pytest.raises(CheckpointError, match="broken in line 1"):
+    with pytest.raises(CheckpointError, match="broken: line 1"):
         load_chat_template(tmp_path, tmp_path / "own")
-    config.write_text("{")
-    with pytest.raises(CheckpointError, match="tokenizer_config"):
-        load_chat_template(tmp_path, None)
+    (tmp_path / "chat_template.jinja").unlink()
+    for wrong in (
+        "{",
+        "[]",
+        '{"chat_template": 3}',
+        '{"chat_template": [{"name": "default", "template": []}]}',
+    ):
+        config.write_text(wrong)
+        with pytest.raises(CheckpointError, match="tokenizer_config"):
+            load_chat_template(tmp_path, None)
+    for entry in ([], [3], [{"name": "default"}], None):
+        config.write_text(json.dumps({"chat_template": entry}))
+        assert load_chat_template(tmp_path, None) is None
+    (tmp_path / "own").write_text("x" * (2**20 + 1))
+    with pytest.raises(CheckpointError, match="more than 1048576 bytes"):
+        load_chat_template(tmp_path, tmp_path / "own")
 
 
 @pytest.mark.parametrize(
@@ -94,3 +115,87 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
 def test_templates_are_boxed_in(source: str) -> None:
     with pytest.raises(RequestError, match="the chat template refuses these messages"):
         ChatTemplate(source, {}).render(MESSAGES, {})
+
+
+@pytest.mark.parametrize("source", SWELLING)
+def test_templates_that_swell(source: str) -> None:
+    """Whichever filter, method or operator it is that grows, the system sets the limit."""
+    assert rendered(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SLOWER)
+def test_templates_that_take_seconds(source: str) -> None:
+    assert rendered(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", DOUBLING)
+def test_values_that_double(end: str) -> None:
+    source = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+    assert "of the processor's time" in rendered(source + "{% endfor %}" + end)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_random_templates(chance: random.Random) -> None:
+    rendered(random_template(chance, size=20))
+
+
+def test_a_template_that_goes_too_far_harms_no_other() -> None:
+    """The next text comes from a new process; what waits meanwhile waits for no more than that."""
+    forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% if m.content == 'long' %}" + forever + "{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    found = dict[str, Any]()
+
+    def render(content: str) -> None:
+        try:
+            found[content] = template.render([{"role": "user", "content": content}], {})
+        except RequestError as error:
+            found[content] = str(error)
+
+    threads = [threading.Thread(target=render, args=(text,)) for text in ("long", "a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "it takes more than 2 s of the processor's time" in found.pop("long")
+    assert found == {"a": "a", "b": "b"}
+
+
+def test_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed by the system: another takes its place; if that cannot start, one error says so."""
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    child = template._renderer._child._process
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert template.render([MESSAGE], {}) == MESSAGE["content"]
+    template._renderer._child.end()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("mtpc.server.renderer.subprocess.Popen", refuse)
+    with pytest.raises(ServingError, match=r"cannot start the process.*Cannot allocate memory"):
+        template.render([MESSAGE], {})
+    monkeypatch.undo()
+    assert template.render([MESSAGE], {}) == MESSAGE["content"]
+
+
+def test_messages_that_are_nested_too_deeply() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        ChatTemplate("{{ x }}", {}).render([MESSAGE], {"x": deep})
+
+
+def test_the_process_ends_with_its_template() -> None:
+    template = ChatTemplate("a", {})
+    process = template._renderer._child._process
+    del template
+    assert process.returncode is not None

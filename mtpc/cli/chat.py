@@ -1,0 +1,144 @@
+"""`mtpc chat`: a conversation in the terminal, or one message a line from a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import mtpc
+from mtpc.cli.arguments import sampling_fields
+from mtpc.cli.compile_arguments import compile_options
+from mtpc.cli.demo import chosen_checkpoint
+from mtpc.cli.progress import show_progress
+from mtpc.cli.run import check_tokenizer, set_threads, stage_listener
+from mtpc.errors import CapacityError, CheckpointError, RequestError
+from mtpc.server.options import require_packages
+
+if TYPE_CHECKING:
+    from mtpc.server.chat import ChatTemplate
+
+HELP = "Ctrl-C ends an answer, Ctrl-D leaves."
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand until the input ends, and return the exit code."""
+    checkpoint = chosen_checkpoint(args.checkpoint)
+    options = {"batch_buckets": (1,), **compile_options(args)}
+    sampling = mtpc.SamplingParams(**sampling_fields(args))
+    options["sampling"] = not sampling.is_plain
+    mtpc.CompileOptions.parse(options)
+    require_packages("mtpc chat", ("jinja2",))
+    check_tokenizer(checkpoint, ["text"])
+    from mtpc.server.chat import load_chat_template
+
+    template = load_chat_template(checkpoint, args.chat_template)
+    if template is None:
+        raise CheckpointError(f"{checkpoint} has no chat template; give one: --chat-template FILE")
+    with show_progress(sys.stderr) as tell:
+        tell("import torch")
+        compile_model = mtpc.compile
+        set_threads(args.threads, checkpoint)
+        tell(f"load {checkpoint}")
+        model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+    chat = Chat(model, template, sampling, args.max_new_tokens, args.system)
+    chat.run(is_interactive=sys.stdin.isatty())
+    return 0
+
+
+class Chat:
+    """One conversation.
+
+    Args:
+        model: a compiled model.
+        template: makes its prompts.
+        sampling: how tokens are chosen.
+        max_new_tokens: tokens of an answer; None is what the model's memory leaves.
+        system: the message that begins the conversation, or None.
+    """
+
+    def __init__(
+        self,
+        model: mtpc.SpecModel,
+        template: ChatTemplate,
+        sampling: mtpc.SamplingParams,
+        max_new_tokens: int | None,
+        system: str | None,
+    ):
+        self._model, self._template, self._sampling = model, template, sampling
+        self._max_new_tokens = max_new_tokens
+        self.messages: list[dict[str, Any]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    def run(self, is_interactive: bool) -> None:
+        """Answer each message of the standard input, until it ends.
+
+        Raises:
+            MtpcError: a message cannot be answered. In a terminal it is shown instead.
+        """
+        for text in _typed() if is_interactive else _piped():
+            if not text.strip():
+                continue
+            self.messages.append({"role": "user", "content": text})
+            try:
+                answer = self._answer(is_interactive)
+            except (RequestError, CapacityError) as error:
+                if not is_interactive:
+                    raise
+                print("error:", error, file=sys.stderr)
+                self.messages.pop()
+                continue
+            self.messages.append({"role": "assistant", "content": answer})
+
+    def _answer(self, is_interactive: bool) -> str:
+        """Print the answer to the messages as it comes, and return it."""
+        from mtpc.engine.text import TextAssembler
+
+        model, pieces, start = self._model, list[str](), time.perf_counter()
+        text = TextAssembler(model.served.decode)
+        # A chat template writes special tokens itself.
+        ids = model.served.encode(self._template.render(self.messages, {}), special_tokens=False)
+        most = self._max_new_tokens or max(1, model.engine.longest - len(ids))
+        outputs: Any = model.stream(ids, most, sampling=self._sampling)
+        try:
+            with closing(outputs):
+                for output in outputs:
+                    last = output.finish_reason is not None
+                    pieces.append(text.push(output.token_ids, last=last))
+                    print(pieces[-1], end="", flush=True)
+        except KeyboardInterrupt:
+            if not is_interactive:
+                raise
+        print(flush=True)
+        if is_interactive:
+            rate = text.num_tokens / max(time.perf_counter() - start, 1e-9)
+            print(f"[{text.num_tokens} tokens, {rate:.1f} tokens/s]", file=sys.stderr)
+        return "".join(pieces)
+
+
+def _typed() -> Iterator[str]:
+    """Lines that a user types. Ctrl-C empties the line."""
+    with suppress(ImportError):  # It gives `input` a history, and keys to edit with.
+        import_module("readline")
+    print(HELP, file=sys.stderr)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+
+
+def _piped() -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")

@@ -1,0 +1,177 @@
+"""Arguments that several commands have: the checkpoint, the compile options and the graph cache.
+
+This module imports no torch, so that `--help` is fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mtpc.cli.parsing import (
+    buckets_up_to,
+    draft_vocab,
+    ids,
+    number,
+    numbers,
+    positive,
+    speculative,
+    speculative_lists,
+    wiring,
+)
+from mtpc.config import SCHEMES, CompileOptions
+
+VLLM_NAMES = {
+    "spec_tokens": "--num-speculative-tokens",
+    "max_len": "--max-model-len",
+    "page_size": "--block-size",
+    "num_pages": "--num-gpu-blocks-override",
+    "prefill_chunk": "--max-num-batched-tokens",
+}
+"""What vLLM's users call options."""
+
+
+def compile_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `CompileOptions` that the user gave."""
+    given = {f.name: getattr(args, f.name, None) for f in fields(CompileOptions)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def add_cache_dir(parser: Any) -> None:
+    """Add `--cache-dir`."""
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="the graph cache (default: MTPC_CACHE_DIR, else the user's)",
+    )
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the graph cache."""
+    group = parser.add_argument_group("graph cache")
+    add_cache_dir(group)
+    group.add_argument(
+        "--no-cache",
+        action="store_false",
+        dest="use_cache",
+        default=None,
+        help="do not read or write the cache",
+    )
+    group.add_argument(
+        "--frozen",
+        action="store_true",
+        default=None,
+        help="build nothing: a step that is not in the cache is an error",
+    )
+    group.add_argument(
+        "--require-sha256",
+        metavar="DIGEST",
+        help="load only the entries with this digest, which `mtpc build` prints; implies --frozen",
+    )
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Add `--threads`."""
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)",
+    )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint, which may be left out."""
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="directory with config.json and *.safetensors, or an id of the local hub cache "
+        "(default: the demo model)",
+    )
+
+
+def add_compile_options(
+    parser: argparse.ArgumentParser, several_k: bool = False, **defaults: str
+) -> None:
+    """Add the options of `mtpc.compile`. `CompileOptions` has the defaults of absent options.
+
+    Args:
+        parser: the command's parser.
+        several_k: whether `--spec-tokens` accepts a list.
+        **defaults: default values to show in the help for options whose default differs here.
+    """
+    group = parser.add_argument_group("compile options")
+    drafts = (
+        "K,K" if several_k else "K",
+        f"drafts per step{', one or several' * several_k}; 0 decodes plainly, auto adapts to load",
+    )
+    for name, kind, metavar, text in (
+        ("spec_tokens", numbers if several_k else number, *drafts),
+        ("spec_tiers", ids, "K,K", "numbers that 'auto' chooses from (default: 0,1,2,3)"),
+        ("batch_buckets", ids, "R,R", "request counts to capture"),
+        ("max_len", int, "N", "longest sequence in tokens, prompt and new tokens together"),
+        ("page_size", int, "N", "tokens per KV page"),
+        ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
+        ("snapshot_bytes", int, "N", "most bytes of snapshots of state that is not in KV pages"),
+        ("snapshot_distance", int, "N", "tokens from one snapshot of a long prompt to the next"),
+        ("prefill_chunk", int, "N", "tokens per prefill step (default: 512 or 64)"),
+        (
+            *("busy_prefill_chunk", int, "N"),
+            "prompt tokens per prefill step while other requests decode (default: up to 64)",
+        ),
+        (
+            *("prefill_rows", int, "R"),
+            "requests that may share a prefill step (default: enough for the largest bucket)",
+        ),
+        ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
+        ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
+        ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
+        ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
+        ("quantize", str, "SCHEME", f"quantise weights: {', '.join(SCHEMES)}"),
+    ):
+        default = defaults.get(name, getattr(CompileOptions, name))
+        shown = "" if default in (None, ()) else f" (default: {_listed(default)})"
+        flag = f"--{name.replace('_', '-')}"
+        others = [VLLM_NAMES[name]] if name in VLLM_NAMES else []
+        group.add_argument(flag, *others, type=kind, metavar=metavar, help=text + shown)
+    _add_vllm_options(group, several_k)
+    for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
+        text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
+        group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
+    for flag, text in (
+        ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
+        ("--verify-passes", "check the graph with fake tensors after every pass"),
+    ):
+        group.add_argument(flag, action="store_true", default=None, help=text)
+
+
+def _add_vllm_options(group: Any, several_k: bool) -> None:
+    """Options of vLLM's that are others here, in another form."""
+    group.add_argument(
+        "--max-num-seqs",
+        type=buckets_up_to,
+        dest="batch_buckets",
+        metavar="N",
+        help="most requests that decode at once: as --batch-buckets 1,2,4,..,N",
+    )
+    group.add_argument(
+        "--speculative-config",
+        type=speculative_lists if several_k else speculative,
+        dest="spec_tokens",
+        metavar="JSON",
+        help='as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\'',
+    )
+
+
+def _listed(value: object) -> str:
+    """A value as the user types it on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

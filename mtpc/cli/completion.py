@@ -1,0 +1,35 @@
+"""`mtpc completion`: a script that completes commands, options and files in a shell."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mtpc.cli.arguments import build_parser
+from mtpc.errors import OptionError
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print the script, and return the exit code."""
+    if find_spec("shtab") is None:
+        raise OptionError("completion needs shtab, not installed here: pip install shtab")
+    import shtab
+
+    parser = build_parser()
+    for action in _actions(parser):
+        if action.type is Path:
+            action.complete = shtab.FILE
+    print(shtab.complete(parser, shell=args.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[Any]:
+    """The arguments of a parser and of its commands."""
+    found = list[Any](parser._actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in {id(choice): choice for choice in action.choices.values()}.values():
+                found += _actions(command)
+    return found
