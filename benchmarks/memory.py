@@ -1,6 +1,7 @@
 """Resident memory of a compiled model beside what it has to hold: weights, KV pool, buffers.
 
     python -m benchmarks.memory                    # the 0.5B shape: just compiled, and warm
+    python -m benchmarks.memory --shape 7b --quantize int4-g32 --spec-tokens 1 --batch-buckets 1
 
 Every row is a process of its own. Resident is what the process grew by from just after its imports
 until it has decoded; the peak is counted from there, too, so that the row of a process that
@@ -19,12 +20,15 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.harness import command
+from benchmarks.harness.codes import MIMO_7B, write_codes
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
+from mtpc.weights.quantise import SCHEMES
 
 MIB = 2**20
+LARGE = {**SHAPES, "7b": MIMO_7B}
 COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
 NOTES = (
     "weights: the checkpoint's tensors; resident: growth since the imports, after decoding.",
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = command.teller()
     with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
-        write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
+        _write(workdir / "mimo", args)
         job = {
             "directory": str(workdir.absolute() / "mimo"),
             "cache": str(workdir.absolute() / "cache"),
@@ -60,6 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append({"start": start, **_measure(job)})
     publish("memory", args, {"rows": rows}, table)
     return 0
+
+
+def _write(directory: Path, args: argparse.Namespace) -> None:
+    """The checkpoint, unless it is there: a large one takes minutes."""
+    if args.quantize is None:
+        write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
+    elif not (directory / "config.json").is_file():
+        write_codes(directory, LARGE[args.shape], args.quantize)
 
 
 def table(record: Record) -> Table:
@@ -118,14 +130,19 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("memory", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    add("--shape", choices=LARGE, default="0.5b", help="sizes of the model")
+    codes = [name for name, scheme in SCHEMES.items() if scheme.kind == "int4"]
+    add("--quantize", choices=codes, metavar="SCHEME", help="random codes of a scheme, not weights")
     add("--spec-tokens", type=int, default=3, metavar="K")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
     add("--max-len", type=positive, default=1024, metavar="N")
     command.add_passes(parser)
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.shape not in SHAPES and args.quantize is None:
+        parser.error(f"--shape {args.shape} is for --quantize: its plain weights are too large")
+    return args
 
 
 if __name__ == "__main__":

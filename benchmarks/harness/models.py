@@ -165,7 +165,7 @@ def write_checkpoint(
     family = next(f for f in FAMILIES if f.name == family_name)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
-        _config(family, shape), dtype=torch.bfloat16
+        make_config(family, shape), dtype=torch.bfloat16
     )
     if accepting:
         make_successor_model(model)
@@ -201,7 +201,7 @@ def text_prompts(directory: Path, count: int, length: int) -> list[list[int]]:
     return prompts
 
 
-def _config(family: ModelFamily, shape: Shape) -> Any:
+def make_config(family: ModelFamily, shape: Shape) -> Any:
     """A config with one layer too many.
 
     transformers builds the MTP layer of GLM-4 MoE with experts whatever the config says, and at

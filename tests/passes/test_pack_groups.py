@@ -163,21 +163,24 @@ def test_in_memory_as_in_a_file(
     assert found.stats.accepted == expected.stats.accepted
 
 
-EACH = ["mimo"] + [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "deepseek_v3", "qwen3_next")
+EACH = [("mimo", "int4-g32")] + [
+    pytest.param(family, scheme, marks=pytest.mark.slow)
+    for family in ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
+    for scheme in ("int4-g32", "int8", "fp8")
+    if (family, scheme) != ("mimo", "int4-g32")
 ]
 
 
-@pytest.mark.parametrize("family", EACH)
-def test_the_theorem_on_four_bits(
-    family: str, checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path
+@pytest.mark.parametrize(("family", "scheme"), EACH)
+def test_the_theorem_on_codes(
+    family: str, scheme: str, checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path
 ) -> None:
     """Speculation changes no token, nor does the batch; on the cpu backend, from the files' codes.
 
-    mimo's MTP layer stays plain, as some exporters leave it.
+    Nor do chunks and K, in the slow run. mimo's MTP layer stays plain, as some exporters leave it.
     """
     keep = ("*mtp_layers*",) if family == "mimo" else ()
-    quantise_checkpoint(checkpoint(family), tmp_path / "out", "int4-g32", keep=keep)
+    quantise_checkpoint(checkpoint(family), tmp_path / "out", scheme, keep=keep)
     common: dict[str, Any] = dict(
         TINY, backend="cpu", dtype="bfloat16", batch_buckets=(4,), cache_dir=cpu_cache
     )
@@ -187,3 +190,7 @@ def test_the_theorem_on_four_bits(
     assert [spec.generate(prompt, 16, ignore_eos=True) for prompt in PROMPTS[2:8]] == expected
     assert spec.generate(PROMPTS[2:8], 16, ignore_eos=True) == expected
     assert sum(spec.stats.accepted) > 0
+    if (family, scheme) != EACH[0]:
+        other = {**common, "spec_tokens": 1, "prefill_chunk": 5, "batch_buckets": (1, 3)}
+        one = mtpc.compile(tmp_path / "out", **other)
+        assert one.generate(PROMPTS[2:8], 16, ignore_eos=True) == expected

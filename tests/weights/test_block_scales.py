@@ -19,6 +19,7 @@ from helpers.families import CPU_OPTIONS, TINY
 from helpers.theorem import PROMPTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import mtpc
 from mtpc.errors import CheckpointError, UnsupportedModelError
@@ -93,6 +94,40 @@ def test_fp8_runs_as_the_weights_it_stands_for(
     assert sum(found.stats.accepted) > 0
     assert any(NOTE in line for line in found.stats.fallbacks)
     assert not any(NOTE in line for line in wanted.stats.fallbacks)
+
+
+def test_deepseek_v4_as_it_is_released(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """FP8 with exponents for scales, experts in MXFP4, all named X.scale: as their values."""
+    source = checkpoint("deepseek_v4")
+    paths = tmp_path / "quantised", tmp_path / "plain"
+    stored = {n: t.bfloat16() for n, t in load_file(source / "model.safetensors").items()}
+    wanted = dict(stored)
+    of = Fp8Dequantize(None)
+    linears = [n for n, t in stored.items() if t.dim() == 2 and (".experts." in n or ".w" in n)]
+    for name in linears:
+        weight, scale = stored[name].float(), name.removesuffix("weight") + "scale"
+        exponents = torch.full((len(weight), weight.shape[1] // 32), 122, dtype=torch.uint8)
+        codes = torch.randint(0, 256, (len(weight), weight.shape[1] // 2)).to(torch.int8)
+        if ".experts." not in name:
+            grid = [-(-size // 8) for size in weight.shape]
+            exponents = torch.randint(121, 124, grid, dtype=torch.uint8)
+            codes = (weight * 16).to(torch.float8_e4m3fn)
+        stored[name], stored[scale] = codes, exponents.view(torch.float8_e8m0fnu)
+        wanted[name] = of._dequantize_one(codes, stored[scale], output_dtype=torch.bfloat16)
+    assert sum(tensor.dtype == torch.int8 for tensor in stored.values()) > 20
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 5
+    says = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [8, 8]}
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    more = {"quantization_config": says, "expert_dtype": "fp4"}
+    for path, saved, entries in zip(paths, (stored, wanted), (more, {}), strict=True):
+        shutil.copytree(source, path)
+        save_file(saved, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(config | entries))
+    assert len(Checkpoint(paths[0]).specs) == len(linears)
+    found, right = (load(path, "float32", needs_mtp=True).weights() for path in paths)
+    assert found.keys() == right.keys()
+    for name, weight in found.items():
+        assert torch.equal(weight, right[name]), name
 
 
 def test_dtype_defaults_to_bfloat16(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint
@@ -118,6 +120,41 @@ def blocks(rows: int, columns: int) -> tuple[Tensors, At, Any]:
     return {"weight": codes, "weight_scale_inv": scale}, at, says
 
 
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+MXFP4 = {"quant_method": "mxfp4"}
+FLOAT = dict(num_bits=4, type="float", symmetric=True, strategy="group", group_size=32)
+
+
+def mxfp4(
+    codes: str, scale: str, says: Any, *, dtype: torch.dtype = torch.uint8
+) -> tuple[Tensors, At, Any]:
+    """Two codes a byte, the first in its low bits, and an exponent for each 32 inputs."""
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+    exponents = torch.randint(110, 140, (N, K // 32), dtype=torch.uint8)
+    exponents[0, 0], exponents[1, 0] = 0, 254  # 2^-127 and 2^127.
+
+    def at(row: int, column: int) -> float:
+        code = int(packed[row, column // 2]) >> 4 * (column % 2) & 15
+        value = E2M1[code & 7] * (-1 if code & 8 else 1)
+        return value * 2.0 ** (int(exponents[row, column // 32]) - 127)
+
+    if dtype != torch.uint8:  # DeepSeek-V4's.
+        return {codes: packed.view(torch.int8), scale: exponents.view(dtype)}, at, says
+    shape = (N, K // 32, 16) if codes.endswith("_blocks") else (N, K // 2)
+    return {codes: packed.view(shape), scale: exponents}, at, says
+
+
+def exponents_of_blocks() -> tuple[Tensors, At, Any]:
+    """DeepSeek-V4's FP8: scales are exponents."""
+    codes, says = floats(N, K), {"quant_method": "fp8", "weight_block_size": [8, 32]}
+    scale = torch.randint(110, 140, (-(-N // 8), K // 32), dtype=torch.uint8)
+
+    def at(row: int, column: int) -> float:
+        return float(codes[row, column].float()) * 2.0 ** (int(scale[row // 8, column // 32]) - 127)
+
+    return {"weight": codes, "scale": scale.view(torch.float8_e8m0fnu)}, at, says
+
+
 def gptq(
     bits: int, group: int, *, v2: bool = False, sym: bool = False, act: bool = False
 ) -> tuple[Tensors, At, Any]:
@@ -192,6 +229,16 @@ FORMS: dict[str, tuple[Callable[[], tuple[Tensors, At, Any]], GroupForm | None]]
     "gptq 8 bits": (lambda: gptq(8, 32), GroupForm("int8", 32, True)),
     "gptq 8 bits, sym": (lambda: gptq(8, 32, sym=True, v2=True), GroupForm("int8", 32)),
     "awq": (lambda: awq(32), GroupForm("int4", 32, True)),
+    "mxfp4": (lambda: mxfp4("weight_blocks", "weight_scales", MXFP4), GroupForm("int8", 32)),
+    "mxfp4, compressed-tensors": (
+        lambda: mxfp4("weight_packed", "weight_scale", compressed("mxfp4-pack-quantized", **FLOAT)),
+        GroupForm("int8", 32),
+    ),
+    "mxfp4, DeepSeek-V4": (
+        lambda: mxfp4("weight", "scale", {"quant_method": "fp8"}, dtype=torch.float8_e8m0fnu),
+        GroupForm("int8", 32),
+    ),
+    "fp8, DeepSeek-V4": (exponents_of_blocks, GroupForm("float8", 32)),
 }
 
 
@@ -217,12 +264,60 @@ def test_a_weight_is_what_its_format_says(form: str, tmp_path: Path) -> None:
         torch.testing.assert_close(weight.dequantise(), expected, rtol=1e-6, atol=0)
 
 
+def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """gpt-oss's layout. transformers gives inputs before outputs, as its own experts have them."""
+    experts, name = 3, "model.layers.0.mlp.experts.gate_up_proj"
+    stored = {
+        f"{name}_blocks": torch.randint(0, 256, (experts, N, K // 32, 16), dtype=torch.uint8),
+        f"{name}_scales": torch.randint(100, 150, (experts, N, K // 32), dtype=torch.uint8),
+    }
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = convert_moe_packed_tensors(*stored.values()).transpose(1, 2)
+    checkpoint = Checkpoint(tmp_path)
+    assert torch.equal(checkpoint.tensor(name), wanted)
+    assert torch.equal(checkpoint.grouped(name).dequantise().bfloat16(), wanted)
+    assert checkpoint.specs[name].form == GroupForm("int8", 32)
+
+
+@pytest.mark.parametrize("is_fp4", [True, False])
+def test_deepseek_v4_is_what_transformers_makes_of_it(is_fp4: bool, tmp_path: Path) -> None:
+    form = FORMS["mxfp4, DeepSeek-V4" if is_fp4 else "fp8, DeepSeek-V4"]
+    stored, _, says = form[0]()
+    found = Checkpoint(save(tmp_path, stored, says)).tensor(f"{NAME}.weight")
+    wanted = Fp8Dequantize(None)._dequantize_one(*stored.values(), output_dtype=torch.float32)
+    assert torch.equal(found, wanted)
+
+
 def edited(stored: Tensors, **changes: Tensor | None) -> Tensors:
     return {n: t for n, t in {**stored, **changes}.items() if t is not None}
 
 
 PACKED, AWQ, GPTQ = packed(4, 32, False), awq(32), gptq(4, 32)
+OSS = mxfp4("weight_blocks", "weight_scales", MXFP4)
+FP4 = mxfp4("weight_packed", "weight_scale", compressed("mxfp4-pack-quantized", **FLOAT))
+V4 = mxfp4("weight", "scale", {"quant_method": "fp8"}, dtype=torch.float8_e8m0fnu)
 BROKEN: list[tuple[Tensors, Any, str]] = [
+    (edited(OSS[0], weight_scales=None), MXFP4, r"weight_scales is missing; expected U8\[24,2\]"),
+    (
+        edited(OSS[0], weight_blocks=OSS[0]["weight_blocks"][..., :8].contiguous()),
+        MXFP4,
+        r"weight_blocks is U8\[24,2,8\]; expected U8\[24,2,16\]",
+    ),
+    (edited(OSS[0], weight_blocks=words(24)), MXFP4, r"weight_blocks is I32\[24\]; expected U8"),
+    (edited(FP4[0], weight_scale=None), FP4[2], "weight_scale is missing; expected U8"),
+    (
+        FP4[0],
+        compressed("nvfp4-pack-quantized", **{**FLOAT, "group_size": 16}),
+        "has group_size 16; expected 32",
+    ),
+    (edited(FP4[0], weight_packed=words(24, 32)), FP4[2], "weight_packed is I32.*; expected U8"),
+    (
+        edited(V4[0], scale=V4[0]["scale"][:, :1].contiguous()),
+        V4[2],
+        r"scale is F8_E8M0\[24,1\]; expected F8_E8M0\[24,2\]",
+    ),
     (
         edited(PACKED[0], weight_scale=None),
         PACKED[2],

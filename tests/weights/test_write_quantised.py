@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,35 @@ def test_a_quantised_checkpoint_is_refused(source: Path) -> None:
         CheckpointError, match="is quantised already; expected a checkpoint of plain"
     ):
         quantise_checkpoint(out, source.parent / "again", "fp8")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """4.5 GiB are written in less than 4 GiB: a file of them is held at a time, and one tensor."""
+    source, out = tmp_path / "plain", tmp_path / "out"
+    source.mkdir()
+    writer = shards.ShardWriter(source)
+    for index in range(64):
+        name = UP.replace("0", str(index))
+        writer.add({name: torch.randn(8192, 4096, dtype=torch.bfloat16)})
+    writer.add({PLAIN[0]: torch.zeros(65536, 4096, dtype=torch.bfloat16)})
+    writer.finish()
+    (source / "config.json").write_text(json.dumps({"dtype": "bfloat16", "vocab_size": 65536}))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, source, out], check=True, capture_output=True, text=True
+    )
+    peak = int(done.stdout)
+    assert sum(file.stat().st_size for file in out.glob("*.safetensors")) > 2.5 * 2**30
+    for path in (source, out):
+        shutil.rmtree(path)
+    print(f"peak {peak / 2**30:.2f} GiB")
+    assert peak < 4 * 2**30
+
+
+_MEASURED = """
+import resource, sys
+from pathlib import Path
+from mtpc.weights.write_quantised import quantise_checkpoint
+quantise_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), "fp8")
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""

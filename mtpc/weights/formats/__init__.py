@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.formats import awq, block_fp8, compressed_tensors, gguf, gptq
+from mtpc.weights.formats import awq, block_fp8, compressed_tensors, gguf, gptq, mxfp4
 from mtpc.weights.formats.stored import Config, QuantisedWeight, Tensors
 
 ADVICE = "dequantise the checkpoint to bfloat16 first"
@@ -46,6 +46,7 @@ FORMATS: Mapping[str, Format] = {
     "gptq": Format(gptq.find, gptq.LEAVES),
     "awq": Format(awq.find, awq.LEAVES, left_out="modules_to_not_convert"),
     "gguf": Format(gguf.find, gguf.LEAVES),
+    "mxfp4": Format(mxfp4.find, mxfp4.LEAVES, left_out="modules_to_not_convert"),
 }
 """Value of `quant_method` in config.json -> its format."""
 _UNNAMED = "fp8"

@@ -3,6 +3,9 @@
 The layout is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). `X.weight` is float8_e4m3fn
 [out, in]. `X.weight_scale_inv` is float32 and holds one factor for each block of 128 x 128 weights;
 blocks at the edges are smaller. `weight_block_size` in config.json gives the sides of a block.
+
+DeepSeek-V4's scales are named `X.scale`. They are powers of two, and only their exponents are
+stored (float8_e8m0fnu). Its experts are MXFP4: int8 [out, in / 2], an exponent for each 32 inputs.
 """
 
 from __future__ import annotations
@@ -10,73 +13,89 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.formats.mxfp4 import GROUP, weight_of
 from mtpc.weights.formats.stored import (
     Config,
     Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
+    check_groups,
     find_part,
     scales_dtype,
 )
 from mtpc.weights.fused_qkv import qkv_chunks
 
-_SUFFIX = "_scale_inv"
+_SUFFIX, _V4 = "_scale_inv", ".scale"
 LEAVES = ("weight_scale_inv", "weight_scale")
 _BLOCK = (128, 128)
 """Sides of a block if config.json does not give them."""
-_DTYPES = ("F32", "BF16")
+_DTYPES = ("F32", "BF16", "F8_E8M0")
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
     """The block-scaled weights of a checkpoint; see `mtpc.weights.formats.Format`."""
-    rows, columns = block_of(says)
     found = []
     for name, stored in tensors.items():
-        scaled = name.endswith(".weight") and name + _SUFFIX in tensors
-        if stored.dtype.startswith(("F8", "F4", "F6")) and not scaled:
+        is_narrow = stored.dtype.startswith(("F8_E4", "F8_E5", "F4", "F6"))
+        is_fp4 = stored.dtype == "I8" and len(stored.shape) == 2
+        scale = name + _SUFFIX
+        if scale not in tensors and (is_narrow or is_fp4):
+            scale = name.removesuffix(".weight") + _V4
+        scaled = name.endswith(".weight") and scale in tensors
+        if is_narrow and not scaled:
             raise CheckpointError(
                 f"{name} is {stored} and has no {name}{_SUFFIX} beside it; expected block-scaled "
                 "F8_E4M3 weights, or weights of at least 16 bits; dequantise the checkpoint to "
                 "bfloat16 first"
             )
-        if not scaled:
-            continue
-        if stored.dtype != "F8_E4M3" or len(stored.shape) != 2:
-            raise CheckpointError(
-                f"{name} is {stored} and has block scales; expected an F8_E4M3 matrix; dequantise "
-                "the checkpoint to bfloat16 first"
-            )
-        shape = (stored.shape[0], stored.shape[1])
-        chunks = qkv_chunks(config) if "qkv_proj" in name else 1
-        grid, apart = Grid(rows, columns), Grid(rows, columns, chunks or 1)
-        if tensors[name + _SUFFIX].shape == apart.shape(shape):
-            grid = apart
-        what = f"a scale for each block of {rows} x {columns} of {stored}"
-        scale = find_part(tensors, name + _SUFFIX, _DTYPES, [grid.shape(shape)], what)
-        layout = f"FP8 in blocks of {rows} x {columns}"
-        parts = {"codes": name, "scales": scale}
-        found.append(
-            QuantisedWeight(
-                name,
-                shape,
-                layout,
-                "float8",
-                grid,
-                False,
-                parts,
-                _decode,
-                scales_dtype(tensors, parts),
-            )
-        )
+        if scaled and is_fp4:
+            found.append(_fp4(tensors, name, scale))
+        elif scaled:
+            found.append(_fp8(tensors, name, scale, block_of(says), config))
     return found
 
 
+def _fp8(
+    tensors: Tensors, name: str, scale: str, block: tuple[int, int], config: Mapping[str, Any]
+) -> QuantisedWeight:
+    stored, (rows, columns) = tensors[name], block
+    if stored.dtype != "F8_E4M3" or len(stored.shape) != 2:
+        raise CheckpointError(
+            f"{name} is {stored} and has block scales; expected an F8_E4M3 matrix; dequantise "
+            "the checkpoint to bfloat16 first"
+        )
+    shape = (stored.shape[0], stored.shape[1])
+    chunks = qkv_chunks(config) if "qkv_proj" in name else 1
+    grid, apart = Grid(rows, columns), Grid(rows, columns, chunks or 1)
+    if tensors[scale].shape == apart.shape(shape):
+        grid = apart
+    what = f"a scale for each block of {rows} x {columns} of {stored}"
+    find_part(tensors, scale, _DTYPES, [grid.shape(shape)], what)
+    layout, parts = f"FP8 in blocks of {rows} x {columns}", {"codes": name, "scales": scale}
+    is_exponent = tensors[scale].dtype == "F8_E8M0"
+    dtype = "bfloat16" if is_exponent else scales_dtype(tensors, parts)
+    return QuantisedWeight(name, shape, layout, "float8", grid, False, parts, _decode, dtype)
+
+
+def _fp4(tensors: Tensors, name: str, scale: str) -> QuantisedWeight:
+    """A weight of DeepSeek-V4's experts."""
+    rows, half = tensors[name].shape
+    check_groups(name, (rows, 2 * half), GROUP)
+    what = f"an exponent for each {GROUP} of {2 * half} inputs"
+    find_part(tensors, scale, ("F8_E8M0", "U8"), [(rows, 2 * half // GROUP)], what)
+    return weight_of(name, (rows, 2 * half), {"codes": name, "scales": scale})
+
+
 def _decode(parts: Mapping[str, Tensor]) -> Decoded:
-    return Decoded(parts["codes"], parts["scales"])
+    scales = parts["scales"]
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.to(torch.bfloat16)
+    return Decoded(parts["codes"], scales)
 
 
 def block_of(says: Config) -> tuple[int, int]:

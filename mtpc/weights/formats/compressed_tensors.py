@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.formats.mxfp4 import GROUP, weight_of
 from mtpc.weights.formats.stored import (
     KINDS,
     SCALES,
@@ -66,7 +67,9 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
         if not is_packed and (leaf != "weight" or stored.dtype not in ("I8", "F8_E4M3")):
             continue
         weights = settings.weights_of(module, name)
-        if is_packed:
+        if is_packed and weights.get("type") == "float":
+            found.append(_mxfp4(tensors, module, weights))
+        elif is_packed:
             found.append(_packed(tensors, module, weights))
         else:
             kind = "int" if stored.dtype == "I8" else "float"
@@ -156,6 +159,20 @@ def _grid(weights: Config, of: str, shape: tuple[int, int]) -> Grid:
             )
         return Grid(sides[0], sides[1])
     return Grid(shape[0] if strategy == "tensor" else 1, shape[1])
+
+
+def _mxfp4(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
+    """A weight of the format mxfp4-pack-quantized."""
+    setting(weights, "num_bits", 4, 4)
+    setting(weights, "strategy", "group", "group")
+    setting(weights, "group_size", GROUP, GROUP)
+    codes = f"{module}.weight_packed"
+    rows, half = tensors[codes].shape if len(tensors[codes].shape) == 2 else (1, GROUP // 2)
+    find_part(tensors, codes, ("U8",), [(rows, half)], "two floating-point codes a byte")
+    check_groups(codes, (rows, 2 * half), GROUP)
+    scales = f"{module}.weight_scale"
+    find_part(tensors, scales, ("U8",), [(rows, 2 * half // GROUP)], "exponents of the codes")
+    return weight_of(f"{module}.weight", (rows, 2 * half), {"codes": codes, "scales": scales})
 
 
 def _packed(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:

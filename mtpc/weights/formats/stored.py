@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class QuantisedWeight:
 
     Attributes:
         name: of the weight, "X.weight".
-        shape: [N, K]; of a weight that is read as values also a stack [E, N, K].
+        shape: [N, K] or, where a row has its own scales, a stack [E, N, K].
         layout: what it is, for notes: "int4 in groups of 128".
         kind: of the codes.
         grid: which weights share a scale.
@@ -126,10 +127,10 @@ class QuantisedWeight:
     @property
     def form(self) -> GroupForm | None:
         """The form that kernels read; None if the weight must be dequantised."""
-        group = self.grid.group(self.shape[1])
+        group = self.grid.group(self.shape[-1])
         form = GroupForm(self.kind, group, self.has_zeros, self.has_mins)
         is_unknown = self.order or self.as_values
-        return None if is_unknown or form.misfit(self.shape[1]) else form
+        return None if is_unknown or form.misfit(self.shape[-1]) else form
 
     def grouped(self, read: Callable[[str], Tensor]) -> GroupedWeight:
         """The weight in the form that kernels read; only where it has one.
@@ -148,7 +149,7 @@ class QuantisedWeight:
             return decoded.codes.to(dtype)
         out = torch.empty(self.shape, dtype=dtype)
         column = self._columns(read)
-        rows = max(1, _CHUNK // max(self.shape[1], 1))
+        rows = max(1, _CHUNK // max(prod(self.shape[1:]), 1))
         for start in range(0, self.shape[0], rows):
             run = slice(start, start + rows)
             zeros = None if decoded.zeros is None else decoded.zeros[run]

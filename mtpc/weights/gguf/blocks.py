@@ -29,7 +29,7 @@ class Parts:
 
     Attributes:
         codes: uint8 [..., B, inputs].
-        scales: float16 or float32 [..., B, G]; G groups of adjacent inputs a block.
+        scales: float16, bfloat16 or float32 [..., B, G]; G groups of adjacent inputs a block.
         mins: of the scales' dtype [..., B, G], which are subtracted from the values; None if there
             are none. The zero point of codes is then 0.
     """
@@ -142,7 +142,7 @@ def _q6_k(blocks: Tensor) -> Parts:
 def _mxfp4(blocks: Tensor) -> Parts:
     values = torch.tensor([value + 128 for value in E2M1], dtype=torch.uint8)
     codes = values[_nibbles(blocks[..., 1:]).int()]
-    return Parts(codes, power_of_two(blocks[..., :1], 128))
+    return Parts(codes, power_of_two(blocks[..., :1], 128).bfloat16())
 
 
 def power_of_two(exponents: Tensor, bias: int) -> Tensor:
@@ -163,6 +163,6 @@ BLOCKS: dict[int, Block] = {
     12: Block("Q4_K", _K, 144, "int4", 32, "float32", True, _q4_k),
     13: Block("Q5_K", _K, 176, "int8", 32, "float32", True, _q5_k),
     14: Block("Q6_K", _K, 210, "int8", 16, "float32", False, _q6_k),
-    39: Block("MXFP4", 32, 17, "int8", 32, "float32", False, _mxfp4),
+    39: Block("MXFP4", 32, 17, "int8", 32, "bfloat16", False, _mxfp4),
 }
 """ggml's number of a type -> the type."""

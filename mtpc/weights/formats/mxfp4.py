@@ -1,0 +1,72 @@
+"""MXFP4 weights: floating-point codes of 4 bits (E2M1), and a power of two for each 32 inputs.
+
+The layout is that of gpt-oss. A weight X [N, K], or a stack of them [E, N, K], is two tensors:
+X_blocks uint8 [..., N, K / 32, 16] and X_scales uint8 [..., N, K / 32]. A byte holds two inputs,
+the first in its low four bits. A scale is an exponent: 2^(e - 127), and 255 is NaN. Checkpoints of
+compressed-tensors and of DeepSeek-V4 have the same codes and exponents under other names.
+
+Source: OCP Microscaling Formats (MX) v1.0; transformers/integrations/mxfp4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.weights.formats.stored import (
+    Config,
+    Decoded,
+    Grid,
+    QuantisedWeight,
+    Tensors,
+    find_part,
+)
+from mtpc.weights.gguf.blocks import E2M1, power_of_two
+
+LEAVES: tuple[str, ...] = ()
+GROUP = 32
+"""Inputs that share an exponent."""
+_CODES, _SCALES = "_blocks", "_scales"
+
+
+def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
+    """The weights of a checkpoint in gpt-oss's layout; see `mtpc.weights.formats.Format`."""
+    found = []
+    for codes, stored in tensors.items():
+        if not codes.endswith(_CODES):
+            continue
+        name, shape = codes.removesuffix(_CODES), stored.shape[:-1]
+        what = f"{GROUP // 2} bytes of codes for each {GROUP} inputs"
+        right = [(*shape, GROUP // 2)] if len(shape) in (2, 3) else []
+        find_part(tensors, codes, ("U8",), right or [(1, 1, GROUP // 2)], what)
+        scales = find_part(tensors, name + _SCALES, ("U8",), [shape], "exponents of the codes")
+        parts = {"codes": codes, "scales": scales}
+        found.append(weight_of(name, (*shape[:-1], shape[-1] * GROUP), parts))
+    return found
+
+
+def weight_of(name: str, shape: tuple[int, ...], parts: Mapping[str, str]) -> QuantisedWeight:
+    """A weight, given the tensors of its codes and of its scales.
+
+    Args:
+        name: of the weight.
+        shape: [N, K] or [E, N, K].
+        parts: names of the tensors in the roles "codes" and "scales".
+    """
+    grid = Grid(1, GROUP)
+    return QuantisedWeight(name, shape, "MXFP4", "int8", grid, False, parts, decode, "bfloat16")
+
+
+def decode(parts: Mapping[str, Tensor]) -> Decoded:
+    """Codes of two inputs a byte, and exponents, as codes of 8 bits: exactly."""
+    codes = parts["codes"].view(torch.uint8)
+    pairs = torch.stack((codes & 15, codes >> 4), -1)
+    exponents = parts["scales"].view(torch.uint8)
+    # Values of codes are doubled, so that they are whole: the exponents are one lower for that.
+    values = torch.tensor([value + 128 for value in E2M1], dtype=torch.uint8)
+    shape = (*exponents.shape[:-1], exponents.shape[-1] * GROUP)
+    scales = power_of_two(exponents, 128).bfloat16()
+    return Decoded(values[pairs.int()].reshape(shape), scales)
