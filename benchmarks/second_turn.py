@@ -1,9 +1,9 @@
 """Time to the first token of a chat's second turn, beside that of a cold start.
 
-    python -m benchmarks.second_turn                       # 8,192 tokens, K = 0 and 1
-    python -m benchmarks.second_turn --family step3p5 --prompt-tokens 2048
+    python -m benchmarks.second_turn                       # 8,192 tokens, both shapes, K = 1
+    python -m benchmarks.second_turn --families step3p5 --prompt-tokens 2048 --spec-tokens 0 1
 
-Random weights of a small hybrid shape: what decides the times is how much of the prompt is computed
+Random weights of small hybrid shapes: what decides the times is how much of the prompt is computed
 again. The cold prompt is computed with nothing known. The second turn is that prompt, its answer
 and a new message. The *stripped* turn leaves out the first half of the answer, as templates leave
 out thinking.
@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 import mtpc
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.results import Record, Table, publish
 from mtpc.models import FAMILIES
 from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import build_mtp_layer
@@ -41,6 +45,18 @@ _COMMON: dict[str, Any] = dict(
     bos_token_id=0,
     eos_token_id=1,
 )
+COLUMNS = (
+    "model", "K", "tokens", "turn", "cold s", "ms to first token", "of a cold start", "reused",
+    "samples",
+)  # fmt: skip
+NOTES = (
+    "cold s: to the first token of the prompt with nothing known; medians.",
+    "turn: second: prompt, answer and a new message; stripped: without half of the answer.",
+    "of a cold start: the ratio of the medians.",
+    "reused: tokens of the turn's prompt that were not computed again.",
+)
+TURNS = {"second": 0, "stripped": ANSWER // 2}
+"""How many tokens of the answer a turn leaves out."""
 _SLIDING = [["full_attention", "sliding_attention"][i % 4 > 0] for i in range(9)]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -97,44 +113,84 @@ def first_token(spec: mtpc.SpecModel, prompt: list[int]) -> tuple[float, list[in
     return answer.first_token_s, list(answer), spec.stats.reused_tokens - before
 
 
-def measure(spec: mtpc.SpecModel, length: int, seed: int) -> None:
-    """Print the times of one conversation."""
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation, beside the cold start before it; seconds to the first token."""
+
+    model: str
+    spec_tokens: int
+    prompt_tokens: int
+    turn: str
+    cold_s: float
+    turn_s: float
+    reused: int
+
+
+def measure(spec: mtpc.SpecModel, model: str, length: int, seed: int) -> Iterator[Turn]:
+    """A cold start, and the turns that continue it."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 8192, (length + MESSAGE,), generator=generator).tolist()
     prompt, message = ids[:length], ids[length:]
     spec.engine.reset_prefix_cache()
     cold, answer, _ = first_token(spec, prompt)
-    for name, said in (("second turn", answer), ("stripped", answer[ANSWER // 2 :])):
-        seconds, _, reused = first_token(spec, prompt + said + message)
-        share = f"{seconds / cold:.1%} of a cold one's {cold:.2f} s"
-        print(f"  {name}: {1e3 * seconds:.0f} ms, {share}; {reused} tokens reused", flush=True)
+    for turn, left_out in TURNS.items():
+        seconds, _, reused = first_token(spec, prompt + answer[left_out:] + message)
+        yield Turn(model, spec.options.spec_tokens, length, turn, cold, seconds, reused)
+
+
+def table(record: Record) -> Table:
+    """A record's table: a line for each model, K and kind of turn."""
+    groups = dict[tuple[Any, ...], list[Turn]]()
+    for row in record["rows"]:
+        turn = Turn(**row)
+        key = turn.model, turn.spec_tokens, turn.prompt_tokens, turn.turn
+        groups.setdefault(key, []).append(turn)
+    body = list[list[str]]()
+    for key, turns in groups.items():
+        cold = median(turn.cold_s for turn in turns)
+        seconds = median(turn.turn_s for turn in turns)
+        measured = (f"{cold:.2f}", f"{1e3 * seconds:.0f}", f"{seconds / cold:.1%}")
+        reused = str(min(turn.reused for turn in turns))
+        body.append([*map(str, key), *measured, reused, str(len(turns))])
+    return Table("The second turn of a chat", COLUMNS, body, NOTES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--family", choices=SHAPES, default="qwen3_5")
-    parser.add_argument("--prompt-tokens", type=int, default=8192)
-    parser.add_argument("--spec-tokens", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--backend", default="cpu")
-    parser.add_argument("--repeats", type=int, default=2)
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as place:
-        directory = write(args.family, Path(place))
-        for spec_tokens in args.spec_tokens:
-            spec = mtpc.compile(
-                directory,
-                spec_tokens=spec_tokens,
-                batch_buckets=(1,),
-                max_len=args.prompt_tokens + 4 * ANSWER,
-                backend=args.backend,
-                use_cache=False,
-            )
-            print(f"{args.family}, {args.prompt_tokens} tokens, K = {spec_tokens}", flush=True)
-            for seed in range(args.repeats):
-                measure(spec, args.prompt_tokens, seed)
-            print(spec.stats, flush=True)
+    args = _parse(argv)
+    tell, rows = command.begin(args), list[dict[str, Any]]()
+    with command.working_directory(args.workdir) as place:
+        for model in args.families:
+            directory = write(model, place / model)
+            for spec_tokens in args.spec_tokens:
+                tell(f"compile {model} K={spec_tokens}")
+                spec = mtpc.compile(
+                    directory,
+                    spec_tokens=spec_tokens,
+                    batch_buckets=(1,),
+                    max_len=args.prompt_tokens + 4 * ANSWER,
+                    backend=args.backend,
+                )
+                for seed in range(args.seed, args.seed + args.repeats):
+                    for turn in measure(spec, model, args.prompt_tokens, seed):
+                        tell(f"{turn}")
+                        rows.append(asdict(turn))
+    publish("second_turn", args, {"rows": rows}, table)
     return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("second_turn", __doc__)
+    add = parser.add_argument
+    add("--families", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
+    add("--prompt-tokens", type=positive, default=8192, metavar="N")
+    add("--spec-tokens", nargs="+", type=int, default=[1], metavar="K")
+    add("--repeats", type=positive, default=1, metavar="N", help="conversations")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add("--seed", type=int, default=0)
+    command.add_backend(parser)
+    command.add_files(parser)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
