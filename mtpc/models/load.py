@@ -41,6 +41,9 @@ from mtpc.weights.checkpoint import (
 from mtpc.weights.served_model import ServedModel
 from mtpc.wiring import Rules
 
+_MOST_PER_BYTE = 4
+"""Weights of a model for each byte of its checkpoint, at most: no format has fewer than 2 bits."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -262,6 +265,7 @@ def _load_directory(
     unread = headers.slice if headers else partial(_Unread, checkpoint)
     state = {name: unread(name) for name in checkpoint.tensors}
     try:
+        _check_size(checkpoint, family)
         with _quiet_transformers():
             model, info = model_class(family).from_pretrained(
                 None,
@@ -292,6 +296,23 @@ def _load_directory(
         headers.reserve([target, *layers])
     stop_ids = checkpoint.stop_ids()
     return LoadedModel(family, target, layers, stop_ids, str(directory), checkpoint, True, headers)
+
+
+def _check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
+    """Refuse a config.json whose model is far larger than the tensors, before it takes memory.
+
+    transformers fills what a checkpoint lacks with random values before it says what is missing.
+    """
+    config = read_config(checkpoint, family)
+    config._attn_implementation = config._experts_implementation = "eager"
+    with torch.device("meta"):
+        model = model_class(family)(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > _MOST_PER_BYTE * checkpoint.nbytes + 2**20:
+        raise CheckpointError(
+            f"{checkpoint.directory}: the model of its config.json has {count} weights, and its "
+            f"tensors have {checkpoint.nbytes} bytes; correct the file or download it again"
+        )
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ def test_documents(copies: Callable[..., Path], file: str, what: str) -> None:
         ({"dtype": ["float32"]}, "dtype is a list"),
         ({"eos_token_id": "x"}, "eos_token_id is text 'x'"),
         ({"eos_token_id": [1, 2**63]}, "eos_token_id is a list"),
+        ({"intermediate_size": 2**27}, "the model of its config.json has .* weights, and its ten"),
         ({"hidden_act": "nothing"}, "transformers cannot load"),
         ({"num_attention_heads": 0}, "transformers cannot load"),
     ],
@@ -116,6 +117,16 @@ def test_entries(copies: Callable[..., Path], changes: dict[str, Any], message: 
         load(directory, None, needs_mtp=True)
     assert str(directory) in str(refused.value)
     assert time.monotonic() - start < 5
+
+
+def test_a_part_without_sizes(copies: Callable[..., Path]) -> None:
+    """transformers would take those of Qwen3-Next-80B, and fill 23 GiB before it says so."""
+    directory = copies("qwen3_next")
+    edit_config(directory, text_config={"a": {}})
+    with pytest.raises(
+        CheckpointError, match=r"has \d{11} weights, and its tensors have \d+ bytes"
+    ):
+        load(directory, None, needs_mtp=True)
 
 
 @pytest.mark.parametrize(
