@@ -145,6 +145,7 @@ class Attention {
       if (norm.total != 0) keep /= norm.total;
       A* sums = total.sums + row * stride_;
       for (int64_t d = 0; d < stride_; ++d) sums[d] *= keep;
+      splits_.order(sums);
       const int64_t width = p_.values.width;
       write(out_, (splits_.token(unit, first + row) * p_.heads() + head) * width, sums, width);
     }

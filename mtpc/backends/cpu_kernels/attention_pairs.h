@@ -21,6 +21,17 @@ inline constexpr bool kPairs =
     false;
 #endif
 
+/// Rows that are needed soon, one for each that is in use, and where a head begins in them. A line of
+/// theirs is fetched with each line that is used: a burst of fetches would make all else wait.
+struct Ahead {
+  const BFloat16* const* rows;  // Null: nothing is fetched.
+  int64_t shift;
+
+  void fetch(int64_t row, int64_t column) const {
+    __builtin_prefetch(rows[row] + shift + column, 0, 2);
+  }
+};
+
 #if defined(__AVX512BF16__)
 
 /// 16 groups of a row of bfloat16, of which `valid` elements exist.
@@ -32,22 +43,38 @@ inline Vec<float> load_groups(const BFloat16* row, int64_t valid) {
 }
 
 /// panel[g][j] = group g of keys[j] + shift, zeros where keys[j] is null: a key that nobody sees is
-/// not read.
-inline void pack_keys(const BFloat16* const* keys, int64_t shift, int64_t width, Group* panel) {
-  for (int64_t d = 0; d < width; d += 2 * kLanes<float>) {
-    const int64_t groups = std::min<int64_t>((width - d) / 2, kLanes<float>);
-    for (int part = 0; part < kFeatures; part += kLanes<float>) {
-      Vec<float> square[kLanes<float>];
-      for (int j = 0; j < kLanes<float>; ++j) {
+/// not read. Of a whole panel all keys are seen.
+template <bool kWhole>
+void pack_some_keys(const BFloat16* const* keys, int64_t shift, int64_t width, Ahead ahead,
+                    Group* panel) {
+  constexpr int kN = kLanes<float>;
+  for (int64_t d = 0; d < width; d += 2 * kN) {
+    const int64_t valid = kWhole ? 2 * kN : width - d;
+    const int64_t groups = std::min<int64_t>(valid / 2, kN);
+    for (int part = 0; part < kFeatures; part += kN) {
+      Vec<float> square[kN];
+#pragma GCC unroll 16
+      for (int j = 0; j < kN; ++j) {
         const BFloat16* key = keys[part + j];
-        square[j] = key == nullptr ? Vec<float>{} : load_groups(key + shift + d, width - d);
+        square[j] = !kWhole && key == nullptr ? Vec<float>{} : load_groups(key + shift + d, valid);
+        if (kWhole) ahead.fetch(part + j, d);
       }
       transpose<float>(square);
-      for (int64_t g = 0; g < groups; ++g) {
-        std::memcpy(panel + (d / 2 + g) * kFeatures + part, &square[g], sizeof(square[g]));
+      Group* to = panel + d / 2 * kFeatures + part;
+#pragma GCC unroll 16
+      for (int64_t g = 0; g < kN; ++g) {
+        if (g < groups) std::memcpy(to + g * kFeatures, &square[g], sizeof(square[g]));
       }
     }
   }
+}
+
+/// The same; `whole` says that all keys of the panel are seen.
+inline void pack_keys(const BFloat16* const* keys, bool whole, int64_t shift, int64_t width,
+                      Ahead ahead, Group* panel) {
+  const bool even = whole && width % kFeatures == 0;
+  const auto pack = even ? pack_some_keys<true> : pack_some_keys<false>;
+  pack(keys, shift, width, ahead, panel);
 }
 
 /// scores[r][0..32) = queries[r] . keys of one packed panel, for kTile rows.
@@ -59,7 +86,8 @@ void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, flo
   Vec<float> low[kTile]{}, high[kTile]{};
   for (int64_t g = 0; g < groups; ++g) {
     Groups keys[2];
-    std::memcpy(keys, panel + g * kFeatures, sizeof(keys));
+    std::memcpy(&keys[0], panel + g * kFeatures, sizeof(keys[0]));
+    std::memcpy(&keys[1], panel + g * kFeatures + kN, sizeof(keys[1]));
 #pragma GCC unroll 8
     for (int r = 0; r < kTile; ++r) {
       Group group;
@@ -72,6 +100,71 @@ void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, flo
   for (int r = 0; r < kTile; ++r) {
     store(scores + r * kSplit, low[r]);
     store(scores + r * kSplit + kN, high[r]);
+  }
+}
+
+/// out[r][..] += sum over keys of weights[r][key] * values[key][shift..], in key order, for kTile
+/// rows and kBlocks times 32 dimensions. Of each 32 the even ones come first: a bfloat16 is the
+/// upper half of a float, so that taking them apart needs no shuffling.
+template <int kTile, int kBlocks, bool kFetch>
+void value_blocks(const float* weights, const BFloat16* const* values, int64_t shift, Range keys,
+                  int64_t valid, Ahead ahead, float* out, int64_t out_stride) {
+  constexpr int kN = kLanes<float>, kVecs = 2 * kBlocks;
+  Vec<float> sums[kTile][kVecs];
+#pragma GCC unroll 8
+  for (int r = 0; r < kTile; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) sums[r][i] = load<float>(out + r * out_stride + i * kN);
+  }
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    Vec<float> value[kVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlocks; ++i) {
+      const BFloat16* from = values[key] + shift + i * kFeatures;
+      const Groups both = (Groups)load_groups(from, kBlocks > 1 ? kFeatures : valid);
+      value[2 * i] = (Vec<float>)(both << 16);
+      value[2 * i + 1] = (Vec<float>)(both & ~0xffff);
+      if (kFetch) ahead.fetch(key, i * kFeatures);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kTile; ++r) {
+      const float weight = weights[r * kSplit + key];
+#pragma GCC unroll 8
+      for (int i = 0; i < kVecs; ++i) sums[r][i] += weight * value[i];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kTile; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) store(out + r * out_stride + i * kN, sums[r][i]);
+  }
+}
+
+/// All dimensions of value_blocks; out rows are padded to whole blocks.
+template <int kTile>
+void value_row_blocks(const float* weights, const BFloat16* const* values, int64_t shift,
+                      Range keys, int64_t width, Ahead ahead, float* out, int64_t out_stride) {
+  constexpr int kBlocks = kTile == 8 ? 1 : kTile == 4 ? 2 : 4;
+  const auto add = [&](auto blocks, int64_t column) {
+    constexpr int kMany = decltype(blocks)::value;
+    const auto body = ahead.rows ? value_blocks<kTile, kMany, true>
+                                 : value_blocks<kTile, kMany, false>;
+    body(weights, values, shift + column, keys, width - column, {ahead.rows, ahead.shift + column},
+         out + column, out_stride);
+  };
+  int64_t column = 0;
+  for (; column + kBlocks * kFeatures <= width; column += kBlocks * kFeatures) {
+    add(std::integral_constant<int, kBlocks>{}, column);
+  }
+  for (; column < width; column += kFeatures) add(std::integral_constant<int, 1>{}, column);
+}
+
+/// Puts dimensions of value_blocks back in order.
+inline void order_dimensions(float* sums, int64_t stride) {
+  for (int64_t d = 0; d < stride; d += kFeatures) {
+    float block[kFeatures];
+    for (int i = 0; i < kFeatures; ++i) block[i] = sums[d + i % 2 * kLanes<float> + i / 2];
+    std::memcpy(sums + d, block, sizeof(block));
   }
 }
 

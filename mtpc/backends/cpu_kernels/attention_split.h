@@ -1,7 +1,7 @@
 // One split of one unit: scores, weights, weighted values.
 //
-// While scores are taken the split's values are read ahead, and while values are added the next
-// split's keys. So memory is never idle.
+// While scores are taken the split's values are fetched, and while values are added the next split's
+// keys. So memory is never idle.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +24,9 @@ inline constexpr bool kTileRegisters =
     false;
 #endif
 
+/// Positions whose values stay in the first-level cache for all rows of a head.
+inline constexpr int64_t kValues = 64;
+
 /// Unnormalised results of a unit's rows over some positions.
 template <class A>
 struct Partial {
@@ -41,6 +44,7 @@ struct Scratch {
   Norm<A> split_norms[kRows], unit_norms[kRows];
   const T* keys[kSplit];
   const T* values[kSplit];
+  const T* next_keys[kSplit];
 
   static Scratch& of_this_thread() {
     static thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
@@ -109,7 +113,14 @@ class SplitAttention {
     if constexpr (kTileRegisters<A, T>) {
       if (in_pairs()) return add_packed_values(unit, computed, local, memory, out);
     }
-    add_values_by_panel(unit, base, local, memory, out);
+    add_values_by_panel(unit, local, memory, out);
+  }
+
+  /// Brings the dimensions of a row of sums into their order, when nothing is added to it any more.
+  void order(A* sums) const {
+    if constexpr (kPairs<A, T>) {
+      if (!kTileRegisters<A, T> || !in_pairs()) order_dimensions(sums, stride);
+    }
   }
 
  private:
@@ -118,43 +129,29 @@ class SplitAttention {
     return kPairs<A, T> && p_.q.scalar_type() == ScalarType::BFloat16 && p_.keys.width % 2 == 0;
   }
 
-  static int64_t offset_of(const Cache& cache, int64_t page, int64_t slot, int64_t head) {
-    return page * cache.page_stride + slot * cache.slot_stride + head * cache.head_stride;
-  }
-
-  /// Calls body(j, page, slot) for the positions base + j of a request.
-  template <class Body>
-  void for_slots(int64_t request, int64_t base, Range local, const Body& body) const {
+  /// rows[j] = where the first head's row of position base + j lies, for the positions of `local`.
+  void place(const Unit& unit, const Cache& cache, const T* first, int64_t base, Range local,
+             const T** rows) const {
     for (int64_t j = local.begin; j < local.end;) {
-      const int64_t page = p_.page(request, base + j);
-      int64_t slot = (base + j) % p_.keys.page_size;
-      const int64_t end = std::min(local.end, j + p_.keys.page_size - slot);
-      for (; j < end; ++j, ++slot) body(j, page, slot);
+      const int64_t slot = (base + j) % cache.page_size;
+      const int64_t end = std::min(local.end, j + cache.page_size - slot);
+      const T* row = first + p_.page(unit.request, base + j) * cache.page_stride +
+                     slot * cache.slot_stride + unit.kv_head * cache.head_stride;
+      for (; j < end; ++j, row += cache.slot_stride) rows[j] = row;
     }
   }
 
-  /// Where the first head's keys and values of a split lie; null for positions that no row of the
-  /// unit sees.
+  /// Where keys and values of a split lie; null for positions that no row of the unit sees. And the
+  /// keys of the next split, or any where there are none.
   void find_rows(const Unit& unit, int64_t base, Range local, Memory& memory) const {
     std::fill_n(memory.keys, kSplit, nullptr);
-    for_slots(unit.request, base, local, [&](int64_t j, int64_t page, int64_t slot) {
-      memory.keys[j] = keys_ + offset_of(p_.keys, page, slot, unit.kv_head);
-      memory.values[j] = values_ + offset_of(p_.values, page, slot, unit.kv_head);
-    });
-  }
-
-  /// Reads the rows of all heads of a unit, from the first one's on.
-  void read_row(const Unit& unit, const Cache& cache, const T* row) const {
-    const int64_t bytes = cache.width * sizeof(T);
-    if (cache.head_stride == cache.width) return read_ahead(row, unit.heads * bytes);
-    for (int64_t h = 0; h < unit.heads; ++h) read_ahead(row + h * cache.head_stride, bytes);
-  }
-
-  /// Reads keys of positions that follow this split.
-  void read_keys(const Unit& unit, int64_t base, Range local) const {
-    for_slots(unit.request, base, local, [&](int64_t, int64_t page, int64_t slot) {
-      read_row(unit, p_.keys, keys_ + offset_of(p_.keys, page, slot, unit.kv_head));
-    });
+    place(unit, p_.keys, keys_, base, local, memory.keys);
+    place(unit, p_.values, values_, base, local, memory.values);
+    if constexpr (kPairs<A, T>) {
+      const Range next = intersect({0, kSplit}, {0, unit.visible.end - base - kSplit});
+      place(unit, p_.keys, keys_, base + kSplit, next, memory.next_keys);
+      std::copy(memory.keys + next.size(), memory.keys + kSplit, memory.next_keys + next.size());
+    }
   }
 
   /// Scores of all rows, panel by panel; returns the positions that the panels cover.
@@ -163,27 +160,24 @@ class SplitAttention {
         local.begin / kPanel<A> * kPanel<A>,
         (local.end + kPanel<A> - 1) / kPanel<A> * kPanel<A>};
     for (int64_t j = computed.begin; j < computed.end; j += kPanel<A>) {
-      const Range ahead = panel_at(j, local);
-      for (int64_t k = ahead.begin; values_ != keys_ && k < ahead.end; ++k) {
-        read_row(unit, p_.values, memory.values[k]);
-      }
-      for (int64_t h = 0; h < unit.heads; ++h) {
-        score_panel_of(unit, h, memory, memory.keys + j, scores + j);
-      }
+      const bool whole = panel_at(j, local).size() == kPanel<A>;
+      for (int64_t h = 0; h < unit.heads; ++h) score_panel_of(unit, h, memory, j, whole, scores + j);
     }
     return computed;
   }
 
   /// The scores of one panel of one head.
-  void score_panel_of(const Unit& unit, int64_t h, Memory& memory, const T* const* keys,
+  void score_panel_of(const Unit& unit, int64_t h, Memory& memory, int64_t begin, bool whole,
                       A* scores) const {
+    const T* const* keys = memory.keys + begin;
     const int64_t width = p_.keys.width, shift = h * p_.keys.head_stride;
     scores += h * unit.rows * kSplit;
     if constexpr (kPairs<A, T>) {
       if (in_pairs()) {
         const T* queries = memory.narrow_queries.get() + h * unit.rows * width;
         Group* packed = memory.packed.reserve(kSplit / 2 * kFeatures + width / 2 * kFeatures);
-        pack_keys(keys, shift, width, packed);
+        const Ahead ahead{memory.values + begin, h * p_.values.head_stride};
+        pack_keys(keys, whole, shift, width, ahead, packed);
 #if defined(__AMX_TILE__)
         score_panel(queries, unit.rows, width, packed, scores);
 #else
@@ -205,19 +199,24 @@ class SplitAttention {
   }
 
   /// Weighted values, a panel of all heads at a time.
-  void add_values_by_panel(const Unit& unit, int64_t base, Range local, Memory& memory,
-                           Partial<A> out) const {
+  void add_values_by_panel(const Unit& unit, Range local, Memory& memory, Partial<A> out) const {
     std::fill_n(out.sums, unit.all_rows() * stride, A(0));
     const A* weights = memory.weights.get();
-    for (int64_t j = local.begin; j < local.end; j += kPanel<A>) {
-      const Range panel = panel_at(j, local);
-      read_keys(unit, base + kSplit, intersect(panel, {0, unit.visible.end - base - kSplit}));
+    for (int64_t j = local.begin; j < local.end; j += kValues) {
+      const Range panel = intersect({j, j + kValues}, local);
       for (int64_t h = 0; h < unit.heads; ++h) {
         for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
-          row += h * unit.rows;
-          value_row_tile<decltype(tile)::value>(
-              weights + row * kSplit, memory.values, h * p_.values.head_stride, panel,
-              p_.values.width, out.sums + row * stride, stride);
+          constexpr int kTile = decltype(tile)::value;
+          const int64_t shift = h * p_.values.head_stride;
+          const A* from = weights + (h * unit.rows + row) * kSplit;
+          A* to = out.sums + (h * unit.rows + row) * stride;
+          if constexpr (kPairs<A, T>) {
+            const Ahead ahead{row == 0 ? memory.next_keys : nullptr, h * p_.keys.head_stride};
+            value_row_blocks<kTile>(
+                from, memory.values, shift, panel, p_.values.width, ahead, to, stride);
+          } else {
+            value_row_tile<kTile>(from, memory.values, shift, panel, p_.values.width, to, stride);
+          }
         });
       }
     }

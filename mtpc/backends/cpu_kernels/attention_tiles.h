@@ -26,14 +26,6 @@ inline void for_row_tiles(int64_t rows, const Body& body) {
   if (rows - row >= 1) body(std::integral_constant<int, 1>{}, row);
 }
 
-/// Reads memory that is needed soon, a byte of each line. The processor does not foresee it: pages
-/// lie anywhere. These are loads because instructions that only prefetch changed nothing on a Zen 5.
-inline void read_ahead(const void* from, int64_t bytes) {
-  constexpr int64_t kLine = 64;
-  const char* at = static_cast<const char*>(from);
-  for (int64_t done = 0; done < bytes; done += kLine) __asm__ volatile("" : : "r"(at[done]));
-}
-
 /// panel[d][j] = keys[j][shift + d], zeros where keys[j] is null: a key that nobody sees is not read.
 template <class A, class T>
 void pack_panel(const T* const* keys, int64_t shift, int64_t width, A* panel) {

@@ -206,14 +206,54 @@ inline void swap_off_diagonal(V& a, V& b, std::integer_sequence<int, kLane...>) 
 
 /// Transpose a square of registers, by swapping ever smaller off-diagonal blocks.
 template <class A, int kBlock = kLanes<A> / 2>
-inline void transpose(Vec<A> (&square)[kLanes<A>]) {
+inline void swap_blocks(Vec<A> (&square)[kLanes<A>]) {
   for (int i = 0; i < kLanes<A>; ++i) {
     if ((i & kBlock) == 0) {
       swap_off_diagonal<kBlock>(
           square[i], square[i + kBlock], std::make_integer_sequence<int, kLanes<A>>{});
     }
   }
-  if constexpr (kBlock > 1) transpose<A, kBlock / 2>(square);
+  if constexpr (kBlock > 1) swap_blocks<A, kBlock / 2>(square);
+}
+
+#if defined(__AVX512F__)
+/// The same, by instructions that need no register of lane numbers and keep their inputs.
+inline void transpose_floats(Vec<float> (&square)[16]) {
+  Vec<float> pairs[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(square[i], square[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(square[i], square[i + 1]);
+  }
+  const auto unpack = [&](int i, int part) {
+    const __m512d first = (__m512d)pairs[i + part / 2], second = (__m512d)pairs[i + 2 + part / 2];
+    return (__m512)(part % 2 ? _mm512_unpackhi_pd(first, second)
+                             : _mm512_unpacklo_pd(first, second));
+  };
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    // Lane by lane, columns i, 4 + i, 8 + i and 12 + i of four rows each.
+    const __m512 a = unpack(0, i), b = unpack(4, i), c = unpack(8, i), d = unpack(12, i);
+    constexpr int kEven = 0x88, kOdd = 0xdd;  // Quarters 0 and 2, or 1 and 3, of both.
+    const __m512 even_ab = _mm512_shuffle_f32x4(a, b, kEven);
+    const __m512 even_cd = _mm512_shuffle_f32x4(c, d, kEven);
+    const __m512 odd_ab = _mm512_shuffle_f32x4(a, b, kOdd);
+    const __m512 odd_cd = _mm512_shuffle_f32x4(c, d, kOdd);
+    square[i] = _mm512_shuffle_f32x4(even_ab, even_cd, kEven);
+    square[i + 4] = _mm512_shuffle_f32x4(odd_ab, odd_cd, kEven);
+    square[i + 8] = _mm512_shuffle_f32x4(even_ab, even_cd, kOdd);
+    square[i + 12] = _mm512_shuffle_f32x4(odd_ab, odd_cd, kOdd);
+  }
+}
+#endif
+
+/// Transpose a square of registers.
+template <class A>
+inline void transpose(Vec<A> (&square)[kLanes<A>]) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<A, float>) return transpose_floats(square);
+#endif
+  swap_blocks<A>(square);
 }
 
 // ---- Functions -------------------------------------------------------------------------------
