@@ -29,7 +29,7 @@ DEFAULT_PREFILL_CHUNK = 64
 step while other requests wait for their next tokens."""
 LARGE_PREFILL_CHUNK = 512
 """Tokens of a prefill step if its time depends on how many are used. Larger steps gain nothing
-(docs/performance.md)."""
+(docs/performance.md). And of one on a GPU, where fewer leave it waiting for weights."""
 DEFAULT_SNAPSHOT_BYTES = 1 << 30
 """13 snapshots of Qwen3-Next-80B, whose recurrent state is the largest of the released models."""
 SKIP_IDLE_ROWS = "skip-idle-rows"
@@ -59,10 +59,11 @@ class CompileOptions:
         num_pages: pages in the KV pool. None is enough for the largest bucket at max_len.
         prefill_chunk: tokens of one prefill step: those of one prompt or several, and K + 1 for
             each request that decodes in it. None is 512 if kernels leave out unused rows (cpu,
-            bfloat16), so that short prompts do not pay for them; otherwise 64.
+            bfloat16), so that short prompts do not pay for them, and on GPUs; otherwise 64.
         busy_prefill_chunk: the largest number of prompt tokens in a prefill step while other
-            requests decode and wait for it. None is `prefill_chunk`, at most 64. A smaller number
-            makes these steps shorter if kernels leave out unused rows (cpu, bfloat16).
+            requests decode and wait for it. None is `prefill_chunk`, at most 64 but on GPUs. A
+            smaller number makes these steps shorter if kernels leave out unused rows (cpu,
+            bfloat16).
         prefill_rows: requests that may share one prefill step, prompts and decoding requests
             together; a divisor of `prefill_chunk`. With 1, prompts run one by one, and decoding
             waits for each chunk. None chooses a divisor: enough for the largest bucket if each
@@ -285,6 +286,16 @@ class CompileOptions:
         if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
             return replace(self, prefill_chunk=LARGE_PREFILL_CHUNK)
         return self
+
+    def for_gpu(self) -> CompileOptions:
+        """These options with a GPU's defaults of `prefill_chunk` and `busy_prefill_chunk`.
+
+        A step costs there what all its rows cost, so it has as many prompt tokens as fit.
+        """
+        chunk = self.prefill_chunk or LARGE_PREFILL_CHUNK
+        return replace(
+            self, prefill_chunk=chunk, busy_prefill_chunk=self.busy_prefill_chunk or chunk
+        )
 
     def for_model(self, max_positions: int | None) -> CompileOptions:
         """These options with `max_len` as a number, for a model with so many positions.

@@ -45,17 +45,19 @@ class Row:
         has_packages: its steps are files, which the graph cache keeps.
         has_kernels: it takes kernels from the graph cache.
         skips_idle_rows: its kernels leave out the rows that a prefill step lacks.
+        is_gpu: it runs on GPUs.
     """
 
     make: Callable[[Report, EntryStore | None], Backend]
     has_packages: bool = False
     has_kernels: bool = False
     skips_idle_rows: bool = False
+    is_gpu: bool = False
 
 
 BACKENDS = {
     "cpu": Row(_cpu, has_packages=True, has_kernels=True, skips_idle_rows=True),
-    "cuda": Row(_cuda, has_kernels=True),
+    "cuda": Row(_cuda, has_kernels=True, is_gpu=True),
     "eager": Row(_eager),
     "null": Row(_null),
 }
@@ -71,8 +73,10 @@ def first_choice(name: str) -> Row | None:
 
 
 def settle_prefill(options: CompileOptions, dtype: str | None) -> CompileOptions:
-    """Options with `prefill_chunk` settled, for weights that are stored in a dtype."""
+    """Options with the chunks of prompts settled, for weights that are stored in a dtype."""
     row = first_choice(options.backend)
+    if row is not None and row.is_gpu:
+        return options.for_gpu()
     return options.for_weights(dtype, row is not None and row.skips_idle_rows)
 
 

@@ -126,7 +126,7 @@ def add_compile_options(
         ("prefill_chunk", int, "N", "tokens per prefill step (default: 512 or 64)"),
         (
             *("busy_prefill_chunk", int, "N"),
-            "prompt tokens per prefill step while other requests decode (default: up to 64)",
+            "prompt tokens per prefill step while others decode (default: up to 64; all on GPUs)",
         ),
         (
             *("prefill_rows", int, "R"),

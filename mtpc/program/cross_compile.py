@@ -72,7 +72,7 @@ def build_kernels(
         CacheWriteError: the cache cannot be written.
         MtpcError: as `mtpc.compile`.
     """
-    start = time.perf_counter()
+    start, options = time.perf_counter(), options.for_gpu()
     store, backend = open_store(options), CrossBackend()
     store.prepare()
     kernels: dict[tuple[str, str], Compiled] = {}

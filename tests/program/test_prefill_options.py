@@ -27,7 +27,6 @@ def test_how_long_a_busy_chunk_is(chunks: dict[str, int], tokens: int) -> None:
         ({"dtype": "float32"}, "bfloat16", 64),
         ({}, "float16", 64),
         ({}, None, 64),
-        ({"backend": "cuda"}, "bfloat16", 64),
         ({"backend": "eager"}, "bfloat16", 64),
         ({"disabled_passes": ("skip-idle-rows",)}, "bfloat16", 64),
         ({"prefill_chunk": 32}, "bfloat16", 32),
@@ -41,6 +40,23 @@ def test_chunks_are_large_where_steps_cost_what_their_tokens_do(
     assert settled.busy_prefill_tokens == min(tokens, 64)
     rows, each = settled.prefill_shape
     assert rows * each == tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "busy"),
+    [
+        ({}, 512, 512),
+        ({"prefill_chunk": 256}, 256, 256),
+        ({"busy_prefill_chunk": 64}, 512, 64),
+        ({"dtype": "float32"}, 512, 512),
+    ],
+)
+def test_a_gpu_computes_prompts_in_large_chunks(
+    options: dict[str, Any], tokens: int, busy: int
+) -> None:
+    """All rows of a step are computed there, whoever waits."""
+    settled = settle_prefill(CompileOptions(backend="cuda", **options), "bfloat16")
+    assert (settled.prefill_tokens, settled.busy_prefill_tokens) == (tokens, busy)
 
 
 @pytest.mark.parametrize(
