@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mtpc.cli.plan_arguments import DEFAULT_LEN
 from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
@@ -30,13 +31,14 @@ def command(args: argparse.Namespace) -> int:
     device = _device(args)
     shapes = load_shapes(args.checkpoint, args.dtype, max(args.spec_tokens) > 0)
     scheme = args.quantize or shapes.scheme
+    most = getattr(shapes.loaded.config, "max_position_embeddings", None) or DEFAULT_LEN
     models = [
         RankModel(
             shapes.loaded,
             CompileOptions(
                 spec_tokens=k,
                 batch_buckets=(1,),
-                max_len=args.max_len,
+                max_len=args.max_len or min(DEFAULT_LEN, most),
                 page_size=args.page_size,
                 quantize=scheme,
             ),
@@ -65,7 +67,7 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
     if fits:
         print_table(
             console,
-            f"A step of a replica, requests of {args.max_len} tokens, ms",
+            f"A step of a replica, requests of {largest.options.sequence_limit} tokens, ms",
             ("K", "batch", "weights", "KV, state", "transfer", "latency", "step", "break-even"),
             [*_times(models, device, args.batch, args.collective_latency * 1e-6)],
         )

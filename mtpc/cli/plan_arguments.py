@@ -9,6 +9,7 @@ from pathlib import Path
 from mtpc.cli.parsing import ids, numbers, positive
 from mtpc.config import DTYPES, SCHEMES, CompileOptions
 
+DEFAULT_LEN = 8192
 DEVICE_NAMES = ("h200", "mi300x")
 _UNITS = {
     f"{prefix}{i}B": base**power
@@ -45,7 +46,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--bandwidth", size, None, "RATE", "its memory bandwidth (default: the device's)"),
         ("--link-bandwidth", size, None, "RATE", "what it sends to others, one way (likewise)"),
         ("--collective-latency", float, 10.0, "US", "microseconds a collective, assumed"),
-        ("--max-len", positive, 8192, "N", "tokens of every request"),
+        (
+            *("--max-len", positive, None, "N"),
+            f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)",
+        ),
         ("--batch", ids, [1, 64], "R,R", "requests of a step"),
         ("--spec-tokens", numbers, [0, 1, 2, 3], "K,K", "drafts per step"),
         ("--page-size", positive, CompileOptions.page_size, "N", "tokens per KV page"),

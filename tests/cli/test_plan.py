@@ -59,9 +59,10 @@ def test_headers_are_read_and_no_weight(
     with (tmp_path / stored.name).open("wb") as file:
         file.write(header)
         file.truncate(len(data))
-    assert main(["plan", str(tmp_path), "--devices", "2", "--max-len", "64"]) == 0
+    assert main(["plan", str(tmp_path), "--devices", "2"]) == 0
     said = capsys.readouterr().out
     assert "from headers of its files" in said
+    assert "requests of 512 tokens, ms" in said, "no more than the model has positions"
     assert re.search(r"tokens of one request that fit +512\n", re.sub(" +\n", "\n", said))
 
 
