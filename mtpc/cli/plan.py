@@ -109,8 +109,8 @@ def _memory(model: RankModel, device: Device) -> Iterator[tuple[str, str]]:
 def _missing(model: RankModel, device: Device) -> str:
     return (
         f"the weights do not fit: a rank needs {format_bytes(model.weight_bytes + ALLOWANCE)} and "
-        f"has {format_bytes(device.memory)}; use more devices, --enable-expert-parallel or "
-        "--quantize"
+        f"has {format_bytes(device.memory)}; let more devices share a "
+        "replica, or use --quantize"
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from mtpc.cli.parsing import ids, numbers, positive
+from mtpc.cli.parsing import ids, positive
 from mtpc.config import DTYPES, SCHEMES, CompileOptions
 
 DEFAULT_LEN = 8192
@@ -28,6 +29,27 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def counts(low: int) -> Callable[[str], list[int]]:
+    """A parser of one integer or several, none of them below `low`."""
+
+    def parse(text: str) -> list[int]:
+        found = ids(text)
+        if not found or min(found) < low:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is invalid; expected integers >= {low}, as 1,2,3"
+            )
+        return found
+
+    return parse
+
+
+def microseconds(text: str) -> float:
+    """Parse a time that is 0 or more."""
+    if not re.fullmatch(r"\d+(\.\d+)?", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected microseconds, as 10")
+    return float(text)
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add all options of the command."""
     parser.add_argument(
@@ -45,13 +67,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--memory", size, None, "SIZE", "memory of one device (default: the device's)"),
         ("--bandwidth", size, None, "RATE", "its memory bandwidth (default: the device's)"),
         ("--link-bandwidth", size, None, "RATE", "what it sends to others, one way (likewise)"),
-        ("--collective-latency", float, 10.0, "US", "microseconds a collective, assumed"),
+        ("--collective-latency", microseconds, 10.0, "US", "microseconds a collective, assumed"),
         (
             *("--max-len", positive, None, "N"),
             f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)",
         ),
-        ("--batch", ids, [1, 64], "R,R", "requests of a step"),
-        ("--spec-tokens", numbers, [0, 1, 2, 3], "K,K", "drafts per step"),
+        ("--batch", counts(1), [1, 64], "R,R", "requests of a step"),
+        ("--spec-tokens", counts(0), [0, 1, 2, 3], "K,K", "drafts per step"),
         ("--page-size", positive, CompileOptions.page_size, "N", "tokens per KV page"),
     ):
         shown = ",".join(map(str, default)) if isinstance(default, list) else default

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.scale import CONFIGS
 from mtpc.cli.main import main
-from mtpc.cli.plan_arguments import DEVICE_NAMES, size
+from mtpc.cli.plan_arguments import DEVICE_NAMES, counts, microseconds, size
 from mtpc.program.scale import DEVICES
 
 
@@ -71,7 +71,7 @@ def test_weights_that_do_not_fit(
 ) -> None:
     assert main(["plan", config("Qwen3-Next-80B-A3B"), "--spec-tokens", "0"]) == 1
     said = capsys.readouterr().out
-    assert "the weights do not fit: a rank needs 148.7 GiB and has 131.3 GiB; use more" in said
+    assert "the weights do not fit: a rank needs 148.7 GiB and has 131.3 GiB; let more" in said
     assert "A step of a replica" not in said
 
 
@@ -115,3 +115,14 @@ def test_sizes_have_units() -> None:
     for wrong in ("141", "GiB", "-1GB", "0GB", "12 Gigabytes"):
         with pytest.raises(ArgumentTypeError, match="expected a size with its unit, as 141GiB"):
             size(wrong)
+
+
+def test_lists_and_times_are_checked() -> None:
+    assert counts(0)("0,1 3") == [0, 1, 3]
+    assert microseconds("2.5") == 2.5
+    for parse, wrong in (
+        *((counts(1), text) for text in ("", "0", "1,0", "auto", "-1")),
+        *((microseconds, text) for text in ("-1", "nan", "inf", "")),
+    ):
+        with pytest.raises(ArgumentTypeError, match="is invalid; expected"):
+            parse(wrong)
