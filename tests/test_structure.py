@@ -213,8 +213,8 @@ LINES = {
     # and made late where every step is cached.
     "capture": 1250,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
-    # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`.
-    "cli": 3850,
+    # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`.
+    "cli": 4150,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`).
@@ -226,8 +226,9 @@ LINES = {
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
     # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE
-    # and K-EXAONE.
-    "models": 4600,
+    # and K-EXAONE. Models of config.json alone (`from_config.py`), and what of each tensor a rank
+    # holds (`shards.py`).
+    "models": 4950,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     "ops": 2200,
     # Grouped linears as stages of chains; pack-groups.
@@ -235,8 +236,8 @@ LINES = {
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
-    # not counted twice.
-    "program": 3050,
+    # not counted twice. Memory by rank and the time of a step, on paper (`scale.py`).
+    "program": 3350,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.

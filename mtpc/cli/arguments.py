@@ -16,6 +16,7 @@ from mtpc.cli.compile_arguments import (
     add_threads,
 )
 from mtpc.cli.parsing import SuggestingParser, acceptance_length, ids, positive, shares
+from mtpc.cli.plan_arguments import add_plan
 from mtpc.cli.serve_arguments import add_server_options
 from mtpc.config import SCHEMES
 
@@ -60,11 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("run", "generate text with a captured MTP step, and show statistics", _add_run),
         ("chat", "talk with a checkpoint in the terminal, by its chat template", _add_chat),
         ("build", "compile every step of a checkpoint into the graph cache", _add_build),
-        (
-            "serve",
-            "serve OpenAI's API over HTTP; by default only this machine can connect",
-            _add_serve,
-        ),
+        ("serve", "serve OpenAI's API over HTTP, by default to this machine only", _add_serve),
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
         ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
         ("graft", "put the MTP layers of a base back into a fine-tune that lost them", _add_graft),
@@ -72,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
+        ("plan", "plan memory and step time on several devices, on paper", add_plan),
         ("doctor", "check this machine for what mtpc needs, and advise on what is missing", None),
         ("completion", "print a script that completes commands in your shell", _add_completion),
     ):

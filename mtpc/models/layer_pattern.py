@@ -79,7 +79,7 @@ def find_pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
         rest = (total - first) % period or period
         traced = first + 3 * period + rest
         if traced < total and (best is None or traced < best.traced):
-            best = LayerPattern(_prefix(loaded), first, period, traced, total)
+            best = LayerPattern(layers_prefix(loaded), first, period, traced, total)
     return best
 
 
@@ -87,7 +87,7 @@ def with_first_layers(loaded: LoadedModel, count: int) -> LoadedModel:
     """The model with its first layers only; config, weights and everything else are the model's."""
     target = copy.copy(loaded.target)
     module: Any = target
-    path = _prefix(loaded).removesuffix(".").split(".")
+    path = layers_prefix(loaded).removesuffix(".").split(".")
     for name in path[:-1]:
         module._modules = dict(module._modules)
         module._modules[name] = copy.copy(module._modules[name])
@@ -97,7 +97,8 @@ def with_first_layers(loaded: LoadedModel, count: int) -> LoadedModel:
     return replace(loaded, target=target)
 
 
-def _prefix(loaded: LoadedModel) -> str:
+def layers_prefix(loaded: LoadedModel) -> str:
+    """What the names of a decoder layer's weights begin with, up to its number: "model.layers."."""
     layers = loaded.target.get_decoder().layers
     name = next(name for name, module in loaded.target.named_modules() if module is layers)
     return f"{name}."
@@ -116,7 +117,7 @@ def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
         for spec in loaded.family.cache_specs(config, index, loaded.dtype)
     ]
     names = [name for name, _ in layer.named_parameters()]
-    groups = {name: spec_of(f"{_prefix(loaded)}{index}.{name}") for name in names}
+    groups = {name: spec_of(f"{layers_prefix(loaded)}{index}.{name}") for name in names}
     return repr(lists), specs, groups, _content(layer)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 
 from mtpc.models.family import ModelFamily
-from mtpc.weights.checkpoint_files import CheckpointFiles
+from mtpc.weights.checkpoint_files import ConfigFile
 
 _STEERING = (
     "auto_map",
@@ -31,7 +31,7 @@ _MODEL = ("rope_scaling",)
 """Entries of the base class that describe the model."""
 
 
-def read_config(checkpoint: CheckpointFiles, family: ModelFamily) -> Any:
+def read_config(checkpoint: ConfigFile, family: ModelFamily) -> Any:
     """The config object of the family's class. It raises what transformers and the family raise."""
     config_class = getattr(transformers, family.hf_config_class)
     is_nested = "text_config" in getattr(config_class, "sub_configs", {})

@@ -118,18 +118,12 @@ class Checkpoint(CheckpointFiles):
         """
         if self.is_quantised:
             return self._read_dtype
-        return self._announced_dtype or self._usual_dtype
+        return self.announced_dtype or self._usual_dtype
 
     @property
     def _read_dtype(self) -> str:
         """Name of the dtype that quantised weights are read as."""
-        return self._announced_dtype or "bfloat16"
-
-    @property
-    def _announced_dtype(self) -> str | None:
-        said = [config.get(key) for config in (self.text_config, self.config)
-                for key in ("dtype", "torch_dtype")]  # fmt: skip
-        return next((name for name in said if name), None)
+        return self.announced_dtype or "bfloat16"
 
     @property
     def _usual_dtype(self) -> str:
@@ -146,7 +140,7 @@ class Checkpoint(CheckpointFiles):
         Raises:
             CheckpointError: most of the weights have another dtype.
         """
-        announced, usual = self._announced_dtype, self._usual_dtype
+        announced, usual = self.announced_dtype, self._usual_dtype
         if not self.is_quantised and announced not in (None, usual):
             raise CheckpointError(
                 f"{self._config_path}: dtype is {announced!r}, and most weights are {usual}; "

@@ -25,7 +25,68 @@ _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 """Entries that multimodal configs may have outside of the language model's config."""
 
 
-class CheckpointFiles:
+class ConfigFile:
+    """The config.json of a directory, which need hold no weights.
+
+    Args:
+        directory: the checkpoint's path, or its id in the local hub cache.
+
+    Attributes:
+        directory: where the file is.
+        config: its entries, or what stands for them.
+
+    Raises:
+        CheckpointError: there is no such directory, or no valid config.json.
+    """
+
+    config: dict[str, Any]
+
+    def __init__(self, directory: Path):
+        self.directory = find_directory(directory)
+        self._refuse_others(self.directory)
+        self.config = self._read_config()
+
+    @staticmethod
+    def _refuse_others(directory: Path) -> None:
+        if not is_directory(directory):
+            raise CheckpointError(
+                f"{str(directory)!r} is not a directory; expected a local checkpoint with "
+                "config.json and *.safetensors, or a GGUF file (mtpc downloads nothing)"
+            )
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """Config of the language model, even inside the config of a multimodal model."""
+        nested = self.config.get("text_config")
+        if nested is None:
+            return self.config
+        outer = {k: v for k, v in self.config.items() if k in _OF_BOTH}
+        return {**outer, **nested}
+
+    @property
+    def announced_dtype(self) -> str | None:
+        """Name of the dtype that config.json gives; None if it gives none."""
+        said = [config.get(key) for config in (self.text_config, self.config)
+                for key in ("dtype", "torch_dtype")]  # fmt: skip
+        return next((name for name in said if name), None)
+
+    @property
+    def _config_path(self) -> Path:
+        return self.directory / CONFIG
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self._config_path
+        if not os.path.isfile(path):
+            raise CheckpointError(
+                f"{self.directory} has no config.json; expected a checkpoint's directory: "
+                f"{download_again(self.directory)}"
+            )
+        config = read_json(path)
+        check_config(config, path)
+        return config
+
+
+class CheckpointFiles(ConfigFile):
     """A directory with config.json and safetensors files; opening it checks all headers.
 
     Args:
@@ -60,27 +121,10 @@ class CheckpointFiles:
             self._add_tensors(file)
         check_counts(self.config, self._config_path, len(self.stored))
 
-    @staticmethod
-    def _refuse_others(directory: Path) -> None:
-        if not is_directory(directory):
-            raise CheckpointError(
-                f"{str(directory)!r} is not a directory; expected a local checkpoint with "
-                "config.json and *.safetensors, or a GGUF file (mtpc downloads nothing)"
-            )
-
     @property
     def nbytes(self) -> int:
         """Bytes of all files that hold its tensors."""
         return sum(path.stat().st_size for path in self._files)
-
-    @property
-    def text_config(self) -> dict[str, Any]:
-        """Config of the language model, even inside the config of a multimodal model."""
-        nested = self.config.get("text_config")
-        if nested is None:
-            return self.config
-        outer = {k: v for k, v in self.config.items() if k in _OF_BOTH}
-        return {**outer, **nested}
 
     def read(self, name: str) -> Tensor:
         """One tensor of the files, by its name there and as it is stored, in the memory map."""
@@ -89,21 +133,6 @@ class CheckpointFiles:
     def release_stored(self, name: str) -> None:
         """Give back the memory of a tensor of the files; if it is used again, it is read again."""
         self._files[self.stored[name].path].release(name)
-
-    @property
-    def _config_path(self) -> Path:
-        return self.directory / CONFIG
-
-    def _read_config(self) -> dict[str, Any]:
-        path = self._config_path
-        if not os.path.isfile(path):
-            raise CheckpointError(
-                f"{self.directory} has no config.json; expected a checkpoint's directory: "
-                f"{download_again(self.directory)}"
-            )
-        config = read_json(path)
-        check_config(config, path)
-        return config
 
     def _shards(self) -> list[Path]:
         index = self.directory / INDEX

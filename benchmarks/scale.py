@@ -1,0 +1,175 @@
+"""The cost of a step on eight devices, by the formula of `mtpc.program.scale`: nothing is measured.
+
+python -m benchmarks.scale --out benchmarks/results/paper/scale.json    # seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import command
+from benchmarks.harness.machine import describe_versions
+from benchmarks.harness.results import Record, Table, add_result_files, write_results
+from mtpc.config import CompileOptions
+from mtpc.models.from_config import load_shapes
+from mtpc.program.scale import DEVICES, RankModel
+
+DEVICE_COUNT, MAX_LEN, LATENCY_US = 8, 8192, 10.0
+BATCHES, DRAFTS = (1, 64), (0, 1, 2, 3)
+_QWEN_KINDS = (["linear_attention"] * 3 + ["full_attention"]) * 12
+CONFIGS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": dict(
+        architectures=["DeepseekV3ForCausalLM"],
+        dtype="bfloat16",
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=61,
+        num_nextn_predict_layers=1,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        n_shared_experts=1,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        max_position_embeddings=163840,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+    "Qwen3-Next-80B-A3B": dict(
+        architectures=["Qwen3NextForCausalLM"],
+        dtype="bfloat16",
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=5120,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=512,
+        num_experts_per_tok=10,
+        layer_types=_QWEN_KINDS,
+        max_position_embeddings=262144,
+    ),
+}
+"""What shapes the released models, of their config.json."""
+PLANS = (
+    ("DeepSeek-V3", 8),
+    ("Qwen3-Next-80B-A3B", 2),
+    ("Qwen3-Next-80B-A3B", 1),
+)
+"""Model, and devices that share a replica. Whole experts on each device give the same figures."""
+COLUMNS = (
+    *("model", "device", "ranks", "K", "batch"),
+    *("weights GiB", "KV KiB a token", "state MiB a request", "requests that fit"),
+    *("GB read", "MB sent", "collectives"),
+    *("weights ms", "caches ms", "transfer ms", "latency ms", "step ms", "break-even"),
+)
+NOTES = (
+    "on paper: bytes over published bandwidths, collectives one after another; held against no "
+    "hardware.",
+    f"8 devices, requests of {MAX_LEN} tokens each, {LATENCY_US:g} us a collective (assumed); "
+    "batch: requests of a replica; every byte and ms is one device's.",
+    "break-even: tokens that a request must emit in a step to be as fast as K = 0.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute, write and print."""
+    parser = command.new_parser("scale", __doc__)
+    add_result_files(parser)
+    args: argparse.Namespace = parser.parse_args(argv)
+    record: Record = {
+        "benchmark": "scale",
+        "machine": {"cpu": "no machine: computed on paper"},
+        "versions": describe_versions(),
+        "arguments": {},
+        "rows": [*rows()],
+    }
+    made = table(record)
+    write_results(args, record, made)
+    made.print()
+    return 0
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """A row for each model, plan, device, K and batch that fits."""
+    for name, ranks in PLANS:
+        models = [*rank_models(name, ranks)]
+        for device, batch in ((d, b) for d in DEVICES for b in BATCHES):
+            for model in models:
+                if model.largest_batch(DEVICES[device].memory) < batch:
+                    continue
+                time = model.step_time(DEVICES[device], batch, LATENCY_US * 1e-6)
+                base = models[0].step_time(DEVICES[device], batch, LATENCY_US * 1e-6)
+                yield {
+                    "model": name,
+                    "device": device,
+                    "ranks": ranks,
+                    "spec_tokens": model.options.spec_tokens,
+                    "batch": batch,
+                    "weight_bytes": model.weight_bytes,
+                    "token_bytes": model.token_bytes,
+                    "request_bytes": model.request_bytes,
+                    "largest_batch": model.largest_batch(DEVICES[device].memory),
+                    "read": time.read,
+                    "sent": time.sent,
+                    "collectives": time.collectives,
+                    "seconds": [time.weights, time.caches, time.transfer, time.latency],
+                    "break_even": time.total / base.total,
+                }
+
+
+def rank_models(name: str, ranks: int, experts: bool = False) -> Iterator[RankModel]:
+    """A rank of one of `CONFIGS` for each K of `DRAFTS`."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        (path / "config.json").write_text(json.dumps(CONFIGS[name]))
+        shapes = load_shapes(path, None, needs_mtp=True)
+    for k in DRAFTS:
+        options = CompileOptions(
+            spec_tokens=k, batch_buckets=(1,), max_len=MAX_LEN, quantize=shapes.scheme
+        )
+        yield RankModel(shapes.loaded, options, ranks, experts)
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    return Table("A step on 8 devices", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    seconds = row["seconds"]
+    return [
+        *(str(row[name]) for name in ("model", "device", "ranks", "spec_tokens", "batch")),
+        f"{row['weight_bytes'] / 2**30:.1f}",
+        f"{row['token_bytes'] / 2**10:.1f}",
+        f"{row['request_bytes'] / 2**20:.1f}",
+        str(row["largest_batch"]),
+        f"{row['read'] / 1e9:.1f}",
+        f"{row['sent'] / 1e6:.1f}",
+        str(row["collectives"]),
+        *(f"{1e3 * term:.2f}" for term in (*seconds, sum(seconds))),
+        f"{row['break_even']:.2f}",
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

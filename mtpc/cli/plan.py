@@ -1,0 +1,136 @@
+"""`mtpc plan`: memory of each device, what fits, and the time of a step, on paper."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from mtpc.cli.plan_arguments import DEFAULT_LEN
+from mtpc.cli.tables import format_bytes, output, print_table
+from mtpc.config import CompileOptions
+from mtpc.errors import OptionError
+from mtpc.models.from_config import load_shapes
+from mtpc.program.scale import ALLOWANCE, DEVICES, Device, RankModel
+
+_PAPER = (
+    "This is a model on paper, which has not been held against hardware: bytes over published "
+    "bandwidths and collectives one after another, no arithmetic, no overlap. mtpc itself runs on "
+    "one device; docs/scale.md says what runs on several."
+)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand; the exit code is 1 if the weights do not fit."""
+    ranks = args.tensor_parallel_size or args.devices
+    if args.devices % ranks:
+        raise OptionError(
+            f"--devices {args.devices} does not divide into replicas of {ranks}; expected a "
+            "--tensor-parallel-size that divides it"
+        )
+    device = _device(args)
+    shapes = load_shapes(args.checkpoint, args.dtype, max(args.spec_tokens) > 0)
+    scheme = args.quantize or shapes.scheme
+    most = getattr(shapes.loaded.config, "max_position_embeddings", None) or DEFAULT_LEN
+    models = [
+        RankModel(
+            shapes.loaded,
+            CompileOptions(
+                spec_tokens=k,
+                batch_buckets=(1,),
+                max_len=args.max_len or min(DEFAULT_LEN, most),
+                page_size=args.page_size,
+                quantize=scheme,
+            ),
+            ranks,
+            args.enable_expert_parallel,
+        )
+        for k in args.spec_tokens
+    ]
+    console = output()
+    console.print(f"device: {device.title}", soft_wrap=True)
+    console.print(_source(shapes.has_headers, scheme), soft_wrap=True)
+    return _print(models, device, args)
+
+
+def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace) -> int:
+    """Print the tables, and return the exit code."""
+    console, largest = output(), max(models, key=lambda model: model.options.spec_tokens)
+    ranks = largest.ranks
+    print_table(
+        console,
+        f"A rank of {ranks}, {args.devices // ranks} replica(s), memory",
+        ("what", "size"),
+        [*_memory(largest, device)],
+    )
+    fits = largest.free(device.memory) >= 0
+    if fits:
+        print_table(
+            console,
+            f"A step of a replica, requests of {largest.options.sequence_limit} tokens, ms",
+            ("K", "batch", "weights", "KV, state", "transfer", "latency", "step", "break-even"),
+            [*_times(models, device, args.batch, args.collective_latency * 1e-6)],
+        )
+        console.print("break-even: tokens a request must emit in a step to be as fast as K = 0")
+    else:
+        console.print(_missing(largest, device), soft_wrap=True)
+    console.print(_PAPER, soft_wrap=True)
+    return 0 if fits else 1
+
+
+def _device(args: argparse.Namespace) -> Device:
+    device = DEVICES[args.device or "h200"]
+    given = {"memory": args.memory, "bandwidth": args.bandwidth, "link": args.link_bandwidth}
+    changes = {name: value for name, value in given.items() if value is not None}
+    title = device.title + "".join(f"; {name} as given" for name in changes)
+    return replace(device, title=title, **changes)
+
+
+def _source(has_headers: bool, scheme: str | None) -> str:
+    said = "headers of its files" if has_headers else "config.json alone, without weight files"
+    return f"weights: from {said}" + (f"; counted in the scheme {scheme}" if scheme else "")
+
+
+def _memory(model: RankModel, device: Device) -> Iterator[tuple[str, str]]:
+    """Rows of what a rank holds, and of what is left."""
+    for (part, kind), nbytes in sorted(model.by_kind().items(), reverse=True):
+        yield f"weights of the {'MTP layers' if part == 'mtp' else part}, {kind}", \
+            format_bytes(nbytes)  # fmt: skip
+    yield "weights in all", format_bytes(model.weight_bytes)
+    yield "allowance for what no graph tells", format_bytes(ALLOWANCE)
+    yield "left for requests", format_bytes(max(0, model.free(device.memory)))
+    yield "KV a token", format_bytes(int(model.token_bytes))
+    yield "state a request", format_bytes(model.request_bytes)
+    limit = model.options.sequence_limit
+    yield f"requests of {limit} tokens that fit", str(model.largest_batch(device.memory))
+    yield "tokens of one request that fit", str(model.largest_context(device.memory))
+
+
+def _missing(model: RankModel, device: Device) -> str:
+    return (
+        f"the weights do not fit: a rank needs {format_bytes(model.weight_bytes + ALLOWANCE)} and "
+        f"has {format_bytes(device.memory)}; let more devices share a "
+        "replica, or use --quantize"
+    )
+
+
+def _times(
+    models: Sequence[RankModel], device: Device, batches: Sequence[int], latency: float
+) -> Iterator[tuple[str, ...]]:
+    """Rows of the terms of a step; models without drafts are what the others are held against."""
+    plain = next((m for m in models if m.options.spec_tokens == 0), None)
+    for batch in batches:
+        base = plain.step_time(device, batch, latency).total if plain else None
+        for model in models:
+            k = str(model.options.spec_tokens)
+            if batch > model.largest_batch(device.memory):
+                yield k, str(batch), *("",) * 4, "does not fit", ""
+                continue
+            time = model.step_time(device, batch, latency)
+            terms = (time.weights, time.caches, time.transfer, time.latency, time.total)
+            yield (
+                k,
+                str(batch),
+                *(f"{1e3 * term:.2f}" for term in terms),
+                f"{time.total / base:.2f}" if base else "",
+            )

@@ -1,0 +1,98 @@
+"""The options of `mtpc plan`. This module imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mtpc.cli.parsing import ids, positive
+from mtpc.config import DTYPES, SCHEMES, CompileOptions
+
+DEFAULT_LEN = 8192
+DEVICE_NAMES = ("h200", "mi300x")
+_UNITS = {
+    f"{prefix}{i}B": base**power
+    for i, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
+
+
+def size(text: str) -> int:
+    """Parse bytes, or bytes a second: "141GiB", "4.8TB/s"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)(?:/s)?", text.strip())
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is invalid; expected a size with its unit, as 141GiB, 192GB or 4.8TB/s"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def counts(low: int) -> Callable[[str], list[int]]:
+    """A parser of one integer or several, none of them below `low`."""
+
+    def parse(text: str) -> list[int]:
+        found = ids(text)
+        if not found or min(found) < low:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is invalid; expected integers >= {low}, as 1,2,3"
+            )
+        return found
+
+    return parse
+
+
+def microseconds(text: str) -> float:
+    """Parse a time that is 0 or more."""
+    if not re.fullmatch(r"\d+(\.\d+)?", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected microseconds, as 10")
+    return float(text)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add all options of the command."""
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="directory with config.json, of which headers are read where there are *.safetensors",
+    )
+    for flag, kind, default, metavar, text in (
+        ("--devices", positive, 1, "N", "devices in all"),
+        (
+            *("--tensor-parallel-size", positive, None, "N"),
+            "devices that share one replica of the model (default: all)",
+        ),
+        ("--memory", size, None, "SIZE", "memory of one device (default: the device's)"),
+        ("--bandwidth", size, None, "RATE", "its memory bandwidth (default: the device's)"),
+        ("--link-bandwidth", size, None, "RATE", "what it sends to others, one way (likewise)"),
+        ("--collective-latency", microseconds, 10.0, "US", "microseconds a collective, assumed"),
+        (
+            *("--max-len", positive, None, "N"),
+            f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)",
+        ),
+        ("--batch", counts(1), [1, 64], "R,R", "requests of a step"),
+        ("--spec-tokens", counts(0), [0, 1, 2, 3], "K,K", "drafts per step"),
+        ("--page-size", positive, CompileOptions.page_size, "N", "tokens per KV page"),
+    ):
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        others = ["--max-model-len"] if flag == "--max-len" else []
+        parser.add_argument(
+            *(flag, *others),
+            type=kind,
+            default=default,
+            metavar=metavar,
+            help=text + ("" if default is None else f" (default: {shown})"),
+        )
+    for flag, names, text in (
+        ("--device", DEVICE_NAMES, "whose published figures to take (default: h200)"),
+        ("--dtype", DTYPES, "dtype of the weights (default: the checkpoint's)"),
+        ("--quantize", SCHEMES, "plan with weights of this scheme"),
+    ):
+        parser.add_argument(flag, choices=tuple(names), help=text)
+    parser.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="give each device whole experts, by transformers' expert plan",
+    )

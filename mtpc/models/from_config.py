@@ -1,0 +1,121 @@
+"""Shapes and dtypes of a model, from the headers of its files or from config.json alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtpc.errors import CheckpointError, MtpcError
+from mtpc.models.family import MTP_COUNT_NAMES, ModelFamily
+from mtpc.models.hf import model_class
+from mtpc.models.load import LoadedModel, find_family, load
+from mtpc.models.mtp_layers import build_mtp_layer
+from mtpc.models.read_config import read_config
+from mtpc.weights.checkpoint_files import ConfigFile
+from mtpc.weights.hub import find_directory
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model whose weights have no values.
+
+    Attributes:
+        loaded: the model.
+        scheme: name of the scheme by which its checkpoint is quantised, where there are no headers
+            that say so for each weight; else None.
+        has_headers: whether files of weights say what is stored.
+    """
+
+    loaded: LoadedModel
+    scheme: str | None
+    has_headers: bool
+
+
+def load_shapes(directory: Path, dtype: str | None, needs_mtp: bool) -> Shapes:
+    """A checkpoint by its headers; by its config.json, if the directory holds no weight file.
+
+    Args:
+        directory: with config.json, or a GGUF file.
+        dtype: name of the dtype of the weights; None takes the checkpoint's.
+        needs_mtp: whether MTP layers are required.
+
+    Raises:
+        CheckpointError: as `load` and `load_config`; or config.json says that weights are
+            quantised in a way that only their headers tell.
+        UnsupportedModelError: as `load`.
+    """
+    directory = find_directory(directory)
+    has_files = not directory.is_dir() or any(directory.glob("*.safetensors*"))
+    if has_files or next(directory.glob("*.gguf"), None):
+        return Shapes(load(directory, dtype, needs_mtp, headers_only=True), None, True)
+    loaded = load_config(directory, dtype, needs_mtp)
+    return Shapes(loaded, _scheme(ConfigFile(directory)), False)
+
+
+def _scheme(file: ConfigFile) -> str | None:
+    """The scheme that stands for a config's `quantization_config`."""
+    said = file.config.get("quantization_config") or file.text_config.get("quantization_config")
+    if not said:
+        return None
+    method = said.get("quant_method") if isinstance(said, dict) else said
+    if method == "fp8":
+        return "fp8"
+    raise CheckpointError(
+        f"{file.directory}/config.json has quantization_config with quant_method {method!r}, and "
+        "there is no weight file whose header says what is stored; expected 'fp8' or none: add "
+        "the checkpoint's *.safetensors files"
+    )
+
+
+def load_config(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedModel:
+    """The model that a config.json describes.
+
+    An embedding and a head that a checkpoint may store with an MTP layer are taken for the
+    target's.
+
+    Args:
+        directory: with config.json.
+        dtype: name of the dtype of the weights; None takes config.json's, or bfloat16.
+        needs_mtp: whether MTP layers are required.
+
+    Raises:
+        CheckpointError: config.json is missing or invalid, or does not describe such a model.
+        UnsupportedModelError: the architecture is not in `FAMILIES`.
+    """
+    file = ConfigFile(directory)
+    family = find_family(file.config.get("architectures") or [])
+    wanted = getattr(torch, dtype or file.announced_dtype or "bfloat16")
+    try:
+        config = read_config(file, family)
+        with torch.device("meta"):
+            target = model_class(family)._from_config(
+                config, dtype=wanted, attn_implementation="eager"
+            )
+            count = _count(family, target, file.directory) if needs_mtp else 0
+            layers = tuple(build_mtp_layer(family, target, i).to(wanted) for i in range(count))
+    except MtpcError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot build a model from {file.directory}/config.json: "
+            f"{type(error).__name__}: {error}; expected the config of a released "
+            f"{family.hf_class}"
+        ) from error
+    return LoadedModel(family, target.eval(), layers, (), str(file.directory), None, True)
+
+
+def _count(family: ModelFamily, target: Any, directory: Path) -> int:
+    """The number of MTP layers, which `block_config` then reads from the config, too."""
+    config = target.config.get_text_config(decoder=True)
+    count = family.num_mtp_layers(config)
+    if not count:
+        raise CheckpointError(
+            f"{directory}/config.json gives {count} for the number of MTP layers, and there is no "
+            f"weight file to find them in; expected {MTP_COUNT_NAMES[-1]} of at least 1; use "
+            "--spec-tokens 0 to plan without drafts"
+        )
+    setattr(config, MTP_COUNT_NAMES[-1], count)
+    return count
