@@ -13,6 +13,7 @@ from mtpc.config import CompileOptions
 from mtpc.engine.admission import usable_ends
 from mtpc.engine.completion import Collector
 from mtpc.engine.engine import Engine
+from mtpc.engine.forced import score, scoring_request
 from mtpc.engine.grammar import Grammar
 from mtpc.engine.prompts import (
     Prompt,
@@ -34,7 +35,7 @@ from mtpc.program.binding import WeightSource, bind_program
 from mtpc.program.open_steps import open_steps
 from mtpc.program.program import Program
 from mtpc.program.step_cache import Steps
-from mtpc.sampling_params import SamplingParams
+from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -241,6 +242,31 @@ class SpecModel:
         each = sampling_each(sampling, params, len(batch))
         grammars = grammar_each(grammar, len(batch))
         return self._stream(batch, max_new_tokens, stops, stop, each, grammars)
+
+    def prompt_logprobs(
+        self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, top: int = 1
+    ) -> list[list[TokenLogprobs]]:
+        """Log-probabilities of given tokens, each by what stands before it.
+
+        Args:
+            prompts: token ids, two or more each.
+            starts: for each prompt the first token to score, at least 1; None scores all but the
+                first token, which nothing predicts.
+            top: how many of the most probable tokens to report beside each, up to `max_logprobs`.
+
+        Returns:
+            For each prompt an entry for each token from its start on.
+
+        Raises:
+            RequestError: the model was compiled without `sampling=True, token_mask=True`; or a
+                prompt or start is out of range.
+            NumericsError: the model produced non-finite logits.
+        """
+        firsts = [1] * len(prompts) if starts is None else list(starts)
+        rows = [token_ids("prompts", prompt) for prompt in prompts]
+        size = self.served.vocab_size
+        requests = [scoring_request(*row, top, size) for row in zip(rows, firsts, strict=True)]
+        return score(self.engine, requests)
 
     def _stop_ids(self, stop_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
         if stop_ids is not None:

@@ -32,6 +32,7 @@ ORDER = (
     ("host",),
     ("integrations",),
     ("server",),
+    ("evaluation",),
     ("cli", "__main__"),
 )
 """One rank a room. A room imports rooms above it, never below: the table of docs/design.md."""
@@ -213,12 +214,14 @@ LINES = {
     # and made late where every step is cached.
     "capture": 1250,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
-    # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`.
-    "cli": 4150,
+    # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
+    "cli": 4250,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
-    # length and acceptance, within a budget (`tiers.py`).
-    "engine": 4100,
+    # length and acceptance, within a budget (`tiers.py`). Scores of given tokens (`forced.py`).
+    "engine": 4200,
+    # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
+    "evaluation": 700,
     "host": 750,
     "integrations": 2900,  # Ends of a layer's own are found in a host's checkpoint.
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
@@ -240,9 +243,9 @@ LINES = {
     "program": 3350,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
-    # What heads must be, for both parsers (`heads.py`); the server as an ASGI application.
+    # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
-    "server": 3850,
+    "server": 3950,
     "step": 1200,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,

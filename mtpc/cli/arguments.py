@@ -15,10 +15,10 @@ from mtpc.cli.compile_arguments import (
     add_compile_options,
     add_threads,
 )
+from mtpc.cli.file_arguments import add_graft, add_quantize, add_vocab
 from mtpc.cli.parsing import SuggestingParser, acceptance_length, ids, positive, shares
 from mtpc.cli.plan_arguments import add_plan
 from mtpc.cli.serve_arguments import add_server_options
-from mtpc.config import SCHEMES
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
@@ -64,9 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
         ("serve", "serve OpenAI's API over HTTP, by default to this machine only", _add_serve),
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
         ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
-        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", _add_graft),
-        ("quantize", "write a quantised copy of a checkpoint", _add_quantize),
-        ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
+        ("eval", "count right answers of a task, beside transformers and for each K", _add_eval),
+        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", add_graft),
+        ("quantize", "write a quantised copy of a checkpoint", add_quantize),
+        ("vocab", "list the tokens of texts, for --draft-vocab", add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
         ("plan", "plan memory and step time on several devices, on paper", add_plan),
@@ -171,6 +172,23 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_cache_dir(parser)
 
 
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    add = parser.add_argument
+    text = "questions (.jsonl), or a task of lm-evaluation-harness: a name, or its .yaml"
+    add("--task", required=True, metavar="FILE|NAME", help=text)
+    add("--limit", type=positive, metavar="N", help="take the first N questions only")
+    text = "new tokens per question of a file (default: %(default)s)"
+    add("-n", "--max-new-tokens", type=positive, default=64, metavar="N", help=text)
+    text = "leave out transformers, which is slow"
+    add("--no-transformers", action="store_false", dest="transformers", help=text)
+    add("--out", type=Path, metavar="FILE", help="write rows, texts and scores as JSON")
+    add_threads(parser)
+    several = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
+    add_compile_options(parser, several_k=True, **several)
+    add_cache_options(parser)
+
+
 def _add_check(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
@@ -234,61 +252,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     add_threads(parser)
     add_compile_options(parser, several_k=True, backend="cpu")
-
-
-def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="checkpoint of plain weights, or an id of the local hub cache",
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
-    parser.add_argument(
-        "--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}"
-    )
-    parser.add_argument(
-        "--head",
-        action="store_true",
-        help="quantise output heads, too: vLLM reads them since March 2026, SGLang does not",
-    )
-    parser.add_argument(
-        "--keep",
-        action="append",
-        metavar="PATTERN",
-        help="leave modules of these names plain, as '*.self_attn.*'; repeatable",
-    )
-
-
-def _add_graft(parser: argparse.ArgumentParser) -> None:
-    for name, text in (
-        ("base", "checkpoint with MTP layers, of which the fine-tune was made"),
-        ("finetune", "checkpoint that lost them, or holds broken ones"),
-    ):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help=text)
-    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
-
-
-def _add_vocab(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint with the tokenizer (default: the demo model)",
-    )
-    parser.add_argument(
-        "texts", nargs="+", type=Path, metavar="TEXT", help="text files whose tokens are counted"
-    )
-    parser.add_argument(
-        "-n",
-        "--tokens",
-        type=positive,
-        metavar="N",
-        help="keep the N most frequent tokens (default: all)",
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="output file, one id per line"
-    )
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:

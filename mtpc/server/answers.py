@@ -22,6 +22,13 @@ _HALF = "\ufffd"
 
 
 @dataclass(frozen=True)
+class Unscored:
+    """The first token of a prompt. It has no log-probability, for nothing predicts it."""
+
+    token_id: int
+
+
+@dataclass(frozen=True)
 class Piece:
     """New text of one choice.
 
@@ -34,7 +41,7 @@ class Piece:
     """
 
     text: str
-    logprobs: Sequence[TokenLogprobs]
+    logprobs: Sequence[TokenLogprobs | Unscored]
     finish_reason: str | None
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
@@ -126,7 +133,9 @@ class Answer:
         reason = pieces[-1].finish_reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
+    def logprobs(
+        self, entries: Sequence[TokenLogprobs | Unscored], offset: int
+    ) -> tuple[dict[str, Any], int]:
         """Format log-probabilities for this answer.
 
         Args:
@@ -137,20 +146,26 @@ class Answer:
             OpenAI's `logprobs` object, and the offset after these tokens (0 for a chat).
         """
         if self.is_chat:
-            return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}, 0
+            scored = [entry for entry in entries if isinstance(entry, TokenLogprobs)]
+            return {"content": [self._chat_entry(entry) for entry in scored], "refusal": None}, 0
         tokens = [self.decode([entry.token_id]) for entry in entries]
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
-        tops = [{self.decode([i]): p for i, p in _likeliest_last(entry)} for entry in entries]
+        numbers = [None if isinstance(entry, Unscored) else entry.logprob for entry in entries]
         shape = {
             "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": tops,
+            "token_logprobs": numbers,
+            "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
         return shape, offset
+
+    def _top(self, entry: TokenLogprobs | Unscored) -> dict[str, float] | None:
+        if isinstance(entry, Unscored):
+            return None
+        return {self.decode([i]): logprob for i, logprob in _likeliest_last(entry)}
 
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._chat_token(token_id, logprob) for token_id, logprob in entry.top]

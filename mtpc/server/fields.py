@@ -17,6 +17,7 @@ from typing import Any
 from mtpc.sampling_params import MAX_SEED
 from mtpc.server.errors import ApiError
 
+MOST_TOKENS = 2**31 - 1
 MAX_CHOICES = 128
 """The largest `n`, which is OpenAI's limit."""
 _TEXTS = ("role", "name", "tool_call_id", "reasoning_content")
@@ -229,7 +230,7 @@ def _part(name: str, value: Any) -> str:
 
 _BOTH: Mapping[str, Check] = {
     "model": _string,
-    "max_tokens": _integer(1, 2**31 - 1),
+    "max_tokens": _integer(1, MOST_TOKENS),
     "n": _integer(1, MAX_CHOICES),
     "stop": _stop,
     "stream": _boolean,
@@ -248,11 +249,17 @@ _BOTH: Mapping[str, Check] = {
     "ignore_eos": _boolean,
 }
 USED: Mapping[str, Mapping[str, Check]] = {
-    "completions": {**_BOTH, "prompt": _prompts, "logprobs": _integer(0, 64)},
+    "completions": {
+        **_BOTH,
+        "prompt": _prompts,
+        "logprobs": _integer(0, 64),
+        "echo": _boolean,
+        "max_tokens": _integer(0, MOST_TOKENS),
+    },
     "chat": {
         **_BOTH,
         "messages": _messages,
-        "max_completion_tokens": _integer(1, 2**31 - 1),
+        "max_completion_tokens": _integer(1, MOST_TOKENS),
         "logprobs": _boolean,
         "top_logprobs": _integer(0, 64),
         "chat_template_kwargs": _template_kwargs,  # vLLM's.
@@ -284,7 +291,7 @@ NO_OPS: Mapping[str, Mapping[str, Check]] = {
     },
 }
 ONE_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "completions": {"best_of": (1,), "echo": (False,), "suffix": ("",)},
+    "completions": {"best_of": (1,), "suffix": ("",)},
     "chat": {
         "functions": ([],),
         "function_call": ("none",),
@@ -336,6 +343,8 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
         if name not in checked:
             raise ApiError(400, f"{name} is missing; every request needs it", name, "missing")
     _check_tools(checked)
+    if checked.get("max_tokens") == 0 and not checked.get("echo"):
+        raise _refuse("max_tokens", 0, f"an integer in 1..{MOST_TOKENS}, or 0 with echo: true")
     if "stream_options" in checked and not checked.get("stream"):
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     return checked

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mtpc.engine.async_engine import AsyncEngine
+from mtpc.engine.forced import scoring_request
 from mtpc.engine.request import Request
 from mtpc.engine.text import Decode, TextAssembler
 from mtpc.errors import ServingError
 from mtpc.sampling_params import MAX_SEED, SamplingParams, TokenLogprobs
-from mtpc.server.answers import Piece, Usage
+from mtpc.server.answers import Piece, Unscored, Usage
 from mtpc.server.chat_parser import ChatParser
 from mtpc.server.errors import ApiError
 from mtpc.server.grammars import Matcher
@@ -27,13 +28,43 @@ Sink = Callable[[int, Piece], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Choice:
-    """One text to generate. It becomes one request of the engine."""
+    """One text to generate. It becomes one request of the engine.
+
+    With `echo` and log-probabilities a request that scores the prompt comes before it.
+
+    Attributes:
+        index: among the choices of the answer.
+        prompt_ids: token ids of the prompt.
+        max_tokens: the most new tokens; 0 only with `echo`.
+        sampling: how tokens are chosen.
+        grammar: what the text may be, or None.
+        echo: the prompt's text, if the answer begins with it, else None.
+    """
 
     index: int
     prompt_ids: list[int]
     max_tokens: int
     sampling: SamplingParams
     grammar: Matcher | None = None
+    echo: str | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the answer has log-probabilities of the prompt."""
+        return self.echo is not None and self.sampling.logprobs is not None
+
+    def check(self, engine: AsyncEngine, stop_ids: tuple[int, ...]) -> None:
+        """Check that the engine can serve this; raises what `Engine.check` does."""
+        if self.scores_prompt and not engine.engine.options.token_mask:
+            raise ApiError(
+                400,
+                "echo with logprobs needs token masks, which this model was compiled without; "
+                "start the server without --no-sampling and --no-structured-outputs",
+                "echo",
+                "no_token_masks",
+            )
+        row = (self.prompt_ids, max(self.max_tokens, 1), stop_ids, self.sampling)
+        engine.engine.check(Request(-1, *row, grammar=self.grammar))
 
 
 @dataclass(frozen=True)
@@ -109,17 +140,21 @@ def make_job(
         raise ApiError(400, message, "ignore_eos")
     choices: list[Choice] = []
     matchers = iter(prepared.matchers)
-    for prompt in prepared.prompts:
-        limit = requested or _default_tokens(len(prompt), engine, is_chat, max_tokens)
+    decode = engine.served.decode_keeping(prepared.texts)
+    for place, prompt in enumerate(prepared.prompts):
+        limit = requested
+        if limit is None:
+            limit = _default_tokens(len(prompt), engine, is_chat, max_tokens)
+        given = fields["prompt"][place] if fields.get("echo") else None
+        echo = decode(given) if isinstance(given, list) else given
         for number in range(fields.get("n", 1)):
             seed = None if sampling.seed is None else (sampling.seed + number) & MAX_SEED
             params = replace(sampling, seed=seed)
-            choices.append(Choice(len(choices), prompt, limit, params, next(matchers, None)))
+            row = (len(choices), prompt, limit, params, next(matchers, None), echo)
+            choices.append(Choice(*row))
     for choice in choices[:: fields.get("n", 1)]:
-        row = (choice.prompt_ids, choice.max_tokens, stop_ids, choice.sampling)
-        engine.engine.check(Request(-1, *row, grammar=choice.grammar))
+        choice.check(engine, stop_ids)
     total, copies = sum(len(prompt) for prompt in prepared.prompts), fields.get("n", 1)
-    decode = engine.served.decode_keeping(prepared.texts)
     stop = fields.get("stop", ())
     return Job(tuple(choices), stop, stop_ids, total, copies, decode, prepared.parser)
 
@@ -192,6 +227,10 @@ async def run_choices(engine: AsyncEngine, job: Job, sink: Sink) -> Usage:
 
 async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink) -> tuple[int, int]:
     """Generate one choice; returns the number of new tokens, and of cached prompt tokens."""
+    if choice.echo is not None:
+        await sink(choice.index, await _echo(engine, choice))
+        if not choice.max_tokens:
+            return 0, 0
     text = TextAssembler(job.decode, job.stop)
     parser = job.parser() if job.parser else None
     outputs = engine.generate(
@@ -213,6 +252,29 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
             counted, cached = text.num_tokens, output.num_cached_tokens
             await sink(choice.index, _piece(parser, output.text or "", logprobs, reason))
     return counted, cached
+
+
+async def _echo(engine: AsyncEngine, choice: Choice) -> Piece:
+    """The prompt as the answer's first piece, with its log-probabilities if they are asked for."""
+    assert choice.echo is not None
+    reason = None if choice.max_tokens else "length"
+    if not choice.scores_prompt:
+        return Piece(choice.echo, (), reason)
+    ids = choice.prompt_ids
+    entries: list[TokenLogprobs | Unscored] = [Unscored(ids[0])]
+    if len(ids) > 1:
+        scored = scoring_request(ids, 1, choice.sampling.logprobs or 0, engine.served.vocab_size)
+        outputs = engine.generate(
+            scored.prompt_ids,
+            scored.max_new_tokens,
+            stop_ids=(),
+            sampling=scored.sampling,
+            grammar=scored.grammar,
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                entries += output.logprobs or ()
+    return Piece(choice.echo, entries, reason)
 
 
 def _piece(

@@ -1,0 +1,122 @@
+"""`mtpc eval`: the right answers of a checkpoint, by transformers and by mtpc, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mtpc
+from mtpc.cli.compile_arguments import compile_options
+from mtpc.cli.demo import chosen_checkpoint
+from mtpc.cli.progress import Tell, show_progress
+from mtpc.cli.run import check_tokenizer, set_threads, stage_listener
+from mtpc.config import AUTO
+from mtpc.errors import OptionError
+
+if TYPE_CHECKING:
+    from mtpc.evaluation.compare import Answering, Outcome
+    from mtpc.evaluation.engines import AnsweringEngine
+
+DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
+BATCH = (1, 2, 4, 8)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand, and return the exit code."""
+    checkpoint = chosen_checkpoint(args.checkpoint)
+    options = compile_options(args)
+    numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
+    if AUTO in numbers:
+        raise OptionError("--spec-tokens is auto; expected numbers, whose texts are compared")
+    backends = options.pop("backend", "auto").split(",")
+    variants = [
+        {"batch_buckets": BATCH, **options, "backend": backend, "spec_tokens": k}
+        for backend in backends
+        for k in numbers
+    ]
+    for variant in variants:
+        mtpc.CompileOptions.parse(variant)
+    check_tokenizer(checkpoint, [args.task])
+    with show_progress(sys.stderr) as tell:
+        tell("import torch and transformers")
+        set_threads(args.threads, checkpoint)
+        answering, scores = _task(args, checkpoint)
+        outcomes = []
+        for engine in _engines(args, checkpoint, variants, scores, tell):
+            tell(f"{engine.name}, K = {engine.spec_tokens}: answer {args.task}")
+            outcomes.append(answering(engine))
+    _print(args.task, outcomes)
+    if args.out:
+        from mtpc.evaluation.compare import as_json
+
+        args.out.write_text(json.dumps({"task": args.task, **as_json(outcomes)}) + "\n")
+    return 0
+
+
+def _task(args: argparse.Namespace, checkpoint: Path) -> tuple[Answering, bool]:
+    """What runs the task by an engine, and whether engines must score texts for it.
+
+    Raises:
+        OptionError: there is no such task, its file is not one, or the harness is not installed.
+    """
+    if Path(args.task).suffix in (".jsonl", ".json"):
+        return _questions(args, checkpoint), False
+    try:
+        from mtpc.evaluation.harness import find_tasks, run_tasks
+    except ImportError as error:
+        raise OptionError(
+            f"--task {args.task} is no file of questions (.jsonl), and lm-evaluation-harness "
+            f"cannot be imported ({error}): install mtpc[eval], or give a file"
+        ) from None
+    tasks = find_tasks(args.task)
+    return (lambda engine: run_tasks(engine, tasks, args.limit)), True
+
+
+def _questions(args: argparse.Namespace, checkpoint: Path) -> Callable[[AnsweringEngine], Outcome]:
+    """The questions of a file, read now, and encoded once for all engines."""
+    from mtpc.evaluation.compare import answer_questions
+    from mtpc.evaluation.tasks import encode_all, read_task
+    from mtpc.server.chat import load_chat_template
+
+    questions = read_task(Path(args.task), args.limit)
+    has_chats = any(not isinstance(question.prompt, str) for question in questions)
+    template = load_chat_template(checkpoint, None) if has_chats else None
+
+    def answer(engine: AnsweringEngine) -> Outcome:
+        prompts = encode_all(questions, engine.served, template)
+        return answer_questions(engine, questions, prompts, args.max_new_tokens)
+
+    return answer
+
+
+def _engines(
+    args: argparse.Namespace,
+    checkpoint: Path,
+    variants: list[dict[str, Any]],
+    scores: bool,
+    tell: Tell,
+) -> Iterator[AnsweringEngine]:
+    """Each engine in turn; one is freed before the next is made."""
+    from mtpc.evaluation.engines import MtpcEngine, TransformersEngine
+
+    if args.transformers:
+        tell(f"load {checkpoint} with transformers")
+        parsed = mtpc.CompileOptions.parse(variants[0])
+        yield TransformersEngine(checkpoint, parsed.dtype, parsed.max_len)
+    for variant in variants:
+        yield MtpcEngine(checkpoint, scores, stage_listener(tell), **variant)
+
+
+def _print(task: str, outcomes: list[Outcome]) -> None:
+    from mtpc.cli.tables import output, print_table
+    from mtpc.evaluation.compare import COLUMNS, NOTES, cells, compare
+
+    console = output()
+    rows = [cells(row, place == 0) for place, row in enumerate(compare(outcomes))]
+    print_table(console, f"Answers of {task}", COLUMNS, rows)
+    for note in NOTES:
+        console.print(note, style="dim", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Whether a checkpoint's answers are right: one task by several engines, side by side."""

@@ -1,0 +1,173 @@
+"""What answers a task: transformers, or mtpc with one backend and K. Each decodes greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import StoppingCriteria
+
+import mtpc
+from mtpc.engine.request import Request
+from mtpc.engine.stream import check_all, stream
+from mtpc.engine.text import TextAssembler
+from mtpc.layout.progress import Listener
+from mtpc.models.hf import model_class
+from mtpc.models.load import find_family, load
+from mtpc.models.read_config import read_config
+from mtpc.sampling_params import TokenLogprobs
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.served_model import ServedModel
+
+
+class AnsweringEngine(Protocol):
+    """Continues prompts of token ids, and scores texts.
+
+    Attributes:
+        name: of the engine, and its backend.
+        spec_tokens: K; None where drafts are not its own.
+        served: tokenizer and end-of-sequence ids.
+        max_len: the most tokens of a prompt and its text.
+    """
+
+    name: str
+    spec_tokens: int | None
+    served: ServedModel
+    max_len: int
+
+    def answer(
+        self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
+    ) -> list[str]:
+        """The text that follows each prompt.
+
+        Args:
+            prompts: token ids.
+            limits: the most new tokens of each.
+            stops: strings that end each text, which is cut before them.
+        """
+        ...
+
+    def prompt_logprobs(
+        self, prompts: Sequence[list[int]], starts: Sequence[int]
+    ) -> list[list[TokenLogprobs]]:
+        """As `mtpc.SpecModel.prompt_logprobs`, with one most probable token."""
+        ...
+
+
+class MtpcEngine:
+    """mtpc on one backend, with one K.
+
+    Args:
+        checkpoint: its directory.
+        scores: whether it is compiled for `prompt_logprobs`, too.
+        listener: hears of compilation.
+        **options: of `mtpc.compile`; `backend` and `spec_tokens` among them.
+    """
+
+    def __init__(self, checkpoint: Path, scores: bool, listener: Listener, **options: Any):
+        if scores:
+            options |= {"sampling": True, "token_mask": True}
+        self.model = mtpc.compile(checkpoint, progress=listener, **options)
+        self.name = f"mtpc, {options['backend']}"
+        self.spec_tokens: int | None = options["spec_tokens"]
+        self.served, self.max_len = self.model.served, self.model.engine.longest
+
+    def answer(
+        self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
+    ) -> list[str]:
+        """See `AnsweringEngine`; the engine batches the prompts as it can."""
+        engine, served = self.model.engine, self.served
+        requests = [
+            Request(-1, prompt, limit, served.stop_ids)
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ]
+        check_all(engine, requests)
+        texts = [""] * len(requests)
+        assemblers = [TextAssembler(served.decode, strings) for strings in stops]
+        for output in stream(engine, requests, assemblers):
+            texts[output.index] += output.text or ""
+        return texts
+
+    def prompt_logprobs(
+        self, prompts: Sequence[list[int]], starts: Sequence[int]
+    ) -> list[list[TokenLogprobs]]:
+        """See `AnsweringEngine`."""
+        return self.model.prompt_logprobs(prompts, starts)
+
+
+class TransformersEngine:
+    """transformers' eager code on the values of a checkpoint's weights, one prompt at a time.
+
+    Args:
+        checkpoint: its directory.
+        dtype: of the weights, by name; None keeps the checkpoint's.
+        max_len: the most tokens of a prompt and its text; None as `mtpc.compile` has it.
+    """
+
+    name: str = "transformers, eager"
+    spec_tokens: int | None = None
+
+    def __init__(self, checkpoint: Path, dtype: str | None, max_len: int | None):
+        stored = Checkpoint(checkpoint)
+        family = find_family(stored.config["architectures"])
+        self.model: Any = model_class(family).from_pretrained(
+            None,
+            config=read_config(stored, family),
+            state_dict={name: stored.tensor(name) for name in stored.tensors},
+            dtype=getattr(torch, dtype or stored.dtype or "float32"),
+            attn_implementation="eager",
+        )
+        self.model.eval()
+        self.served = load(stored, None, needs_mtp=False, headers_only=True).served()
+        positions = self.model.config.get_text_config().max_position_embeddings
+        self.max_len = mtpc.CompileOptions(max_len=max_len).for_model(positions).sequence_limit
+
+    @torch.no_grad()
+    def answer(
+        self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
+    ) -> list[str]:
+        """See `AnsweringEngine`."""
+        return [self._answer(*row) for row in zip(prompts, limits, stops, strict=True)]
+
+    def _answer(self, prompt: list[int], limit: int, strings: tuple[str, ...]) -> str:
+        ids, ends = torch.tensor([prompt]), list(self.served.stop_ids)
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=limit,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            stopping_criteria=[_AtString(self.served, len(prompt), strings)] if strings else [],
+        )
+        text = TextAssembler(self.served.decode, strings)
+        return text.push(out[0, len(prompt) :].tolist(), last=True)
+
+    @torch.no_grad()
+    def prompt_logprobs(
+        self, prompts: Sequence[list[int]], starts: Sequence[int]
+    ) -> list[list[TokenLogprobs]]:
+        """See `AnsweringEngine`."""
+        rows = []
+        for ids, start in zip(prompts, starts, strict=True):
+            logits = self.model(torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
+            known = logits.double().log_softmax(-1)
+            best = known.max(-1)
+            numbers = known.gather(1, torch.tensor(ids[start:])[:, None])[:, 0].tolist()
+            tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            entries = zip(ids[start:], numbers, tops, strict=True)
+            rows.append([TokenLogprobs(i, number, (top,)) for i, number, top in entries])
+        return rows
+
+
+class _AtString(StoppingCriteria):
+    """Ends transformers' loop once the new text holds a stop string."""
+
+    def __init__(self, served: ServedModel, start: int, strings: tuple[str, ...]):
+        self._served, self._start, self._strings = served, start, strings
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        text = self._served.decode(input_ids[0, self._start :].tolist())
+        return torch.tensor([any(string in text for string in self._strings)])
