@@ -161,10 +161,21 @@ class AsyncEngine:
         await self.aclose()
 
     def start(self) -> None:
-        """Start the engine's thread, once."""
+        """Start the engine's thread, once.
+
+        Raises:
+            ServingError: the system gives no thread.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mtpc-engine", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                raise ServingError(
+                    f"cannot start the engine's thread: {error}; free threads or memory of this "
+                    "machine"
+                ) from None
             atexit.register(self._end)
 
     def _end(self) -> None:

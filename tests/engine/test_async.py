@@ -257,6 +257,25 @@ def test_closing_tells_those_who_wait(
     assert is_empty(spec)
 
 
+def test_a_system_without_threads(spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told, and the engine can be closed, or started later."""
+
+    async def main() -> None:
+        engine = serving(spec)
+        with monkeypatch.context() as without, pytest.raises(ServingError, match="free threads"):
+            without.setattr(threading, "_start_new_thread", _no_thread)
+            engine.start()
+        engine.start()
+        await collect(engine, PROMPTS[3], 3)
+        await asyncio.wait_for(engine.aclose(), 30)
+
+    asyncio.run(main())
+
+
+def _no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_commands_that_fail(spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that were made together with one that fails get their answers, and the end comes;
     so it does where the last commands fail."""
