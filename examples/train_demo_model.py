@@ -168,9 +168,9 @@ def drop_out(module: nn.Module, _inputs: tuple, output: Tensor) -> Tensor:
     return nn.functional.dropout(output, DROPOUT, module.training)
 
 
-def new_model(eos_token_id: int) -> DemoModel:
+def new_model(config: Glm4MoeConfig, dropout: Callable | None = drop_out) -> DemoModel:
     """An untrained model. Each block is initially the identity, which speeds up the training."""
-    model = DemoModel(Glm4MoeConfig(**SHAPE, eos_token_id=eos_token_id))
+    model = DemoModel(config)
     nn.init.normal_(model.model.embed_tokens.weight)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
@@ -178,8 +178,8 @@ def new_model(eos_token_id: int) -> DemoModel:
     for name, module in model.named_modules():
         if isinstance(module, glm.Glm4MoeTopkRouter):
             module.register_forward_hook(balance_experts)
-        elif name.endswith(("embed_tokens", "o_proj", "mlp")):
-            module.register_forward_hook(drop_out)
+        elif dropout is not None and name.endswith(("embed_tokens", "o_proj", "mlp")):
+            module.register_forward_hook(dropout)
     return model
 
 
@@ -230,7 +230,8 @@ def prepare(out: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Run:
     pieces = held_out[: len(held_out) // PROMPT * PROMPT].view(-1, PROMPT)
     pieces = pieces[(pieces != tokenizer.eos_token_id).all(dim=1)]
     prompts = pieces[torch.linspace(0, len(pieces) - 1, EVAL_PROMPTS).long()]
-    return Run(new_model(tokenizer.eos_token_id), tokenizer, train, held_out, prompts, out)
+    model = new_model(Glm4MoeConfig(**SHAPE, eos_token_id=tokenizer.eos_token_id))
+    return Run(model, tokenizer, train, held_out, prompts, out)
 
 
 def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:

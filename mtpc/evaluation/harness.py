@@ -136,10 +136,23 @@ def run_tasks(engine: AnsweringEngine, tasks: Sequence[Any], limit: int | None) 
         filters = {sample["filter"]: None for sample in samples}
         for sample in samples:
             if sample["filter"] == next(iter(filters)):
-                outcome.texts.append(str(sample["filtered_resps"]))
-                outcome.scores.append(float(sample[sample["metrics"][0]]))
+                outcome.texts.append(_text(sample["filtered_resps"]))
+                outcome.scores.append(_number(sample[sample["metrics"][0]]))
         outcome.more[name] = found["results"][name]
     return outcome
+
+
+def _text(responses: Any) -> str:
+    """What an engine said to a question: its text or, of several that it scored, the likeliest."""
+    if isinstance(responses[0], str):
+        return responses[0]
+    scores = [r[0] if isinstance(r, (tuple, list)) else r for r in responses]
+    return f"choice {scores.index(max(scores))}"
+
+
+def _number(value: Any) -> float:
+    """A question's metric; a perplexity's is a log-probability and the number of its parts."""
+    return value[0] / value[1] if isinstance(value, tuple) else float(value)
 
 
 @contextmanager
