@@ -262,9 +262,10 @@ def test_a_system_without_threads(spec: mtpc.SpecModel, monkeypatch: pytest.Monk
 
     async def main() -> None:
         engine = serving(spec)
-        with monkeypatch.context() as without, pytest.raises(ServingError, match="free threads"):
+        with monkeypatch.context() as without:
             without.setattr(threading, "_start_new_thread", _no_thread)
-            engine.start()
+            with pytest.raises(ServingError, match="free threads"):
+                engine.start()
         engine.start()
         await collect(engine, PROMPTS[3], 3)
         await asyncio.wait_for(engine.aclose(), 30)
