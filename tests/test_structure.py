@@ -208,7 +208,8 @@ LINES = {
     ".": 1300,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
-    "backends": 7500,
+    # Several programs for a sampled row (`filters.py`).
+    "backends": 7650,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`).
     "capture": 1200,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
