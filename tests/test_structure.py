@@ -209,7 +209,8 @@ LINES = {
     ".": 1300,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
-    "backends": 7500,
+    # Several programs for a sampled row (`filters.py`).
+    "backends": 7700,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     "capture": 1250,

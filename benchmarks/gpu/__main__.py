@@ -44,7 +44,7 @@ from benchmarks.gpu.gate import (
     check_shape,
 )
 from benchmarks.gpu.machine import GpuMachine, Machine, NullMachine
-from benchmarks.gpu.models import SHAPES
+from benchmarks.gpu.models import MEASURED, SHAPES
 from benchmarks.gpu.ops import check_op, op_rows
 from benchmarks.gpu.rows import Row, RowFile, findings
 from benchmarks.gpu.schedule import Schedule
@@ -231,8 +231,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.families = FAMILIES if "all" in args.families else args.families
     tiny = [name for name in SHAPES if name.startswith("tiny-")]
-    large = [name for name in SHAPES if name not in tiny]
-    args.shapes = args.shapes or (tiny if args.dry_run else large)
+    args.shapes = args.shapes or (tiny if args.dry_run else MEASURED)
     args.batches = args.batches or ((1, 2) if args.dry_run else (1, 4, 16, 64))
     args.new_tokens = args.new_tokens or (12 if args.dry_run else 128)
     return args

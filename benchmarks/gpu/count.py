@@ -29,11 +29,15 @@ class Lowered:
         generated: kernels that Inductor writes: norms, casts, gathers, copies of views.
         called: kernels of libraries and operators of ours, by name.
         missed: buffers that are copied before an operator writes them, and how many bytes.
+        generated_bytes: what the generated kernels read and write.
+        largest: bytes of the largest buffer that a generated kernel makes: a copied pool is one.
     """
 
     generated: int
     called: Counter[str]
     missed: dict[str, int]
+    generated_bytes: int
+    largest: int
 
 
 class _Scheduled(Exception):
@@ -46,10 +50,10 @@ def lowered(graph: StepGraph) -> Lowered:
     Raises:
         BackendError: Inductor ends before it has fused anything.
     """
-    found: list[list[Any]] = []
+    found: list[dict[str, Any]] = []
 
     def stop(nodes: list[Any]) -> None:
-        found.append(nodes)
+        found.append(_look(nodes))
         raise _Scheduled
 
     module, tensors = lift_tensors(graph)
@@ -62,9 +66,28 @@ def lowered(graph: StepGraph) -> Lowered:
         if not found:
             raise BackendError(f"Inductor does not schedule {graph.name}: {error}") from error
     missed = {name: counters["inductor"][name] for name in _MISSED}
-    names = [_name(node) for node in found[0]]
-    called = Counter(name for name in names if name)
-    return Lowered(names.count(None), called, missed)
+    return Lowered(missed=missed, **found[0])
+
+
+def _look(nodes: list[Any]) -> dict[str, Any]:
+    """What is known of scheduled nodes, while Inductor is there to be asked."""
+    names = [_name(node) for node in nodes]
+    written = [node for node, name in zip(nodes, names, strict=True) if name is None]
+    made = [_nbytes(output) for node in written for output in node.get_outputs()]
+    return dict(
+        generated=len(written),
+        called=Counter(name for name in names if name),
+        generated_bytes=sum(node.get_read_write_buffers_sizes() for node in written),
+        largest=max(made, default=0),
+    )
+
+
+def _nbytes(output: Any) -> int:
+    """Of a buffer that a kernel makes; none of one that was there, into which it writes."""
+    if output.get_mutations() or output.get_aliases():
+        return 0
+    layout = output.node.get_layout()
+    return int(layout.storage_size()) * int(layout.dtype.itemsize)
 
 
 def _name(node: Any) -> str | None:

@@ -57,6 +57,33 @@ SHAPES = {
             topk_group=1, first_k_dense_replace=1,
         ),
     ),
+    "glm4-0.5b": Shape(
+        "glm4_moe",
+        _DENSE_GLM4
+        | dict(
+            hidden_size=1024, num_hidden_layers=28, intermediate_size=4096, vocab_size=32_768,
+            num_attention_heads=16, num_key_value_heads=4, head_dim=64, moe_intermediate_size=1024,
+        ),
+    ),
+    "glm4.5-air": Shape(
+        "glm4_moe",
+        dict(
+            hidden_size=4096, num_hidden_layers=46, intermediate_size=10_944, vocab_size=151_552,
+            num_attention_heads=96, num_key_value_heads=8, head_dim=128, moe_intermediate_size=1408,
+            n_routed_experts=128, num_experts_per_tok=8, n_shared_experts=1, n_group=1,
+            topk_group=1, first_k_dense_replace=1,
+        ),
+    ),
+    "deepseek-v3": Shape(
+        "deepseek_v3",
+        dict(
+            hidden_size=7168, num_hidden_layers=61, intermediate_size=18_432, vocab_size=129_280,
+            num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512,
+            qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, moe_intermediate_size=2048,
+            n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1, n_group=8,
+            topk_group=4, first_k_dense_replace=3,
+        ),
+    ),
     "tiny-glm4": Shape(
         "glm4_moe",
         _DENSE_GLM4
@@ -76,8 +103,10 @@ SHAPES = {
         ),
     ),
 }  # fmt: skip
-"""The first two are measured on a GPU: an 8B dense GLM-4, and a mixture with latent attention of
-DeepSeek-V2-Lite's sizes. The tiny ones are for dry runs."""
+"""An 8B dense GLM-4, and a mixture with latent attention of DeepSeek-V2-Lite's sizes; a small GLM-4
+and two released shapes, for benchmarks.gpu_model; tiny ones, for dry runs."""
+MEASURED = ("glm4-8b", "mla-moe-16b")
+"""Those that benchmarks.gpu measures, unless it is told which."""
 
 
 def build(

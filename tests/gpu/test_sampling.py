@@ -78,6 +78,25 @@ def test_edges_among_equal_and_extreme_logits(case: dict[str, float]) -> None:
         assert found.tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"top_p": 0.5},
+        {"top_k": 12_000},
+        {"top_k": 12_000, "top_p": 0.9, "min_p": 0.2},
+        {"top_p": 0.9, "min_p": 0.8},
+    ],
+)
+@pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
+def test_edges_among_many_logits(case: dict[str, float], spread: float) -> None:
+    """Near one another, so that all are in one bin and more than are put side by side; in some
+    bins; and far apart, so that the last bin holds most."""
+    logits = make_logits(3, 20_000, torch.float32, 7) / 3 * spread
+    rows = make_rows({"temperature": 1.0, **case}, 20_000, False, 7)
+    found, wanted = (call(ops, logits, rows, 7) for ops in (OURS, REFERENCE))
+    assert found.tolist() == wanted.tolist()
+
+
 def test_rows_that_choose_nothing_are_skipped() -> None:
     rows, logits = make_rows(CASES["all"], 40, False, 0), make_logits(2, 40, torch.float32, 0)
     ids, positions = torch.zeros(2, dtype=torch.int64), torch.tensor([-1, 5])

@@ -1,11 +1,9 @@
 """Choosing tokens: logits adjusted by all of a request's parameters, then filters, noise, argmax.
 
 In the first kernel a program has one block of one row's vocabulary, and writes what is left of its
-logits, in float64. In the second a program has one row. A greedy one looks at the blocks' peaks and
-reads one block. For one that is sampled, edges of top-k and top-p are found by bisection: both ask
-for the greatest logit above or at which there is enough, of tokens or of probability. An interval
-of logits is halved until it holds one that there is; ends are always logits of the row, so that a
-few dozen passes suffice, and the edge is exact. Sums run in an order of their own for each row.
+logits, in float64. A greedy row is then one program, which looks at the blocks' peaks and reads one
+block. For a row that is sampled `filters` finds what is kept; again a program a block adds noise
+and finds its best, and one a row the best of them.
 """
 
 from __future__ import annotations
@@ -15,31 +13,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.filters import (
+    NUM_FLOATS,
+    NUM_INTS,
+    SCRATCH,
+    TEMPERATURE,
+    filter_launches,
+    row_peak,
+)
 from mtpc.backends.triton_kernels.launch import ALIGNMENT, Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.errors import BackendError
-from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 
 _BLOCK = 1024
-"""Tokens whose logits a program adjusts."""
-_CHUNK = 2048
-"""Tokens gone over together; with more, sums and edges of each would not fit into registers."""
+"""Tokens of a program."""
 
-_TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
-_TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
-_MIN_P: tl.constexpr = tl.constexpr(FLOATS.index("min_p"))
 _REPETITION: tl.constexpr = tl.constexpr(FLOATS.index("repetition_penalty"))
 _PRESENCE: tl.constexpr = tl.constexpr(FLOATS.index("presence_penalty"))
 _FREQUENCY: tl.constexpr = tl.constexpr(FLOATS.index("frequency_penalty"))
-_NUM_FLOATS: tl.constexpr = tl.constexpr(len(FLOATS))
 _SEED: tl.constexpr = tl.constexpr(INTS.index("seed"))
-_TOP_K: tl.constexpr = tl.constexpr(INTS.index("top_k"))
 _FIRST_STOP: tl.constexpr = tl.constexpr(INTS.index("first_stop"))
 _MASKED: tl.constexpr = tl.constexpr(INTS.index("masked"))
 _PENALISED: tl.constexpr = tl.constexpr(INTS.index("penalised"))
-_NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
-_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
 
 
 @triton.jit
@@ -86,7 +82,7 @@ def adjust_logits_kernel(  # type: ignore[no-untyped-def]
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // ROWS
     slot, position = tl.load(slots_ptr + request), tl.load(positions_ptr + row)
-    if (slot == _SCRATCH) | (position < 0):
+    if (slot == SCRATCH) | (position < 0):
         return
     first = block * BLOCK
     token = first + tl.arange(0, BLOCK)
@@ -94,8 +90,8 @@ def adjust_logits_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(logits_ptr + row * logits_row + token, mask=inside, other=float("-inf"))
     x = x.to(tl.float64)
     raw = tl.max(tl.where(x == x, x, float("inf")), 0)
-    floats_ptr += slot * _NUM_FLOATS
-    ints_ptr += slot * _NUM_INTS
+    floats_ptr += slot * NUM_FLOATS
+    ints_ptr += slot * NUM_INTS
 
     x = _bias(x, token, first, bias_ids_ptr + slot * BIASES, bias_values_ptr + slot * BIASES,
               BIASES, B_PAD, BLOCK)  # fmt: skip
@@ -114,7 +110,7 @@ def adjust_logits_kernel(  # type: ignore[no-untyped-def]
     if position < tl.load(ints_ptr + _FIRST_STOP):
         for e in range(STOPS):
             x = tl.where(token == tl.load(stops_ptr + slot * STOPS + e), float("-inf"), x)
-    temperature = tl.load(floats_ptr + _TEMPERATURE)
+    temperature = tl.load(floats_ptr + TEMPERATURE)
     if temperature != 0:
         x = x / temperature
 
@@ -122,92 +118,6 @@ def adjust_logits_kernel(  # type: ignore[no-untyped-def]
     at = row * tl.num_programs(1) + block
     tl.store(raw_peaks_ptr + at, raw)
     tl.store(peaks_ptr + at, tl.max(tl.where(inside, x, float("-inf")), 0))
-
-
-@triton.jit
-def _ordered(x):  # type: ignore[no-untyped-def]
-    """int64 that are ordered as float64 are; of the zeros, the negative one comes first."""
-    bits = x.to(tl.int64, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
-
-
-@triton.jit
-def _unordered(key):  # type: ignore[no-untyped-def]
-    """The float64 of a key."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFFFFFFFFFF, key).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _mass(x, peak, IS_COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What each token counts for: one, or its probability, not normalised."""
-    if IS_COUNT:
-        return tl.where(x == x, 1.0, 0.0).to(tl.float64)
-    return tl.exp(x - peak)
-
-
-@triton.jit
-def _total(scores_ptr, vocab, cut, peak, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The probability, not normalised, of the tokens whose logit is at or above `cut`."""
-    total = tl.zeros([CHUNK], tl.float64)
-    for first in range(0, vocab, CHUNK):
-        token = first + tl.arange(0, CHUNK)
-        x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
-        held = (token < vocab) & (x >= cut)
-        total += tl.where(held, _mass(x, peak, False), 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _edge(  # type: ignore[no-untyped-def]
-    scores_ptr, vocab, cut, peak, wanted, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The greatest logit such that the mass at or above it is `wanted` at least; of those at or
-    above `cut`, the least where there is not so much."""
-    low, high = _ordered(cut), _ordered(peak)
-    # The answer is in [low, high]; `high` is a logit of the row, and so is `low` after a pass.
-    while low < high:
-        middle = low + ((high - low).to(tl.uint64, bitcast=True) // 2).to(tl.int64) + 1
-        # Lane by lane, and across lanes once a pass: each reduction waits for the whole program.
-        masses = tl.zeros([CHUNK], tl.float64)
-        above = tl.zeros([CHUNK], tl.int64) + high
-        below = tl.zeros([CHUNK], tl.int64) + low
-        has_below = tl.zeros([CHUNK], tl.int32)
-        for first in range(0, vocab, CHUNK):
-            token = first + tl.arange(0, CHUNK)
-            x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
-            key = _ordered(x)
-            held = (token < vocab) & (x >= cut)
-            upper = held & (key >= middle)
-            lower = held & (key < middle)
-            masses += tl.where(upper, _mass(x, peak, IS_COUNT), 0.0)
-            above = tl.where(upper, tl.minimum(above, key), above)
-            below = tl.where(lower, tl.maximum(below, key), below)
-            has_below = tl.where(lower, 1, has_below)
-        if (tl.sum(masses, 0) >= wanted) | (tl.max(has_below, 0) == 0):
-            low = tl.min(above, 0)
-        else:
-            high = tl.max(below, 0)
-    return _unordered(low)
-
-
-@triton.jit
-def _cut(  # type: ignore[no-untyped-def]
-    scores_ptr, vocab, peak, floats_ptr, top_k, CHUNK: tl.constexpr
-):
-    """The least logit that all three filters keep; the nucleus is of what the first two leave."""
-    cut = tl.full([], float("-inf"), tl.float64)
-    min_p = tl.load(floats_ptr + _MIN_P)
-    if min_p > 0:
-        cut = peak + tl.log(min_p)
-    if top_k > 0:
-        wanted = tl.minimum(top_k, vocab).to(tl.float64)
-        lowest = tl.full([], float("-inf"), tl.float64)
-        cut = tl.maximum(cut, _edge(scores_ptr, vocab, lowest, peak, wanted, True, CHUNK))
-    top_p = tl.load(floats_ptr + _TOP_P)
-    if top_p < 1:
-        wanted = top_p * _total(scores_ptr, vocab, cut, peak, CHUNK)
-        cut = _edge(scores_ptr, vocab, cut, peak, wanted, False, CHUNK)
-    return cut
 
 
 @triton.jit
@@ -223,49 +133,59 @@ def _noise(seed, position, token):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def choose_token_kernel(  # type: ignore[no-untyped-def]
-    scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, out_ptr,
-    vocab,
+def draw_token_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, cuts_ptr,
+    bests_ptr, tokens_ptr, vocab,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Of a block of a row that is sampled: the greatest kept logit with noise, bests float64 and
+    tokens int32 [N, BLOCKS]; of equals the first."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, position = tl.load(slots_ptr + row // ROWS), tl.load(positions_ptr + row)
+    if (slot == SCRATCH) | (position < 0):
+        return
+    if tl.load(floats_ptr + slot * NUM_FLOATS + TEMPERATURE) == 0:
+        return
+    if row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD) == float("-inf"):
+        return
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    seed = tl.load(ints_ptr + slot * NUM_INTS + _SEED)
+    kept = (x >= tl.load(cuts_ptr + row)) & (token < vocab)
+    x = tl.where(kept, x + _noise(seed, position, token), float("-inf"))
+    tl.store(bests_ptr + row * BLOCKS + block, tl.max(x, 0))
+    best = block * BLOCK + tl.argmax(x, 0, tie_break_left=True)
+    tl.store(tokens_ptr + row * BLOCKS + block, best.to(tl.int32))
+
+
+@triton.jit
+def choose_token_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, bests_ptr,
+    tokens_ptr, out_ptr, vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out int64 [N], full of -1."""
     row = tl.program_id(0).to(tl.int64)
     slot, position = tl.load(slots_ptr + row // ROWS), tl.load(positions_ptr + row)
-    if (slot == _SCRATCH) | (position < 0):
+    if (slot == SCRATCH) | (position < 0):
+        return
+    if row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD) == float("-inf"):
         return
     block = tl.arange(0, BLOCKS_PAD)
     at, there = row * BLOCKS + block, block < BLOCKS
-    raw = tl.max(tl.load(raw_peaks_ptr + at, mask=there, other=float("-inf")), 0)
-    peaks = tl.load(peaks_ptr + at, mask=there, other=float("-inf"))
-    peak = tl.max(peaks, 0)
-    is_usable = (raw < float("inf")) & (raw > float("-inf"))
-    if (not is_usable) | (peak == float("-inf")) | (peak == float("inf")):
-        return
-    scores_ptr += row * vocab
-    floats_ptr += slot * _NUM_FLOATS
-    ints_ptr += slot * _NUM_INTS
-    if tl.load(floats_ptr + _TEMPERATURE) == 0:
+    if tl.load(floats_ptr + slot * NUM_FLOATS + TEMPERATURE) == 0:
+        peaks = tl.load(peaks_ptr + at, mask=there, other=float("-inf"))
         best = tl.argmax(peaks, 0, tie_break_left=True) * BLOCK
         token = best + tl.arange(0, BLOCK)
-        x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+        inside = token < vocab
+        x = tl.load(scores_ptr + row * vocab + token, mask=inside, other=float("-inf"))
         chosen = best + tl.argmax(x, 0, tie_break_left=True)
         tl.store(out_ptr + row, chosen.to(tl.int64))
         return
-
-    cut = _cut(scores_ptr, vocab, peak, floats_ptr, tl.load(ints_ptr + _TOP_K), CHUNK)
-    seed = tl.load(ints_ptr + _SEED)
-    best = tl.full([CHUNK], float("-inf"), tl.float64)
-    chosen = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, vocab, CHUNK):
-        token = first + tl.arange(0, CHUNK)
-        x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
-        x = tl.where(x >= cut, x + _noise(seed, position, token), float("-inf"))
-        chosen = tl.where(x > best, token, chosen)
-        best = tl.maximum(best, x)
-    # The peak is kept, whatever the filters, so that there is a best; of equals the first.
-    chosen = tl.min(tl.where(best == tl.max(best, 0), chosen, vocab), 0)
-    tl.store(out_ptr + row, chosen.to(tl.int64))
+    # The peak is kept, whatever the filters, so that there is a best.
+    bests = tl.load(bests_ptr + at, mask=there, other=float("-inf"))
+    first = tl.argmax(bests, 0, tie_break_left=True)
+    tl.store(out_ptr + row, tl.load(tokens_ptr + row * BLOCKS + first).to(tl.int64))
 
 
 @operator(any_element=True)
@@ -310,11 +230,18 @@ def sample(
         ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
         STOPS=stops.shape[1], HAS_MASK=token_mask is not None, BLOCK=_BLOCK,
     )  # fmt: skip
-    chosen = dict(ROWS=rows, BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks), BLOCK=_BLOCK,
-                  CHUNK=_CHUNK)  # fmt: skip
+    known = dict(ROWS=rows, BLOCKS=blocks, BLOCK=_BLOCK)
+    padded = known | dict(BLOCKS_PAD=power_of_two(blocks))
+    cuts = scores.new_empty(count)
+    drawn = dict(bests_ptr=scores.new_empty((count, blocks)),
+                 tokens_ptr=slots.new_empty((count, blocks), dtype=torch.int32))  # fmt: skip
+    chosen = {name: value for name, value in shared.items() if name != "ints_ptr"}
+    each, whole = (count, blocks, 1), (count, 1, 1)
     launches = [
-        Launch(adjust_logits_kernel, (count, blocks, 1), shared | adjusted, sizes),
-        Launch(choose_token_kernel, (count, 1, 1), shared | dict(out_ptr=out), chosen, 512),
+        Launch(adjust_logits_kernel, each, shared | adjusted, sizes),
+        *filter_launches(shared, count, known, cuts),
+        Launch(draw_token_kernel, each, shared | drawn | dict(cuts_ptr=cuts), padded),
+        Launch(choose_token_kernel, whole, chosen | drawn | dict(out_ptr=out), padded),
     ]
     return launches, out
 

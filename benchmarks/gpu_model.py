@@ -1,0 +1,190 @@
+"""Kernels of a GPU's steps and the bytes that each moves, without a GPU: a roofline model.
+
+    python -m benchmarks.gpu_model                            # needs Triton; nothing is run
+    python -m benchmarks.gpu_model --cases glm4-8b:64:3
+
+A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
+and scheduled by Inductor, with weights that no one fills. Times are a model's, never a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.count import Lowered, lowered
+from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.models import SHAPES, build
+from benchmarks.harness import command
+from benchmarks.harness.results import Record, Table, add_result_files, publish
+from mtpc.capture.graph import StepGraph
+from mtpc.config import CompileOptions
+from mtpc.errors import BackendError
+from mtpc.layout import Layout, StepKey
+from mtpc.models.load import LoadedModel
+from mtpc.program.compiler import StepCompiler
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.traffic import Cost
+
+CASES = ("glm4-0.5b:1:3", "glm4-8b:1:3", "glm4-8b:64:3:sampled", "mla-moe-16b:1:3",
+         "glm4.5-air:1:3", "deepseek-v3:64:3")  # fmt: skip
+BEFORE = ("merge-projections", "fuse-elementwise", "fuse-draft-entry")
+"""Passes without which the first count is made."""
+SLOWEST = 5
+COLUMNS = ("shape", "batch", "K", "choice", "kernels before", "kernels", "operator", "calls",
+           "launches", "MB moved", "MB least", "us", "us least")  # fmt: skip
+NOTES = (
+    "the five operators of each case that are farthest from their floor, and the whole step; no "
+    "figure was measured.",
+    "kernels before: without " + ", ".join(BEFORE) + ". generated: what Inductor writes.",
+    "moved: bytes that programs load and store; least: of what an operator is given and gives.",
+    "us: 2 for each launch, and the longer of memory at 4.8 TB/s and cache at 7 TB/s (assumed), by "
+    "the share of 132 processors that have a program; products of libraries at their floor.",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of a shape.
+
+    Attributes:
+        shape: of benchmarks.gpu.models.SHAPES.
+        batch: requests.
+        spec_tokens: K.
+        sampled: whether tokens are drawn, with top-k and top-p.
+    """
+
+    shape: str
+    batch: int
+    spec_tokens: int
+    sampled: bool
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """SHAPE:BATCH:K[:sampled]."""
+        shape, batch, spec_tokens, *rest = text.split(":")
+        if shape not in SHAPES or rest not in ([], ["sampled"]):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}; expected SHAPE:BATCH:K or SHAPE:BATCH:K:sampled, shapes are "
+                + ", ".join(SHAPES)
+            )
+        return cls(shape, command.positive(batch), int(spec_tokens), bool(rest))
+
+    def __str__(self) -> str:
+        chosen = ":sampled" if self.sampled else ""
+        return f"{self.shape}:{self.batch}:{self.spec_tokens}{chosen}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count and print."""
+    args = _parse(argv)
+    tell = command.teller()
+    rows: list[dict[str, Any]] = []
+    for case in args.cases:
+        tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
+        rows += case_rows(case, args.context)
+    args.cases = " ".join(map(str, args.cases))
+    publish("gpu_model", args, {"rows": rows}, table)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("gpu_model", __doc__)
+    add = parser.add_argument
+    default = [Case.of(text) for text in CASES]
+    add("--cases", type=Case.of, nargs="+", default=default, metavar="SHAPE:BATCH:K[:sampled]")
+    add("--context", type=command.positive, default=4096, metavar="N", help="tokens of a request")
+    add_result_files(parser)
+    return parser.parse_args(argv)
+
+
+def unfilled(shape: str, layers: int) -> LoadedModel:
+    """A model of a shape whose weights are memory that nobody fills, and which takes none."""
+    loaded, _ = build(shape, "meta", layers, accepting=False)
+    for module in (loaded.target, *loaded.mtp_layers):
+        module.to_empty(device="cpu")
+    return loaded
+
+
+def case_rows(case: Case, context: int) -> list[dict[str, Any]]:
+    """The slowest operators of a case, and its whole step.
+
+    Raises:
+        BackendError: there is no Triton.
+    """
+    try:
+        from benchmarks.gpu.traffic import launches_of
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            "benchmarks.gpu_model needs Triton, whose kernels it counts: pip install triton"
+        ) from error
+    before = launches_of(all_layers(case, context, BEFORE))
+    costs = all_layers(case, context)
+    total = replace(costs[0], operator="whole step")
+    for cost in costs[1:]:
+        total = total + cost
+    kernels = dict(kernels_before=before, kernels=launches_of(costs))
+    whole = [total, *costs[:SLOWEST]]
+    return [{**asdict(case), **kernels, **asdict(cost)} for cost in whole]
+
+
+def all_layers(case: Case, context: int, disabled: tuple[str, ...] = ()) -> list[Cost]:
+    """Every operator of a step, the farthest from its floor first.
+
+    Layers of a kind cost the same, so those of two models that differ by one of the last kind say
+    what the others cost: Inductor would take minutes for all of them.
+    """
+    from benchmarks.gpu.traffic import Cost, Work, step_costs
+
+    config, work = SHAPES[case.shape].config, Work(case.batch, context)
+    depth = config["num_hidden_layers"]
+    dense = config["first_k_dense_replace"]
+    least = min(depth - 1, 2 + (dense if dense < depth else 0))
+    few, more = (
+        step_costs(*step(unfilled(case.shape, layers), case, context, disabled), work)
+        for layers in (least, least + 1)
+    )
+    seen = {cost.operator: cost for cost in few}
+    none = Cost("", 0, 0, 0, 0, 0, 0)
+    found = [cost.extended(seen.get(cost.operator, none), depth - least) for cost in more]
+    return sorted(found, key=lambda cost: cost.floor - cost.seconds)
+
+
+def step(
+    loaded: LoadedModel, case: Case, context: int, disabled: tuple[str, ...] = ()
+) -> tuple[StepGraph, Lowered]:
+    """A decode step on mtpc's operators, and as Inductor schedules it."""
+    options = CompileOptions(
+        spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=context, page_size=16,
+        prefill_chunk=64, sampling=case.sampled, disabled_passes=disabled,
+    )  # fmt: skip
+    backend = NullMachine().backend()
+    compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)
+    compiler.weights.defers = True
+    graph = compiler.rewritten(StepKey.decode(case.batch, case.spec_tokens))
+    return graph, lowered(graph)
+
+
+def table(record: Record) -> Table:
+    """The record's rows as a reader sees them."""
+    cells = [
+        [
+            row["shape"], str(row["batch"]), str(row["spec_tokens"]),
+            "sampled" if row["sampled"] else "greedy", str(row["kernels_before"]),
+            str(row["kernels"]), row["operator"], str(row["calls"]), str(row["launches"]),
+            f"{row['moved'] / 1e6:.1f}", f"{row['least'] / 1e6:.1f}",
+            f"{1e6 * row['seconds']:.0f}", f"{1e6 * row['floor']:.0f}",
+        ]
+        for row in record["rows"]
+    ]  # fmt: skip
+    context = record["arguments"]["context"]
+    title = f"Decode steps of an H200 by the model, {context} tokens of context"
+    return Table(title, COLUMNS, cells, NOTES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""Where min-p, top-k and top-p cut a row's logits: several programs a row, and an exact edge.
+
+Tokens are counted by how far they are below the row's greatest logit, in bins, and so is their
+probability (a program for each block). Their sums say in which bins an edge is (a program for each
+row), and the logits in there are put side by side. Among those few the edge is found by bisection:
+both filters ask for the greatest logit above or at which there is enough, of tokens or of
+probability. An interval of logits is halved until it holds one that there is; ends are always
+logits of the row, so that a few dozen passes suffice, and the edge is exact. Only a row with too
+many in there is gone over whole. Sums run in an order of their own for each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.layout import SCRATCH_SLOT
+from mtpc.sampling_params import FLOATS, INTS
+
+_BINS, _MOST = 64, 8192
+"""Of a quarter each, the last for all that is farther; logits that are put side by side at most."""
+_CHUNK, _PART, _BLOCKS = 2048, 128, 32
+"""Tokens gone over together; with more, sums and edges of each would not fit into registers. Tokens
+whose bins are found together, and blocks whose bins are summed together."""
+
+TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
+_TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
+_MIN_P: tl.constexpr = tl.constexpr(FLOATS.index("min_p"))
+NUM_FLOATS: tl.constexpr = tl.constexpr(len(FLOATS))
+_TOP_K: tl.constexpr = tl.constexpr(INTS.index("top_k"))
+NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
+SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
+
+
+@triton.jit
+def row_peak(  # type: ignore[no-untyped-def]
+    raw_peaks_ptr, peaks_ptr, row, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr
+):
+    """A row's greatest logit; minus infinity where it can choose nothing."""
+    block = tl.arange(0, BLOCKS_PAD)
+    at, there = row * BLOCKS + block, block < BLOCKS
+    raw = tl.max(tl.load(raw_peaks_ptr + at, mask=there, other=float("-inf")), 0)
+    peak = tl.max(tl.load(peaks_ptr + at, mask=there, other=float("-inf")), 0)
+    usable = (raw < float("inf")) & (raw > float("-inf")) & (peak < float("inf"))
+    return tl.where(usable, peak, float("-inf"))
+
+
+@triton.jit
+def _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a row is sampled, and its top-k, top-p and min-p; no top-k and top-p where not."""
+    slot = tl.load(slots_ptr + row // ROWS)
+    on = (slot != SCRATCH) & (tl.load(positions_ptr + row) >= 0)
+    slot = tl.where(on, slot, 0)
+    floats_ptr += slot * NUM_FLOATS
+    sampled = on & (tl.load(floats_ptr + TEMPERATURE) != 0)
+    top_k = tl.where(sampled, tl.load(ints_ptr + slot * NUM_INTS + _TOP_K), 0)
+    top_p = tl.where(sampled, tl.load(floats_ptr + _TOP_P), 1.0)
+    return sampled, top_k, top_p, tl.load(floats_ptr + _MIN_P)
+
+
+@triton.jit
+def _least(peak, min_p):  # type: ignore[no-untyped-def]
+    """What min-p leaves is at or above it."""
+    return tl.where(min_p > 0, peak + tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
+
+
+@triton.jit
+def _bin(x, peak, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """By how far a logit is below the greatest; minus infinity is in the last."""
+    far = (peak - x) * 4
+    return tl.where(far < BINS - 1, far, BINS - 1).to(tl.int32)
+
+
+@triton.jit
+def count_bins_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr,
+    counts_ptr, masses_ptr, vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    BINS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Of one block, counts int32 and masses float64 [N, BINS, BLOCKS]: tokens, and the probability,
+    not normalised, of those that min-p leaves."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, top_k, top_p, min_p = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
+    if (top_k <= 0) & (top_p >= 1):
+        return
+    peak = row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD)
+    if peak == float("-inf"):
+        return
+    least, bins = _least(peak, min_p), tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    masses = tl.zeros([BINS], tl.float64)
+    for part in range(0, BLOCK, PART):
+        token = block * BLOCK + part + tl.arange(0, PART)
+        x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
+        here = (_bin(x, peak, BINS)[:, None] == bins[None]) & (token < vocab)[:, None]
+        counts += tl.sum(here.to(tl.int32), 0)
+        mass = tl.where(x >= least, tl.exp(x - peak), 0.0)
+        masses += tl.sum(tl.where(here, mass[:, None], 0.0), 0)
+    at = (row * BINS + bins) * BLOCKS + block
+    tl.store(counts_ptr + at, counts)
+    tl.store(masses_ptr + at, masses)
+
+
+@triton.jit
+def find_bins_kernel(  # type: ignore[no-untyped-def]
+    raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, counts_ptr,
+    masses_ptr, bins_ptr, sums_ptr, places_ptr, vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, BINS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """bins int32 [N, 3]: the first and the last that may hold an edge, and their tokens, too many
+    where a row can choose nothing; sums float64 [N, 3]: the mass above them, and of all, and the
+    row's peak; places int32 [N, BLOCKS]: that of a block's first."""
+    row = tl.program_id(0).to(tl.int64)
+    _, top_k, top_p, _ = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
+    if (top_k <= 0) & (top_p >= 1):
+        return
+    peak = row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD)
+    if peak == float("-inf"):
+        tl.store(bins_ptr + 3 * row + 2, 2147483647)
+        return
+    bins, lane = tl.arange(0, BINS), tl.arange(0, TOGETHER)
+    counts = tl.zeros([BINS], tl.int32)
+    masses = tl.zeros([BINS], tl.float64)
+    row_at = (row * BINS + bins)[:, None] * BLOCKS
+    for begin in range(0, BLOCKS, TOGETHER):
+        block = begin + lane
+        at, there = row_at + block[None], (block < BLOCKS)[None]
+        counts += tl.sum(tl.load(counts_ptr + at, mask=there, other=0), 1)
+        masses += tl.sum(tl.load(masses_ptr + at, mask=there, other=0.0), 1)
+    total = tl.sum(masses, 0)
+    # Top-p is of what top-k leaves, so all above the edge of top-k is wanted, too.
+    by_count = tl.cumsum(counts, 0) >= tl.minimum(top_k, vocab)
+    by_mass = tl.cumsum(masses, 0) >= top_p * total
+    enough = tl.where(top_k > 0, by_count, by_mass)
+    last = tl.min(tl.where(enough, bins, BINS - 1), 0)
+    first = tl.where(top_k > 0, 0, last)
+    inside = (bins >= first) & (bins <= last)
+    tl.store(bins_ptr + 3 * row, first)
+    tl.store(bins_ptr + 3 * row + 1, last)
+    tl.store(bins_ptr + 3 * row + 2, tl.sum(tl.where(inside, counts, 0), 0))
+    tl.store(sums_ptr + 3 * row, tl.sum(tl.where(bins < first, masses, 0.0), 0))
+    tl.store(sums_ptr + 3 * row + 1, total)
+    tl.store(sums_ptr + 3 * row + 2, peak)
+    place = tl.zeros([], tl.int32)
+    for begin in range(0, BLOCKS, TOGETHER):
+        block = begin + lane
+        mask = inside[:, None] & (block < BLOCKS)[None]
+        each = tl.sum(tl.load(counts_ptr + row_at + block[None], mask=mask, other=0), 0)
+        places = place + tl.cumsum(each, 0) - each
+        tl.store(places_ptr + row * BLOCKS + block, places, mask=block < BLOCKS)
+        place += tl.sum(each, 0)
+
+
+@triton.jit
+def gather_bins_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, bins_ptr, sums_ptr, places_ptr,
+    near_ptr, vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    """near float64 [N, MOST]: the logits in those bins, unless there are more.
+
+    The peak is loaded: places depend on it, and Inductor's analysis takes pointers that go into a
+    function for written ones, where a place depends on what it returns.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, top_k, top_p, _ = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
+    if (top_k <= 0) & (top_p >= 1):
+        return
+    peak = tl.load(sums_ptr + 3 * row + 2)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    first, last = tl.load(bins_ptr + 3 * row), tl.load(bins_ptr + 3 * row + 1)
+    end = tl.where(tl.load(bins_ptr + 3 * row + 2) <= MOST, vocab, 0)
+    bin_ = _bin(x, peak, BINS)
+    held = (bin_ >= first) & (bin_ <= last) & (token < end)
+    place = tl.load(places_ptr + row * BLOCKS + block) + tl.cumsum(held.to(tl.int32), 0) - 1
+    tl.store(near_ptr + row * MOST + place, x, mask=held)
+
+
+@triton.jit
+def _ordered(x):  # type: ignore[no-untyped-def]
+    """int64 that are ordered as float64 are; of the zeros, the negative one comes first."""
+    bits = x.to(tl.int64, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+
+
+@triton.jit
+def _unordered(key):  # type: ignore[no-untyped-def]
+    """The float64 of a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFFFFFFFFFF, key).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _mass(x, peak, IS_COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What each token counts for: one, or its probability, not normalised."""
+    if IS_COUNT:
+        return tl.where(x == x, 1.0, 0.0).to(tl.float64)
+    return tl.exp(x - peak)
+
+
+@triton.jit
+def _total(scores_ptr, vocab, cut, peak, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The probability, not normalised, of the tokens whose logit is at or above `cut`."""
+    total = tl.zeros([CHUNK], tl.float64)
+    for first in range(0, vocab, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+        held = (token < vocab) & (x >= cut)
+        total += tl.where(held, _mass(x, peak, False), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _edge(  # type: ignore[no-untyped-def]
+    scores_ptr, vocab, cut, peak, wanted, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The greatest logit such that the mass at or above it is `wanted` at least; of those at or
+    above `cut`, the least where there is not so much."""
+    low, high = _ordered(cut), _ordered(peak)
+    # The answer is in [low, high]; `high` is a logit of the row, and so is `low` after a pass.
+    while low < high:
+        middle = low + ((high - low).to(tl.uint64, bitcast=True) // 2).to(tl.int64) + 1
+        # Lane by lane, and across lanes once a pass: each reduction waits for the whole program.
+        masses = tl.zeros([CHUNK], tl.float64)
+        above = tl.zeros([CHUNK], tl.int64) + high
+        below = tl.zeros([CHUNK], tl.int64) + low
+        has_below = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, vocab, CHUNK):
+            token = first + tl.arange(0, CHUNK)
+            x = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+            key = _ordered(x)
+            held = (token < vocab) & (x >= cut)
+            upper = held & (key >= middle)
+            lower = held & (key < middle)
+            masses += tl.where(upper, _mass(x, peak, IS_COUNT), 0.0)
+            above = tl.where(upper, tl.minimum(above, key), above)
+            below = tl.where(lower, tl.maximum(below, key), below)
+            has_below = tl.where(lower, 1, has_below)
+        if (tl.sum(masses, 0) >= wanted) | (tl.max(has_below, 0) == 0):
+            low = tl.min(above, 0)
+        else:
+            high = tl.max(below, 0)
+    return _unordered(low)
+
+
+@triton.jit
+def _cut(  # type: ignore[no-untyped-def]
+    logits_ptr, count, cut, peak, above, total, vocab, top_k, top_p, CHUNK: tl.constexpr
+):
+    """The least logit that top-k and top-p keep of those at or above `cut`, all of which are among
+    `count` of them but for a mass `above`. `total` is the mass where there is no top-k."""
+    if top_k > 0:
+        wanted = tl.minimum(top_k, vocab).to(tl.float64)
+        lowest = tl.full([], float("-inf"), tl.float64)
+        cut = tl.maximum(cut, _edge(logits_ptr, count, lowest, peak, wanted, True, CHUNK))
+        total = _total(logits_ptr, count, cut, peak, CHUNK)
+    if top_p < 1:
+        cut = _edge(logits_ptr, count, cut, peak, top_p * total - above, False, CHUNK)
+    return cut
+
+
+@triton.jit
+def cut_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr,
+    bins_ptr, sums_ptr, near_ptr, cuts_ptr, vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """cuts float64 [N]: the least logit that all filters keep, of rows that are sampled."""
+    row = tl.program_id(0).to(tl.int64)
+    sampled, top_k, top_p, min_p = _filters(
+        slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS
+    )
+    if not sampled:
+        return
+    peak = row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD)
+    if peak == float("-inf"):
+        return
+    cut = _least(peak, min_p)
+    if (top_k > 0) | (top_p < 1):
+        count = tl.load(bins_ptr + 3 * row + 2)
+        above, total = tl.load(sums_ptr + 3 * row), tl.load(sums_ptr + 3 * row + 1)
+        if count <= MOST:
+            near_ptr += row * MOST
+            cut = _cut(near_ptr, count, cut, peak, above, total, vocab, top_k, top_p, CHUNK)
+        else:
+            scores_ptr += row * vocab
+            cut = _cut(scores_ptr, vocab, cut, peak, 0.0, total, vocab, top_k, top_p, CHUNK)
+    tl.store(cuts_ptr + row, cut)
+
+
+def filter_launches(
+    shared: dict[str, Any], count: int, sizes: dict[str, int], cuts: Tensor
+) -> list[Launch]:
+    """What finds the cuts [N] of rows of logits.
+
+    Args:
+        shared: the kernels' common arguments: scores [N, V], peaks of their blocks, and parameters.
+        count: N.
+        sizes: ROWS of a request, BLOCKS of a row, BLOCK tokens in each.
+        cuts: float64 [N]; written for rows that are sampled.
+    """
+    rows, blocks, device = sizes["ROWS"], sizes["BLOCKS"], cuts.device
+    counts = torch.empty((count, _BINS, blocks), dtype=torch.int32, device=device)
+    masses = torch.empty((count, _BINS, blocks), dtype=torch.float64, device=device)
+    bins = torch.empty((count, 3), dtype=torch.int32, device=device)
+    sums = torch.empty((count, 3), dtype=torch.float64, device=device)
+    places = torch.empty((count, blocks), dtype=torch.int32, device=device)
+    near = torch.empty((count, _MOST), dtype=torch.float64, device=device)
+    known = dict(ROWS=rows, BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks))
+    unscored = {name: value for name, value in shared.items() if name != "scores_ptr"}
+    block, counted = sizes["BLOCK"], dict(counts_ptr=counts, masses_ptr=masses)
+    found = dict(bins_ptr=bins, sums_ptr=sums)
+    placed = found | dict(places_ptr=places, near_ptr=near)
+    peakless = {name: value for name, value in shared.items() if "peaks" not in name}
+    binned = dict(ROWS=rows, BLOCKS=blocks, BLOCK=block, BINS=_BINS, MOST=_MOST)
+    each, whole = (count, blocks, 1), (count, 1, 1)
+    return [
+        Launch(count_bins_kernel, each, shared | counted,
+               dict(known, BLOCK=block, BINS=_BINS, PART=_PART)),
+        Launch(find_bins_kernel, whole, unscored | counted | found | dict(places_ptr=places),
+               dict(known, BINS=_BINS, TOGETHER=_BLOCKS)),
+        Launch(gather_bins_kernel, each, peakless | placed, binned),
+        Launch(cut_kernel, whole, shared | found | dict(near_ptr=near, cuts_ptr=cuts),
+               dict(known, MOST=_MOST, CHUNK=_CHUNK), 512),
+    ]  # fmt: skip
