@@ -51,6 +51,7 @@ def test_experts_are_read_for_each_tile_that_chose_them(tokens: int, times: int 
     assert moved_bytes(down, Work(tokens, 1))["hidden_ptr"] > down.arguments["hidden_ptr"].nbytes
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "model.json"
     words = ["--cases", "tiny-mla-moe:2:1:sampled", "--context", "128", "--out", str(out)]
