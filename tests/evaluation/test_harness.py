@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,23 @@ def test_a_long_text_in_windows(directory: Path) -> None:
     assert second == pytest.approx(first)
 
 
-def test_its_own_client_against_the_server(directory: Path, tasks: dict[str, str]) -> None:
+def test_its_own_client_against_the_server(
+    directory: Path, tasks: dict[str, str], tmp_path: Path
+) -> None:
     """`local-completions` asks for echo with log-probabilities, and gets what the class gives."""
     pytest.importorskip("tenacity")  # Of lm-eval[api].
-    engine = MtpcEngine(directory, True, print, spec_tokens=3, **K3)
+    model, words = shutil.copytree(directory, tmp_path / "model"), tmp_path / "words"
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = None  # The client sends no first token, the class does.
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    # Beside config.json, transformers makes the tokenizer of the model's type, without the words.
+    words.mkdir()
+    shutil.copy(model / "tokenizer.json", words)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w95"}
+    (words / "tokenizer_config.json").write_text(json.dumps(config))
+    from mtpc.evaluation.harness import HarnessModel
+
+    engine = MtpcEngine(model, True, print, spec_tokens=3, **K3)
     expected = {kind: run(engine, task) for kind, task in tasks.items()}
     with serving(engine.model, model_name=NAME) as server:
         found = lm_eval.simple_evaluate(
@@ -118,8 +132,9 @@ def test_its_own_client_against_the_server(directory: Path, tasks: dict[str, str
             model_args={
                 "model": NAME,
                 "base_url": f"{server.url}/v1/completions",
-                "tokenizer": str(directory),
+                "tokenizer": str(words),
                 "tokenizer_backend": "huggingface",
+                "custom_prefix_token_id": HarnessModel(engine).eot_token_id,
                 "max_length": TINY["max_len"],
                 "num_concurrent": 1,
             },
