@@ -12,7 +12,7 @@ import torch
 from helpers import tiny
 from safetensors.torch import load_file, save_file
 
-from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.errors import UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.layout.slot_state import slot_state
@@ -197,18 +197,6 @@ def test_released_entries_and_names(tmp_path: Path) -> None:
     rope = loaded.config.rope_parameters
     assert [rope[k]["rope_type"] for k in ("main", "compress")] == ["default", "yarn"]
     assert weight_recipes(loaded).keys() == loaded.weights().keys()
-
-
-def test_the_released_quantisation_is_refused(tmp_path: Path) -> None:
-    """FP8 with scales that are powers of two, named X.scale: not run as anything else."""
-    directory = released(tmp_path)
-    tensors = load_file(directory / "model.safetensors")
-    name = "layers.0.attn.wq_a"
-    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
-    tensors[f"{name}.scale"] = torch.ones(1, 1).to(torch.float8_e8m0fnu)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.0\.attn\.wq_a\.\w+ is F8_E"):
-        load(directory, None, needs_mtp=True)
 
 
 def test_every_weight_has_a_recipe_and_its_dtype(tmp_path: Path) -> None:

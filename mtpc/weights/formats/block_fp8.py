@@ -39,7 +39,7 @@ _DTYPES = ("F32", "BF16", "F8_E8M0")
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
     """The block-scaled weights of a checkpoint; see `mtpc.weights.formats.Format`."""
-    found = []
+    found, block = [], block_of(says)
     for name, stored in tensors.items():
         is_narrow = stored.dtype.startswith(("F8_E4", "F8_E5", "F4", "F6"))
         is_fp4 = stored.dtype == "I8" and len(stored.shape) == 2
@@ -56,7 +56,7 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
         if scaled and is_fp4:
             found.append(_fp4(tensors, name, scale))
         elif scaled:
-            found.append(_fp8(tensors, name, scale, block_of(says), config))
+            found.append(_fp8(tensors, name, scale, block, config))
     return found
 
 
