@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode                      # the 0.5B shape, batches 1 4 8, K = 0..3
     python -m benchmarks.decode --vllm-python VENV/bin/python
-    python -m benchmarks.decode --quantize int4-g32 int8 --llama-bench BIN --no-peers --no-int8
+    python -m benchmarks.decode --quantize int4-g32 int8 --llama-bench DIRECTORY --no-peers
     python -m benchmarks.decode --shape tiny --backend eager --batches 1 2 --spec-tokens 0 1
 
 Per workload (a model with random or accepting weights) one set of weights is loaded, every engine
@@ -45,7 +45,7 @@ from benchmarks.harness.models import (
 from benchmarks.harness.results import new_record, write_results
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers import vllm_host
-from benchmarks.peers.llama_decoder import KINDS, LlamaDecoder, LlamaFiles
+from benchmarks.peers.llama_decoder import BENCH, KINDS, LlamaDecoder, LlamaFiles
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from benchmarks.report import table
 from mtpc.cli.parsing import acceptance_length
@@ -293,6 +293,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
     if args.synthetic_acceptance_length is not None and args.vllm_python:
         parser.error("vLLM's CPU build refuses synthetic acceptance; leave out --vllm-python")
+    if args.llama_bench and not (args.llama_bench / BENCH).is_file():
+        parser.error(f"--llama-bench is {args.llama_bench}; expected a directory that has {BENCH}")
     if args.workloads is None:
         args.workloads = [name for name in DEFAULT if args.peers or not WORKLOADS[name].is_peer]
     return args
