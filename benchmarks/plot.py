@@ -8,16 +8,16 @@ the step's weights would take at the bandwidth beside each sample.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from benchmarks.harness import command
 
 COLOURS = {
     "mtpc": "#1f6f8b",
@@ -32,11 +32,7 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("results", type=Path, help="JSON that benchmarks.decode wrote")
-    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
+    parser = command.new_plot_parser("plot", __doc__, "decode")
     parser.add_argument("--model", default="mimo", help="which model's rows")
     args = parser.parse_args(argv)
     results = json.loads(args.results.read_text())

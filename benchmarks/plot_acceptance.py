@@ -7,17 +7,16 @@ One panel per batch: tokens per second over those of K = 0, by synthetic accepta
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.acceptance import Row, over_plain, pays_from, rows_of
+from benchmarks.harness import command
 from benchmarks.harness.results import Record
 
 COLOURS = {1: "#9a9a9a", 2: "#57b0a6", 3: "#1f6f8b"}
@@ -25,11 +24,7 @@ COLOURS = {1: "#9a9a9a", 2: "#57b0a6", 3: "#1f6f8b"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot_acceptance", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("results", type=Path, help="JSON that benchmarks.acceptance wrote")
-    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
+    parser = command.new_plot_parser("plot_acceptance", __doc__, "acceptance")
     args = parser.parse_args(argv)
     mpl.rcParams["font.size"] = 9
     _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)

@@ -8,17 +8,16 @@ token, and the gap between outputs, the two latter as the median and the 99th pe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.harness import command
 from benchmarks.plot import COLOURS, Row, finish
 
 LATENCIES = (
@@ -29,11 +28,7 @@ LATENCIES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot_serving", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("results", type=Path, help="JSON that benchmarks.serving wrote")
-    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
+    parser = command.new_plot_parser("plot_serving", __doc__, "serving")
     args = parser.parse_args(argv)
     mpl.rcParams["font.size"] = 9
     _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)

@@ -77,7 +77,7 @@ def _task(args: argparse.Namespace, checkpoint: Path) -> tuple[Answering, bool]:
 
 
 def _questions(args: argparse.Namespace, checkpoint: Path) -> Callable[[AnsweringEngine], Outcome]:
-    """The questions of a file, read now, and encoded once for all engines."""
+    """What answers the questions of a file, which are read now."""
     from mtpc.evaluation.compare import answer_questions
     from mtpc.evaluation.tasks import encode_all, read_task
     from mtpc.server.chat import load_chat_template
