@@ -1,11 +1,15 @@
 """From which acceptance a number of drafts pays, on this machine: acceptance is dictated.
 
     python -m benchmarks.acceptance --out RESULTS.json
+    python -m benchmarks.acceptance --quantize int4-g32 --vllm-python FILE --llama-bench DIRECTORY
     python -m benchmarks.plot_acceptance RESULTS.json PICTURE.png
 
 The weights are random. The engine accepts each draft with a given probability, whatever it is
 (`synthetic_acceptance_rates`), at the full cost of a step; K = 0 decodes plainly beside it. The
 speed-up over K = 0 says from which acceptance K pays.
+
+Peers run beside it: vLLM, whose CPU build refuses synthetic acceptance, so that its rows are those
+of random weights; and llama.cpp, which decodes this model plainly.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +28,24 @@ import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
-from benchmarks.harness.decoders import Decoded, MtpcDecoder, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Tell, sample_in_turns
 from benchmarks.harness.sampling import summarise as summarise_case
+from benchmarks.peers.llama_decoder import llama_decoders
+from benchmarks.peers.vllm_decoder import vllm_decoders
 
-COLUMNS = ("K", "batch", "synthetic acceptance", "tokens/step", "ms/step", "tokens/s", "over K=0",
-           "pays from", "samples")  # fmt: skip
+COLUMNS = ("engine", "K", "batch", "synthetic acceptance", "tokens/step", "ms/step", "tokens/s",
+           "over K=0", "pays from", "samples")  # fmt: skip
 NOTES = (
     "SYNTHETIC acceptance: the probability with which the engine accepts a draft, given that all "
     "before it are accepted. It is dictated; the weights are random.",
     "tokens/step: what this probability gives on average, the target's own token included. "
     "tokens/s: this times the batch, over the measured time of a step.",
+    "over K=0: tokens/s over the same engine's at K=0.",
     "pays from: the acceptance at which K is as fast as K=0, between two measured ones.",
+    "Engines but mtpc: nothing is dictated. vLLM accepts what random weights happen to agree on.",
     SAMPLES_NOTE,
 )
 
@@ -50,7 +59,7 @@ class SyntheticDecoder(MtpcDecoder):
     """
 
     def __init__(self, decoder: MtpcDecoder, probability: float):
-        super().__init__(decoder.model, decoder.build_s, f"mtpc, synthetic {probability:g}")
+        super().__init__(decoder.model, decoder.build_s, decoder.engine)
         self.rates = tuple(probability**count for count in range(1, self.spec_tokens + 1))
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
@@ -63,10 +72,11 @@ class Row:
     """One K, batch and acceptance: medians over samples.
 
     Attributes:
+        engine: "mtpc", with a scheme if it runs on a quantised copy, or a peer.
         spec_tokens: K.
         batch: requests at a time.
-        synthetic_acceptance: the probability; None at K = 0.
-        tokens_per_step: of one request, by this probability.
+        synthetic_acceptance: the probability; None where nothing is dictated.
+        tokens_per_step: of one request, by this probability; else what was emitted.
         ms_per_step: measured.
         accepted: share of the drafts that the samples' own draws accepted.
         samples: kept.
@@ -75,6 +85,7 @@ class Row:
         taken: every sample.
     """
 
+    engine: str
     spec_tokens: int
     batch: int
     synthetic_acceptance: float | None
@@ -87,6 +98,11 @@ class Row:
     taken: tuple[Any, ...]
 
     @property
+    def case(self) -> tuple[str, int, int]:
+        """What rows of several acceptances share."""
+        return self.engine, self.spec_tokens, self.batch
+
+    @property
     def tokens_per_s(self) -> float:
         return 1e3 * self.batch * self.tokens_per_step / self.ms_per_step
 
@@ -94,13 +110,14 @@ class Row:
 def summarise(case: Case, max_foreign: float) -> Row:
     """The row of a case that has been sampled."""
     decoder, found = case.decoder, summarise_case(case, max_foreign)
-    is_synthetic = isinstance(decoder, SyntheticDecoder)
-    rates = decoder.rates if isinstance(decoder, SyntheticDecoder) else ()
+    rates = decoder.rates if isinstance(decoder, SyntheticDecoder) else None
+    emitted = 1 + decoder.spec_tokens * (found.acceptance_rate or 0.0)
     return Row(
+        engine=decoder.engine,
         spec_tokens=decoder.spec_tokens,
         batch=case.batch,
-        synthetic_acceptance=rates[0] if is_synthetic else None,
-        tokens_per_step=1 + sum(rates),
+        synthetic_acceptance=rates[0] if rates else None,
+        tokens_per_step=1 + sum(rates) if rates else emitted,
         ms_per_step=found.ms_per_step,
         accepted=found.acceptance_rate,
         **case.counts(max_foreign),
@@ -108,8 +125,8 @@ def summarise(case: Case, max_foreign: float) -> Row:
 
 
 def over_plain(rows: Sequence[Row], row: Row) -> float:
-    """Tokens per second over those of K = 0, at the row's batch."""
-    plain = next(r for r in rows if r.spec_tokens == 0 and r.batch == row.batch)
+    """Tokens per second over those of the same engine at K = 0, at the row's batch."""
+    plain = next(r for r in rows if r.case == (row.engine, 0, row.batch))
     return row.tokens_per_s / plain.tokens_per_s
 
 
@@ -119,9 +136,7 @@ def pays_from(rows: Sequence[Row], row: Row) -> float | None:
     Between two measured acceptances the speed-up is taken as a straight line.
     """
     line = sorted(
-        (r.synthetic_acceptance or 0.0, over_plain(rows, r))
-        for r in rows
-        if (r.spec_tokens, r.batch) == (row.spec_tokens, row.batch)
+        (r.synthetic_acceptance or 0.0, over_plain(rows, r)) for r in rows if r.case == row.case
     )
     if line[0][1] >= 1:
         return line[0][0]
@@ -135,9 +150,10 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table's body."""
     body = []
     for row in rows:
-        start = pays_from(rows, row)
+        start = None if row.synthetic_acceptance is None else pays_from(rows, row)
         body.append(
             [
+                row.engine,
                 str(row.spec_tokens),
                 str(row.batch),
                 "-" if row.synthetic_acceptance is None else f"{row.synthetic_acceptance:.0%}",
@@ -145,11 +161,16 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
                 f"{row.ms_per_step:.2f}",
                 f"{row.tokens_per_s:.1f}",
                 f"{over_plain(rows, row):.2f}x",
-                "-" if not row.spec_tokens else "never" if start is None else f"{start:.0%}",
+                "-" if row.synthetic_acceptance is None else share(start),
                 sample_counts(row),
             ]
         )
     return body
+
+
+def share(start: float | None) -> str:
+    """From which acceptance K pays, in words."""
+    return "never" if start is None else f"{start:.0%}"
 
 
 def rows_of(record: Record) -> list[Row]:
@@ -162,28 +183,45 @@ def table(record: Record) -> Table:
     return Table("Speed by synthetic acceptance", COLUMNS, cells(rows_of(record)), NOTES)
 
 
-def decoders(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[MtpcDecoder]:
-    """K = 0, and every K at every acceptance, on one set of weights."""
+def decoders(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Decoder]:
+    """On one set of weights: K = 0 and every K at every acceptance, then the peers."""
     directory = workdir / "random"
     tell(f"write {directory}")
     checkpoint = write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
-    target = checkpoint.load_target()
-    for k in (0, *args.spec_tokens):
-        tell(f"compile K={k}")
-        start = time.perf_counter()
-        rates: dict[str, Any] = {"synthetic_acceptance_rates": (0.0,) * k}
-        model = mtpc.compile(
-            target,
-            spec_tokens=k,
-            batch_buckets=tuple(args.batches),
-            max_len=args.prompt_tokens + args.new_tokens + 32,
-            prefill_chunk=args.prompt_tokens,
-            busy_prefill_chunk=args.prompt_tokens,
-            backend=args.backend,
-            **(rates if k else {}),
-        )
-        decoder = MtpcDecoder(model, time.perf_counter() - start)
+    sources: dict[str, Any] = {"mtpc": checkpoint.load_target()}
+    for scheme in args.quantize:
+        sources[f"mtpc {scheme}"] = checkpoint.write_quantised(scheme, workdir)
+    for (engine, source), k in product(sources.items(), (0, *args.spec_tokens)):
+        tell(f"compile {engine} K={k}")
+        decoder = _compile(source, k, engine, args)
         yield from [SyntheticDecoder(decoder, p) for p in args.acceptance] if k else [decoder]
+    if args.llama_bench:
+        tell("write GGUF files")
+        kinds = ("BF16", "Q4_0")
+        yield from llama_decoders(args.llama_bench, args.gguf_python, directory, kinds)
+    if args.vllm_python:
+        tell("start vLLM")
+        sizes = (_max_len(args), max(args.batches), workdir)
+        yield from vllm_decoders(args.vllm_python, directory, (0, *args.spec_tokens), *sizes)
+
+
+def _compile(source: Any, spec_tokens: int, engine: str, args: argparse.Namespace) -> MtpcDecoder:
+    start = time.perf_counter()
+    model = mtpc.compile(
+        source,
+        spec_tokens=spec_tokens,
+        batch_buckets=tuple(args.batches),
+        max_len=_max_len(args),
+        prefill_chunk=args.prompt_tokens,
+        busy_prefill_chunk=args.prompt_tokens,
+        backend=args.backend,
+        synthetic_acceptance_rates=(0.0,) * spec_tokens,
+    )
+    return MtpcDecoder(model, time.perf_counter() - start, engine)
+
+
+def _max_len(args: argparse.Namespace) -> int:
+    return args.prompt_tokens + args.new_tokens + 32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,12 +229,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
     plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
-    with command.working_directory(args.workdir) as workdir:
-        cases = [
-            Case("mimo", "random", decoder, batch, 0)
-            for decoder in decoders(args, workdir, tell)
-            for batch in args.batches
-        ]
+    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
+        cases = []
+        for decoder in decoders(args, workdir, tell):
+            closing.callback(decoder.close)
+            cases += [Case("mimo", "random", decoder, batch, 0) for batch in args.batches]
         prompts = plan.prompts(max(args.batches), SHAPES[args.shape].vocab_size)
         sample_in_turns(cases, plan, prompts, probe, tell)
     rows = [summarise(case, args.max_foreign) for case in cases]
@@ -213,6 +250,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--acceptance", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], metavar="P")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=64, metavar="N")
+    command.add_schemes(parser)
+    command.add_vllm(parser)
+    command.add_llama(parser)
     command.add_backend(parser)
     command.add_sampling(parser, 3)
     command.add_probe(parser)

@@ -23,11 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import mtpc
 from benchmarks.harness import command
@@ -44,14 +41,12 @@ from benchmarks.harness.models import (
 )
 from benchmarks.harness.results import new_record, write_results
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.peers import vllm_host
-from benchmarks.peers.llama_decoder import BENCH, KINDS, LlamaDecoder, LlamaFiles
-from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
+from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
+from benchmarks.peers.vllm_decoder import vllm_decoders
 from benchmarks.report import table
 from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
 from mtpc.layout.progress import Progress
-from mtpc.weights.write_quantised import quantise_checkpoint
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""
@@ -194,33 +189,15 @@ def _decoders(
         if k > 0 and args.int8 and not workload.is_peer:
             yield _compile(target, k, args, tell, INT8)
         for scheme in args.quantize:
-            source = _quantised(checkpoint, workdir, scheme, tell)
+            source = checkpoint.write_quantised(scheme, workdir)
             yield _compile(source, k, args, tell, f"{QUANTISED}{scheme}")
     if args.llama_bench and workload.model == "mimo":
         tell("write GGUF files")
-        files = LlamaFiles(
-            args.llama_bench, args.gguf_python, checkpoint.directory, checkpoint.directory / "gguf"
-        )
-        for kind in KINDS:
-            yield LlamaDecoder(args.llama_bench, files.write(kind), kind, torch.get_num_threads())
-    for k in numbers if args.vllm_python else ():
-        tell(f"start vLLM K={k}")
-        options = vllm_host.arguments(
-            str(checkpoint.directory.absolute()), k, _max_len(args), max(args.batches)
-        )
-        threads = torch.get_num_threads()
-        kept = (workdir / "vllm").absolute()
-        launch = partial(VllmProcess, args.vllm_python, options, kept, threads)
-        yield VllmDecoder(launch, args.vllm_relaunch)
-
-
-def _quantised(checkpoint: Checkpoint, workdir: Path, scheme: str, tell: Tell) -> Path:
-    """The checkpoint in a scheme's format, as `mtpc quantize --head` writes it; written once."""
-    out = workdir / f"{checkpoint.directory.name}-{scheme}"
-    if not out.is_dir():
-        tell(f"write {out}")
-        quantise_checkpoint(checkpoint.directory, out, scheme, head=True)
-    return out
+        yield from llama_decoders(args.llama_bench, args.gguf_python, checkpoint.directory)
+    if args.vllm_python:
+        tell("start vLLM")
+        sizes = (_max_len(args), max(args.batches), workdir, args.vllm_relaunch)
+        yield from vllm_decoders(args.vllm_python, checkpoint.directory, numbers, *sizes)
 
 
 def _max_len(args: argparse.Namespace) -> int:
@@ -277,8 +254,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--synthetic-acceptance-length", type=acceptance_length, metavar="L|NAME", help=length)
     command.add_vllm(parser)
     command.add_llama(parser)
-    rounded = "schemes by which mtpc quantises all weights, in engines of their own"
-    add("--quantize", nargs="+", choices=SCHEMES, default=[], metavar="SCHEME", help=rounded)
+    command.add_schemes(parser)
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
     command.add_backend(parser)
@@ -293,8 +269,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
     if args.synthetic_acceptance_length is not None and args.vllm_python:
         parser.error("vLLM's CPU build refuses synthetic acceptance; leave out --vllm-python")
-    if args.llama_bench and not (args.llama_bench / BENCH).is_file():
-        parser.error(f"--llama-bench is {args.llama_bench}; expected a directory that has {BENCH}")
     if args.workloads is None:
         args.workloads = [name for name in DEFAULT if args.peers or not WORKLOADS[name].is_peer]
     return args

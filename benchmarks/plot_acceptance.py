@@ -1,8 +1,9 @@
-"""From which acceptance K pays, as a picture.
+"""Tokens per second by acceptance length, mtpc beside its peers, as a picture.
 
-    python -m benchmarks.plot_acceptance benchmarks/results/zen5/acceptance-0.5b.json PICTURE.png
+    python -m benchmarks.plot_acceptance benchmarks/results/zen5/acceptance.json PICTURE.png
 
-One panel per batch: tokens per second over those of K = 0, by synthetic acceptance.
+One column of panels per batch, one row for engines of 16 bits a weight and one for 4 bits. A step
+of K drafts costs the same whatever is accepted. So a peer's line follows from one measured step.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.acceptance import Row, over_plain, pays_from, rows_of
+from benchmarks.acceptance import Row, pays_from, rows_of, share
 from benchmarks.harness import command
 from benchmarks.harness.results import Record
 
-COLOURS = {1: "#9a9a9a", 2: "#57b0a6", 3: "#1f6f8b"}
+WEIGHTS = {
+    "bfloat16 weights": ("mtpc", "vLLM", "llama.cpp BF16"),
+    "4-bit weights": ("mtpc int4-g32", "llama.cpp Q4_0"),
+}
+"""Row of panels -> its engines."""
+COLOURS = {"mtpc": "#1f6f8b", "vLLM": "#c8553d", "llama.cpp": "#7a7a7a"}
+STYLES = {0: ":", 1: "--", 2: "-.", 3: "-"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,35 +41,54 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _figure(record: Record) -> Figure:
     rows = rows_of(record)
     batches = sorted({row.batch for row in rows})
-    figure = Figure(figsize=(3.7 * len(batches), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
-    for batch, axes in zip(batches, panels, strict=True):
-        _draw([row for row in rows if row.batch == batch], axes)
-        axes.set_title(f"batch {batch}")
-    panels[0].set_ylabel("tokens/s over K=0")
+    engines = {row.engine for row in rows}
+    kinds = [kind for kind, those in WEIGHTS.items() if engines & set(those)]
+    size = (4.1 * len(batches), 0.6 + 3.4 * len(kinds))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(kinds), len(batches), squeeze=False)
+    for kind, line in zip(kinds, panels, strict=True):
+        for batch, axes in zip(batches, line, strict=True):
+            shown = [r for r in rows if r.batch == batch and r.engine in WEIGHTS[kind]]
+            _draw(shown, axes)
+            axes.set_title(f"{kind}, batch {batch}")
+        line[0].set_ylabel("tokens/s")
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens a step (SYNTHETIC acceptance)")
     machine, versions, told = (record[name] for name in ("machine", "versions", "arguments"))
     figure.suptitle(
-        f"From which acceptance drafts pay: {told['shape']} MiMo shape, {machine['cpu']}, "
+        f"Tokens a second by acceptance length: {told['shape']} MiMo shape, {machine['cpu']}, "
         f"{machine['threads']} threads, commit {versions['commit']}"
     )
     return figure
 
 
 def _draw(rows: Sequence[Row], axes: Axes) -> None:
-    """One line per K, with a mark where it crosses K = 0."""
-    axes.axhline(1, color="#2b2b2b", linewidth=1)
-    for k in sorted({row.spec_tokens for row in rows} - {0}):
-        line = [row for row in rows if row.spec_tokens == k]
-        start = pays_from(rows, line[0])
-        name = "never pays" if start is None else f"pays from {start:.0%}"
-        places = [100 * (row.synthetic_acceptance or 0) for row in line]
-        colour = COLOURS.get(k)
-        gains = [over_plain(rows, row) for row in line]
-        axes.plot(places, gains, marker="o", color=colour, label=f"K={k}, {name}")
-        if start is not None:
-            axes.plot([100 * start], [1], marker="D", color=colour)
-    axes.set_xlabel("SYNTHETIC acceptance of a draft, %")
-    axes.legend(frameon=False)
+    """One line for each engine and K; marks are measurements of mtpc."""
+    longest = 1 + max(row.spec_tokens for row in rows)
+    for engine, k in dict.fromkeys((row.engine, row.spec_tokens) for row in rows):
+        line = [row for row in rows if (row.engine, row.spec_tokens) == (engine, k)]
+        is_ours = line[0].synthetic_acceptance is not None
+        ends = (1, k + 1 if k else longest)
+        places = [row.tokens_per_step for row in line] if is_ours else ends
+        per_token = line[0].tokens_per_s / line[0].tokens_per_step
+        speeds = (
+            [row.tokens_per_s for row in line]
+            if is_ours
+            else [per_token * (length if k else 1) for length in ends]
+        )
+        pays = f", pays from {share(pays_from(rows, line[0]))}" if is_ours else ""
+        axes.plot(
+            places,
+            speeds,
+            STYLES.get(k, "-"),
+            marker="o" if is_ours else None,
+            markersize=3,
+            color=COLOURS[engine.split()[0]],
+            label=f"{engine} K={k}{pays}",
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(range(1, longest + 1))
+    axes.legend(frameon=False, fontsize=7)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -17,6 +17,8 @@ from benchmarks.harness.bandwidth import BUFFER_BYTES
 from benchmarks.harness.models import SHAPES
 from benchmarks.harness.results import add_result_files
 from benchmarks.harness.sampling import Tell
+from benchmarks.peers.llama_decoder import BENCH
+from mtpc.config import SCHEMES
 
 
 def positive(text: str) -> int:
@@ -25,6 +27,13 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def _llama_programs(text: str) -> Path:
+    """An argument that is a directory of llama.cpp's programs."""
+    if not (Path(text) / BENCH).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: expected a directory that has {BENCH}")
+    return Path(text)
 
 
 def teller() -> Tell:
@@ -86,9 +95,16 @@ def add_llama(parser: argparse.ArgumentParser) -> None:
     """The options that bring llama.cpp along."""
     add = parser.add_argument
     help_ = "directory with llama-batched-bench and llama-quantize of llama.cpp"
-    add("--llama-bench", type=Path, metavar="DIRECTORY", help=help_)
+    add("--llama-bench", type=_llama_programs, metavar="DIRECTORY", help=help_)
     help_ = "interpreter that has the package gguf; default: this one"
     add("--gguf-python", type=Path, default=Path(sys.executable), metavar="FILE", help=help_)
+
+
+def add_schemes(parser: argparse.ArgumentParser) -> None:
+    """The option that brings along mtpc on quantised copies of the checkpoint."""
+    help_ = "schemes by which mtpc quantises all weights, in engines of their own"
+    add = parser.add_argument
+    add("--quantize", nargs="+", choices=SCHEMES, default=[], metavar="SCHEME", help=help_)
 
 
 def add_disturbance(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from mtpc.models.family import find_norm_class
 from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.save import save_checkpoint
 from mtpc.weights.quantise import spec_by_scheme
+from mtpc.weights.write_quantised import quantise_checkpoint
 
 INITIALIZER_RANGE = 0.02
 MAX_POSITIONS = 1 << 16
@@ -126,6 +127,13 @@ class Checkpoint:
     def quantised(self, scheme: str) -> Checkpoint:
         """The same with the bytes that its weights have by a scheme, `quantize=` of mtpc."""
         return _weigh(self.directory, self.family, scheme)
+
+    def write_quantised(self, scheme: str, workdir: Path) -> Path:
+        """The directory of a copy as `mtpc quantize --head` writes it; written once."""
+        out = workdir / f"{self.directory.name}-{scheme}"
+        if not out.is_dir():
+            quantise_checkpoint(self.directory, out, scheme, head=True)
+        return out
 
     def load_target(self) -> Any:
         """The target as transformers loads it."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from benchmarks import ROOT
 from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
@@ -91,6 +94,22 @@ class LlamaDecoder(OneLaunch):
         found = read_result(next(told, ""))
         cpu_s = _child_seconds() - before
         return Decoded(new_tokens, batch * new_tokens, found, None, cpu_s)
+
+
+def llama_decoders(
+    programs: Path, python: Path, checkpoint: Path, kinds: Sequence[str] = KINDS
+) -> Iterator[LlamaDecoder]:
+    """A decoder for each type of file, made of a checkpoint in a directory below it.
+
+    Args:
+        programs: directory of llama.cpp's.
+        python: interpreter that has the package gguf.
+        checkpoint: directory of the checkpoint.
+        kinds: types of files.
+    """
+    files = LlamaFiles(programs, python, checkpoint, checkpoint / "gguf")
+    for kind in kinds:
+        yield LlamaDecoder(programs, files.write(kind), kind, torch.get_num_threads())
 
 
 def read_result(output: str) -> float:

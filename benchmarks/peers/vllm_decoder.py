@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks import ROOT
 from benchmarks.harness.decoders import Decoded, Prompts
@@ -109,3 +112,29 @@ class VllmDecoder:
         per_step = done["tokens"] / done["steps"] / len(prompts)
         rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
         return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])
+
+
+def vllm_decoders(
+    python: Path,
+    checkpoint: Path,
+    numbers: Sequence[int],
+    max_len: int,
+    max_seqs: int,
+    workdir: Path,
+    relaunches: bool = False,
+) -> Iterator[VllmDecoder]:
+    """An engine for each number of drafts, started when it is asked for.
+
+    Args:
+        python: the interpreter of vLLM's environment.
+        checkpoint: its directory.
+        numbers: of drafts.
+        max_len: tokens of a request at most.
+        max_seqs: requests at a time at most.
+        workdir: where caches and logs go, in a directory of their own.
+        relaunches: whether each round has a launch of its own.
+    """
+    threads, kept = torch.get_num_threads(), (workdir / "vllm").absolute()
+    for k in numbers:
+        options = vllm_host.arguments(str(checkpoint.absolute()), k, max_len, max_seqs)
+        yield VllmDecoder(partial(VllmProcess, python, options, kept, threads), relaunches)

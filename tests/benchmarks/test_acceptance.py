@@ -11,7 +11,7 @@ from benchmarks import acceptance, decode, plot_acceptance
 
 
 def row(spec_tokens: int, probability: float | None, tokens: float, ms: float) -> acceptance.Row:
-    return acceptance.Row(spec_tokens, 2, probability, tokens, ms, None, 2, 0, False, ())
+    return acceptance.Row("mtpc", spec_tokens, 2, probability, tokens, ms, None, 2, 0, False, ())
 
 
 def test_figures() -> None:
@@ -23,8 +23,8 @@ def test_figures() -> None:
     assert acceptance.pays_from(rows, rows[3]) is None
     assert acceptance.pays_from([rows[0], row(1, 0.0, 1, 10)], rows[1]) == 0
     body = acceptance.cells(rows)
-    assert [line[7] for line in body] == ["-", "50%", "50%", "never"]
-    assert [line[2] for line in body] == ["-", "0%", "100%", "0%"]
+    assert [line[8] for line in body] == ["-", "50%", "50%", "never"]
+    assert [line[3] for line in body] == ["-", "0%", "100%", "0%"]
     assert "SYNTHETIC" in acceptance.NOTES[0]
 
 
