@@ -2,6 +2,7 @@
 
     python -m benchmarks.families                              # the tests alone, some minutes
     python -m benchmarks.families --vllm-python VENV/bin/python   # and vLLM on the same checkpoints
+    python -m benchmarks.families --vllm-python ... --vllm-requests 40   # 2,000 steps and more
 
 A cell says "yes" where the test behind it passed, "no" where it failed, and "-" where there is no
 such test. A server's cell says "not run" where no run of that server is in the record.
@@ -10,6 +11,7 @@ such test. A server's cell says "not run" where no run of that server is in the 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -82,7 +84,8 @@ NOTES = (
     "text = plain: the theorem at K = 3 (K = 2 for qwen3_5_moe)",
     "drafts = the wiring: drafts after each step equal an oracle that shares no code with mtpc",
     "drafts = transformers: the same against transformers' own `MtpModel`, where it has the family",
-    f"{VLLM}: tests/peers/vllm_agreement.py, K = 0, 1, 3",
+    f"{VLLM}: tests/peers/vllm_agreement.py, K = 0, 1, 3; with the drafts that both accept at K = 1, "
+    "of how many. *: bfloat16's rounding decides some prompts, which are not counted",
     f"{SGLANG}: no command compares them; tests/peers/sglang_plugin.py runs mtpc inside SGLang",
 )
 
@@ -108,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["passed"] = {c: test in passed for c, test in cells.items() if test is not None}
         if args.vllm_python:
             tell(f"{family} in vLLM")
-            row["passed"][VLLM] = _agrees_with_vllm(args.vllm_python, family)
+            row["vllm"] = _beside_vllm(args, family)
+            row["passed"][VLLM] = row["vllm"] and row["vllm"]["passed"]
         rows.append(row)
     publish("families", args, {"rows": rows}, table)
     return int(not all(p is not False for row in rows for p in row["passed"].values()))
@@ -128,6 +132,9 @@ def table(record: Record) -> Table:
         [row["family"], *(words.get(row["passed"].get(c), unknown[c]) for c in COLUMNS[1:])]
         for row in record["rows"]
     ]
+    for row, line in zip(record["rows"], cells, strict=True):
+        if row.get("vllm"):
+            line[COLUMNS.index(VLLM)] += _accepted(row["vllm"]["counts"])
     return Table("Families", COLUMNS, cells, NOTES)
 
 
@@ -158,23 +165,30 @@ def _pytest(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def _agrees_with_vllm(python: Path, family: str) -> bool | None:
-    """Whether vLLM emits and accepts the same; None where it does not run the family."""
-    line = [
-        sys.executable,
-        "tests/peers/vllm_agreement.py",
-        "--vllm-python",
-        str(python.absolute()),
-    ]
-    done = subprocess.run([*line, "--families", family], cwd=ROOT, capture_output=True, text=True)
-    if "agree" in done.stdout or "DIFFER" in done.stdout:
-        return done.returncode == 0
-    return None
+def _beside_vllm(args: argparse.Namespace, family: str) -> dict[str, Any] | None:
+    """Whether vLLM emits and accepts the same, and the counts; None where it cannot run."""
+    vllm = ("--vllm-python", str(args.vllm_python.absolute()))
+    work = ("--requests", str(args.vllm_requests), "--new-tokens", "100")
+    line = [sys.executable, "tests/peers/vllm_agreement.py", *vllm, "--families", family, *work]
+    done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    lines = done.stdout.splitlines()
+    if not lines or not lines[-1].startswith("{"):
+        return None
+    return {"passed": done.returncode == 0, "counts": json.loads(lines[-1])}
+
+
+def _accepted(counts: dict[str, dict[str, Any]]) -> str:
+    """What a cell adds: drafts accepted at K = 1."""
+    (found,) = (count for name, count in counts.items() if name.endswith("K=1"))
+    rounded = "*" if any(count["rounding"] for count in counts.values()) else ""
+    return f"{rounded}, {found['accepted'][0]} of {found['drafted']}"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("families", __doc__)
     parser.add_argument("--vllm-python", type=Path, metavar="VENV/bin/python")
+    help_ = "prompts of 100 new tokens for each K"
+    parser.add_argument("--vllm-requests", type=command.positive, default=4, help=help_)
     add_result_files(parser)
     return parser.parse_args(argv)
 

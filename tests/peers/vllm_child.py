@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 
 import torch
 from vllm import LLM, SamplingParams
@@ -23,13 +24,16 @@ def run(job: dict) -> dict:
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     tokens: list[list[int]] = []
+    counted = [before]
     if job.get("together"):
         tokens = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params)]
     else:
         for prompt in prompts:  # One by one: counts then do not depend on who shares a batch.
             tokens += [list(out.outputs[0].token_ids) for out in llm.generate([prompt], params)]
+            counted.append(counts(llm))
     answer = {"tokens": tokens, "draft_class": llm.collective_rpc(draft_class)[0]}
-    answer["counts"] = {name: minus(value, before.get(name)) for name, value in counts(llm).items()}
+    answer["counts"] = minus(counts(llm), before)
+    answer["counts_by_prompt"] = [minus(after, last) for last, after in pairwise(counted)]
     return answer
 
 
@@ -43,9 +47,11 @@ def counts(llm) -> dict:
 
 
 def minus(after, before):
-    """A count, or counts by position, less what was there before."""
+    """A count, counts by position, or all counts by name, less what was there before."""
     if not before:
         return after
+    if isinstance(after, dict):
+        return {name: minus(value, before.get(name)) for name, value in after.items()}
     if isinstance(after, list):
         return [a - b for a, b in zip(after, before, strict=True)]
     return after - before
