@@ -84,8 +84,8 @@ NOTES = (
     "text = plain: the theorem at K = 3 (K = 2 for qwen3_5_moe)",
     "drafts = the wiring: drafts after each step equal an oracle that shares no code with mtpc",
     "drafts = transformers: the same against transformers' own `MtpModel`, where it has the family",
-    f"{VLLM}: tests/peers/vllm_agreement.py, K = 0, 1, 3; with the drafts that both accept at K = 1, "
-    "of how many. *: bfloat16's rounding decides some prompts, which are not counted",
+    f"{VLLM}: tests/peers/vllm_agreement.py, K = 0, 1, 3; with the drafts that both accept at K=1 "
+    "of those made. *: bfloat16's rounding decides some prompts, which are not counted",
     f"{SGLANG}: no command compares them; tests/peers/sglang_plugin.py runs mtpc inside SGLang",
 )
 
