@@ -40,6 +40,7 @@ FAMILIES = (
     "mimo_v2",
     "ernie4_5_moe",
     "exaone_moe",
+    "nemotron_h",
 )
 _STEP3P5 = "models/test_step3p5.py"
 _RECURRENT = "models/test_recurrent.py"

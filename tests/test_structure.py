@@ -229,12 +229,13 @@ LINES = {
     "layout": 700,
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
-    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE
-    # and K-EXAONE. Models of config.json alone (`from_config.py`), and what of each tensor a rank
-    # holds (`shards.py`).
-    "models": 4950,
+    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE,
+    # K-EXAONE and Nemotron 3 (Mamba-2). Models of config.json alone (`from_config.py`), and what of
+    # each tensor a rank holds (`shards.py`).
+    "models": 5250,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
-    "ops": 2200,
+    # Mamba-2, and experts without gates.
+    "ops": 2450,
     # Grouped linears as stages of chains; pack-groups.
     "passes": 2700,
     # Processes that end together (`program/processes.py`), and records checked by their types; the

@@ -106,7 +106,7 @@ REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4")
 """Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries."""
 
 
-@pytest.mark.parametrize("family", REUSING)
+@pytest.mark.parametrize("family", [*REUSING, pytest.param("nemotron_h", marks=pytest.mark.slow)])
 def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[..., Any]) -> None:
     """Turns, forks, copies, evictions, preemption and aborts against runs that reuse nothing.
 
@@ -117,7 +117,7 @@ def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[...,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec_tokens", [0, 1, 3, 4])
-@pytest.mark.parametrize("family", [*REUSING, "step3p7@3", "qwen3_5"])
+@pytest.mark.parametrize("family", [*REUSING, "step3p7@3", "qwen3_5", "nemotron_h"])
 def test_reuse_at_length(family: str, spec_tokens: int, compiled: Callable[..., Any]) -> None:
     """10,000 schedules with the kernels of the cpu backend."""
     spec = compiled(family, spec_tokens, backend="cpu", batch_buckets=(1, 4))

@@ -25,6 +25,7 @@ from mtpc.models.hf import (
     TextRotary,
     model_class,
     register_seams,
+    rotary_of,
     run_mtp_layer,
     stand_in,
     use_seams,
@@ -274,7 +275,8 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
     allocate(layer, dtypes_of(target), device)
     stand_in(layer, family.canonical)
     with device:
-        frequencies = type(decoder.rotary_emb)(text)
+        own = rotary_of(decoder)
+        frequencies = own and type(own)(text)
     rotary = TextRotary(frequencies, family.position_grids, family.rotary_type(text, options.index))
     wanted = options.returns or f"{layer.wiring.next_features}_final_norm"
     return _Rows(layer, rotary, wanted == "after_final_norm").eval()

@@ -10,6 +10,7 @@ from mtpc.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from mtpc.models.families.glm_moe_dsa import GLM_MOE_DSA
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.families.mimo_v2 import MIMO_V2
+from mtpc.models.families.nemotron_h import NEMOTRON_H
 from mtpc.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mtpc.models.families.step3p5 import STEP3P5
 from mtpc.models.families.step3p7 import STEP3P7
@@ -31,6 +32,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MIMO_V2,
     ERNIE4_5_MOE,
     EXAONE_MOE,
+    NEMOTRON_H,
 )
 """The family table. A new model is one file in this package and one row here."""
 

@@ -86,6 +86,8 @@ class ModelFamily:
         block_prefix: prefix of the decoder block's names below `layer_prefix`.
         block_config: config -> config that builds the decoder block of an MTP layer; the block's
             layer index is num_hidden_layers + i.
+        make_block: (class of the target's layers, config, layer index) -> the decoder block of an
+            MTP layer, where it is not one of those layers.
         cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
         cache_kinds: dataclasses that hold the state of a layer, besides those of `caches`. A class
             is used for the layers whose buffer roles are the names of its fields.
@@ -103,7 +105,8 @@ class ModelFamily:
             saving writes the first, and loading reads all.
         stored_prefixes: name prefix in the target -> prefix that checkpoints may have instead (a
             text model inside a multimodal one, or the reverse).
-        expert_names: gate, up and down projection of an expert that is stored by itself.
+        expert_names: gate, up and down projection of an expert that is stored by itself; the gate
+            is "" where experts have none.
         stacked_gate_up: names, within a decoder layer, of two tensors [E, I, H]: the gate and the
             up projections of all experts. None if checkpoints do not store experts that way.
         config_entries: entries of a released config.json -> those of transformers' config, where
@@ -121,6 +124,9 @@ class ModelFamily:
     layer_prefix: Callable[[int, int], str]
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
     block_config: Callable[[Any], Any]
+    make_block: Callable[[Any, Any, int], nn.Module] = lambda layer, config, index: layer(
+        config, index
+    )
     cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
@@ -170,4 +176,4 @@ def layers_after(config: Any, count: int, **kinds: str) -> Any:
 
 def find_norm_class(layer: Any) -> type[nn.Module]:
     """The RMSNorm class of a decoder layer, taken from its input norm."""
-    return type(layer.input_layernorm)
+    return type(getattr(layer, "input_layernorm", None) or layer.norm)

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
 from mtpc.models.family import Canonical, ModelFamily, MTPWiring
-from mtpc.ops.experts import experts
+from mtpc.ops.experts import experts, relu2_experts
 from mtpc.step.records import Metadata
 
 SEAM_NAME = "mtpc"
@@ -83,6 +83,8 @@ def _attention(
 
 def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
     """The experts function that transformers calls."""
+    if not getattr(module, "has_gate", True):
+        return _experts_without_gate(module, x, expert_ids, expert_weights)
     if module.config.hidden_act not in ("silu", "swish"):
         raise UnsupportedModelError(
             f"the experts have the activation {module.config.hidden_act!r}; expected 'silu', as "
@@ -94,6 +96,17 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
         return experts(x, *weights)
     # Modules with a limit clamp the gate in `_apply_gate`; the last argument asks for the same.
     return experts(x, *weights, float(limit), True)
+
+
+def _experts_without_gate(
+    module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor
+) -> Tensor:
+    if module.config.mlp_hidden_act != "relu2":
+        raise UnsupportedModelError(
+            f"the experts have the activation {module.config.mlp_hidden_act!r} and no gate; "
+            "expected 'relu2', as mtpc::relu2_experts computes it"
+        )
+    return relu2_experts(x, module.up_proj, module.down_proj, expert_ids, expert_weights)
 
 
 def model_class(family: ModelFamily) -> Any:
@@ -167,12 +180,17 @@ def _stepped_decoder(decoder: Any, wiring: MTPWiring) -> nn.Module:
     others: dict[str, nn.Module] = {}
     if wiring.first_features == "before":
         others["norm"] = nn.Identity()
-    kinds = getattr(decoder.rotary_emb, "layer_types", None)
+    kinds = getattr(rotary_of(decoder), "layer_types", None)
     if kinds:
         others["rotary_emb"] = OrderedRotary(decoder.rotary_emb, kinds)
     stepped = copy.copy(decoder)
     stepped._modules = {**decoder._modules, **others}
     return stepped
+
+
+def rotary_of(decoder: Any) -> Any:
+    """A decoder's rotary embedding; None if its attention knows no positions."""
+    return getattr(decoder, "rotary_emb", None)
 
 
 class OrderedRotary(nn.Module):
@@ -267,7 +285,8 @@ class MTPLayer(nn.Module):
     ):
         super().__init__()
         self.wiring = wiring
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
+        eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.embedding_norm = norm_class(hidden, eps=eps)
         self.hidden_norm = norm_class(hidden, eps=eps)
         if wiring.projection:
@@ -306,17 +325,19 @@ class TextRotary(nn.Module):
     (tensor of the wanted dtype and device, positions [T]) -> cos and sin, each [1, T, D].
 
     Args:
-        rotary: transformers' module.
+        rotary: transformers' module; None: no positions, and cos and sin are None.
         grids: see `ModelFamily.position_grids`.
         kind: transformers' `layer_type` of the layer; None if the model has one rotary embedding.
     """
 
-    def __init__(self, rotary: nn.Module, grids: int, kind: str | None):
+    def __init__(self, rotary: nn.Module | None, grids: int, kind: str | None):
         super().__init__()
         self.rotary, self.grids = rotary, grids
         self.options = {} if kind is None else {"layer_type": kind}
 
     def forward(self, like: Tensor, positions: Tensor) -> Any:
+        if self.rotary is None:
+            return None
         rows = positions[None]
         if self.grids > 1:
             rows = rows.expand(self.grids, 1, -1)

@@ -27,6 +27,7 @@ from mtpc.models.hf import (
     StepParts,
     TextRotary,
     model_class,
+    rotary_of,
     share_model,
 )
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
@@ -143,7 +144,7 @@ class SteppedModel:
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)
         rotaries = [
-            TextRotary(decoder.rotary_emb, family.position_grids, family.rotary_type(config, i))
+            TextRotary(rotary_of(decoder), family.position_grids, family.rotary_type(config, i))
             for i in range(len(loaded.mtp_layers))
         ]
         self.drafts = nn.ModuleList(

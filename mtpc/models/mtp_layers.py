@@ -169,7 +169,8 @@ def build_mtp_layer(
     """
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     sample = decoder.layers[-1]
-    block = type(sample)(family.block_config(config), config.num_hidden_layers + index)
+    number = config.num_hidden_layers + index
+    block = family.make_block(type(sample), family.block_config(config), number)
     parts = family.parts
     stream_head = parts.stream_head(decoder, config) if parts and parts.stream_head else None
     layer = MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
@@ -248,8 +249,8 @@ def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, 
             else:
                 yield from _one_by_one(stem, gate, halves[0])
                 yield from _one_by_one(stem, up, halves[1])
-        elif part == "down_proj":
-            yield from _one_by_one(stem, down, tensor)
+        elif part in ("up_proj", "down_proj"):
+            yield from _one_by_one(stem, up if part == "up_proj" else down, tensor)
         else:
             yield stored, tensor
 
@@ -261,10 +262,14 @@ def _one_by_one(stem: str, projection: str, stacked: Tensor) -> Iterator[tuple[s
 
 
 def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
-    """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`."""
+    """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`.
+
+    Experts without a gate have `up_proj` [E, I, H] in place of the first.
+    """
     gate, up, down = family.expert_names
+    known = [part for part in family.expert_names if part]
     pattern = re.compile(
-        rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{gate}|{up}|{down})\.weight"
+        rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{'|'.join(known)})\.weight"
     )
     out: dict[str, Tensor] = {}
     tensors = _join_gate_up(tensors, family)
@@ -278,16 +283,15 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
             parts.setdefault(match["stem"], {})[key] = tensor
     for stem, by_part in parts.items():
         count = 1 + max(index for _, index in by_part)
-        absent = [
-            f"{i}.{p}" for i in range(count) for p in (gate, up, down) if (p, i) not in by_part
-        ]
+        absent = [f"{i}.{p}" for i in range(count) for p in known if (p, i) not in by_part]
         if absent:
             raise CheckpointError(
-                f"{stem} lacks {', '.join(absent[:8])}; expected {gate}, {up} and {down} for each "
-                f"of {count} experts"
+                f"{stem} lacks {', '.join(absent[:8])}; expected {', '.join(known)} for each of "
+                f"{count} experts"
             )
-        rows = [torch.cat([by_part[gate, i], by_part[up, i]]) for i in range(count)]
-        out[f"{stem}.gate_up_proj"] = torch.stack(rows)
+        first = [part for part in (gate, up) if part]
+        rows = [torch.cat([by_part[part, i] for part in first]) for i in range(count)]
+        out[f"{stem}.gate_up_proj" if gate else f"{stem}.up_proj"] = torch.stack(rows)
         out[f"{stem}.down_proj"] = torch.stack([by_part[down, i] for i in range(count)])
     return out
 

@@ -42,10 +42,21 @@ def read_config(checkpoint: ConfigFile, family: ModelFamily) -> Any:
 def _describing(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that describe the model, also within the configs of its parts; a new object."""
     return {
-        name: _describing(value) if name.endswith("_config") and isinstance(value, dict) else value
+        name: _describing(value)
+        if name.endswith("_config") and isinstance(value, dict)
+        else _number(value)
         for name, value in fields.items()
         if name in _MODEL or not _is_steering(name)
     }
+
+
+def _number(value: Any) -> Any:
+    """A value of config.json; transformers writes numbers that JSON lacks as {"__float__": ...}."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    if isinstance(value, dict) and value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return value
 
 
 def _is_steering(name: str) -> bool:

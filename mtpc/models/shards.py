@@ -181,8 +181,8 @@ class ShardPlan:
         return rules
 
     def _generic(self, name: str) -> str:
-        """The name in the target that a rule would have: an MTP block is a decoder layer."""
-        name = re.sub(r"^mtp\.\d+\.block\.", f"{self._layers}0.", name)
+        """The name in the target that a rule would have: an MTP block is a decoder layer or two."""
+        name = re.sub(r"^mtp\.\d+\.block\.(\d+\.)?", f"{self._layers}0.", name)
         name = re.sub(r"^mtp\.\d+\.embedding\b", self._embedding, name)
         name = re.sub(r"^mtp\.\d+\.head\b", self._head, name)
         return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

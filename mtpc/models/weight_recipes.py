@@ -44,6 +44,10 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
     return found
 
 
+_STACKED = ("gate_up_proj", "up_proj", "down_proj")
+"""transformers' names for projections of all experts."""
+
+
 def stored_groups(loaded: LoadedModel) -> StoredGroups:
     """The weights of a loaded model that its checkpoint stores in groups; from headers alone.
 
@@ -112,7 +116,7 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         if stored in checkpoint.tensors:
             yield stored
         stem, _, part = stored.rpartition(".")
-        if not stem.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
+        if not stem.endswith(".experts") or part not in _STACKED:
             continue
         joined = _join_gate_up(stem, loaded.family) if part == "gate_up_proj" else ()
         for recipe in (_stack_experts(stem, part, loaded.family, checkpoint), *joined):
@@ -142,8 +146,9 @@ def _stack_experts(stem: str, part: str, family: ModelFamily, checkpoint: Checkp
     gate, up, down = family.expert_names
     count = sum(name.endswith(f".{down}.weight") for name in checkpoint.names(f"{stem}."))
     experts = [f"{stem}.{index}." for index in range(count)]
-    if part == "down_proj":
-        return Join("stack", tuple(f"{expert}{down}.weight" for expert in experts))
+    if part != "gate_up_proj":
+        name = down if part == "down_proj" else up
+        return Join("stack", tuple(f"{expert}{name}.weight" for expert in experts))
     pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in experts]
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 

@@ -46,6 +46,36 @@ def experts(
     return out
 
 
+@torch.library.custom_op("mtpc::relu2_experts", mutates_args=())
+def relu2_experts(
+    x: Tensor, up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
+) -> Tensor:
+    """`experts` without gates: down(relu(up(x))^2), per row.
+
+    Args:
+        x: [T, H].
+        up: [E, I, H].
+        down: [E, H, I].
+        expert_ids: int64 [T, k], distinct per row.
+        expert_weights: [T, k].
+
+    Returns:
+        [T, H], dtype of x.
+    """
+    out = x.new_zeros(x.shape)
+    for expert in range(up.shape[0]):
+        chosen = expert_ids == expert
+        weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
+        rows = F.linear(F.linear(x, up[expert]).relu().square(), down[expert]) * weight
+        out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
+    return out
+
+
+@relu2_experts.register_fake
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def sum_experts(
     x: Tensor,
     count: int,

@@ -1,20 +1,7 @@
 """The gated delta rule (Gated DeltaNet) for several rows a request, with state that rolls back.
 
 Yang et al., Gated Delta Networks (arXiv:2412.06464), as transformers computes it for Qwen3-Next.
-Rows and requests are as in `mtpc.ops.attention`; row j of a request stands at position
-L + j, L = seq_lens - query_len, the committed length.
-
-A request has one row of each of three state tensors, the row `state_slots`:
-
-- `recurrent`: the state matrices after `standing` positions, all of which are certain.
-- `history`: the inputs of the last B positions, with position p at p % B. The convolution looks
-  back at them, and they are replayed. B = W - 1 + (the most rows of a step that are uncertain).
-- `standing`: the number of positions that `recurrent` has seen.
-
-A step first replays positions standing..L-1, which are the accepted drafts of the step before. Then
-it runs its rows. `recurrent` keeps the state after the certain rows, and `history` takes all rows.
-Rejected rows need no undoing: they never reach `recurrent`, and `history` overwrites them before
-anything reads them. L = 0 is a fresh request: its state is zero, whatever the slot holds.
+`mtpc.ops.recurrence` says what the state holds, and why nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -25,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.ragged import request_of
+from mtpc.ops.recurrence import RequestState, run_recurrence
 
 _EPSILON = 1e-6
 """Epsilon of the norms of queries and keys, as in the flash-linear-attention library."""
@@ -49,9 +36,6 @@ class _Terms(NamedTuple):
     value: Tensor
     decay: Tensor
     beta: Tensor
-
-    def rows(self, index: tuple[slice | int, ...]) -> _Terms:
-        return _Terms(*(part[index] for part in self))
 
 
 @torch.library.custom_op(
@@ -94,34 +78,8 @@ def gated_delta_rule(
         [T, HV, Dv], dtype of rows; zeros for rows that belong to no request that is on.
     """
     weights = _Weights(conv_weight, a_log, dt_bias, recurrent.shape[2], recurrent.shape[3])
-    starts, lens = query_start_loc[:-1].long(), query_start_loc.diff().long()
-    on, committed = seq_lens > 0, seq_lens.long() - lens
-    stood = torch.where(on & (committed > 0), standing[state_slots].long(), 0)
-    zero = (~on | (stood == 0))[:, None, None, None]
-    state = torch.where(zero, 0, recurrent[state_slots])
-    past = history[state_slots]
-
-    token = torch.arange(rows.shape[0], device=rows.device)
-    request = request_of(token, query_start_loc).clamp(max=len(lens) - 1)
-    index = token - starts[request]  # Row of its request.
-    live = (index >= 0) & (index < lens[request]) & on[request]
-    position = committed[request] + index
-
-    state = _replay(state, past, weights, stood, torch.where(on, committed, 0))
-    inputs = rows[:, : conv_weight.shape[0]]
-    taps = _taps(inputs, past, request, index, position, conv_weight.shape[1])
-    terms = _terms(taps, rows, weights)
-    certain = live & (index < certain_lens[request])
-    out, state = _run(state, terms, request, live, certain)
-
-    kept = on[:, None, None, None]
-    recurrent.index_copy_(0, state_slots, torch.where(kept, state, recurrent[state_slots]))
-    seen = committed + torch.minimum(certain_lens.long(), lens)
-    seen = torch.where(on, seen, standing[state_slots]).to(standing.dtype)
-    standing.index_copy_(0, state_slots, seen)
-    remembered = live & (position >= seq_lens[request] - history.shape[1])
-    _remember(history, rows, state_slots[request], position, remembered)
-    return out.to(rows.dtype)
+    at = (state_slots, seq_lens, query_start_loc, certain_lens)
+    return run_recurrence(_Rule(weights), rows, RequestState(recurrent, history, standing, *at))
 
 
 @gated_delta_rule.register_fake
@@ -155,64 +113,21 @@ def _unit(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[-2], -2)
 
 
-def _update(state: Tensor, terms: _Terms) -> Tensor:
-    """One position: state [..., HV, Dk, Dv]."""
-    state = state * terms.decay[..., None, None]
-    found = (state * terms.key[..., None]).sum(-2)
-    delta = (terms.value - found) * terms.beta[..., None]
-    return state + terms.key[..., None] * delta[..., None, :]
+class _Rule:
+    """The gated delta rule with the weights of a layer; see `mtpc.ops.recurrence.Rule`."""
 
+    def __init__(self, weights: _Weights):
+        self.weights = weights
+        self.channels, self.width = weights.conv.shape
 
-def _replay(state: Tensor, past: Tensor, weights: _Weights, stood: Tensor, until: Tensor) -> Tensor:
-    """State [R, ...] after positions stood..until-1, from the inputs that were kept."""
-    length, width = past.shape[1], weights.conv.shape[1]
-    if length < width:  # Every row is certain: there is never anything to replay.
-        return state
-    offset = torch.arange(length, device=past.device) - (width - 1)
-    position = stood[:, None] + offset
-    rows = past.gather(1, (position % length)[..., None].expand_as(past))
-    known = (position >= 0) & (position < until[:, None])
-    rows = torch.where(known[..., None], rows, 0)
-    windows = rows[..., : weights.conv.shape[0]].unfold(1, width, 1).transpose(-1, -2)
-    terms = _terms(windows, rows[:, width - 1 :], weights)
-    for step in range(length - width + 1):
-        live = (stood + step < until)[:, None, None, None]
-        state = torch.where(live, _update(state, terms.rows((slice(None), step))), state)
-    return state
+    def terms(self, taps: Tensor, rows: Tensor) -> _Terms:
+        return _terms(taps, rows, self.weights)
 
+    def update(self, state: Tensor, terms: _Terms) -> Tensor:
+        state = state * terms.decay[..., None, None]
+        found = (state * terms.key[..., None]).sum(-2)
+        delta = (terms.value - found) * terms.beta[..., None]
+        return state + terms.key[..., None] * delta[..., None, :]
 
-def _taps(
-    inputs: Tensor, past: Tensor, request: Tensor, index: Tensor, position: Tensor, width: int
-) -> Tensor:
-    """The inputs of the convolution at each row: W positions, its own the last, [T, W, C]."""
-    channels, taps = inputs.shape[1], []
-    for back in range(width - 1, -1, -1):
-        there = position - back
-        older = past[request, there % past.shape[1], :channels]
-        older = torch.where((there >= 0)[:, None], older, 0)
-        taps.append(torch.where((index >= back)[:, None], inputs.roll(back, 0), older))
-    return torch.stack(taps, 1)
-
-
-def _run(
-    state: Tensor, terms: _Terms, request: Tensor, live: Tensor, certain: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs [T, HV, Dv], zeros where not live, and the state after the certain rows."""
-    kept, out = state, []
-    for row in range(request.shape[0]):
-        of = request[row : row + 1]
-        before = state[of]
-        after = _update(before, terms.rows((slice(row, row + 1),)))
-        out.append((after * terms.query[row, :, :, None]).sum(-2))
-        state = state.index_copy(0, of, torch.where(live[row], after, before))
-        kept = kept.index_copy(0, of, torch.where(certain[row], after, kept[of]))
-    return torch.where(live[:, None, None], torch.cat(out), 0), kept
-
-
-def _remember(
-    history: Tensor, rows: Tensor, slots: Tensor, position: Tensor, wanted: Tensor
-) -> None:
-    """Keep inputs where `wanted`; all others write the first entry of slot 0 back."""
-    flat = history.view(-1, history.shape[2])
-    target = torch.where(wanted, slots * history.shape[1] + position % history.shape[1], 0)
-    flat.index_copy_(0, target, torch.where(wanted[:, None], rows, flat[0]))
+    def read(self, state: Tensor, terms: _Terms) -> Tensor:
+        return (state * terms.query[..., None]).sum(-2)

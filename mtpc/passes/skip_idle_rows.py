@@ -39,6 +39,7 @@ _BY_REQUEST = (
     torch.ops.mtpc.paged_attention.default,
     torch.ops.mtpc.latent_attention.default,
     torch.ops.mtpc.gated_delta_rule.default,
+    torch.ops.mtpc.mamba2_scan.default,
     torch.ops.mtpc.choose_slots.default,
 )
 """Operators that only read rows of active requests."""

@@ -228,6 +228,22 @@ def test_experts_equals_the_reference(
     close(mix.run(OURS), mix.run(REFERENCE), scale=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 19])
+def test_experts_without_gates(dtype: torch.dtype, tokens: int) -> None:
+    """Against the reference, and that against the formula."""
+    mix = make_mixture(tokens, dtype=dtype, hidden=37, intermediate=19)
+    args = (mix.x, mix.gate_up[:, 19:], mix.down, mix.ids, mix.weights)
+    expected = REFERENCE.relu2_experts(*args)
+    close(OURS.relu2_experts(*args), expected, scale=2)
+    for row in range(tokens):
+        each = [
+            w * (mix.down[e] @ (mix.gate_up[e, 19:] @ mix.x[row]).relu() ** 2)
+            for e, w in zip(mix.ids[row], mix.weights[row].to(dtype), strict=True)
+        ]
+        close(expected[row], torch.stack(each).sum(0), scale=2)
+
+
 @pytest.mark.parametrize("of_input", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_cut_off_at_a_limit(dtype: torch.dtype, of_input: bool) -> None:

@@ -1,4 +1,4 @@
-"""A layer of the gated delta rule with its state, for the kernel tests of every backend."""
+"""A layer of a recurrence with its state, for the kernel tests of every backend."""
 
 from __future__ import annotations
 
@@ -17,23 +17,43 @@ DRAFTS, SLOTS = 4, 5
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A recurrence: its operator, the shapes of its weights, its inputs a row, its last options."""
+
+    name: str
+    weights: tuple[tuple[int, ...], ...]
+    inputs: int
+    options: tuple[int, ...] = ()
+
+
+DELTA = Rule("gated_delta_rule", ((CHANNELS, WIDTH), (HEADS,), (HEADS,)), CHANNELS + 2 * HEADS)
+MAMBA = Rule(
+    "mamba2_scan",
+    ((CHANNELS, WIDTH), (CHANNELS,), (HEADS,), (HEADS,), (HEADS,)),
+    CHANNELS + HEADS,
+    (KEY_HEADS,),
+)
+"""As many groups as the other has key heads."""
+
+
 @dataclass
 class Layer:
     """Weights of one layer and the state of all slots, NaN and wild until it is written."""
 
     ops: Any
     dtype: torch.dtype = torch.float64
+    rule: Rule = DELTA
     weights: tuple[Tensor, ...] = field(init=False)
     state: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
-        shapes = ((CHANNELS, WIDTH), (HEADS,), (HEADS,))
         self.weights = tuple(
-            torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes
+            torch.randn(shape, generator=generator).to(self.dtype) for shape in self.rule.weights
         )
         wide = torch.promote_types(self.dtype, torch.float32)
-        kept = (SLOTS, DRAFTS + WIDTH - 1, CHANNELS + 2 * HEADS)
+        kept = (SLOTS, DRAFTS + WIDTH - 1, self.rule.inputs)
         self.state = (
             torch.full((SLOTS, HEADS, KEY, VALUE), torch.nan, dtype=wide),
             torch.full(kept, torch.nan, dtype=self.dtype),
@@ -52,23 +72,23 @@ class Layer:
         counts = [len(r) for r in rows]
         on = torch.tensor([slot != SCRATCH_SLOT for slot in slots])
         seq_lens = torch.tensor([a + b for a, b in zip(lens, counts, strict=True)])
-        out = self.ops.gated_delta_rule(
-            torch.cat([*rows, torch.full((padding, CHANNELS + 2 * HEADS), torch.nan)]).to(
-                self.dtype
-            ),
+        given = torch.cat([*rows, torch.full((padding, CHANNELS + 2 * HEADS), torch.nan)])
+        out = getattr(self.ops, self.rule.name)(
+            given[:, : self.rule.inputs].to(self.dtype),
             *self.weights,
             *self.state,
             torch.tensor(slots),
             torch.where(on, seq_lens, 0).int(),
             torch.tensor([0, *counts]).cumsum(0).int(),
             torch.tensor(certain, dtype=torch.int32),
+            *self.rule.options,
         )
         assert not out[sum(counts) :].any()
         return list(out[: sum(counts)].split(counts))
 
 
 def make_rows(count: int, seed: int = 0) -> Tensor:
-    """Inputs of `count` positions."""
+    """Inputs of `count` positions; a rule takes as many of each as it has."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, CHANNELS + 2 * HEADS, generator=generator, dtype=torch.float64)
 
@@ -83,9 +103,9 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-def two_steps(ops: Any, dtype: torch.dtype) -> tuple[list[Tensor], Layer]:
+def two_steps(ops: Any, dtype: torch.dtype, rule: Rule = DELTA) -> tuple[list[Tensor], Layer]:
     """A ragged prefill of three requests, one of them too long to be kept, and two verify steps."""
-    layer = Layer(ops, dtype)
+    layer = Layer(ops, dtype, rule)
     first = [make_rows(11, seed=1), make_rows(1, seed=2), make_rows(4, seed=3)]
     found = layer.run(first, [4, 1, 2], [0, 0, 0], [11, 1, 4])
     second = [make_rows(5, seed=4), make_rows(4, seed=5), make_rows(5, seed=6)]

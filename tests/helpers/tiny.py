@@ -146,6 +146,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
         "sliding_window": 6,
     },
+    "nemotron_h": {
+        **{k: v for k, v in _COMMON.items() if k != "num_hidden_layers"},
+        **_MOE,
+        "hybrid_override_pattern": "ME*-M",
+        "mtp_hybrid_override_pattern": "*E",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_shared_expert_intermediate_size": 32,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "qwen3_next": {
         **_COMMON,
         **_GATED_DELTA,
@@ -391,11 +405,12 @@ def run_mtp_uncached(
         )
     hidden = layer.join(embedding, features, positions.expand_as(ids))
     distance = positions.T - positions
-    attention = layer.block.self_attn
+    attention = getattr(layer.block, "self_attn", None)
     window = getattr(attention, "sliding_window", None) or ids.shape[1]
     mask = torch.where((distance >= 0) & (distance < window), 0.0, float("-inf"))
     config = text_config(target)
-    kind = family_of(name).rotary_type(config, attention.layer_idx - config.num_hidden_layers)
+    number = getattr(attention, "layer_idx", config.num_hidden_layers)
+    kind = family_of(name).rotary_type(config, number - config.num_hidden_layers)
     out = layer.block(
         hidden,
         attention_mask=mask.to(hidden.dtype)[None, None],
@@ -413,7 +428,9 @@ def rotate(
 ) -> Any:
     """Rotary embedding of text at positions [1, L], of an attention type where types differ;
     Qwen3.5 wants them for three grids."""
-    rotary = target.get_decoder().rotary_emb
+    rotary = getattr(target.get_decoder(), "rotary_emb", None)
+    if rotary is None:
+        return None
     grids = positions.expand(3, 1, -1) if _has_grids(rotary) else positions
     return rotary(hidden, grids, **({"layer_type": kind} if kind else {}))
 

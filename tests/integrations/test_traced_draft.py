@@ -78,7 +78,7 @@ def run(draft: TracedDraft, ids: list[int], hidden: Tensor) -> Tensor:
         return draft(torch.tensor(ids), torch.arange(len(ids)), hidden[0])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *CHAINED])
+@pytest.mark.parametrize("family", [*FAMILIES, *CHAINED, "nemotron_h"])
 def test_layer_is_the_oracles(
     family: str, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
 ) -> None:

@@ -23,6 +23,7 @@ HEADS_AND_WIDTHS = {
     "deepseek_v3": 3 * (32 + 8),
     "glm4_moe_lite": 3 * (32 + 8),
     "ernie4_5_moe": 3 * 2 * (16 + 16),
+    "nemotron_h": 2 * 2 * (16 + 16),
     "exaone_moe": 1 * 2 * (16 + 16),
     "glm_moe_dsa": 3 * (32 + 8) + 2 * 12,
     "deepseek_v32": 3 * (32 + 8 + 12),

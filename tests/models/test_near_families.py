@@ -19,7 +19,14 @@ from mtpc.integrations.draft import TracedDraft
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 
-NAMED_BY_TRANSFORMERS = ("rope_parameters", "mlp_layer_types", "indexer_types", "dtype")
+NAMED_BY_TRANSFORMERS = (
+    "rope_parameters",
+    "mlp_layer_types",
+    "indexer_types",
+    "layers_block_type",
+    "mtp_layers_block_type",
+    "dtype",
+)
 """Entries that transformers writes, and released configs say in other words or not at all."""
 RELEASED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {
@@ -60,6 +67,15 @@ RELEASED: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": "LG",
         "dtype": "float32",
     },
+    "nemotron_h": {
+        "hybrid_override_pattern": "ME*-M",
+        "mtp_hybrid_override_pattern": "*E",
+        "num_hidden_layers": 5,
+        "norm_eps": 1e-5,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        "mamba_proj_bias": False,
+        "torch_dtype": "float32",
+    },
 }
 """Entries of the authors' config.json, with the sizes of the tiny models."""
 
@@ -76,7 +92,8 @@ def with_entries(source: Path, directory: Path, drop: tuple[str, ...], **entries
 def made_of(loaded: Any) -> Any:
     """The modules and the frequencies of a loaded model, without its weights."""
     kinds = [(name, type(module).__name__) for name, module in loaded.target.named_modules()]
-    return kinds, loaded.target.get_decoder().rotary_emb.inv_freq.tolist()
+    rotary = getattr(loaded.target.get_decoder(), "rotary_emb", None)
+    return kinds, rotary and rotary.inv_freq.tolist()
 
 
 @pytest.mark.parametrize("family", NEAR_FAMILIES)

@@ -48,7 +48,7 @@ STEP = "step/step.py"
 CHAINING = "step/chaining.py"
 CACHES = "models/caches.py"
 HF = "models/hf.py"
-DELTA = "ops/gated_delta.py"
+RECURRENCE = "ops/recurrence.py"
 
 FAULTS = (
     # Lengths and positions.
@@ -406,29 +406,29 @@ FAULTS = (
     # State that is no page.
     Fault(
         "a recurrent state takes in drafts that are rejected",
-        DELTA,
-        "certain = live & (index < certain_lens[request])",
+        RECURRENCE,
+        "certain = live & (index < slots.certain_lens[request])",
         "certain = live",
         "ops/test_gated_delta.py",
         in_sample=True,
     ),
     Fault(
         "a recurrent state counts rejected drafts as seen",
-        DELTA,
-        "seen = committed + torch.minimum(certain_lens.long(), lens)",
+        RECURRENCE,
+        "seen = committed + torch.minimum(slots.certain_lens.long(), lens)",
         "seen = committed + lens",
         _QWEN,
     ),
     Fault(
         "a new request starts from the state of the last one",
-        DELTA,
-        "stood = torch.where(on & (committed > 0), standing[state_slots].long(), 0)",
-        "stood = torch.where(on, standing[state_slots].long(), 0)",
+        RECURRENCE,
+        "stood = torch.where(on & (committed > 0), slots.standing[slots.state_slots].long(), 0)",
+        "stood = torch.where(on, slots.standing[slots.state_slots].long(), 0)",
         _QWEN,
     ),
     Fault(
         "a convolution reads what a slot held before",
-        DELTA,
+        RECURRENCE,
         "older = torch.where((there >= 0)[:, None], older, 0)",
         "older = older + 0",
         _QWEN,

@@ -20,7 +20,8 @@ struct Shape {
   Limit limit;
 };
 
-template <class T>
+/// Experts with gates, silu(gate) * up, or without, relu(up)^2: then the first weight is up alone.
+template <class T, bool kGated>
 class Experts {
  public:
   Experts(const Shape& shape, const Tensor& x, const Tensor& gate_up, const Tensor& down,
@@ -59,14 +60,16 @@ class Experts {
     return static_cast<const T*>(stacked.const_data_ptr()) + expert * stacked.stride(0);
   }
 
+  static A relu2(A up) { return up > 0 ? up * up : A{0}; }
+
   T* slot(const Choice<A>& choice, int64_t i) const {
     return active_.get() + (choice.first_slot + i) * s_.intermediate;
   }
 
-  /// silu(gate) * up of one expert's rows, for intermediate features [begin, end).
+  /// The activation of one expert's rows, for intermediate features [begin, end).
   void activate(const Choice<A>& choice, int64_t begin, int64_t end) const {
     const T* gate = matrix(gate_up_, choice.expert);
-    const T* up = gate + s_.intermediate * gate_up_.stride(1);
+    const T* up = kGated ? gate + s_.intermediate * gate_up_.stride(1) : gate;
     std::vector<const T*> inputs;
     for (const int64_t row : choice.rows) {
       inputs.push_back(static_cast<const T*>(x_.const_data_ptr()) + row * x_.stride(0));
@@ -78,12 +81,13 @@ class Experts {
       for_input_tiles(inputs.size(), [&](auto tile, int64_t first) {
         constexpr int kInputs = decltype(tile)::value;
         A g[kTile][kInputs], u[kTile][kInputs];
-        dot_tile<kInputs>(gates, inputs.data() + first, s_.hidden, g);
+        if constexpr (kGated) dot_tile<kInputs>(gates, inputs.data() + first, s_.hidden, g);
         dot_tile<kInputs>(ups, inputs.data() + first, s_.hidden, u);
         for (int i = 0; i < kInputs; ++i) {
           T* active = slot(choice, first + i) + feature;
           for (int64_t w = 0; w < count; ++w) {
-            active[w] = static_cast<T>(swiglu<A>(g[w][i], u[w][i], s_.limit));
+            const A result = kGated ? swiglu<A>(g[w][i], u[w][i], s_.limit) : relu2(u[w][i]);
+            active[w] = static_cast<T>(result);
           }
         }
       });
@@ -130,7 +134,7 @@ class Experts {
 };
 
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-            const Tensor& weights, Limit limit) {
+            const Tensor& weights, Limit limit, int64_t parts) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 3 && down.dim() == 3 && ids.dim() == 2 &&
           weights.dim() == 2,
@@ -138,9 +142,10 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
       "expert_ids [T, k], expert_weights [T, k]");
   const Shape s{x.size(0), x.size(1), down.size(0), down.size(2), limit};
   STD_TORCH_CHECK(
-      gate_up.size(0) == s.experts && gate_up.size(1) == 2 * s.intermediate &&
+      gate_up.size(0) == s.experts && gate_up.size(1) == parts * s.intermediate &&
           gate_up.size(2) == s.hidden && down.size(1) == s.hidden,
-      "mtpc_cpu::experts: gate_up [E, 2I, H] and down [E, H, I] do not fit x [T, H]");
+      "mtpc_cpu::experts: gate_up [E, 2I, H] (up [E, I, H] without gates) and down [E, H, I] do "
+      "not fit x [T, H]");
   STD_TORCH_CHECK(
       ids.size(0) == s.tokens && weights.size(0) == s.tokens && weights.size(1) == ids.size(1),
       "mtpc_cpu::experts: expert_ids and expert_weights must be [T, k]");
@@ -150,20 +155,34 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
   return s;
 }
 
-}  // namespace
-
-MTPC_OPERATOR Tensor experts(
+template <bool kGated>
+Tensor run_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit, bool limit_input) {
-  const Shape shape = check(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
+    const Tensor& expert_weights, Limit limit) {
+  const Shape shape =
+      check(x, gate_up, down, expert_ids, expert_weights, limit, kGated ? 2 : 1);
   const Tensor out = dense_empty(x, {shape.tokens, shape.hidden});
   const Tensor inputs = adjacent_last(x), first = adjacent_last(gate_up);
   const Tensor second = adjacent_last(down), weights = adjacent_last(expert_weights);
   with_type(x.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
-    Experts<T>(shape, inputs, first, second, expert_ids, weights).run(out);
+    Experts<T, kGated>(shape, inputs, first, second, expert_ids, weights).run(out);
   });
   return out;
+}
+
+}  // namespace
+
+MTPC_OPERATOR Tensor experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
+    const Tensor& expert_weights, double limit, bool limit_input) {
+  return run_experts<true>(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
+}
+
+MTPC_OPERATOR Tensor relu2_experts(
+    const Tensor& x, const Tensor& up, const Tensor& down, const Tensor& expert_ids,
+    const Tensor& expert_weights) {
+  return run_experts<false>(x, up, down, expert_ids, expert_weights, {0, false});
 }
 
 }  // namespace mtpc

@@ -26,11 +26,11 @@ from mtpc.models.family import (
 )
 from mtpc.models.gated_delta import (
     GatedDelta,
-    RecurrentState,
+    gated_delta_specs,
     grouped_projections,
-    recurrent_specs,
     separate_projections,
 )
+from mtpc.models.recurrent import RecurrentState
 
 
 def num_mtp_layers(config: Any) -> int:
@@ -45,7 +45,7 @@ def num_mtp_layers(config: Any) -> int:
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers by the layer's type; MTP layers follow the last and are full attention."""
     if layer < config.num_hidden_layers and config.layer_types[layer] == "linear_attention":
-        return recurrent_specs(config, layer, dtype)
+        return gated_delta_specs(config, layer, dtype)
     return paged_kv_specs(config, layer, dtype)
 
 

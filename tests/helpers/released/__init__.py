@@ -14,6 +14,7 @@ from helpers.released.deepseek_v4 import DeepseekV4
 from helpers.released.ernie import Ernie
 from helpers.released.mimo import Mimo
 from helpers.released.mimo_v2 import MimoV2
+from helpers.released.nemotron import Nemotron
 from helpers.released.nextn import GlmDsa, NextN
 from helpers.released.qwen import Exaone, Qwen
 from helpers.released.step import Step
@@ -27,6 +28,7 @@ PAGES: Mapping[str, type[ReleasedMTP]] = {
     "glm_moe_dsa": GlmDsa,
     "ernie4_5_moe": Ernie,
     "exaone_moe": Exaone,
+    "nemotron_h": Nemotron,
     "qwen3_next": Qwen,
     "qwen3_5": Qwen,
     "qwen3_5_moe": Qwen,

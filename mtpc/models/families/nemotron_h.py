@@ -1,0 +1,99 @@
+"""Nemotron 3 (Nemotron-H): Mamba-2 layers, attention without positions, experts without gates.
+
+A layer is one norm and one mixer. The MTP layer is two of them, attention and experts, so drafting
+does not change recurrent state.
+
+Source: transformers' NemotronH for the target; vLLM's nemotron_h_mtp.py, written with the authors,
+for the MTP layer: the joint before its first part, the final norm after its last, whose output is
+recycled. transformers drops the layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_kv_specs
+from mtpc.models.families.glm4_moe import nextn_layers
+from mtpc.models.family import ModelFamily, MTPWiring, layers_after
+from mtpc.models.mamba2 import Mamba2, mamba2_specs
+from mtpc.models.recurrent import RecurrentState
+
+_PARTS = ["full_attention", "moe"]
+
+
+class TwoLayers(nn.Module):
+    """The decoder block of an MTP layer: attention, then experts, each a layer of the target's.
+
+    Args:
+        layer: class of the target's layers.
+        config: with the kinds of both layers after the target's.
+        index: layer index of the first.
+    """
+
+    def __init__(self, layer: Any, config: Any, index: int):
+        super().__init__()
+        for place in range(len(_PARTS)):
+            self.add_module(str(place), layer(config, index + place))
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm before the first mixer."""
+        norm: Any = self.get_submodule("0.norm")
+        return norm
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        for layer in self.children():
+            hidden_states = layer(hidden_states, **options)
+        return hidden_states
+
+
+def _block_config(config: Any) -> Any:
+    """A copy of the config with the MTP layer's two layers after the target's.
+
+    Raises:
+        UnsupportedModelError: the MTP layer has other parts.
+    """
+    if list(config.mtp_layers_block_type) != _PARTS:
+        raise UnsupportedModelError(
+            f"the MTP layer consists of {config.mtp_layers_block_type}; expected {_PARTS}; use "
+            "spec_tokens=0"
+        )
+    extended = layers_after(config, 1, layer_types=_PARTS[0])
+    return layers_after(extended, 1, layer_types=_PARTS[1])
+
+
+def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """State buffers by the layer's kind; an MTP layer attends."""
+    kind = config.layer_types[layer] if layer < config.num_hidden_layers else _PARTS[0]
+    if kind == "linear_attention":
+        return mamba2_specs(config, layer, dtype)
+    return paged_kv_specs(config, layer, dtype) if kind == "full_attention" else ()
+
+
+NEMOTRON_H = ModelFamily(
+    name="nemotron_h",
+    architectures=("NemotronHForCausalLM",),
+    hf_class="NemotronHForCausalLM",
+    hf_config_class="NemotronHConfig",
+    wiring=MTPWiring(
+        embedding_norm="layers.0.enorm",
+        hidden_norm="layers.0.hnorm",
+        projection="layers.0.eh_proj",
+        final_norm="layers.1.final_layernorm",
+    ),
+    num_mtp_layers=nextn_layers,
+    layer_prefix=lambda num_hidden_layers, i: "mtp.",
+    block_prefix="layers.",
+    block_config=_block_config,
+    make_block=TwoLayers,
+    cache_specs=_cache_specs,
+    cache_kinds=(RecurrentState,),
+    canonical={"NemotronHMamba2Mixer": Mamba2},
+    stored_prefixes={"model.": "backbone."},
+    expert_names=("", "up_proj", "down_proj"),
+)

@@ -1,0 +1,120 @@
+"""Recurrent layers on explicit state: the buffers, and what their canonical modules share.
+
+transformers' layers take their state from its own cache class, and no interface redirects that. So
+a module of mtpc replaces such a layer in mtpc's copy of the model; it shares the parameters under
+their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import VERIFY, BufferSpec
+from mtpc.layout.buffers import K_MAX, S
+from mtpc.models.caches import slot_spec
+
+
+def recurrent_specs(
+    what: str, layer: int, dtype: torch.dtype, matrices: tuple[int, ...], inputs: int, width: int
+) -> tuple[BufferSpec, ...]:
+    """State buffers of one layer by request slot; see `mtpc.ops.recurrence`.
+
+    A request has one recurrent state, and the inputs of its last K_max + W - 1 positions.
+
+    Args:
+        what: name of the recurrence.
+        layer: layer index.
+        dtype: of the model.
+        matrices: shape of a request's state.
+        inputs: values that the recurrence takes per row.
+        width: W, of the convolution.
+    """
+    wide, back = torch.promote_types(dtype, torch.float32), width - 1
+    return (
+        slot_spec(f"kv.{layer}.recurrent", (S, *matrices), wide,
+                  f"{what}: state matrices by request slot", VERIFY),
+        slot_spec(f"kv.{layer}.history", (S, K_MAX + back, inputs), dtype,
+                  f"{what}: the last inputs by request slot", VERIFY),
+        slot_spec(f"kv.{layer}.standing", (S,), torch.int32,
+                  f"{what}: number of positions that are in the state", VERIFY),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """State of a recurrent layer by request slot; `mtpc.ops.recurrence` gives the shapes."""
+
+    recurrent: Tensor
+    history: Tensor
+    standing: Tensor
+
+
+class RecurrentLayer(nn.Module):
+    """A recurrent layer over flat rows, with the parts of transformers' module.
+
+    Args:
+        module: transformers' module; its submodules and parameters are shared.
+
+    Raises:
+        UnsupportedModelError: the activation is not SiLU.
+    """
+
+    norm: nn.Module
+    out_proj: nn.Module
+    conv1d: nn.Conv1d
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, module: Any):
+        super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        for name, parameter in module.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        if module.activation not in ("silu", "swish"):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has the activation {module.activation!r}; expected "
+                "'silu', which mtpc's recurrences compute"
+            )
+        self.layer_idx: int = module.layer_idx
+
+    def recur(
+        self,
+        operator: Callable[..., Tensor],
+        rows: Tensor,
+        weights: tuple[Tensor | None, ...],
+        given: Mapping[str, Any],
+        *options: int,
+    ) -> Tensor:
+        """Run a recurrence on the layer's state, and update it.
+
+        Args:
+            operator: of `mtpc.ops`, whose arguments are in this order.
+            rows: its inputs, [T, ...].
+            weights: what it takes behind them.
+            given: the arguments of `forward`: the `StepContext` stands in the cache's place.
+            options: what it takes last.
+
+        Returns:
+            [T, HV, Dv].
+        """
+        context = given["cache" if "cache" in given else "cache_params"]  # since, before 5.24
+        state: RecurrentState = context.layers[self.layer_idx]
+        return operator(
+            rows,
+            *weights,
+            state.recurrent,
+            state.history,
+            state.standing,
+            context.state_slots,
+            context.seq_lens,
+            context.query_start_loc,
+            context.certain_lens,
+            *options,
+        )

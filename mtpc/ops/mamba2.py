@@ -1,0 +1,129 @@
+"""Mamba-2's selective scan for several rows a request, with state that rolls back.
+
+Dao and Gu, Transformers are SSMs (arXiv:2405.21060), as transformers computes it for Nemotron-H.
+`mtpc.ops.recurrence` says what the state holds, and why nothing is rolled back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtpc.ops.recurrence import RequestState, run_recurrence
+
+
+class _Terms(NamedTuple):
+    """The inputs of the recurrence."""
+
+    decay: Tensor  # [..., HV]
+    b: Tensor  # [..., HV, N]
+    c: Tensor  # [..., HV, N]
+    added: Tensor  # dt x, [..., HV, P]
+    skipped: Tensor  # D x, [..., HV, P]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The scan with the weights of a layer; see `mtpc.ops.recurrence.Rule`."""
+
+    conv: Tensor  # [C, W]
+    bias: Tensor | None  # [C]
+    a_log: Tensor  # [HV]
+    skip: Tensor  # [HV]
+    dt_bias: Tensor  # [HV]
+    state_dim: int
+    groups: int
+
+    @property
+    def channels(self) -> int:
+        return self.conv.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.conv.shape[1]
+
+    def terms(self, taps: Tensor, rows: Tensor) -> _Terms:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        mixed = (taps.to(wide) * self.conv.to(wide).t()).sum(-2)
+        if self.bias is not None:
+            mixed = mixed + self.bias.to(wide)
+        mixed = F.silu(mixed.to(rows.dtype)).to(wide)  # Rounded as a convolution of its own is.
+        keys = self.groups * self.state_dim
+        x, b, c = mixed.split([self.channels - 2 * keys, keys, keys], -1)
+        b, c = (self._by_head(part) for part in (b, c))
+        x = x.unflatten(-1, (len(self.a_log), -1))
+        dt = F.softplus(rows[..., self.channels :].to(wide) + self.dt_bias.to(wide))
+        decay = (-self.a_log.to(wide).exp() * dt).exp()
+        return _Terms(decay, b, c, x * dt[..., None], x * self.skip.to(wide)[:, None])
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Rows [..., G N] -> [..., HV, N], repeated for the heads of a group."""
+        times = len(self.a_log) // self.groups
+        return x.unflatten(-1, (self.groups, -1)).repeat_interleave(times, -2)
+
+    def update(self, state: Tensor, terms: _Terms) -> Tensor:
+        added = terms.b[..., None] * terms.added[..., None, :]
+        return state * terms.decay[..., None, None] + added
+
+    def read(self, state: Tensor, terms: _Terms) -> Tensor:
+        return (state * terms.c[..., None]).sum(-2) + terms.skipped
+
+
+@torch.library.custom_op("mtpc::mamba2_scan", mutates_args=("recurrent", "history", "standing"))
+def mamba2_scan(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    a_log: Tensor,
+    skip: Tensor,
+    dt_bias: Tensor,
+    recurrent: Tensor,
+    history: Tensor,
+    standing: Tensor,
+    state_slots: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    certain_lens: Tensor,
+    groups: int,
+) -> Tensor:
+    """Causal convolution with SiLU, then the selective scan, over flat rows with state.
+
+    Per head, with dt = softplus(dt + dt_bias):
+    S <- exp(-exp(a_log) dt) S + b (dt x)^T; out = c S + skip x.
+
+    Args:
+        rows: [T, C + HV]: x [HV P], b [G N], c [G N] before the convolution (C in all), then dt
+            [HV]. Head h uses group h // (HV / G).
+        conv_weight: [C, W]; its last column multiplies the row itself.
+        conv_bias: [C], or None.
+        a_log: [HV].
+        skip: [HV], D in the paper.
+        dt_bias: [HV].
+        recurrent: [S, HV, N, P], float32, or float64 for float64 rows; written.
+        history: [S, B, C + HV], of rows' dtype; written.
+        standing: int32 [S]; written.
+        state_slots: int64 [R]; 0 where seq_lens is 0, else distinct and above 0.
+        seq_lens: int32 [R]; 0: the request is off, and its state stays as it is.
+        query_start_loc: int32 [R+1].
+        certain_lens: int32 [R], the number of first rows that no later step rolls back.
+        groups: G.
+
+    Returns:
+        [T, HV, P], dtype of rows; zeros for rows that belong to no request that is on.
+    """
+    weights = (conv_weight, conv_bias, a_log, skip, dt_bias)
+    rule = _Rule(*weights, recurrent.shape[2], groups)
+    at = (state_slots, seq_lens, query_start_loc, certain_lens)
+    return run_recurrence(rule, rows, RequestState(recurrent, history, standing, *at))
+
+
+@mamba2_scan.register_fake
+def _(
+    rows: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, a_log: Tensor, skip: Tensor,
+    dt_bias: Tensor, recurrent: Tensor, *_: Any, **__: Any,
+) -> Tensor:  # fmt: skip
+    return rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
