@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ from mtpc.weights.quantise import SCHEMES
 
 MIB = 2**20
 LARGE = {**SHAPES, "7b": MIMO_7B}
-COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB")
+COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB",
+           "planned MiB", "resident over planned")  # fmt: skip
 NOTES = (
     "weights: the checkpoint's tensors; resident: growth since the imports, after decoding.",
-    "ratio: resident over weights, pool and buffers; the goal is at most 1.08.",
+    "planned: packed weights, pool and buffers, as mtpc counts them before it binds a step; weights"
+    " that are read as stored stay in their files.",
+    "ratio: resident over weights, pool and buffers; the goal is at most 1.08, of both ratios.",
     "peak: most that was resident at any moment, less what was after the imports; of a warm start,"
     " that is packing.",
 )
@@ -104,10 +108,31 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
     return dict(
         weights_bytes=weights,
         state_bytes=state,
+        planned_bytes=_planned(job),
         resident_bytes=resident,
         ratio=resident / (weights + state),
         peak_bytes=_status("VmHWM") - before,
     )
+
+
+def _planned(job: dict[str, Any]) -> int:
+    """What mtpc expects of the steps that are in the cache now."""
+    from mtpc.backends import settle_prefill
+    from mtpc.config import CompileOptions
+    from mtpc.layout import graph_keys
+    from mtpc.program.host_memory import need_of_steps
+    from mtpc.program.open_cache import open_cache
+    from mtpc.weights.checkpoint import Checkpoint
+
+    source = Checkpoint(Path(job["directory"]))
+    asked = {**job["options"], "cache_dir": job["cache"], "backend": "cpu"}
+    options = settle_prefill(CompileOptions.parse(asked), source.dtype)
+    cache = open_cache(source, options, lambda line: None)
+    steps = cache.find_all(graph_keys(options, "fused")) if cache else None
+    assert steps is not None
+    record = next(iter(steps.values())).record
+    need = need_of_steps(steps, replace(options, max_len=record.max_len), owns_buffers=True)
+    return need.weights + need.buffers
 
 
 def _status(field: str) -> int:
@@ -119,11 +144,14 @@ def _status(field: str) -> int:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     sizes = (row[f"{name}_bytes"] / MIB for name in ("weights", "state", "resident"))
+    planned = row.get("planned_bytes")  # Older records do not have it.
     return [
         row["start"],
         *(f"{size:.0f}" for size in sizes),
         f"{row['ratio']:.2f}",
         f"{row['peak_bytes'] / MIB:.0f}",
+        f"{planned / MIB:.0f}" if planned else "-",
+        f"{row['resident_bytes'] / planned:.2f}" if planned else "-",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,11 +44,17 @@ if TYPE_CHECKING:
     from mtpc.program.compiler import StepCompiler
 
 
+log = logging.getLogger("mtpc")
+
+
 def print_progress(progress: Progress) -> None:
-    """The default listener: a line a stage on stderr, where that is a terminal."""
+    """The default listener: a line a stage, on a terminal's stderr or else to the logger `mtpc`."""
+    step = f"{progress.done + 1}/{progress.total} {progress.key} " if progress.key else ""
+    line = f"{progress.elapsed_s:7.1f} s  {step}{progress.stage}"
     if sys.stderr.isatty():
-        step = f"{progress.done + 1}/{progress.total} {progress.key} " if progress.key else ""
-        print(f"mtpc {progress.elapsed_s:7.1f} s  {step}{progress.stage}", file=sys.stderr)
+        print(f"mtpc {line}", file=sys.stderr)
+    else:
+        log.info(line)
 
 
 def compile(model: Any, progress: Listener = print_progress, **options: Any) -> SpecModel:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
-from mtpc.weights.grouped import GroupedWeight
-from mtpc.weights.grouped_recipes import GroupSpec, StoredGroups
-from mtpc.weights.quantise import quantise
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
+from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.recipes import (
     Grouped,
     GroupedMaker,
@@ -118,11 +117,11 @@ class WeightTable:
             self.recipes[name] = whole
         return self[name]
 
-    def _grouped(self, name: str, spec: GroupSpec) -> GroupedWeight:
+    def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight in groups: as its checkpoint stores it, or rounded here."""
         if name in self._groups.specs:
             return self._groups.read(name)
-        return quantise(self._tensor(name), spec)
+        return quantised_rows(self._tensor(name), spec)
 
     def settle(self) -> None:
         """Make the derived weights that have no contents yet, as new tensors; defer no more.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,51 +10,27 @@ from typing import TextIO
 Tell = Callable[[str], None]
 """Called with the name of each stage as it begins."""
 
-HEARTBEAT_S = 2.0
-"""After this many seconds without a new stage, plain output repeats the current one."""
-
 
 @contextmanager
-def show_progress(stream: TextIO, heartbeat_s: float = HEARTBEAT_S) -> Iterator[Tell]:
+def show_progress(stream: TextIO) -> Iterator[Tell]:
     """Show stages on `stream` until the block ends or raises.
 
     Args:
-        stream: where to write; a terminal gets a live line.
-        heartbeat_s: seconds after which plain output repeats the current stage.
+        stream: where to write; a terminal gets a live line, and anything else one line a stage.
     """
-    with _live(stream) if stream.isatty() else _lines(stream, heartbeat_s) as tell:
+    with _live(stream) if stream.isatty() else _lines(stream) as tell:
         yield tell
 
 
 @contextmanager
-def _lines(stream: TextIO, heartbeat_s: float) -> Iterator[Tell]:
-    start, news, over = time.perf_counter(), threading.Event(), threading.Event()
-    stage = ""
-
-    def write(text: str) -> None:
-        print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=stream, flush=True)
+def _lines(stream: TextIO) -> Iterator[Tell]:
+    start = time.perf_counter()
 
     def tell(text: str) -> None:
-        nonlocal stage
-        stage = text
-        write(text)
-        news.set()
+        print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=stream, flush=True)
 
-    def beat() -> None:
-        while not over.is_set():
-            if not news.wait(heartbeat_s):
-                write(f"still running: {stage}")
-            news.clear()
-
-    thread = threading.Thread(target=beat, name="mtpc-progress", daemon=True)
-    thread.start()
-    try:
-        yield tell
-    finally:
-        over.set()
-        news.set()
-        thread.join()
-    tell(_done(start))  # After the thread has ended, so that this is the last line.
+    yield tell
+    tell(_done(start))
 
 
 @contextmanager

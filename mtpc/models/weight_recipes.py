@@ -11,8 +11,7 @@ from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import EXPERTS, layer_names, stored_name
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.grouped import GroupedWeight
-from mtpc.weights.grouped_recipes import GroupSpec, StoredGroups
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
 from mtpc.weights.recipes import Join, Recipe, make, make_grouped, names, spec_of
 
 
@@ -67,10 +66,10 @@ def stored_groups(loaded: LoadedModel) -> StoredGroups:
             recipes[name] = recipe
     specs = {name: spec_of(recipe, checkpoint.specs) for name, recipe in recipes.items()}
 
-    def stored(name: str, spec: GroupSpec) -> GroupedWeight:
+    def stored(name: str, spec: GroupSpec) -> GroupedRows:
         return checkpoint.grouped(name)
 
-    def read(name: str) -> GroupedWeight:
+    def read(name: str) -> GroupedRows:
         return make_grouped(recipes[name], known[name], stored)
 
     known = {name: spec for name, spec in specs.items() if spec is not None}

@@ -19,9 +19,9 @@ from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.grouped import GroupedWeight
-from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
 from mtpc.weights.packing import Fill
-from mtpc.weights.quantise import quantise
+from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.recipes import Grouped, GroupedMaker, Recipe, make, names, substitute
 
 _FIRST_ROWS = 16
@@ -121,7 +121,7 @@ class WeightSource:
     def __init__(self, checkpoint: Checkpoint, fill: Fill):
         self._checkpoint, self._fill = checkpoint, fill
         self._finite: dict[str, bool] = {}
-        self._maker, self._dtypes = GroupedMaker(self._grouped), dict[str, torch.dtype]()
+        self._maker, self._dtypes = GroupedMaker(self._grouped, fill), dict[str, torch.dtype]()
         # What was read to trace the model is gone, and is no longer of interest.
         checkpoint.dequantised.clear()
         self._ends = _ends(checkpoint)
@@ -148,25 +148,30 @@ class WeightSource:
     def _make(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         if isinstance(recipe, Grouped):
             self._dtypes |= dtypes
-            return self._maker.make(recipe)
-        tensors = {name: self._read(name, dtype) for name, dtype in dtypes.items()}
-        made = make(recipe, tensors.__getitem__, self._fill)
-        if not isinstance(recipe, str):  # `made` is a copy, so its parts are no longer needed.
-            for name in tensors:
+            made = self._maker.make(recipe)
+        else:
+            tensors = {name: self._read(name, dtype) for name, dtype in dtypes.items()}
+            made = make(recipe, tensors.__getitem__, self._fill)
+        # A copy needs its parts no longer. Of an embedding a step reads a few rows.
+        if not isinstance(recipe, str) or recipe in self._ends:
+            for name in dtypes:
                 self._checkpoint.release(name)
         return made
 
-    def _grouped(self, name: str, spec: GroupSpec) -> GroupedWeight:
+    def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A stored weight as codes; a plain one is rounded to them."""
         if name not in self._checkpoint.specs:
-            weight = quantise(self._read(name, self._dtypes[name]), spec)
-        else:
-            weight = self._checkpoint.grouped(name)
-            is_float = weight.codes.is_floating_point()
-            numbers = (weight.scales, weight.codes) if is_float else (weight.scales,)
-            self._finite.setdefault(name, all(map(is_finite, numbers)))
-        self._checkpoint.release(name)
-        return weight
+            return quantised_rows(self._read(name, self._dtypes[name]), spec)
+        stored = self._checkpoint.grouped(name)
+
+        def read(start: int, stop: int) -> GroupedWeight:
+            part = stored.read(start, stop)
+            is_float = part.codes.is_floating_point()
+            numbers = (part.scales, part.codes) if is_float else (part.scales,)
+            self._finite[name] = self._finite.get(name, True) and all(map(is_finite, numbers))
+            return part
+
+        return GroupedRows(stored.shape, read)
 
     def _first_copy(self, name: str) -> str:
         """The first stored embedding or head that equals this one; another tensor is itself."""

@@ -20,8 +20,7 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint_files import CheckpointFiles
 from mtpc.weights.formats import QuantisedWeight, find_quantised
 from mtpc.weights.fused_qkv import find_fused_qkv
-from mtpc.weights.grouped import GroupedWeight
-from mtpc.weights.grouped_recipes import GroupSpec, take_rows
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
 from mtpc.weights.hub import find_directory
 from mtpc.weights.json_file import GENERATION, check_ids, read_json
 from mtpc.weights.tensor_file import dtype_code
@@ -169,7 +168,7 @@ class Checkpoint(CheckpointFiles):
         whole = self.whole(part.fused)
         return torch.cat([whole[start:stop] for start, stop in part.runs])
 
-    def grouped(self, name: str) -> GroupedWeight:
+    def grouped(self, name: str) -> GroupedRows:
         """A quantised weight as its codes; only those that `specs` names."""
         if name not in self._parts:
             return self._quantised[name].grouped(self.read)

@@ -130,11 +130,18 @@ def pack_codes(codes: Tensor, kind: Kind) -> Tensor:
         [..., ceil(N / 32), K / 8, 32, 4] for int4, else [..., ceil(N / 32), K / 4, 32, 4], of the
         codes' dtype.
     """
+    return pack(raw_codes(codes, kind)).view(codes.dtype)
+
+
+def raw_codes(codes: Tensor, kind: Kind) -> Tensor:
+    """The bytes of codes [..., N, K], before they are put into tiles: [..., N, K / 2] for int4."""
     raw = codes.view(torch.uint8)
-    if kind == "int4":
-        halves = raw.unflatten(-1, (-1, 2, 4))
-        raw = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
-    return pack(raw).view(codes.dtype)
+    if kind != "int4":
+        return raw
+    # Eight codes at once: the last four move beside the first four.
+    eight = raw.contiguous().clone() if raw.storage_offset() % 8 else raw.contiguous()
+    words = eight.view(torch.int64)
+    return (words | words >> 28).view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
 
 
 def unpack_codes(packed: Tensor, kind: Kind, features: int) -> Tensor:

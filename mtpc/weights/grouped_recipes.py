@@ -1,20 +1,32 @@
 """Recipes on grouped weights: joining, taking rows and packing work on codes, scales and zeros.
 
 All three have a row for each row of the weight. So what a recipe does to the rows of the weight, it
-does to each of them, and the codes are never expanded.
+does to each of them, and the codes are never expanded. Rows are read and packed a few at a time.
+A weight that is packed therefore takes little more memory than its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_codes, pack_scales
-from mtpc.weights.packing import TILE, allocate, allocate_packed, count_tiles
+from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales, raw_codes
+from mtpc.weights.packing import (
+    TILE,
+    Fill,
+    allocate,
+    allocate_packed,
+    count_tiles,
+    fill_packed,
+)
+
+_AT_ONCE = 1 << 20
+"""Weights that are packed at once, so that temporaries stay in the processor's caches."""
 
 Piece = Literal["codes", "scales", "zeros"]
 
@@ -49,7 +61,24 @@ class GroupSpec:
         return f"{self.form.kind} by {self.form.group}{zeros}, {self.scales} scales"
 
 
-def _read_nothing(name: str) -> GroupedWeight:
+@dataclass(frozen=True)
+class GroupedRows:
+    """A grouped weight whose rows are read when they are asked for.
+
+    Attributes:
+        shape: [N, K]; or [E, N, K], a stack, whose matrices are read as the rows of a matrix.
+        read: (start, stop) -> rows [start, stop).
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[int, int], GroupedWeight]
+
+    def whole(self) -> GroupedWeight:
+        """All rows."""
+        return self.read(0, self.shape[0])
+
+
+def _read_nothing(name: str) -> GroupedRows:
     raise KeyError(name)
 
 
@@ -63,22 +92,13 @@ class StoredGroups:
     """
 
     specs: Mapping[str, GroupSpec] = field(default_factory=dict)
-    read: Callable[[str], GroupedWeight] = _read_nothing
+    read: Callable[[str], GroupedRows] = _read_nothing
 
 
-GroupedOf = Callable[[str, GroupSpec], GroupedWeight]
+GroupedOf = Callable[[str, GroupSpec], GroupedRows]
 """(name of a weight, its spec) -> the weight as codes, [N, K] or a stack [E, N, K]."""
 PackedWeight = dict[Piece, Tensor]
 """The tensors of a grouped weight in the kernels' order."""
-
-
-def pack_grouped(weight: GroupedWeight) -> PackedWeight:
-    """A grouped weight [..., N, K] in the kernels' order."""
-    packed: PackedWeight = {
-        "codes": pack_codes(weight.codes, weight.form.kind),
-        "scales": pack_scales(weight.scales),
-    }
-    return packed if weight.zeros is None else {**packed, "zeros": pack_scales(weight.zeros)}
 
 
 def allocate_piece(piece: Piece, spec: GroupSpec, shape: Sequence[int]) -> Tensor:
@@ -94,30 +114,81 @@ def allocate_piece(piece: Piece, spec: GroupSpec, shape: Sequence[int]) -> Tenso
     return allocate((*stack, count_tiles(features), inputs // form.group, TILE), dtype)
 
 
-def stack_packed(parts: Iterable[PackedWeight], count: int) -> PackedWeight:
-    """A stack of `count` packed weights, filled one by one, so that none is in memory twice."""
-    stacked: PackedWeight = {}
-    for index, part in enumerate(parts):
-        for piece, tensor in part.items():
-            if index == 0:
-                stacked[piece] = allocate((count, *tensor.shape), tensor.dtype)
-            stacked[piece][index].view(torch.uint8).copy_(tensor.view(torch.uint8))
-    return stacked
+def pack_rows(rows: GroupedRows, spec: GroupSpec, fill: Fill = fill_packed) -> PackedWeight:
+    """A grouped weight [..., N, K] in the kernels' order, some rows at a time.
+
+    Args:
+        rows: of the weight.
+        spec: of the weight.
+        fill: packs the codes.
+    """
+    packed = {piece: allocate_piece(piece, spec, rows.shape) for piece in spec.pieces}
+    unit = TILE if len(rows.shape) == 2 else 1
+    step = max(1, _AT_ONCE // (unit * prod(rows.shape[1:]))) * unit
+    for start in range(0, rows.shape[0], step):
+        stop = min(start + step, rows.shape[0])
+        part = rows.read(start, stop)
+        tiles = slice(start // unit, -(-stop // unit))
+        codes = raw_codes(part.codes, spec.form.kind).contiguous()
+        fill(codes, packed["codes"][tiles].view(torch.uint8))
+        packed["scales"][tiles] = pack_scales(part.scales)
+        if part.zeros is not None:
+            packed["zeros"][tiles] = pack_scales(part.zeros)
+    return packed
 
 
-def take_rows(weight: GroupedWeight, runs: Sequence[tuple[int, int]]) -> GroupedWeight:
+def rows_of(weight: GroupedWeight) -> GroupedRows:
+    """The rows of a weight that is in memory."""
+
+    def read(start: int, stop: int) -> GroupedWeight:
+        return _map([weight], lambda tensors: tensors[0][start:stop])
+
+    return GroupedRows(tuple(weight.codes.shape), read)
+
+
+def take_rows(weight: GroupedRows, runs: Sequence[tuple[int, int]]) -> GroupedRows:
     """Rows of a matrix, given as runs [start, stop)."""
-    return _map([weight], lambda tensors: _cat([tensors[0][a:b] for a, b in runs], 0))
+
+    def run(begin: int, end: int) -> GroupedRows:
+        return GroupedRows(
+            (end - begin, *weight.shape[1:]),
+            lambda start, stop: weight.read(begin + start, begin + stop),
+        )
+
+    return join([run(begin, end) for begin, end in runs])
 
 
-def join(weights: Sequence[GroupedWeight], dim: int) -> GroupedWeight:
-    """Weights of one spec as one, along a dimension before the last."""
-    return _map(weights, lambda tensors: _cat(tensors, dim))
+def join(weights: Sequence[GroupedRows], dim: int = 0) -> GroupedRows:
+    """Weights of one spec as one, along the first or, in stacks, the second dimension."""
+    shape = list(weights[0].shape)
+    shape[dim] = sum(weight.shape[dim] for weight in weights)
+
+    def read(start: int, stop: int) -> GroupedWeight:
+        if dim:
+            return _cat_all([weight.read(start, stop) for weight in weights], dim)
+        found, begin = [], 0
+        for weight in weights:
+            low, high = max(start - begin, 0), min(stop - begin, weight.shape[0])
+            if low < high:
+                found.append(weight.read(low, high))
+            begin += weight.shape[0]
+        return found[0] if len(found) == 1 else _cat_all(found, 0)
+
+    return GroupedRows(tuple(shape), read)
 
 
-def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+def stack(weights: Sequence[GroupedRows]) -> GroupedRows:
     """Weights of one spec and shape as a stack."""
-    return _map(weights, lambda tensors: _cat([tensor[None] for tensor in tensors], 0))
+
+    def read(start: int, stop: int) -> GroupedWeight:
+        parts = [weight.whole() for weight in weights[start:stop]]
+        return _map(parts, lambda tensors: _cat([tensor[None] for tensor in tensors], 0))
+
+    return GroupedRows((len(weights), *weights[0].shape), read)
+
+
+def _cat_all(weights: Sequence[GroupedWeight], dim: int) -> GroupedWeight:
+    return _map(weights, lambda tensors: _cat(tensors, dim))
 
 
 def _map(

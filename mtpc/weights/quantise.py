@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind
-from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,11 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
         codes[start : start + rows] = numbers.flatten(1)
     shape = (*weight.shape[:-1], groups)
     return GroupedWeight(form, codes.view(weight.shape), scales.view(shape))
+
+
+def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:
+    """The rows of `quantise`, rounded when they are asked for."""
+    return GroupedRows(tuple(weight.shape), lambda start, stop: quantise(weight[start:stop], spec))
 
 
 def _round(part: Tensor, inverse: Tensor, kind: Kind) -> Tensor:

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from mtpc.weights import packing
-from mtpc.weights.grouped import GroupedWeight, GroupForm
+from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import (
     GroupedOf,
+    GroupedRows,
     GroupSpec,
     PackedWeight,
     Piece,
     allocate_piece,
     join,
-    pack_grouped,
+    pack_rows,
     stack,
-    stack_packed,
     take_rows,
 )
 from mtpc.weights.packing import Fill
-from mtpc.weights.quantise import quantise
+from mtpc.weights.quantise import quantised_rows
 
 Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
 
@@ -129,7 +129,9 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
     if isinstance(recipe, str):
         return tensor_of(recipe)
     if isinstance(recipe, Grouped):
-        return GroupedMaker(lambda name, spec: quantise(tensor_of(name), spec)).make(recipe)
+        return GroupedMaker(lambda name, spec: quantised_rows(tensor_of(name), spec), fill).make(
+            recipe
+        )
     if isinstance(recipe, Convert):
         return _convert(recipe, tensor_of, fill)
     if isinstance(recipe, Rows):
@@ -252,7 +254,7 @@ def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
     return found.pop() if len(found) == 1 else None
 
 
-def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> GroupedWeight:
+def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> GroupedRows:
     """The weight of a recipe as codes, which are never expanded.
 
     Args:
@@ -278,10 +280,11 @@ class GroupedMaker:
 
     Args:
         grouped_of: (name, spec) -> a weight as codes.
+        fill: packs codes.
     """
 
-    def __init__(self, grouped_of: GroupedOf):
-        self._grouped_of = grouped_of
+    def __init__(self, grouped_of: GroupedOf, fill: Fill = packing.fill_packed):
+        self._grouped_of, self._fill = grouped_of, fill
         self._last: tuple[tuple[GroupSpec, Recipe], PackedWeight] | None = None
 
     def make(self, recipe: Grouped) -> Tensor:
@@ -289,14 +292,9 @@ class GroupedMaker:
         wanted = (recipe.spec, recipe.part)
         if self._last is None or self._last[0] != wanted:
             self._last = None  # Its memory goes before the next weight is made.
-            self._last = (wanted, self._pack(recipe.part, recipe.spec))
+            rows = make_grouped(recipe.part, recipe.spec, self._grouped_of)
+            self._last = (wanted, pack_rows(rows, recipe.spec, self._fill))
         return self._last[1][recipe.piece]
-
-    def _pack(self, part: Recipe, spec: GroupSpec) -> PackedWeight:
-        if isinstance(part, Join) and part.op == "stack":
-            return stack_packed((self._pack(one, spec) for one in part.parts), len(part.parts))
-        weight = make_grouped(part, spec, self._grouped_of)
-        return pack_grouped(weight)
 
 
 def names(recipe: Recipe) -> Iterator[str]:

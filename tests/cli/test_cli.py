@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -20,12 +20,15 @@ from helpers.word_model import SMALL_MODEL
 from packaging.requirements import Requirement
 
 import mtpc
+from mtpc.api import print_progress
 from mtpc.cli import doctor
 from mtpc.cli.anatomy import number_ranges
 from mtpc.cli.inspect import _write
 from mtpc.cli.main import main
 from mtpc.cli.progress import show_progress
 from mtpc.cli.tables import format_bytes
+from mtpc.layout import StepKey
+from mtpc.layout.progress import Progress
 
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]
 
@@ -316,18 +319,22 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_has_no_silent_gap():
+def test_progress_in_a_file_is_one_line_a_stage():
     stream = io.StringIO()
-    with show_progress(stream, heartbeat_s=0.05) as tell:
+    with show_progress(stream) as tell:
+        tell("trace model")
         tell("1/2 lower decode[R=1]")
-        for _ in range(400):
-            time.sleep(0.05)
-            if "still running" in stream.getvalue():
-                break
     lines = [line.split("] ", 1)[1] for line in stream.getvalue().splitlines()]
-    assert lines[0] == "1/2 lower decode[R=1]"
-    assert lines[1] == "still running: 1/2 lower decode[R=1]"
-    assert lines[-1].startswith("done in ")
+    assert lines[:2] == ["trace model", "1/2 lower decode[R=1]"]
+    assert len(lines) == 3
+    assert lines[2].startswith("done in ")
+
+
+def test_the_api_logs_its_stages(caplog):
+    """Without a terminal; a program that wants them sets the level of the logger `mtpc`."""
+    with caplog.at_level(logging.INFO, "mtpc"):
+        print_progress(Progress("lower", StepKey.decode(1, 1), 1, 3, 4.25))
+    assert caplog.messages == ["    4.2 s  2/3 decode[R=1,Q=2,K=1] lower"]
 
 
 def test_progress_on_a_terminal_leaves_a_line_per_stage():

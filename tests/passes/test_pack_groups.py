@@ -21,10 +21,10 @@ from mtpc.errors import OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
-from mtpc.weights import recipes
+from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_codes, pack_scales
-from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.grouped_recipes import GroupSpec, rows_of
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.recipes import Grouped, GroupedMaker, Join, Rows
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -58,8 +58,15 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_codes_are_joined_as_they_are(spec: GroupSpec) -> None:
-    """Joined rows, rows taken, stacks of matrices, and rows of stacks; and through JSON."""
+@pytest.mark.parametrize("at_once", [32 * 64, 1 << 20])
+def test_codes_are_joined_as_they_are(
+    spec: GroupSpec, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined rows, rows taken, stacks of matrices, and rows of stacks; and through JSON.
+
+    A tile's rows at a time, and all of them.
+    """
+    monkeypatch.setattr(grouped_recipes, "_AT_ONCE", at_once)
     a, b, c, d = (weight(spec, rows, 64, seed=rows) for rows in (70, 40, 32, 33))
     e, f = (weight(spec, 3, rows, 64, seed=rows) for rows in (32, 40))
     known = dict(zip("abcdef", (a, b, c, d, e, f), strict=True))
@@ -74,7 +81,7 @@ def test_codes_are_joined_as_they_are(spec: GroupSpec) -> None:
         (Join("cat_rows", ("e", "f")), lambda t: torch.cat([t("e"), t("f")], 1)),
     ]
     for part, of in cases:
-        maker = GroupedMaker(lambda name, _: known[name])
+        maker = GroupedMaker(lambda name, _: rows_of(known[name]))
         shape = list(of(lambda name: known[name].codes.view(torch.uint8)).shape)
         for piece in spec.pieces:
 

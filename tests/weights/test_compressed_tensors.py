@@ -71,5 +71,5 @@ def test_what_the_library_reads(scheme: str, tmp_path: Path) -> None:
     assert set(stored) == set(compressor.compression_param_names(config.config_groups["group_0"]))
     wide = {n: t.float() if n == "weight_scale" else t for n, t in stored.items()}
     expected = compressor.decompress(wide, config.config_groups["group_0"])["weight"]
-    found = Checkpoint(out).grouped(f"{NAME}.weight").dequantise()
+    found = Checkpoint(out).grouped(f"{NAME}.weight").whole().dequantise()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -258,10 +258,12 @@ def test_a_weight_is_what_its_format_says(form: str, tmp_path: Path) -> None:
     spec = checkpoint.specs.get(name)
     assert (spec.form if spec else None) == expected_form
     if spec is not None:
-        weight = checkpoint.grouped(name)
+        rows = checkpoint.grouped(name)
+        weight, few = rows.whole(), rows.read(5, N - 2)
         assert weight.form == expected_form
         assert str(weight.scales.dtype) == f"torch.{spec.scales}"
         torch.testing.assert_close(weight.dequantise(), expected, rtol=1e-6, atol=0)
+        assert torch.equal(few.dequantise(), weight.dequantise()[5 : N - 2])
 
 
 def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
@@ -277,7 +279,7 @@ def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> 
     wanted = convert_moe_packed_tensors(*stored.values()).transpose(1, 2)
     checkpoint = Checkpoint(tmp_path)
     assert torch.equal(checkpoint.tensor(name), wanted)
-    assert torch.equal(checkpoint.grouped(name).dequantise().bfloat16(), wanted)
+    assert torch.equal(checkpoint.grouped(name).whole().dequantise().bfloat16(), wanted)
     assert checkpoint.specs[name].form == GroupForm("int8", 32)
 
 

@@ -26,7 +26,7 @@ from mtpc.weights.gguf.families import FAMILIES
 from mtpc.weights.gguf.file import Change, GgufTensor, Heads, find_gguf
 from mtpc.weights.gguf.names import ENDS, STACKS
 from mtpc.weights.grouped import GroupForm
-from mtpc.weights.grouped_recipes import GroupSpec, pack_grouped
+from mtpc.weights.grouped_recipes import GroupSpec, pack_rows, rows_of
 from mtpc.weights.served_model import ServedModel
 from mtpc.weights.write_quantised import quantise_checkpoint
 
@@ -168,13 +168,13 @@ def test_types_with_minima_are_read_as_codes(number: int, columns: Heads | None)
     stored = GgufTensor(Path("a"), block.name, (40, 512), 0, block, Change(columns=columns))
     (weight,) = find({"a.weight": stored}, {}, {})
     assert weight.spec == GroupSpec(GroupForm(weight.kind, 32, has_mins=True), block.scales)
-    found = weight.grouped(lambda name: raw)
+    found = weight.grouped(lambda name: raw).whole()
     kind = gguf.GGMLQuantizationType(number)
     wanted = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind))
     wanted = wanted if columns is None else wanted[:, columns.order()]
     torch.testing.assert_close(found.dequantise(), wanted, rtol=2**-23, atol=2**-23)
     assert torch.equal(weight.values(lambda name: raw, torch.float32), found.dequantise())
-    packed = pack_grouped(found)
+    packed = pack_rows(rows_of(found), weight.spec)
     x = torch.eye(512)  # Rounding to int8 leaves it as it is.
     product = torch.ops.mtpc.grouped_linear(
         x, packed["codes"], packed["scales"], packed["zeros"], 40
@@ -220,7 +220,7 @@ def test_quantised_files_are_their_values(name: str, kind: str, tmp_path: Path) 
             wanted = wanted.to(torch.bfloat16)
         assert torch.equal(found.tensor(tensor), wanted), tensor
     for tensor in found.specs:
-        codes = found.grouped(tensor).dequantise().to(torch.bfloat16)
+        codes = found.grouped(tensor).whole().dequantise().to(torch.bfloat16)
         assert torch.equal(codes, found.tensor(tensor)), tensor
     assert found.specs
 

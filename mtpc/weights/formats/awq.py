@@ -76,6 +76,7 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
         parts,
         _decode,
         scales_dtype(tensors, parts),
+        rows={"codes": (1, 8), "scales": (1, 1), "zeros": (1, 8)},
     )
 
 

@@ -79,7 +79,10 @@ def _fp8(
     layout, parts = f"FP8 in blocks of {rows} x {columns}", {"codes": name, "scales": scale}
     is_exponent = tensors[scale].dtype == "F8_E8M0"
     dtype = "bfloat16" if is_exponent else scales_dtype(tensors, parts)
-    return QuantisedWeight(name, shape, layout, "float8", grid, False, parts, _decode, dtype)
+    lie = {"codes": (0, 1), "scales": (0, grid.rows)} if grid.chunks == 1 else {}
+    return QuantisedWeight(
+        name, shape, layout, "float8", grid, False, parts, _decode, dtype, rows=lie
+    )
 
 
 def _fp4(tensors: Tensors, name: str, scale: str) -> QuantisedWeight:

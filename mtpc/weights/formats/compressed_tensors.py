@@ -200,25 +200,25 @@ def _packed(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
         parts["order"] = find_part(tensors, indices, ("I32", "I64"), [(shape[1],)], "groups")
     order = "order" if indices in tensors else None
     layout = f"int{bits} in groups of {grid.group(shape[1])}{', desc_act' if order else ''}"
-    decode = partial(_decode_packed, name=name, shape=shape, bits=bits, rows=rows)
+    decode = partial(_decode_packed, name=name, shape=shape, bits=bits, columns=columns)
     dtype, has_zeros = scales_dtype(tensors, parts), not is_symmetric
+    lie = _rows(grid, shape, 32 // bits)
     return QuantisedWeight(
-        name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order
+        name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order, rows=lie
     )
 
 
 def _decode_packed(
-    parts: Mapping[str, Tensor], name: str, shape: tuple[int, int], bits: int, rows: int
+    parts: Mapping[str, Tensor], name: str, shape: tuple[int, int], bits: int, columns: int
 ) -> Decoded:
     if tuple(parts["shape"].tolist()) != shape:
         raise CheckpointError(
             f"{name}_shape is {parts['shape'].tolist()}, and {name}_packed holds {list(shape)}; "
             f"expected the same, and inputs that are a multiple of {32 // bits}"
         )
-    zeros = parts.get("zeros")
+    zeros, grid = parts.get("zeros"), parts["scales"].reshape(-1, columns)
     if zeros is not None:
-        zeros = unpack_words(zeros.t(), bits)[:, :rows].t().contiguous()
-    grid = parts["scales"].reshape(rows, -1)
+        zeros = unpack_words(zeros.t(), bits)[:, : len(grid)].t().contiguous()
     return Decoded(unpack_words(parts["codes"], bits), grid, zeros)
 
 
@@ -237,7 +237,7 @@ def _plain(tensors: Tensors, module: str, weights: Config, kind: str) -> Quantis
     if not is_symmetric:
         sizes = _sizes(grid, shape)
         parts["zeros"] = find_part(tensors, f"{module}.weight_zero_point", ("I8",), sizes, _ZEROS)
-    rows = grid.shape(shape)[0]
+    columns = grid.shape(shape)[1]
     strategy = f"a scale for {grid.rows} x {grid.group(shape[1])}"
     return QuantisedWeight(
         name,
@@ -247,23 +247,37 @@ def _plain(tensors: Tensors, module: str, weights: Config, kind: str) -> Quantis
         grid,
         not is_symmetric,
         parts,
-        partial(_decode_plain, rows=rows),
+        partial(_decode_plain, columns=columns),
         scales_dtype(tensors, parts),
+        rows=_rows(grid, shape),
     )
 
 
-def _decode_plain(parts: Mapping[str, Tensor], rows: int) -> Decoded:
+def _decode_plain(parts: Mapping[str, Tensor], columns: int) -> Decoded:
     zeros = parts.get("zeros")
     if zeros is not None:
-        zeros = _unsigned(zeros).reshape(rows, -1)
+        zeros = _unsigned(zeros).reshape(-1, columns)
     codes = parts["codes"]
     codes = _unsigned(codes) if codes.dtype == torch.int8 else codes
-    return Decoded(codes, parts["scales"].reshape(rows, -1), zeros)
+    return Decoded(codes, parts["scales"].reshape(-1, columns), zeros)
 
 
 def _unsigned(values: Tensor) -> Tensor:
     """int8 plus 128, as uint8."""
     return values.view(torch.uint8) ^ 128
+
+
+def _rows(grid: Grid, shape: tuple[int, int], zeros: int = 1) -> dict[str, tuple[int, int]]:
+    """Where rows lie: along the first dimension. A grid of one row has none.
+
+    Args:
+        grid: of the weight.
+        shape: of the weight.
+        zeros: rows of zero points to an entry.
+    """
+    if grid.shape(shape)[0] == 1:
+        return {"codes": (0, 1)}
+    return {"codes": (0, 1), "scales": (0, grid.rows), "zeros": (0, grid.rows * zeros)}
 
 
 def _scales(tensors: Tensors, module: str, grid: Grid, shape: tuple[int, int]) -> str:

@@ -57,6 +57,7 @@ def _weight(name: str, stored: GgufTensor) -> QuantisedWeight:
         partial(_decode, block=block, columns=columns),
         block.scales,
         has_mins=block.has_mins,
+        rows={"codes": (0, 1)},
     )
 
 

@@ -95,8 +95,9 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
     layout = f"GPTQ int{bits} in groups of {group}{'' if in_order else ', desc_act'}"
     dtype, order = scales_dtype(tensors, parts), None if in_order else "order"
     grid, has_zeros = Grid(1, group), not is_symmetric
+    rows = {"codes": (1, 1), "scales": (1, 1), "zeros": (1, 32 // bits)}
     return QuantisedWeight(
-        name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order
+        name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order, rows=rows
     )
 
 

@@ -56,8 +56,10 @@ def weight_of(name: str, shape: tuple[int, ...], parts: Mapping[str, str]) -> Qu
         shape: [N, K] or [E, N, K].
         parts: names of the tensors in the roles "codes" and "scales".
     """
-    grid = Grid(1, GROUP)
-    return QuantisedWeight(name, shape, "MXFP4", "int8", grid, False, parts, decode, "bfloat16")
+    grid, rows = Grid(1, GROUP), dict.fromkeys(("codes", "scales"), (0, 1))
+    return QuantisedWeight(
+        name, shape, "MXFP4", "int8", grid, False, parts, decode, "bfloat16", rows=rows
+    )
 
 
 def decode(parts: Mapping[str, Tensor]) -> Decoded:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind
-from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
 from mtpc.weights.tensor_file import StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
@@ -104,6 +104,8 @@ class QuantisedWeight:
             adjacent inputs.
         has_mins: whether there is a grid of minima.
         as_values: whether it is read as values by its nature: codes are float32 values then.
+        rows: role -> (dimension of the tensor along which rows lie, rows to a place of it). A role
+            that is not in it has no rows. Empty: the weight is decoded as a whole.
     """
 
     name: str
@@ -118,6 +120,7 @@ class QuantisedWeight:
     order: str | None = None
     has_mins: bool = False
     as_values: bool = False
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def spec(self) -> GroupSpec | None:
@@ -132,19 +135,27 @@ class QuantisedWeight:
         is_unknown = self.order or self.as_values
         return None if is_unknown or form.misfit(self.shape[-1]) else form
 
-    def grouped(self, read: Callable[[str], Tensor]) -> GroupedWeight:
+    def grouped(self, read: Callable[[str], Tensor]) -> GroupedRows:
         """The weight in the form that kernels read; only where it has one.
 
         Args:
             read: name of a tensor -> the tensor.
         """
-        assert self.form is not None
-        decoded = self._decode(read)
-        return GroupedWeight(self.form, decoded.codes, decoded.scales, decoded.zeros)
+        tensors = {role: read(name) for role, name in self.parts.items()}
+
+        def decode(start: int, stop: int) -> GroupedWeight:
+            assert self.form is not None
+            decoded = self._decode(tensors, start, stop)
+            return GroupedWeight(self.form, decoded.codes, decoded.scales, decoded.zeros)
+
+        if not self.rows:
+            return rows_of(decode(0, self.shape[0]))
+        return GroupedRows(self.shape, decode)
 
     def values(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
         """The weight that the codes stand for: float32 values, rounded once to `dtype`."""
-        decoded = self._decode(read)
+        tensors = {role: read(name) for role, name in self.parts.items()}
+        decoded = self._decode(tensors, 0, self.shape[0])
         if self.as_values:
             return decoded.codes.to(dtype)
         out = torch.empty(self.shape, dtype=dtype)
@@ -180,14 +191,25 @@ class QuantisedWeight:
             raise CheckpointError(f"{name} names groups outside of 0..{groups - 1}")
         return column
 
-    def _decode(self, read: Callable[[str], Tensor]) -> Decoded:
-        decoded = self.decode({role: read(name) for role, name in self.parts.items()})
+    def _decode(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> Decoded:
+        """Rows [start, stop), with grids that have a row for each of them."""
+        step = lcm(*(count for _, count in self.rows.values())) if self.rows else self.shape[0]
+        begin, end = start // step * step, min(-(-stop // step) * step, self.shape[0])
+        decoded = self.decode({r: self._part(r, t, begin, end) for r, t in tensors.items()})
+        run = slice(start - begin, stop - begin)
 
-        def expand(grid: Tensor | None) -> Tensor | None:
-            return None if grid is None else self.grid.expand(grid, self.shape[0])
+        def expand(grid: Tensor) -> Tensor:
+            return self.grid.expand(grid, end - begin)[run]
 
-        scales = self.grid.expand(decoded.scales, self.shape[0])
-        return Decoded(decoded.codes, scales, expand(decoded.zeros))
+        zeros = None if decoded.zeros is None else expand(decoded.zeros)
+        return Decoded(decoded.codes[run], expand(decoded.scales), zeros)
+
+    def _part(self, role: str, tensor: Tensor, begin: int, end: int) -> Tensor:
+        """What a tensor has of the rows [begin, end), which begin at a place of each tensor."""
+        if role not in self.rows:
+            return tensor
+        dim, count = self.rows[role]
+        return tensor.narrow(dim, begin // count, -(-end // count) - begin // count)
 
 
 def find_part(
@@ -324,7 +346,8 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     bytes_ = words.contiguous().view(torch.uint8)
     if bits == 8:
         return bytes_
-    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+    pairs = bytes_.to(torch.int16)
+    return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 
 
 def pack_words(codes: Tensor) -> Tensor:
