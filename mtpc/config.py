@@ -39,6 +39,9 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 """Names of schemes that quantise weights; `mtpc.weights.quantise` says what they are."""
 
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+"""Values of `kv_cache_dtype`; `mtpc.models.caches` says what they are."""
+
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
 
@@ -83,6 +86,9 @@ class CompileOptions:
             eager, which the stats show and `strict` forbids.
         dtype: dtype of the weights of a directory ("bfloat16", "float32", ...); None keeps the
             checkpoint's. A model object keeps its own.
+        kv_cache_dtype: what pages of K and V hold: "auto", the model's dtype; or codes of one byte
+            with a scale for each token and head, "int8" or "fp8" (e4m3). Latents, rings of sliding
+            windows, recurrent state and compressed entries keep their dtype. See docs/engine.md.
         quantize: a scheme that quantises the weights of linear layers and experts as they are
             loaded: "int4-g32", "int4-g128", "int8" or "fp8". Weights that the checkpoint stores
             quantised stay as they are, and so do embeddings, routers and the joints of MTP layers.
@@ -135,6 +141,7 @@ class CompileOptions:
     async_scheduling: bool = False
     backend: str = "auto"
     dtype: str | None = None
+    kv_cache_dtype: str = KV_CACHE_DTYPES[0]
     quantize: str | None = None
     synthetic_acceptance_rates: tuple[float, ...] = ()
     synthetic_acceptance_length: float | str | None = None
@@ -172,6 +179,11 @@ class CompileOptions:
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise OptionError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise OptionError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; expected one of "
+                f"{', '.join(KV_CACHE_DTYPES)}"
+            )
         if self.quantize is not None:
             check_scheme("quantize", self.quantize)
         for name in ("disabled_passes", "enabled_passes"):

@@ -21,7 +21,7 @@ from mtpc.cli.parsing import (
     speculative_lists,
     wiring,
 )
-from mtpc.config import SCHEMES, CompileOptions
+from mtpc.config import KV_CACHE_DTYPES, SCHEMES, CompileOptions
 
 VLLM_NAMES = {
     "spec_tokens": "--num-speculative-tokens",
@@ -128,21 +128,23 @@ def add_compile_options(
             *("busy_prefill_chunk", int, "N"),
             "prompt tokens per prefill step while others decode (default: up to 64; all on GPUs)",
         ),
-        (
-            *("prefill_rows", int, "R"),
-            "requests that may share a prefill step (default: enough for the largest bucket)",
-        ),
+        ("prefill_rows", int, "R", "requests that may share a prefill step (default: a bucket's)"),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
         ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
+        (
+            "kv_cache_dtype",
+            str,
+            "NAME",
+            f"what pages of K and V hold: {', '.join(KV_CACHE_DTYPES)}",
+        ),
         ("quantize", str, "SCHEME", f"quantise weights: {', '.join(SCHEMES)}"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
         shown = "" if default in (None, ()) else f" (default: {_listed(default)})"
-        flag = f"--{name.replace('_', '-')}"
-        others = [VLLM_NAMES[name]] if name in VLLM_NAMES else []
-        group.add_argument(flag, *others, type=kind, metavar=metavar, help=text + shown)
+        flags = [f"--{name.replace('_', '-')}", *filter(None, [VLLM_NAMES.get(name)])]
+        group.add_argument(*flags, type=kind, metavar=metavar, help=text + shown)
     _add_vllm_options(group, several_k)
     for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"

@@ -40,6 +40,7 @@ def command(args: argparse.Namespace) -> int:
                 batch_buckets=(1,),
                 max_len=args.max_len or min(DEFAULT_LEN, most),
                 page_size=args.page_size,
+                kv_cache_dtype=args.kv_cache_dtype or CompileOptions.kv_cache_dtype,
                 quantize=scheme,
             ),
             ranks,

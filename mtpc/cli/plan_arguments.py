@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtpc.cli.parsing import ids, positive
-from mtpc.config import DTYPES, SCHEMES, CompileOptions
+from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES, CompileOptions
 
 DEFAULT_LEN = 8192
 DEVICE_NAMES = ("h200", "mi300x")
@@ -89,6 +89,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--device", DEVICE_NAMES, "whose published figures to take (default: h200)"),
         ("--dtype", DTYPES, "dtype of the weights (default: the checkpoint's)"),
         ("--quantize", SCHEMES, "plan with weights of this scheme"),
+        ("--kv-cache-dtype", KV_CACHE_DTYPES, "plan with pages of K and V of this form"),
     ):
         parser.add_argument(flag, choices=tuple(names), help=text)
     parser.add_argument(

@@ -19,6 +19,14 @@ from mtpc.step.records import Metadata
 _BY_LAYER = ". `verify` writes those of the target's layers, `propose` those of MTP layers"
 
 
+CODE_DTYPES: Mapping[str, torch.dtype | None] = {
+    "auto": None,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+"""Codes in page pools of K and V, by the names of `mtpc.config.KV_CACHE_DTYPES`."""
+
+
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Page pools of a layer with grouped-query attention: K and V, each [N, P, H_kv, D]."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -33,6 +41,28 @@ def paged_pool_specs(
         paged_spec(f"kv.{layer}.{role}", (P, heads, width), dtype, f"{what} by page{_BY_LAYER}")
         for role, what, width in zip(("k", "v"), ("keys", "values"), dims, strict=True)
     )
+
+
+def quantised_pools(specs: tuple[BufferSpec, ...], dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """Buffers of a layer with codes in its page pools of K and V, and a scale a token and head.
+
+    Other buffers stay as they are: latents, rings, recurrent state and compressed entries.
+
+    Args:
+        specs: of the layer.
+        dtype: of the codes.
+    """
+    found: list[BufferSpec] = []
+    for spec in specs:
+        if not (spec.is_paged and spec.name.endswith((".k", ".v"))):
+            found.append(spec)
+            continue
+        meaning = f"scales of {spec.name.rpartition('.')[2]}'s codes, a token and head{_BY_LAYER}"
+        found += (
+            replace(spec, dtype=dtype),
+            paged_spec(f"{spec.name}_scale", spec.dims[1:3], torch.float32, meaning),
+        )
+    return tuple(found)
 
 
 def paged_spec(name: str, page: tuple[Any, ...], dtype: torch.dtype, meaning: str) -> BufferSpec:
@@ -104,15 +134,17 @@ class LayerCache(Protocol):
 
 @dataclass(frozen=True)
 class PagedKV:
-    """K and V pools, [N, P, H_kv, D]."""
+    """K and V pools, [N, P, H_kv, D]; where they hold codes, with scales [N, P, H_kv]."""
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
         """Write K (`first`) and V (`second`), each [1, H_kv, T, D]."""
-        for cache, rows in ((self.k, first), (self.v, second)):
-            ops.write_cache(cache, rows[0].transpose(0, 1), metadata.slot_mapping)
+        for cache, rows, scales in ((self.k, first, self.k_scale), (self.v, second, self.v_scale)):
+            ops.write_cache(cache, rows[0].transpose(0, 1), metadata.slot_mapping, scales)
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
@@ -129,6 +161,8 @@ class PagedKV:
             options.get("sliding_window") or 0,
             options.get("softcap") or 0.0,
             options.get("s_aux"),
+            self.k_scale,
+            self.v_scale,
         )
         return out[None]
 

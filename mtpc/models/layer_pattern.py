@@ -114,7 +114,7 @@ def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
     }
     specs = [
         replace(spec, name=spec.name.replace(f"kv.{index}.", "kv."))
-        for spec in loaded.family.cache_specs(config, index, loaded.dtype)
+        for spec in loaded.cache_specs(index)
     ]
     names = [name for name, _ in layer.named_parameters()]
     groups = {name: spec_of(f"{layers_prefix(loaded)}{index}.{name}") for name in names}

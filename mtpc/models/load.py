@@ -20,7 +20,7 @@ from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
-from mtpc.models.caches import CachePool
+from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
     MTPLayer,
@@ -59,6 +59,7 @@ class LoadedModel:
         checkpoint: where the tensors were read; None for a model object without a directory.
         owned: whether mtpc read the target from a directory, so that no one else has its tensors.
         headers: where tensors are memory without contents, what they stand for; else None.
+        kv_cache_dtype: of the codes in page pools of K and V; None: they have the model's dtype.
     """
 
     family: ModelFamily
@@ -69,6 +70,7 @@ class LoadedModel:
     checkpoint: Checkpoint | None
     owned: bool = False
     headers: HeaderWeights | None = None
+    kv_cache_dtype: torch.dtype | None = None
 
     @property
     def config(self) -> Any:
@@ -107,14 +109,29 @@ class LoadedModel:
         """Earlier rows of a request that the MTP layers compute again; see `mtpc.step.chaining`."""
         return max(len(self.mtp_layers) - 1, 0)
 
+    def with_kv_cache(self, name: str) -> LoadedModel:
+        """This model with page pools of K and V of a `CompileOptions.kv_cache_dtype`.
+
+        Raises:
+            UnsupportedModelError: no layer has such pools.
+        """
+        found = replace(self, kv_cache_dtype=CODE_DTYPES[name])
+        if found.kv_cache_dtype and found.state_specs() == self.state_specs():
+            raise UnsupportedModelError(
+                f"kv_cache_dtype is {name!r}, but {self.family.name} has no pages of K and V; "
+                "expected 'auto': latents, rings and recurrent state keep the model's dtype"
+            )
+        return found
+
+    def cache_specs(self, layer: int) -> tuple[BufferSpec, ...]:
+        """State buffers of a layer; MTP layers follow the target's."""
+        specs = self.family.cache_specs(self.config, layer, self.dtype)
+        return quantised_pools(specs, self.kv_cache_dtype) if self.kv_cache_dtype else specs
+
     def state_specs(self) -> tuple[BufferSpec, ...]:
         """State buffers: of the target's layers, of the MTP layers, and of true chaining."""
         count = self.config.num_hidden_layers + len(self.mtp_layers)
-        caches = (
-            spec
-            for layer in range(count)
-            for spec in self.family.cache_specs(self.config, layer, self.dtype)
-        )
+        caches = (spec for layer in range(count) for spec in self.cache_specs(layer))
         chain = chain_specs(self.chain_window, (self.config.hidden_size,), self.dtype)
         return (*caches, *chain)
 

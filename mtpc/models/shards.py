@@ -199,8 +199,7 @@ class ShardPlan:
             output = f"{self._block(layer)}self_attn.o_proj"
             if self.style(output).collective is None or f"{output}.weight" not in weights:
                 continue
-            specs = {s.name.rpartition(".")[2]: s.dims for s in
-                     loaded.family.cache_specs(loaded.config, layer, loaded.dtype)}  # fmt: skip
+            specs = {s.name.rpartition(".")[2]: s.dims for s in loaded.cache_specs(layer)}
             values = next((specs[role] for role in ("v", "ring_v") if role in specs), None)
             if values is None:
                 heads = loaded.config.num_attention_heads

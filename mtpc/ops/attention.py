@@ -22,15 +22,55 @@ def _accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-@torch.library.custom_op("mtpc::write_cache", mutates_args=("cache",))
-def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+_LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest magnitude of a code, by the dtype of a cache that holds codes."""
+
+
+def quantise_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of one byte for rows of heads, and a scale for each row and head.
+
+    A scale depends on its own row and head alone. So a row has the same codes whatever rows are
+    written beside it, before it or over it.
+
+    Args:
+        rows: [T, H, D], floating point. They are rounded to float32 first.
+        dtype: of the codes: int8, or float8_e4m3fn.
+
+    Returns:
+        Codes [T, H, D]: the nearest to rows / scales, ties to even; and float32 scales [T, H]: the
+        row's largest magnitude over the largest code's. A row with NaN or an infinity has such a
+        scale, and codes 0: what is read of it is NaN.
+    """
+    wide, largest = rows.float(), _LARGEST_CODE[dtype]
+    scales = wide.abs().amax(-1) / largest
+    is_finite = scales.isfinite()
+    divisor = torch.where(is_finite & (scales > 0), scales, 1)
+    codes = torch.where(is_finite[..., None], wide / divisor[..., None], 0)
+    codes = codes.clamp(-largest, largest)  # A scale that is no normal number is less precise.
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
+
+
+@torch.library.custom_op("mtpc::write_cache", mutates_args=("cache", "scales"))
+def write_cache(
+    cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: Tensor | None = None
+) -> None:
     """Write each row at its slot; slot -1 writes nothing.
 
     Args:
-        cache: [N, P, ...], pages.
+        cache: [N, P, ...], pages. With scales: [N, P, H, D] of int8 or float8_e4m3fn.
         rows: [T, ...], any dtype (cast to the cache's).
         slot_mapping: int64 [T], page * P + offset, or -1. Slots of live rows are distinct.
+        scales: float32 [N, P, H], or None. The cache then gets the rows' codes, and this one their
+            scales; see `quantise_rows`.
     """
+    if scales is None:
+        return _write_rows(cache, rows, slot_mapping)
+    codes, steps = quantise_rows(rows, cache.dtype)
+    _write_rows(cache.view(torch.uint8), codes.view(torch.uint8), slot_mapping)
+    _write_rows(scales, steps, slot_mapping)
+
+
+def _write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
     flat = cache.view(-1, *cache.shape[2:])
     # Rows without a slot write the value of slot 0 back to slot 0. Page 0 is the null page, which
     # no live row writes, so its contents stay, and the host need not filter rows.
@@ -84,6 +124,14 @@ def gather_pages(cache: Tensor, block_table: Tensor, request: int) -> Tensor:
     return cache[pages].flatten(0, 1)
 
 
+def _by_head(
+    scales: Tensor, block_table: Tensor, request: int, attended: Tensor, groups: int
+) -> Tensor:
+    """[N, C]: one request's scales for each query head, zeros where nobody attends."""
+    own = gather_pages(scales, block_table, request)
+    return torch.where(attended[..., 0], own, 0).repeat_interleave(groups, 1).T
+
+
 @torch.library.custom_op("mtpc::paged_attention", mutates_args=())
 def paged_attention(
     q: Tensor,
@@ -96,6 +144,8 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention over paged K and V.
 
@@ -110,6 +160,9 @@ def paged_attention(
         sliding_window: a row attends to this many last positions, its own included; 0 is all.
         softcap: s -> softcap * tanh(s / softcap) on the scores; 0 is off.
         sinks: [N] sink logits, or None.
+        k_scale: float32 [pages, P, H_kv] where the caches hold codes (`quantise_rows`), or None.
+            A key is its codes times its scale: scores are products with codes, times the scale.
+        v_scale: as k_scale, of the values. Weights are multiplied by it before they are applied.
 
     Returns:
         [T, N, D_v], dtype of q.
@@ -128,9 +181,13 @@ def paged_attention(
         keys = torch.where(attended, keys, 0).repeat_interleave(groups, 1)
         values = torch.where(attended, values, 0).repeat_interleave(groups, 1)
         scores = torch.einsum("tnd,cnd->tnc", q.to(acc), keys) * scale
+        if k_scale is not None:
+            scores = scores * _by_head(k_scale, block_table, request, attended, groups).to(acc)
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         weights = _softmax_rows(scores, visible, sinks)
+        if v_scale is not None:
+            weights = weights * _by_head(v_scale, block_table, request, attended, groups).to(acc)
         rows = torch.einsum("tnc,cnd->tnd", weights, values).to(q.dtype)
         out = torch.where(visible.any(1)[:, None, None], rows, out)
     return out.contiguous()  # As the fake says; where() follows the strides of einsum.

@@ -154,7 +154,9 @@ def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("mtpc::rotate_and_write", mutates_args=("k_cache", "v_cache"))
+@torch.library.custom_op(
+    "mtpc::rotate_and_write", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale")
+)
 def rotate_and_write(
     q: Tensor,
     k: Tensor,
@@ -164,6 +166,8 @@ def rotate_and_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
     """All between the projections and an attention: `rotate` q and k, `write_cache` k and v.
@@ -174,17 +178,19 @@ def rotate_and_write(
         v: [T, H_kv, D_v].
         cos: as in `rotate`.
         sin: as cos.
-        k_cache: [pages, P, H_kv, D] of k's dtype; gets the rotated k.
-        v_cache: [pages, P, H_kv, D_v] of v's dtype.
+        k_cache: [pages, P, H_kv, D] of k's dtype, or of codes; gets the rotated k.
+        v_cache: [pages, P, H_kv, D_v] of v's dtype, or of codes.
         slot_mapping: int64 [T], of both caches; -1 writes nothing.
+        k_scale: float32 [pages, P, H_kv] where the caches hold codes; see `write_cache`.
+        v_scale: as k_scale.
         rows: int32 or int64 [1], how many of the T are in use. The queries of the others are
             undefined. The cache writes depend on slot_mapping alone.
 
     Returns:
         q, rotated.
     """
-    write_cache(k_cache, rotate(k, cos, sin), slot_mapping)
-    write_cache(v_cache, v, slot_mapping)
+    write_cache(k_cache, rotate(k, cos, sin), slot_mapping, k_scale)
+    write_cache(v_cache, v, slot_mapping, v_scale)
     return rotate(q, cos, sin, rows)
 
 

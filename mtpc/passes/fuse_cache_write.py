@@ -24,8 +24,9 @@ class FuseCacheWrite:
 
     These are four operators: the rotary embeddings of queries and keys, and the cache writes of
     keys and values. Each reads and writes little and costs a launch. The pass needs the same angles
-    for queries and keys, and the same slots for keys and values. bfloat16 only; the operator rounds
-    at the same places. On by default on backends with such a kernel (cpu, cuda).
+    for queries and keys, and the same slots for keys and values. bfloat16 only, though caches may
+    hold codes; the operator rounds at the same places. On by default on backends with such a kernel
+    (cpu, cuda).
     """
 
     name: ClassVar[str] = "fuse-cache-write"
@@ -71,13 +72,15 @@ def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
     k_write, v_write = (seen.writes.get(cache) for cache in (k_cache, v_cache))
     if q is None or k_write is None or v_write is None:
         return False
-    k = seen.rotaries.get(rows_of(operands(k_write, _WRITE, 3)[1]))
+    k = seen.rotaries.get(rows_of(operands(k_write, _WRITE, 4)[1]))
     if k is None or not _belong_together(q, k, k_write, v_write):
         return False
-    _, v_rows, slots = operands(v_write, _WRITE, 3)
+    k_scale = operands(k_write, _WRITE, 4)[3]
+    _, v_rows, slots, v_scale = operands(v_write, _WRITE, 4)
+    scales = () if k_scale is None else (k_scale, v_scale)
     with graph.inserting_before(max(k_write, v_write)):
         rows = [rotary.emit_rows(graph) for rotary in (q, k)]
-        args = (*rows, v_rows, *q.emit_angles(graph), k_cache, v_cache, slots)
+        args = (*rows, v_rows, *q.emit_angles(graph), k_cache, v_cache, slots, *scales)
         turned = emit(graph, torch.ops.mtpc.rotate_and_write.default, args, attention)
     attention.replace_input_with(q_rows, turned)
     for write in (k_write, v_write):
@@ -91,8 +94,8 @@ def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -
     It may if queries and keys have the same angles, if keys and values have the same slots, if only
     the write reads the rotated keys, and if no node between the two writes reads a cache.
     """
-    k_cache, k_rows, k_slots = operands(k_write, _WRITE, 3)
-    v_cache, v_rows, v_slots = operands(v_write, _WRITE, 3)
+    k_cache, k_rows, k_slots, k_scale = operands(k_write, _WRITE, 4)
+    v_cache, v_rows, v_slots, v_scale = operands(v_write, _WRITE, 4)
     first, last = sorted((k_write, v_write))
     between = first.next
     while between is not last:
@@ -103,7 +106,8 @@ def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -
         (q.cos, q.sin) == (k.cos, k.sin)
         and k_slots is v_slots
         and k_cache is not v_cache
-        and all(is_narrow(n) for n in (k_cache, v_rows, v_cache))
+        and all(is_narrow(n) for n in (k.heads, v_rows))
+        and all(s is not None for s in (k_scale, v_scale)) | all(map(is_narrow, (k_cache, v_cache)))
         and list(k_rows.users) == [k_write]
         and len(k.last.users) == 1
     )

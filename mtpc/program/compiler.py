@@ -71,7 +71,8 @@ class StepCompiler:
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
     ):
         positions = getattr(loaded.config, "max_position_embeddings", None)
-        self.loaded, self.backend = loaded.with_layers(options.spec_tokens), backend
+        self.loaded = loaded.with_layers(options.spec_tokens).with_kv_cache(options.kv_cache_dtype)
+        self.backend = backend
         self.options = options.for_model(positions)
         self._check_draft_vocab()
         self.keys = step_keys(options)

@@ -146,7 +146,7 @@ class RankModel:
 
     Args:
         loaded: the model, with or without values.
-        options: `max_len`, `page_size`, `spec_tokens` and `quantize` are read.
+        options: `max_len`, `page_size`, `spec_tokens`, `kv_cache_dtype` and `quantize` are read.
         ranks: devices that share the model.
         expert_parallel: as for `ShardPlan`.
 

@@ -70,6 +70,7 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
         "options.rows_in_rings": str(options.prefill_tokens) if _has_rings(model) else "none",
         "options.max_len": str(options.max_len or "the model's"),
         "options.page_size": str(options.page_size),
+        "options.kv_cache_dtype": options.kv_cache_dtype,
         "options.num_pages": str(options.num_pages or "enough"),
         "options.sampling": str(options.sampling),
         "options.max_logprobs": str(options.max_logprobs) if options.sampling else "none",

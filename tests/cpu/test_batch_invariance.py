@@ -132,6 +132,17 @@ def test_batch_invariance(
     check_invariance(programs, names, 40)
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("int8", FEW), *(pytest.param(kind, (*PROGRAMS,), marks=pytest.mark.slow)
+                      for kind in ("int8", "fp8"))],
+)  # fmt: skip
+def test_pages_of_codes(kind: str, names: tuple[str, ...], build: Callable[..., SpecModel]) -> None:
+    """The same with keys and values as codes: a token's depend on no other row that is written."""
+    programs = {name: build("mimo", kv_cache_dtype=kind, **PROGRAMS[name]) for name in names}
+    check_invariance(Programs(programs), names, 25)
+
+
 def test_sums_between_kernels_do_not_depend_on_rows() -> None:
     """The one row of a wide norm is not given to two threads, whose sums would be added."""
     x = torch.randn(64, 8192, generator=torch.Generator().manual_seed(0))

@@ -47,7 +47,7 @@ def poison(spec: mtpc.SpecModel) -> None:
     """Fill everything a padded row or an unwritten page could read with garbage."""
     assert not spec.engine.has_work
     spec.engine.reset_prefix_cache()
-    wild = {torch.int32: 2**30, torch.int64: -(2**40)}
+    wild = {torch.int8: 77, torch.int32: 2**30, torch.int64: -(2**40)}
 
     def fill(tensor: torch.Tensor) -> None:
         tensor.fill_(math.nan if tensor.is_floating_point() else wild[tensor.dtype])

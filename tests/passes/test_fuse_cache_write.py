@@ -42,7 +42,8 @@ class Call:
         """The queries and both caches afterwards; the call's own stay."""
         caches = self.k_cache.clone(), self.v_cache.clone()
         rows = (self.q, self.k, self.v)
-        q = namespace.rotate_and_write(*rows, self.cos, self.sin, *caches, self.slots, self.rows)
+        angles = (self.cos, self.sin)
+        q = namespace.rotate_and_write(*rows, *angles, *caches, self.slots, rows=self.rows)
         return (q, *caches)
 
 

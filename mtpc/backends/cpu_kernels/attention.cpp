@@ -175,6 +175,21 @@ Cache paged_cache(const Tensor& tensor, const char* name) {
   return {t, t.size(0), t.size(1), t.size(2), t.size(3), t.stride(0), t.stride(1), t.stride(2)};
 }
 
+/// Scales of a cache of codes, none for others.
+std::optional<Cache> paged_scales(
+    const std::optional<Tensor>& scales, const Tensor& cache, const char* name) {
+  STD_TORCH_CHECK(
+      scales.has_value() == holds_codes(cache), "mtpc_cpu::paged_attention: expected ", name,
+      " with caches of int8 or float8_e4m3fn, and with no others");
+  if (!scales) return std::nullopt;
+  const Tensor& t = *scales;
+  STD_TORCH_CHECK(
+      t.dim() == 3 && t.size(0) == cache.size(0) && t.size(1) == cache.size(1) &&
+          t.size(2) == cache.size(2) && t.scalar_type() == ScalarType::Float,
+      "mtpc_cpu::paged_attention: expected float32 ", name, " [pages, P, H_kv]");
+  return Cache{t, t.size(0), t.size(1), t.size(2), 1, t.stride(0), t.stride(1), t.stride(2)};
+}
+
 void check(const Problem& p) {
   STD_TORCH_CHECK(p.q.dim() == 3, "mtpc_cpu: expected q [T, N, D]");
   STD_TORCH_CHECK(
@@ -196,14 +211,19 @@ Tensor attend(const Problem& problem) {
   check(problem);
   const Tensor out =
       dense_zeros(problem.q, {problem.tokens(), problem.heads(), problem.values.width});
-  with_type(problem.keys.tensor.scalar_type(), [&](auto type) {
+  const auto run = [&](auto type) {
     using T = typename decltype(type)::type;
     if (problem.q.scalar_type() == ScalarType::Double) {
       Attention<double, T>(problem, out).run();
     } else {
       Attention<float, T>(problem, out).run();
     }
-  });
+  };
+  if (problem.key_scales) {
+    run(Type<Code>{});
+  } else {
+    with_type(problem.keys.tensor.scalar_type(), run);
+  }
   return out;
 }
 
@@ -212,12 +232,14 @@ Tensor attend(const Problem& problem) {
 MTPC_OPERATOR Tensor paged_attention(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
     const Tensor& seq_lens, const Tensor& query_start_loc, double scale, int64_t sliding_window,
-    double softcap, const std::optional<Tensor>& sinks) {
+    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale) {
   return attend(
       {adjacent_last(q), paged_cache(k_cache, "k_cache"), paged_cache(v_cache, "v_cache"),
        Indices(block_table, "block_table", 2), Indices(seq_lens, "seq_lens", 1),
        Indices(query_start_loc, "query_start_loc", 1), block_table.size(0),
-       block_table.size(1) * k_cache.size(1), scale, sliding_window, softcap, sinks});
+       block_table.size(1) * k_cache.size(1), scale, sliding_window, softcap, sinks,
+       paged_scales(k_scale, k_cache, "k_scale"), paged_scales(v_scale, v_cache, "v_scale")});
 }
 
 MTPC_OPERATOR Tensor latent_attention(

@@ -63,6 +63,7 @@ struct Problem {
   int64_t window;
   double softcap;
   std::optional<Tensor> sinks;
+  std::optional<Cache> key_scales{}, value_scales{};  // Of width 1, for caches of codes.
 
   int64_t tokens() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }

@@ -9,11 +9,19 @@
 
 #include "attention_pairs.h"
 #include "attention_tiles.h"
+#include "cache_codes.h"
 #if defined(__AMX_TILE__)
 #include "attention_amx.h"
 #endif
 
 namespace mtpc {
+
+template <class T>
+inline constexpr bool kCodes = std::is_same_v<T, Code>;
+
+/// What products take of a cache's elements.
+template <class T>
+using Factor = std::conditional_t<kCodes<T>, BFloat16, T>;
 
 /// Whether this level can add up values of such caches in tile registers (attention_amx.h).
 template <class A, class T>
@@ -34,17 +42,28 @@ struct Partial {
   Norm<A>* norms;  // [rows]
 };
 
+/// Keys or values of one head: row j begins at rows[j] + shift.
+template <class F>
+struct HeadRows {
+  const F* const* rows;
+  int64_t shift;
+};
+
 /// Memory of one thread, kept between calls. On the heap, because addresses of thread-local
 /// objects would be looked up again in the innermost loops.
 template <class A, class T>
 struct Scratch {
   Buffer<A> queries, panel, weights, split_sums, unit_sums;
-  Buffer<T> narrow_queries, high_weights, low_weights;
+  Buffer<Factor<T>> narrow_queries, high_weights, low_weights, expanded;
   Buffer<Group> packed;
   Norm<A> split_norms[kRows], unit_norms[kRows];
   const T* keys[kSplit];
   const T* values[kSplit];
   const T* next_keys[kSplit];
+  const Factor<T>* expanded_rows[kSplit];
+  const float* key_scales[kSplit];
+  const float* value_scales[kSplit];
+  A key_scales_of_head[kSplit], value_scales_of_head[kSplit];
 
   static Scratch& of_this_thread() {
     static thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
@@ -57,12 +76,18 @@ template <class A, class T>
 class SplitAttention {
  public:
   using Memory = Scratch<A, T>;
+  using F = Factor<T>;
 
   explicit SplitAttention(const Problem& problem)
       : stride((problem.values.width + kPanel<A> - 1) / kPanel<A> * kPanel<A>),
         p_(problem),
         keys_(static_cast<const T*>(problem.keys.tensor.const_data_ptr())),
-        values_(static_cast<const T*>(problem.values.tensor.const_data_ptr())) {}
+        values_(static_cast<const T*>(problem.values.tensor.const_data_ptr())) {
+    if constexpr (kCodes<T>) {
+      key_scales_ = static_cast<const float*>(problem.key_scales->tensor.const_data_ptr());
+      value_scales_ = static_cast<const float*>(problem.value_scales->tensor.const_data_ptr());
+    }
+  }
 
   /// Elements of a row of sums: whole panels.
   const int64_t stride;
@@ -83,12 +108,12 @@ class SplitAttention {
   /// The unit's queries: as they are for pairs, else in the accumulation type.
   void load_queries(const Unit& unit, Memory& memory) const {
     const int64_t width = p_.keys.width, rows = unit.all_rows();
-    T* narrow = memory.narrow_queries.reserve(kRows * width);
+    F* narrow = memory.narrow_queries.reserve(kRows * width);
     A* wide = memory.queries.reserve(kRows * width);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t at = token(unit, row) * p_.q.stride(0) + head(unit, row) * p_.q.stride(1);
       if (in_pairs()) {
-        const T* query = static_cast<const T*>(p_.q.const_data_ptr()) + at;
+        const F* query = static_cast<const F*>(p_.q.const_data_ptr()) + at;
         std::copy(query, query + width, narrow + row * width);
       } else {
         read(wide + row * width, p_.q, at, width);
@@ -106,11 +131,13 @@ class SplitAttention {
     const Range computed = score(unit, local, memory, weights);
     for (int64_t row = 0; row < unit.all_rows(); ++row) {
       const Range own = intersect(p_.visible(position(unit, row)), seen);
+      const bool is_first = row % unit.rows == 0;
+      if (kCodes<T> && is_first) find_scales(row / unit.rows, local, memory);
       out.norms[row] = weigh_row<A>(
           weights + row * kSplit, computed, {own.begin - base, own.end - base},
-          static_cast<A>(p_.scale), static_cast<A>(p_.softcap));
+          static_cast<A>(p_.scale), static_cast<A>(p_.softcap), scales(memory));
     }
-    if constexpr (kTileRegisters<A, T>) {
+    if constexpr (kTileRegisters<A, F>) {
       if (in_pairs()) return add_packed_values(unit, computed, local, memory, out);
     }
     add_values_by_panel(unit, local, memory, out);
@@ -118,24 +145,25 @@ class SplitAttention {
 
   /// Brings the dimensions of a row of sums into their order, when nothing is added to it any more.
   void order(A* sums) const {
-    if constexpr (kPairs<A, T>) {
-      if (!kTileRegisters<A, T> || !in_pairs()) order_dimensions(sums, stride);
+    if constexpr (kPairs<A, F>) {
+      if (!kTileRegisters<A, F> || !in_pairs()) order_dimensions(sums, stride);
     }
   }
 
  private:
   /// Whether products are taken of pairs of bfloat16.
   bool in_pairs() const {
-    return kPairs<A, T> && p_.q.scalar_type() == ScalarType::BFloat16 && p_.keys.width % 2 == 0;
+    return kPairs<A, F> && p_.q.scalar_type() == ScalarType::BFloat16 && p_.keys.width % 2 == 0;
   }
 
   /// rows[j] = where the first head's row of position base + j lies, for the positions of `local`.
-  void place(const Unit& unit, const Cache& cache, const T* first, int64_t base, Range local,
-             const T** rows) const {
+  template <class E>
+  void place(const Unit& unit, const Cache& cache, const E* first, int64_t base, Range local,
+             const E** rows) const {
     for (int64_t j = local.begin; j < local.end;) {
       const int64_t slot = (base + j) % cache.page_size;
       const int64_t end = std::min(local.end, j + cache.page_size - slot);
-      const T* row = first + p_.page(unit.request, base + j) * cache.page_stride +
+      const E* row = first + p_.page(unit.request, base + j) * cache.page_stride +
                      slot * cache.slot_stride + unit.kv_head * cache.head_stride;
       for (; j < end; ++j, row += cache.slot_stride) rows[j] = row;
     }
@@ -147,10 +175,46 @@ class SplitAttention {
     std::fill_n(memory.keys, kSplit, nullptr);
     place(unit, p_.keys, keys_, base, local, memory.keys);
     place(unit, p_.values, values_, base, local, memory.values);
-    if constexpr (kPairs<A, T>) {
+    if constexpr (kCodes<T>) {
+      place(unit, *p_.key_scales, key_scales_, base, local, memory.key_scales);
+      place(unit, *p_.value_scales, value_scales_, base, local, memory.value_scales);
+    }
+    if constexpr (kPairs<A, F>) {
       const Range next = intersect({0, kSplit}, {0, unit.visible.end - base - kSplit});
       place(unit, p_.keys, keys_, base + kSplit, next, memory.next_keys);
       std::copy(memory.keys + next.size(), memory.keys + kSplit, memory.next_keys + next.size());
+    }
+  }
+
+  /// The scales of one head, zeros where no row of the unit sees.
+  void find_scales(int64_t h, Range local, Memory& memory) const {
+    const auto find = [&](const Cache& cache, const float* const* scales, A* to) {
+      std::fill_n(to, kSplit, A(0));
+      const int64_t shift = h * cache.head_stride;
+      for (int64_t j = local.begin; j < local.end; ++j) to[j] = scales[j][shift];
+    };
+    find(*p_.key_scales, memory.key_scales, memory.key_scales_of_head);
+    find(*p_.value_scales, memory.value_scales, memory.value_scales_of_head);
+  }
+
+  static Scales<A> scales(const Memory& memory) {
+    if constexpr (!kCodes<T>) return {};
+    return {memory.key_scales_of_head, memory.value_scales_of_head};
+  }
+
+  /// Keys or values of a head at some positions, as products take them. While codes are expanded,
+  /// rows of `ahead` are fetched.
+  HeadRows<F> head_rows(const Cache& cache, const T* const* rows, int64_t h, Range at,
+                        const Cache& next, const T* const* ahead, Memory& memory) const {
+    const int64_t shift = h * cache.head_stride;
+    if constexpr (kCodes<T>) {
+      F* to = memory.expanded.reserve(kSplit * cache.width);
+      const auto expand = holds_float8(cache.tensor) ? expand_rows<true> : expand_rows<false>;
+      expand(rows, shift, at.begin, at.end, cache.width,
+             {ahead, h * next.head_stride, next.width}, to, memory.expanded_rows);
+      return {memory.expanded_rows, 0};
+    } else {
+      return {rows, shift};
     }
   }
 
@@ -169,14 +233,16 @@ class SplitAttention {
   /// The scores of one panel of one head.
   void score_panel_of(const Unit& unit, int64_t h, Memory& memory, int64_t begin, bool whole,
                       A* scores) const {
-    const T* const* keys = memory.keys + begin;
-    const int64_t width = p_.keys.width, shift = h * p_.keys.head_stride;
+    const auto [rows, shift] = head_rows(
+        p_.keys, memory.keys, h, {begin, begin + kPanel<A>}, p_.values, memory.values, memory);
+    const F* const* keys = rows + begin;
+    const int64_t width = p_.keys.width;
     scores += h * unit.rows * kSplit;
-    if constexpr (kPairs<A, T>) {
+    if constexpr (kPairs<A, F>) {
       if (in_pairs()) {
-        const T* queries = memory.narrow_queries.get() + h * unit.rows * width;
+        const F* queries = memory.narrow_queries.get() + h * unit.rows * width;
         Group* packed = memory.packed.reserve(kSplit / 2 * kFeatures + width / 2 * kFeatures);
-        const Ahead ahead{memory.values + begin, h * p_.values.head_stride};
+        const Ahead ahead = key_panel_ahead(memory, keys, begin, h);
         pack_keys(keys, whole, shift, width, ahead, packed);
 #if defined(__AMX_TILE__)
         score_panel(queries, unit.rows, width, packed, scores);
@@ -198,6 +264,25 @@ class SplitAttention {
     });
   }
 
+  /// What is fetched while keys are packed; where they are codes, that was done before.
+  Ahead key_panel_ahead(const Memory& memory, const F* const* keys, int64_t begin,
+                        int64_t h) const {
+    if constexpr (kCodes<T>) {
+      return {keys, 0};
+    } else {
+      return {memory.values + begin, h * p_.values.head_stride};
+    }
+  }
+
+  /// The same, while values are added.
+  Ahead value_panel_ahead(const Memory& memory, int64_t row, int64_t h) const {
+    if constexpr (kCodes<T>) {
+      return {nullptr, 0};
+    } else {
+      return {row == 0 ? memory.next_keys : nullptr, h * p_.keys.head_stride};
+    }
+  }
+
   /// Weighted values, a panel of all heads at a time.
   void add_values_by_panel(const Unit& unit, Range local, Memory& memory, Partial<A> out) const {
     std::fill_n(out.sums, unit.all_rows() * stride, A(0));
@@ -205,17 +290,18 @@ class SplitAttention {
     for (int64_t j = local.begin; j < local.end; j += kValues) {
       const Range panel = intersect({j, j + kValues}, local);
       for (int64_t h = 0; h < unit.heads; ++h) {
-        for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
+        const auto [values, shift] = head_rows(
+            p_.values, memory.values, h, panel, p_.keys,
+            kPairs<A, F> ? memory.next_keys : memory.values, memory);
+        for_row_tiles(unit.rows, [&, values = values, shift = shift](auto tile, int64_t row) {
           constexpr int kTile = decltype(tile)::value;
-          const int64_t shift = h * p_.values.head_stride;
           const A* from = weights + (h * unit.rows + row) * kSplit;
           A* to = out.sums + (h * unit.rows + row) * stride;
-          if constexpr (kPairs<A, T>) {
-            const Ahead ahead{row == 0 ? memory.next_keys : nullptr, h * p_.keys.head_stride};
-            value_row_blocks<kTile>(
-                from, memory.values, shift, panel, p_.values.width, ahead, to, stride);
+          if constexpr (kPairs<A, F>) {
+            const Ahead ahead = value_panel_ahead(memory, row, h);
+            value_row_blocks<kTile>(from, values, shift, panel, p_.values.width, ahead, to, stride);
           } else {
-            value_row_tile<kTile>(from, memory.values, shift, panel, p_.values.width, to, stride);
+            value_row_tile<kTile>(from, values, shift, panel, p_.values.width, to, stride);
           }
         });
       }
@@ -225,8 +311,8 @@ class SplitAttention {
   /// Weighted values in tile registers, 32 dimensions at a time.
   void add_packed_values(const Unit& unit, Range computed, Range local, Memory& memory,
                          Partial<A> out) const {
-    T* high = memory.high_weights.reserve(kRows * kSplit);
-    T* low = memory.low_weights.reserve(kRows * kSplit);
+    F* high = memory.high_weights.reserve(kRows * kSplit);
+    F* low = memory.low_weights.reserve(kRows * kSplit);
     for (int64_t row = 0; row < unit.all_rows(); ++row) {
       const int64_t at = row * kSplit;
       split_weights(memory.weights.get() + at, computed, high + at, low + at);
@@ -235,9 +321,10 @@ class SplitAttention {
     Group* tile = memory.packed.reserve(kSplit / 2 * kFeatures);
     for (int64_t h = 0; h < unit.heads; ++h) {
       const int64_t first = h * unit.rows;
+      const auto [values, shift] = head_rows(
+          p_.values, memory.values, h, local, p_.keys, memory.next_keys, memory);
       for (int64_t column = 0; column < width; column += kFeatures) {
-        pack_values(memory.values, computed, local, h * p_.values.head_stride + column,
-                    width - column, tile);
+        pack_values(values, computed, local, shift + column, width - column, tile);
         add_values(high + first * kSplit, low + first * kSplit, unit.rows, computed, tile,
                    out.sums + first * stride + column, stride);
       }
@@ -251,6 +338,7 @@ class SplitAttention {
   const Problem& p_;
   const T* keys_;
   const T* values_;
+  const float *key_scales_ = nullptr, *value_scales_ = nullptr;
 };
 
 }  // namespace mtpc

@@ -78,11 +78,19 @@ inline A finite_peak(A peak) {
   return peak == -kInfinity<A> ? A(0) : peak;
 }
 
-/// One register of a row's scores, times the scale; -inf where the row does not see.
+/// The scales of a head's keys and values at a split's positions; null where caches hold no codes.
 template <class A>
-inline Vec<A> scaled_score(const A* scores, int64_t j, Range seen, A scale, A softcap) {
+struct Scales {
+  const A *keys, *values;
+};
+
+/// One register of a row's scores, times the scales; -inf where the row does not see.
+template <class A>
+inline Vec<A> scaled_score(const A* scores, int64_t j, Range seen, A scale, A softcap,
+                           Scales<A> scales) {
   using Lane = std::remove_reference_t<decltype(Mask<A>{}[0])>;
   Vec<A> score = load<A>(scores + j) * scale;
+  if (scales.keys) score *= load<A>(scales.keys + j);
   if (softcap > 0) score = softcap * tanh(score / softcap);
   if (j >= seen.begin && j + kLanes<A> <= seen.end) return score;
   const Lane first = seen.begin - j, last = seen.end - j - 1;
@@ -92,11 +100,12 @@ inline Vec<A> scaled_score(const A* scores, int64_t j, Range seen, A scale, A so
 
 /// Turns one row's products into weights exp(score - peak), exact zeros where it does not see.
 /// `range` (whole registers) is all that was computed; both ranges count from the split's begin.
+/// Weights of codes are those of their values, times the values' scales.
 template <class A>
-Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap) {
+Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap, Scales<A> scales) {
   Vec<A> peaks = Vec<A>{} - kInfinity<A>;
   for (int64_t j = range.begin; j < range.end; j += kLanes<A>) {
-    const Vec<A> score = scaled_score<A>(scores, j, seen, scale, softcap);
+    const Vec<A> score = scaled_score<A>(scores, j, seen, scale, softcap, scales);
     peaks = score > peaks ? score : peaks;
     store(scores + j, score);
   }
@@ -105,7 +114,7 @@ Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap) {
   for (int64_t j = range.begin; j < range.end; j += kLanes<A>) {
     const Vec<A> weight = exp(load<A>(scores + j) - finite_peak(peak));
     totals += weight;
-    store(scores + j, weight);
+    store(scores + j, scales.values ? weight * load<A>(scales.values + j) : weight);
   }
   return {peak, sum_lanes<A>(totals)};
 }

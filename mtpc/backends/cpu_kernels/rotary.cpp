@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "cache_codes.h"
 #include "operators.h"
-#include "row_steps.h"
 
 namespace mtpc {
 namespace {
@@ -31,26 +31,32 @@ class Heads {
   int64_t token_, head_;
 };
 
-/// A cache of heads, [N, P, heads, D]: where those of a slot begin.
+/// A cache of heads, [N, P, heads, D], of bfloat16 or of codes with scales.
 class Slots {
  public:
-  explicit Slots(const Tensor& t)
-      : capacity(t.size(0) * t.size(1)),
-        data_(data(t)),
-        page_size_(t.size(1)),
-        page_(t.stride(0)),
-        slot_(t.stride(1)),
-        head_(t.stride(2)) {}
+  Slots(const Tensor& t, const std::optional<Tensor>& scales) : capacity(t.size(0) * t.size(1)) {
+    if (scales) {
+      codes_.emplace(t, *scales);
+    } else {
+      numbers_ = {data(t), t};
+    }
+  }
 
-  BFloat16* operator()(int64_t slot, int64_t head) const {
-    return data_ + slot / page_size_ * page_ + slot % page_size_ * slot_ + head * head_;
+  /// Writes a head: fill(to) writes its features, which get codes when all are there.
+  template <class Fill>
+  void write(int64_t slot, int64_t head, int64_t width, Buffer<BFloat16>& memory,
+             const Fill& fill) const {
+    if (!codes_) return fill(numbers_.at(slot, head));
+    BFloat16* row = memory.reserve(width);
+    fill(row);
+    codes_->write(slot, head, row, width);
   }
 
   const int64_t capacity;
 
  private:
-  BFloat16* data_;
-  int64_t page_size_, page_, slot_, head_;
+  Places<BFloat16> numbers_;
+  std::optional<CodedSlots> codes_;
 };
 
 /// Cosines and sines of tokens, [T, C].
@@ -83,9 +89,11 @@ bool is_angles(const Tensor& t, const Tensor& x) {
       t.size(1) % 2 == 0 && t.size(1) <= x.size(2);
 }
 
-bool is_cache_of(const Tensor& cache, const Tensor& rows) {
+bool is_cache_of(
+    const Tensor& cache, const Tensor& rows, const std::optional<Tensor>& scales) {
   return cache.dim() == 4 && cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2) &&
-      cache.stride(3) == 1 && cache.scalar_type() == ScalarType::BFloat16;
+      cache.stride(3) == 1 &&
+      (scales ? holds_codes(cache) : cache.scalar_type() == ScalarType::BFloat16);
 }
 
 /// A slot beyond the cache would write into other memory.
@@ -122,6 +130,7 @@ MTPC_OPERATOR Tensor rotate(
 MTPC_OPERATOR Tensor rotate_and_write(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping,
+    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
     const std::optional<Tensor>& rows) {
   STD_TORCH_CHECK(
       q.dim() == 3 && is_heads(q, q.size(0)) && is_heads(k, q.size(0)) &&
@@ -130,32 +139,37 @@ MTPC_OPERATOR Tensor rotate_and_write(
       "mtpc_cpu::rotate_and_write: expected bfloat16 q, k and v [T, heads, D], cos and sin [T, C], "
       "C even and <= D");
   STD_TORCH_CHECK(
-      is_cache_of(k_cache, k) && is_cache_of(v_cache, v) &&
+      is_cache_of(k_cache, k, k_scale) && is_cache_of(v_cache, v, v_scale) &&
           k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1) &&
           slot_mapping.dim() == 1 && slot_mapping.size(0) == q.size(0),
       "mtpc_cpu::rotate_and_write: expected bfloat16 caches [N, P, heads, D] of k's and v's heads, "
-      "slot_mapping [T]");
+      "or such of int8 or float8_e4m3fn with scales, slot_mapping [T]");
   const Tensor q_rows = adjacent_last(q), k_rows = adjacent_last(k), v_rows = adjacent_last(v);
   const Tensor cosines = adjacent_last(cos), sines = adjacent_last(sin);
   const Angles angles{RowStarts(cosines), RowStarts(sines), cos.size(1) / 2};
   const Heads queries(q_rows), keys(k_rows), values(v_rows);
-  const Slots k_slots(k_cache), v_slots(v_cache);
+  const Slots k_slots(k_cache, k_scale), v_slots(v_cache, v_scale);
   const Indices slots(slot_mapping, "slot_mapping", 1);
   check_slots(slots, q.size(0), k_slots.capacity);
   const int64_t width = queries.count * queries.width;
   const Tensor out = empty_rows(q, queries.width);
   const int64_t used = used_rows(rows, q.size(0));
-  run_tasks(q.size(0), worker_count(used * width * kWork), [&](int64_t t) {
+  using Memory = Buffer<BFloat16>;
+  run_tasks<Memory>(q.size(0), worker_count(used * width * kWork), [&](int64_t t, Memory& memory) {
     for (int64_t h = 0; t < used && h < queries.count; ++h) {
       angles.turn(t, queries(t, h), data(out) + t * width + h * queries.width, queries.width);
     }
     const int64_t slot = slots(t);
     if (slot < 0) return;
     for (int64_t h = 0; h < keys.count; ++h) {
-      angles.turn(t, keys(t, h), k_slots(slot, h), keys.width);
+      k_slots.write(slot, h, keys.width, memory, [&](BFloat16* to) {
+        angles.turn(t, keys(t, h), to, keys.width);
+      });
     }
     for (int64_t h = 0; h < values.count; ++h) {
-      std::copy_n(values(t, h), values.width, v_slots(slot, h));
+      v_slots.write(slot, h, values.width, memory, [&](BFloat16* to) {
+        std::copy_n(values(t, h), values.width, to);
+      });
     }
   });
   return out;

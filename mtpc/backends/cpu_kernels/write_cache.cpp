@@ -3,8 +3,8 @@
 
 #include <cstring>
 
+#include "cache_codes.h"
 #include "operators.h"
-#include "tensors.h"
 
 namespace mtpc {
 namespace {
@@ -45,11 +45,31 @@ void check_write(const Tensor& cache, const Tensor& rows, const Tensor& slot_map
   }
 }
 
+/// Writes rows of heads as codes, and their scales.
+void write_rows_of_codes(
+    const Tensor& cache, const Tensor& rows, const Tensor& slot_mapping, const Tensor& scales) {
+  const CodedSlots slots(cache, scales);
+  const Indices places(slot_mapping, "slot_mapping", 1);
+  const Tensor dense = dense_in(rows, ScalarType::Float);
+  const float* row = static_cast<const float*>(dense.const_data_ptr());
+  const int64_t heads = rows.size(1), width = rows.size(2);
+  run_tasks(rows.size(0), worker_count(rows.numel() * kWork), [&](int64_t i) {
+    const int64_t slot = places(i);
+    if (slot < 0) return;
+    STD_TORCH_CHECK(
+        slot < slots.capacity, "mtpc_cpu::write_cache: slot ", slot, " of row ", i,
+        " is beyond the ", slots.capacity, " slots of the cache");
+    for (int64_t h = 0; h < heads; ++h) slots.write(slot, h, row + (i * heads + h) * width, width);
+  });
+}
+
 }  // namespace
 
 MTPC_OPERATOR void write_cache(
-    const Tensor& cache, const Tensor& rows, const Tensor& slot_mapping) {
+    const Tensor& cache, const Tensor& rows, const Tensor& slot_mapping,
+    const std::optional<Tensor>& scales) {
   check_write(cache, rows, slot_mapping);
+  if (scales) return write_rows_of_codes(cache, rows, slot_mapping, *scales);
   const Tensor cast = rows.scalar_type() == cache.scalar_type()
       ? rows
       : torch::stable::to(rows, cache.scalar_type());

@@ -32,9 +32,10 @@ def _register(operator: Operator) -> None:
     def fake(*args: Any, configs: str = "", **kwargs: Any) -> Any:
         return operator.reference(*args, **kwargs)
 
-    parameters = [*operator.signature.parameters.values(), _CONFIGS]
+    taken = operator.signature.parameters
+    parameters = [*taken.values(), _CONFIGS]
     function = with_signature(launch, operator.signature.replace(parameters=parameters))
-    written = written_by(operator.reference)
+    written = tuple(name for name in written_by(operator.reference) if name in taken)
     triton_op(f"mtpc_triton::{operator.name}", function, mutates_args=written)
     loaded = custom_op(f"mtpc_loaded::{operator.name}", function, mutates_args=written)
     loaded.register_fake(fake)
