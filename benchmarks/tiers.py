@@ -6,6 +6,11 @@ Two checkpoints of one shape, one whose drafts are all accepted and one whose dr
 are; a low load, where a step has few requests, and a high one, a burst. Drafts pay where weights
 are read for few rows and the text can be predicted; `spec_tokens="auto"` is to be near the better
 of the two fixed ones everywhere, and says in which steps it handed its tokens out.
+
+    python -m benchmarks.tiers --acceptance 0 0.4 0.8 --out RESULTS.json
+
+With synthetic acceptance there is one checkpoint, of random weights, and every K of `--tiers` is
+fixed in turn. K = 0 is a program of its own; the other fixed K share the program of "auto".
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from statistics import median
 
 import mtpc
 from benchmarks.harness import command
+from benchmarks.harness.arrivals import Arrival
 from benchmarks.harness.command import positive
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
@@ -29,11 +35,13 @@ from benchmarks.serving import (
     Case,
     Load,
     MtpcServer,
+    Run,
     Sample,
     ms_per_token,
     percentile,
     sample_in_turns,
 )
+from mtpc.engine.tiers import TierPolicy
 
 WEIGHTS = ("accepting", "random")
 AUTO = "auto"
@@ -45,7 +53,7 @@ NOTES = (
     "of best fixed: over the tokens/s of the better fixed K, for the same weights and load.",
     "tokens by K: where the engine chooses, the share of tokens by the K of their decode step; "
     "each request's first token comes with its prompt, and is not among them.",
-    "The first sample of auto has what it costs to learn: each K of each bucket is run twice.",
+    "Samples of auto have what it costs to learn; with synthetic acceptance, each one all of it.",
     SAMPLES_NOTE,
 )
 
@@ -62,6 +70,33 @@ class TierServer:
     def __init__(self, model: mtpc.SpecModel, weights: str, spec_tokens: int | str):
         self.engine, self.weights, self.spec_tokens = f"mtpc, {weights}", weights, spec_tokens
         self.run = MtpcServer(model).run
+
+
+class SyntheticServer(TierServer):
+    """A program of several K, or of K = 0, that accepts each draft with one probability.
+
+    Each run begins with a policy that knows nothing, or with one K alone.
+
+    Args:
+        model: compiled.
+        probability: of a draft to be accepted, given that all before it are.
+        spec_tokens: K, or "auto".
+    """
+
+    def __init__(self, model: mtpc.SpecModel, probability: float, spec_tokens: int | str):
+        super().__init__(model, f"synthetic {probability:g}", spec_tokens)
+        self._model, self._serve = model, self.run
+        most = model.options.spec_tokens
+        self._rates = tuple(probability**count for count in range(1, most + 1))
+        self.run = self._run
+
+    def _run(self, arrivals: Sequence[Arrival]) -> Run:
+        model, k = self._model, self.spec_tokens
+        if self._rates:
+            model.set_synthetic_acceptance(self._rates)
+        model.engine.tiers = TierPolicy((k,) if isinstance(k, int) else model.options.tiers)
+        model.engine.reset_prefix_cache()
+        return self._serve(arrivals)
 
 
 @dataclass(frozen=True)
@@ -176,16 +211,39 @@ def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Tie
             yield TierServer(model, weights, k)
 
 
+def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
+    """For each acceptance K = 0, every other K fixed, and K chosen."""
+    directory, most = workdir / "random", max(args.tiers)
+    tell(f"write {directory}")
+    write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
+    models: dict[int | str, mtpc.SpecModel] = {}
+    several = {"spec_tiers": args.tiers, "synthetic_acceptance_rates": (0.0,) * most}
+    for k, options in ((0, {}), (AUTO, several)):
+        tell(f"compile K={k}")
+        models[k] = mtpc.compile(
+            directory,
+            spec_tokens=k,
+            batch_buckets=args.batch_buckets,
+            max_len=MAX_LEN,
+            backend=args.backend,
+            **options,
+        )
+    for probability in args.acceptance:
+        for fixed in (0, *(k for k in sorted(args.tiers) if k), AUTO):
+            yield SyntheticServer(models[0 if fixed == 0 else AUTO], probability, fixed)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
     tell = command.begin(args)
     loads = [Load(args.rate, args.requests), Load(None, args.requests)]
     with command.working_directory(args.workdir) as workdir:
-        engines = list(servers(args, workdir, tell))
+        make = synthetic_servers if args.acceptance else servers
+        engines = list(make(args, workdir, tell))
         cases = [
             Case(load, server)
-            for weights in WEIGHTS
+            for weights in dict.fromkeys(server.weights for server in engines)
             for load in loads
             for server in engines
             if server.weights == weights
@@ -202,6 +260,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_model(parser)
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
+    add("--acceptance", nargs="+", type=float, default=[], metavar="P", help="synthetic")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")

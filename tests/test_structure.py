@@ -219,8 +219,8 @@ LINES = {
     "cli": 4250,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
-    # length and acceptance, within a budget (`tiers.py`). Scores of given tokens (`forced.py`).
-    "engine": 4200,
+    # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
+    "engine": 4350,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 700,
     "host": 750,

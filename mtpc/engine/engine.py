@@ -361,7 +361,9 @@ class Engine:
             write_chunks(self.program, key, len(turn.decoding), turn.prompts, turn.chunks)
         else:
             num_reqs = self.program.bucket_for(len(turn.requests))
-            key = StepKey.decode(num_reqs, self.tiers.choose(num_reqs, context_of(turn.decoding)))
+            each = [request.acceptance for request in turn.decoding]
+            tier = self.tiers.choose(num_reqs, context_of(turn.decoding), each)
+            key = StepKey.decode(num_reqs, tier)
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         readout = Readout(self.program, key)
@@ -403,7 +405,7 @@ class Engine:
         key, turn = pending.key, pending.turn
         accepted, emitted = results["batch.num_accepted"], results["batch.num_emitted"]
         rows = zip(turn.decoding, accepted.tolist(), emitted.tolist(), strict=False)
-        drafts = []
+        drafts, each = [], []
         for request, num_accepted, num_emitted in rows:
             if request.finish_reason is not None:  # It ended before this step was read.
                 continue
@@ -411,9 +413,10 @@ class Engine:
             right = min(num_accepted, verified)
             self._stats.count_acceptance(verified, right, num_emitted, turn.phase == "prefill")
             drafts.append((verified, right))
+            each.append(request.acceptance)
         for request in pending.emitting:
             request.num_drafts = key.spec_tokens
-        self.tiers.observe_drafts(drafts)
+        self.tiers.observe_drafts(drafts, each)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             context = context_of(turn.decoding)
             seconds = pending.readout.replay_s

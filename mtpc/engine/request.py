@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from mtpc.engine.accepted import Acceptance
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Request:
         newest: the page with the request's last snapshot of decoded text, or None.
         num_unread: the most tokens that launched but unread steps may have emitted.
         num_drafts: drafts that the last step proposed for the next one to verify.
+        acceptance: which of its drafts were accepted lately.
         output_ids: new tokens so far.
         logprobs: one entry per token of `output_ids`, if the request asked for them.
         finish_reason: why the request ended, or None.
@@ -96,6 +98,7 @@ class Request:
     newest: int | None = None
     num_unread: int = 0
     num_drafts: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None

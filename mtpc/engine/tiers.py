@@ -3,11 +3,10 @@
 A prefill step always has the largest K, also for the decoding requests that share it.
 
 A step with K drafts takes T(K) seconds and emits L(K) tokens per request: one, and the accepted
-drafts. L(K) = 1 + the sum over i <= K of a_1 * ... * a_i. Here a_i is the share of drafts at
-position i that are accepted, given that all drafts before them are. The best K has the largest
-L(K) / T(K). More drafts pay off with few requests, when reading the weights dominates the cost of a
-step. They do not when the processor is the limit, or when the text is hard to predict. The engine
-measures T and a_i as it runs.
+drafts (`accepted`). The best K has the largest L(K) / T(K). More drafts pay off with few requests,
+when reading the weights dominates the cost of a step. They do not when the processor is the limit,
+or when the text is hard to predict. The engine measures T and L as it runs. L is the mean of the
+requests that run, each by what it accepted itself where requests differ.
 
 Costs are measured per *cell*: a bucket, and the magnitude of the requests' lengths. A K without a
 measurement is predicted: on the line through two measured K of the cell, or else from the nearest
@@ -19,7 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
+
+from mtpc.engine.accepted import Acceptance, Experience
 
 if TYPE_CHECKING:
     from mtpc.engine.request import Request
@@ -27,21 +29,19 @@ if TYPE_CHECKING:
 GAIN = 1.02
 """The policy switches only if it expects tokens per second to grow by this factor, because
 measurements are noisy."""
-BUDGET = 0.005
+BUDGET = 0.01
 """The share of decode time that trials may lose."""
 CREDIT = 1.0
 """Steps that trials may lose before any time has passed."""
-PROBE = 64
+PROBE = 24
 """Steps without a verified draft after which the policy tries one draft, because texts change."""
-_COST_MEMORY, _ACCEPTANCE_MEMORY = 0.9, 0.993
-"""Weights of the old value in the moving averages of costs and of acceptance."""
-PRIOR = 1.0
-"""Samples that the acceptance at the position before counts for."""
+_COST_MEMORY = 0.9
+"""Weight of the old value in the moving average of a cost."""
 DOUBT = 1.0
 """Standard errors by which an acceptance may be larger than it seems, where a trial is weighed."""
-REFRESH, NEAR = 128, 0.9
-"""A K that was measured this many steps ago, and gives this share of the best one's tokens per
-second, is measured again."""
+REFRESH = 128
+"""A K that was measured this many steps ago is measured again; one that gives half of the preferred
+one's tokens per second, after four times as many."""
 _SPIKE = 1.1
 """A sample counts as at most this multiple of the cost, and at least its inverse: other processes
 use the processor, too."""
@@ -61,7 +61,12 @@ class Cost:
     count: int = 1
 
     def add(self, seconds: float, step: int) -> None:
-        """Enter a sample of a step. The second one replaces the first, which warmed up caches."""
+        """Enter a sample of a step.
+
+        The second one replaces the first, which warmed up caches, and any one replaces old ones.
+        """
+        if step - self.step >= REFRESH:
+            self.count = 1
         if self.count == 1:
             self.seconds = seconds
         else:
@@ -93,22 +98,25 @@ class TierPolicy:
         self.switches = self.steps = 0
         self.spent = self.lost = 0.0
         self._costs: dict[Cell, dict[int, Cost]] = {}
-        largest = self.tiers[-1]
-        self._tried, self._accepted = [0.0] * largest, [0.0] * largest
+        self.experience = Experience(self.tiers[-1])
         self._unverified = 0
         self._trial: int | None = None
         self._gained = self._verified = 0.0
+        self._lengths = self._doubted = self.experience.lengths(())
 
-    def choose(self, num_reqs: int, context: int = 0) -> int:
+    def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
         """K of the next decode step.
 
         Args:
             num_reqs: rows of the step's bucket.
             context: tokens of all its requests.
+            each: what its requests accepted.
         """
         if len(self.tiers) == 1:
             return self.current
         cell = _cell(num_reqs, context)
+        self._lengths = self.experience.lengths(each)
+        self._doubted = self.experience.lengths(each, DOUBT)
         rates = {tier: self.rate(cell, tier) for tier in self.tiers}
         best = max(self.tiers, key=rates.__getitem__)
         # In doubt the policy takes fewer drafts, so that it does not lose to plain decoding.
@@ -133,12 +141,12 @@ class TierPolicy:
             known = costs.get(tier)
             is_known = known is not None and known.count > 1
             is_stale = tier > self.current == 0 and self._unverified >= PROBE
-            if known is not None and self.steps - known.step >= REFRESH:
-                is_stale |= rates[tier] >= NEAR * best
+            if known is not None:
+                is_stale |= (self.steps - known.step) * (rates[tier] / best) ** 2 >= REFRESH
             if not is_stale and self._at_best(cell, tier, is_known) <= GAIN * best:
                 continue
             seconds = self.cost(cell, tier)
-            if self.lost + max(seconds - self.length(tier) / best, 0.0) <= allowed:
+            if self.lost + max(seconds - self._lengths[tier] / best, 0.0) <= allowed:
                 return tier
         return None
 
@@ -171,55 +179,26 @@ class TierPolicy:
             self.lost += max(seconds - tokens / self.rate(cell, self.current), 0.0)
         self._unverified = 0 if self._verified else self._unverified + 1
 
-    def observe_drafts(self, drafts: Iterable[tuple[int, int]]) -> None:
+    def observe_drafts(
+        self, drafts: Iterable[tuple[int, int]], each: Iterable[Acceptance] = ()
+    ) -> None:
         """Record which drafts a decode or prefill step accepted.
 
         Args:
             drafts: for each decoding request, the number of drafts verified (fewer than K after a
                 step that proposed fewer) and the number accepted.
+            each: what these requests accepted so far; this adds to it.
         """
         self._gained = self._verified = 0.0
-        for verified, accepted in drafts:
+        for (verified, accepted), own in zip_longest(drafts, each):
             self._gained += accepted
             self._verified += verified > 0
-            if not verified:
-                continue
-            # All positions forget, so that what was learnt long ago of many drafts fades.
-            for position in range(self.tiers[-1]):
-                was_tried = position < min(verified, accepted + 1)
-                self._tried[position] *= _ACCEPTANCE_MEMORY
-                self._accepted[position] *= _ACCEPTANCE_MEMORY
-                self._tried[position] += was_tried
-                self._accepted[position] += was_tried and position < accepted
-
-    def acceptance(self, position: int) -> float:
-        """The share of drafts at a position accepted, given that all drafts before them are.
-
-        A position without a measurement takes the value of the position before it, or 0.5.
-
-        Args:
-            position: draft position, from 0.
-        """
-        before = self.acceptance(position - 1) if position else 0.5
-        return (self._accepted[position] + PRIOR * before) / (self._tried[position] + PRIOR)
-
-    def length(self, tier: int, doubt: float = 0.0) -> float:
-        """The expected number of tokens per request of a step with `tier` drafts: L(K).
-
-        Args:
-            tier: K.
-            doubt: standard errors that are added to each acceptance.
-        """
-        tokens = reached = 1.0
-        for position in range(tier):
-            error = doubt * 0.5 / (self._tried[position] + PRIOR) ** 0.5
-            reached *= min(self.acceptance(position) + error, 1.0)
-            tokens += reached
-        return tokens
+            if verified:
+                self.experience.add(verified, accepted, own)
 
     def rate(self, cell: Cell, tier: int) -> float:
         """The expected tokens per second for each request: L(K) / T(K)."""
-        return self.length(tier) / self.cost(cell, tier)
+        return self._lengths[tier] / self.cost(cell, tier)
 
     def _at_best(self, cell: Cell, tier: int, is_known: bool) -> float:
         """The largest tokens per second that a K may have, as far as is known.
@@ -231,8 +210,8 @@ class TierPolicy:
         least = max(
             cost.seconds * min(1.0, (tier + 1) / (other + 1)) for other, cost in costs.items()
         )
-        doubt = DOUBT if tier > self.current else 0.0
-        return self.length(tier, doubt) / (self.cost(cell, tier) if is_known else least)
+        tokens = self._doubted[tier] if tier > self.current else self._lengths[tier]
+        return tokens / (self.cost(cell, tier) if is_known else least)
 
     def cost(self, cell: Cell, tier: int) -> float:
         """T(K): measured, or predicted."""

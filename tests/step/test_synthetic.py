@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from helpers.theorem import PROMPTS
 import mtpc
 from mtpc.acceptance import GOLDEN_LENGTHS, settle
 from mtpc.config import CompileOptions
+from mtpc.engine.accepted import Acceptance
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CacheError, OptionError
 from mtpc.step.synthetic import Dictate, draws
@@ -95,7 +96,7 @@ def test_draws_depend_on_the_position_only(compiled: Compiled) -> None:
 class Scripted(TierPolicy):
     """Changes K at every step."""
 
-    def choose(self, num_reqs: int, context: int = 0) -> int:
+    def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
         self.switches += 1
         return (0, 3, 1, 3, 3)[self.switches % 5]
 
