@@ -33,6 +33,7 @@ from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Form
 from mtpc.layout.progress import Listener, Progress
 from mtpc.program.binding import WeightSource, bind_program
+from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.open_steps import open_steps
 from mtpc.program.program import Program
 from mtpc.program.step_cache import Steps
@@ -80,6 +81,7 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         UnsupportedModelError: the architecture is not supported.
         CapacityError: the page pool is too small for any request.
         BackendError: the backend cannot run here.
+        RankError: with `tensor_parallel_size`, another rank fails or has other inputs.
         CacheError: another user could have written the cache; or it is frozen, and lacks a step.
     """
     opened = open_steps(model, options, _ProgramAssembler(progress), progress)
@@ -102,8 +104,9 @@ class _ProgramAssembler:
         return bind_program(steps, weights, source, self.listener)
 
     def compile(self, compiler: StepCompiler) -> Program:
-        """A program that this process compiles."""
-        return compiler.compile()
+        """A program that this process compiles; as one of several ranks, its part."""
+        program = compiler.compile()
+        return program if compiler.share is None else ranked(program, compiler.share.ranks)
 
 
 class SpecModel:
@@ -128,6 +131,22 @@ class SpecModel:
         self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
         self.served = usable_ends(served, self.stats.fallbacks)
+
+    def follow(self) -> None:
+        """In a rank other than 0: run what rank 0 runs, until it calls `close`.
+
+        Raises:
+            RankError: rank 0, or another rank, has ended.
+            RequestError: no other rank leads this one.
+        """
+        if not isinstance(self.program, FollowingProgram):
+            raise RequestError("follow() is for ranks other than 0 of tensor_parallel_size > 1")
+        self.program.follow()
+
+    def close(self) -> None:
+        """In rank 0: let the other ranks return from `follow`. Nothing runs afterwards."""
+        if isinstance(self.program, LeadingProgram):
+            self.program.close()
 
     def __repr__(self) -> str:
         """One line: the model, what it was compiled with, and its number of steps."""

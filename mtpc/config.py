@@ -93,6 +93,9 @@ class CompileOptions:
             loaded: "int4-g32", "int4-g128", "int8" or "fp8". Weights that the checkpoint stores
             quantised stay as they are, and so do embeddings, routers and the joints of MTP layers.
             See docs/quantised.md.
+        tensor_parallel_size: how many ranks share the model, each with its part of the weights and
+            of the KV cache. Every rank of a process group of torch.distributed compiles; rank 0
+            generates, and the others follow (`SpecModel.follow`). See docs/scale.md.
         synthetic_acceptance_rates: accept drafts as these shares say, whatever the drafts are, to
             measure what K is worth at a given acceptance. Entry i is the share of steps that accept
             draft i and all before it, as in vLLM. The text is then not the model's; the stats say
@@ -143,6 +146,7 @@ class CompileOptions:
     dtype: str | None = None
     kv_cache_dtype: str = KV_CACHE_DTYPES[0]
     quantize: str | None = None
+    tensor_parallel_size: int = 1
     synthetic_acceptance_rates: tuple[float, ...] = ()
     synthetic_acceptance_length: float | str | None = None
     sampling: bool = False
@@ -195,6 +199,7 @@ class CompileOptions:
             _check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_tokens)
         self._check_prefill_rows()
         self._check_cache()
+        self._check_ranks()
 
     def _check_switches(self) -> None:
         """Anything but True and False is refused: "no" would count as yes."""
@@ -272,6 +277,19 @@ class CompileOptions:
         fewer = max(rows for rows in divisors if rows <= most)
         rows = self.prefill_rows or min(enough, default=fewer)
         return rows, tokens // rows
+
+    def _check_ranks(self) -> None:
+        size, refused = self.tensor_parallel_size, ("quantize", "draft_vocab", "enabled_passes")
+        _check_int("tensor_parallel_size", size, low=1)
+        if size > 1 and self.backend == AUTO:
+            object.__setattr__(self, "backend", "eager")
+        others = [name for name in (*refused, "frozen", "require_sha256") if getattr(self, name)]
+        others += ["backend"] if self.backend != "eager" else []
+        if size > 1 and others:
+            raise OptionError(
+                f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "
+                f"several ranks run the checkpoint's weights on backend='eager': leave it out"
+            )
 
     def _check_cache(self) -> None:
         if self.cache_dir is not None:

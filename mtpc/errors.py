@@ -49,6 +49,10 @@ class HostError(MtpcError, ValueError):
     """A host's tensors, or the order of its calls, break the contract with hosts."""
 
 
+class RankError(MtpcError):
+    """Another of the ranks that share a model has failed, has ended, or has other inputs."""
+
+
 class NumericsError(MtpcError):
     """The model computed logits that are not finite."""
 

@@ -206,6 +206,8 @@ def test_every_family_is_in_the_tables() -> None:
 LINES = {
     # wiring.py: the rules of MTP layers, and the check of those that a user gives; acceptance.py:
     # rates of synthetic acceptance. `kv_cache_dtype` (config.py).
+    # rates of synthetic acceptance.
+    # `tensor_parallel_size`.
     ".": 1350,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
@@ -236,14 +238,17 @@ LINES = {
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention.
+    # Collectives (`collectives.py`).
     "ops": 2550,
     # Grouped linears as stages of chains; pack-groups.
-    "passes": 2700,
+    # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
+    "passes": 3200,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
     # not counted twice. Memory by rank and the time of a step, on paper (`scale.py`).
-    "program": 3350,
+    # Ranks: what each holds, agrees on and repeats (`ranks.py`, `rank_share.py`, `follow.py`).
+    "program": 3750,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.

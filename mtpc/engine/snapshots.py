@@ -52,6 +52,8 @@ class SlotStates:
             _pair(name, program.shared[name], program.max_reqs + 1, self.count)
             for name in (self.names if self.count else ())
         ]
+        self._copy = program.copy
+        program.snapshots += [snapshots for _, snapshots in self._pairs]
 
     def open_prefixes(self, index: PrefixIndex, fallbacks: Counter[str]) -> PrefixCache | None:
         """Make the prefix cache; None if it is off or lacks memory for snapshots.
@@ -95,7 +97,7 @@ class SlotStates:
         assert request.slot is not None
         if request.restored is not None:
             for slots, snapshots in self._pairs:
-                slots[request.slot - 1].copy_(snapshots[request.restored])
+                self._copy(slots[request.slot - 1], snapshots[request.restored])
 
     def _save(self, request: Request, length: int, index: SnapshotIndex) -> None:
         """Take a snapshot of a request's slot, whose rows stand for `length` tokens now."""
@@ -105,7 +107,7 @@ class SlotStates:
             return
         request.snapshots[length] = snapshot
         for slots, snapshots in self._pairs:
-            snapshots[snapshot].copy_(slots[request.slot - 1])
+            self._copy(snapshots[snapshot], slots[request.slot - 1])
 
     def describe(self, stats: Stats, index: PrefixIndex) -> None:
         """Write the state of the snapshots into statistics."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ENGINE_OPTIONS = (
     *("busy_prefill_chunk", "prefix_caching", "snapshot_bytes", "snapshot_distance"),
-    *("async_scheduling", "require_sha256"),
+    *("async_scheduling", "require_sha256", "tensor_parallel_size"),
     *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
 )
 """Options that say what the engine, or the cache of its programs, does."""

@@ -153,6 +153,10 @@ class ShardPlan:
         own, module = self._generic(name), name.rpartition(".")[0]
         return self.style(own if own in self._rules else module).shard(tensor.dim())
 
+    def is_gathered(self, name: str) -> bool:
+        """Whether the plan makes whole again what the linear of a weight computes."""
+        return self.style(name.rpartition(".")[0]).collective == "all_gather"
+
     def cuts_cache(self, name: str) -> bool:
         """Whether a buffer, "kv.LAYER.ROLE", holds a rank's own key/value heads only."""
         _, layer, role = name.split(".")

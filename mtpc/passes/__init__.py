@@ -21,6 +21,7 @@ from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
+from mtpc.passes.shard import Sharding, ShardStep
 from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.passes.trim_draft_head import TrimDraftHead
 from mtpc.passes.verifier import Verifier
@@ -30,6 +31,7 @@ def full_pipeline(
     buffer_names: Mapping[int, str],
     draft_vocab: tuple[int, ...] = (),
     quantize: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Pass, ...]:
     """Every pass, in order.
 
@@ -37,6 +39,7 @@ def full_pipeline(
         buffer_names: layout name by tensor id, for state that model pieces hold.
         draft_vocab: token ids that drafts may be; none: all.
         quantize: scheme for weights that are not quantised; None leaves them as they are.
+        sharding: what this rank holds of the model; None is all.
     """
     return (
         ResizeMetadata(),
@@ -45,6 +48,7 @@ def full_pipeline(
         AbsorbLatent(),
         SelectHeadRows(),
         HoistShared(),
+        ShardStep(sharding),
         TrimDraftHead(draft_vocab),
         QuantiseDraft(),
         MergeProjections(),
@@ -71,6 +75,7 @@ def select_passes(
     enabled: tuple[str, ...],
     draft_vocab: tuple[int, ...] = (),
     quantize: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Pass, ...]:
     """The pipeline with the choices of the user and the backend.
 
@@ -80,6 +85,7 @@ def select_passes(
         enabled: passes that run although they are not on by themselves.
         draft_vocab: token ids that drafts may be; none: all.
         quantize: scheme for weights that are not quantised; it enables pack-groups.
+        sharding: what this rank holds of the model; None is all.
 
     Raises:
         OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
@@ -99,13 +105,14 @@ def select_passes(
         )
     placed = {PackGroups.name} if quantize else set()
     running = ({*pass_names("required", "on")} | {*enabled} | placed) - {*disabled}
-    pipeline = full_pipeline(buffer_names, draft_vocab, quantize)
+    pipeline = full_pipeline(buffer_names, draft_vocab, quantize, sharding)
     return tuple(step for step in pipeline if step.name in running)
 
 
 __all__ = [
     "Pass",
     "Policy",
+    "Sharding",
     "Verifier",
     "full_pipeline",
     "pass_names",

@@ -45,6 +45,8 @@ from mtpc.models.weight_recipes import stored_groups
 from mtpc.passes import Verifier
 from mtpc.program.lowering import Lowering, Seen
 from mtpc.program.program import CapturedStep, Program
+from mtpc.program.rank_share import RankShare
+from mtpc.program.ranks import Ranks
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 
 COPY_LAYERS = "copy-layers"
@@ -60,6 +62,7 @@ class StepCompiler:
         backend: where to.
         listener: hears of progress.
         new_buffer: makes each shared buffer; `Layout.reserve` where others are bound in its place.
+        ranks: the processes that share the model; None: this one has all of it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StepCompiler:
         backend: Backend,
         listener: Listener = lambda progress: None,
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
+        ranks: Ranks | None = None,
     ):
         positions = getattr(loaded.config, "max_position_embeddings", None)
         self.loaded = loaded.with_layers(options.spec_tokens).with_kv_cache(options.kv_cache_dtype)
@@ -76,17 +80,20 @@ class StepCompiler:
         self.options = options.for_model(positions)
         self._check_draft_vocab()
         self.keys = step_keys(options)
+        self.share = RankShare(self.loaded, ranks) if ranks is not None else None
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.weights = WeightTable(loaded.weights(), stored_groups(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
+        self._pools = self._traced_pools()
         self._lowering = Lowering(
             backend,
-            {id(tensor): name for name, tensor in self.shared.items()},
+            {id(t): name for name, t in (*self.shared.items(), *self._pools.items())},
             options.disabled_passes,
             options.enabled_passes,
             options.draft_vocab,
             options.quantize,
             options.verify_passes,
+            self.share.sharding(self._cut_caches()) if self.share else None,
         )
         self._traces: ModelTraces | None = None
         self.pattern: LayerPattern | None = None
@@ -99,8 +106,13 @@ class StepCompiler:
                 "vocabulary"
             )
 
-    def layout(self, key: StepKey) -> Layout:
-        """Buffers of one step, metadata sized as plain decoding has it."""
+    def layout(self, key: StepKey, whole: bool = False) -> Layout:
+        """Buffers of one step, metadata sized as plain decoding has it.
+
+        Args:
+            key: the step.
+            whole: with all key/value heads, whatever this rank holds of them.
+        """
         options = self.options
         blocks = options.blocks_per_request(options.sequence_limit)
         pages = options.page_count
@@ -124,7 +136,10 @@ class StepCompiler:
             B: MAX_LOGIT_BIAS,
             L: options.max_logprobs,
         }
-        specs = (*state_specs(), *batch_specs(key.phase), *self.loaded.state_specs())
+        of_layers = self.loaded.state_specs()
+        if self.share is not None and not whole:
+            of_layers = self.share.specs(of_layers)
+        specs = (*state_specs(), *batch_specs(key.phase), *of_layers)
         if options.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if options.sampling:
@@ -143,6 +158,21 @@ class StepCompiler:
             set_tensor(module, name, tensor, buffer=True)
         return tensors, module
 
+    def _cut_caches(self) -> dict[str, Tensor]:
+        """The caches of which this rank has some heads."""
+        if self.share is None:
+            return {}
+        cut = {spec.name for spec in self.loaded.state_specs() if self.share.cuts(spec)}
+        return {name: tensor for name, tensor in self.shared.items() if name in cut}
+
+    def _traced_pools(self) -> dict[str, Tensor]:
+        """Caches to trace over. Models are traced whole, so stand-ins take the place of parts."""
+        pools = {n: t for n, t in self.shared.items() if n.startswith("kv.")}
+        whole = self.layout(self.keys[0], whole=True)
+        return pools | {
+            name: whole.reserve(name, t.device) for name, t in self._cut_caches().items()
+        }
+
     def tell(self, stage: str, key: StepKey | None) -> None:
         """Say what begins."""
         elapsed = time.perf_counter() - self._start
@@ -157,11 +187,10 @@ class StepCompiler:
         layout = self.layout(key)
         if self._traces is None:
             self.tell("trace model", None)
-            pools = {n: t for n, t in self.shared.items() if n.startswith("kv.")}
             traced = self.loaded
             if self.pattern is not None:
                 traced = with_first_layers(traced, self.pattern.traced)
-            stepped = SteppedModel(traced, pools, layout.value(S))
+            stepped = SteppedModel(traced, self._pools, layout.value(S))
             self._traces = ModelTraces(stepped, layout)
         return trace_step(key, self._traces, layout, self.shared_module, self.weights)
 

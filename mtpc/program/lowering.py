@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpc.backends.base import Backend
 from mtpc.capture.graph import StepGraph
-from mtpc.passes import Verifier, run_pipeline, select_passes
+from mtpc.passes import Sharding, Verifier, run_pipeline, select_passes
 from mtpc.program.program import CapturedStep
 
 Seen = Callable[[str, StepGraph], None]
@@ -32,6 +32,7 @@ class Lowering:
         draft_vocab: token ids that drafts may be; empty: all.
         quantize: scheme for weights that are not quantised; None leaves them as they are.
         verify_passes: recompute every value on fake tensors after each pass, not only at the end.
+        sharding: what this rank holds of the model; None is all.
     """
 
     backend: Backend
@@ -41,6 +42,7 @@ class Lowering:
     draft_vocab: tuple[int, ...] = ()
     quantize: str | None = None
     verify_passes: bool = False
+    sharding: Sharding | None = None
 
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
@@ -57,7 +59,12 @@ class Lowering:
         """
         enabled = (*self.enabled, *self.backend.enables)
         passes = select_passes(
-            self.buffer_names, self.disabled, enabled, self.draft_vocab, self.quantize
+            self.buffer_names,
+            self.disabled,
+            enabled,
+            self.draft_vocab,
+            self.quantize,
+            self.sharding,
         )
         pipeline = (*passes, *self.backend.legalise())
         verify = Verifier(self.verify_passes)

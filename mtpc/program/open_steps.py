@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mtpc.backends import Backend
     from mtpc.models.load import LoadedModel
     from mtpc.program.compiler import StepCompiler
+    from mtpc.program.ranks import Ranks
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -115,6 +116,8 @@ def open_steps(
     parsed = CompileOptions.parse(options)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
     parsed = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
+    if parsed.tensor_parallel_size > 1:
+        return _open_ranked(_Opener(source, parsed, assembler, interrupts.tell, report, interrupts))
     cache = open_cache(source, parsed, report)
     opener = _Opener(source, parsed, assembler, interrupts.tell, report, interrupts)
     opened = opener.restored(cache)
@@ -126,6 +129,19 @@ def open_steps(
     for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
         opened.fallbacks.update(notes)
     return opened
+
+
+def _open_ranked(opener: _Opener[T]) -> Opened[T]:
+    """One rank's part of the steps, which no cache keeps; all ranks open theirs, or none does.
+
+    Raises:
+        MtpcError: this rank fails, or another one.
+    """
+    from mtpc.program.ranks import join_ranks
+
+    ranks = join_ranks(opener.options.tensor_parallel_size)
+    opener = replace(opener, ranks=ranks)
+    return ranks.agree(lambda: opener.compiled(None), opener.source, opener.options)
 
 
 def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
@@ -146,6 +162,7 @@ class _Opener(Generic[T]):
     progress: Listener
     report: Callable[[str], None]
     interrupts: HeldInterrupts
+    ranks: Ranks | None = None
 
     def restored(self, cache: StepCache | None) -> Opened[T] | None:
         """All of it from the cache, if the cache has all of it; transformers is not imported."""
@@ -255,4 +272,4 @@ class _Opener(Generic[T]):
         # Cached steps are bound to buffers later, as in a warm start: these are stand-ins.
         own = self.assembler.owns_buffers and cache is None
         new_buffer = Layout.allocate if own else Layout.reserve
-        return StepCompiler(loaded, options, backend, self.progress, new_buffer)
+        return StepCompiler(loaded, options, backend, self.progress, new_buffer, self.ranks)

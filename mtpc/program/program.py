@@ -43,12 +43,14 @@ class Program:
     Attributes:
         steps: captured steps by key.
         shared: tensors of state and caches that all steps use, by name.
+        snapshots: memory of the engine's beside them, to and from which it copies rows.
         replays: number of replays by step.
         host_writes: number of buffer writes by the host.
     """
 
     steps: Mapping[StepKey, CapturedStep]
     shared: Mapping[str, Tensor]
+    snapshots: list[Tensor] = field(default_factory=list)
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
     _rows: dict[StepKey, list[int]] = field(default_factory=dict, repr=False)
@@ -89,6 +91,10 @@ class Program:
             tensor[: value.shape[0]].copy_(value, non_blocking=True)
         else:
             tensor.fill_(value)
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Copy rows behind the work that is launched: of a buffer to a snapshot, or back."""
+        to.copy_(source)
 
     def set_batch(self, key: StepKey, slots: list[int]) -> None:
         """Point the rows of a step at request slots; writes only if they changed."""

@@ -53,15 +53,17 @@ class Join:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a tensor.
+    """Some rows of a tensor, or of another dimension: what a rank holds of a weight is such a part.
 
     Attributes:
         runs: the rows, as ascending runs [start, stop).
         part: the tensor.
+        dim: the dimension whose rows these are.
     """
 
     runs: tuple[tuple[int, int], ...]
     part: Recipe
+    dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
         return _convert(recipe, tensor_of, fill)
     if isinstance(recipe, Rows):
         whole = make(recipe.part, tensor_of, fill)
-        return torch.cat([whole[start:stop] for start, stop in recipe.runs])
+        held = [whole.narrow(recipe.dim, start, stop - start) for start, stop in recipe.runs]
+        return torch.cat(held, recipe.dim)
     if isinstance(recipe, Blocks):
         return _take_blocks(recipe, make(recipe.part, tensor_of, fill))
     parts = [make(part, tensor_of, fill) for part in recipe.parts]
@@ -197,8 +200,9 @@ def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype
     if isinstance(recipe, (Convert, Grouped)):
         raise TypeError("a converted weight cannot be joined or converted again")
     if isinstance(recipe, Rows):
-        (_, *inner), dtype = _extent(recipe.part, tensor_of)
-        return [sum(stop - start for start, stop in recipe.runs), *inner], dtype
+        shape, dtype = _extent(recipe.part, tensor_of)
+        shape[recipe.dim] = sum(stop - start for start, stop in recipe.runs)
+        return shape, dtype
     if isinstance(recipe, Blocks):
         (*_, inputs), dtype = _extent(recipe.part, tensor_of)
         matrix = [recipe.stop - recipe.start, inputs]
@@ -246,8 +250,8 @@ def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
     """
     if isinstance(recipe, str):
         return specs.get(recipe)
-    if isinstance(recipe, Rows):
-        return spec_of(recipe.part, specs)
+    if isinstance(recipe, Rows):  # A group is along a row, and no part of one has a group's form.
+        return spec_of(recipe.part, specs) if recipe.dim == 0 else None
     if not isinstance(recipe, Join):
         return None
     found = {spec_of(part, specs) for part in recipe.parts}
@@ -267,7 +271,7 @@ def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> Grou
     """
     if isinstance(recipe, str):
         return grouped_of(recipe, spec)
-    if isinstance(recipe, Rows):
+    if isinstance(recipe, Rows) and recipe.dim == 0:
         return take_rows(make_grouped(recipe.part, spec, grouped_of), recipe.runs)
     if not isinstance(recipe, Join):
         raise TypeError(f"a {type(recipe).__name__} of a weight in groups has no groups")
@@ -314,9 +318,7 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
         return recipe_of(recipe)
     if isinstance(recipe, Convert):
         return Convert(recipe.op, substitute(recipe.part, recipe_of))
-    if isinstance(recipe, Rows):
-        return Rows(recipe.runs, substitute(recipe.part, recipe_of))
-    if isinstance(recipe, (Blocks, Grouped)):
+    if isinstance(recipe, (Rows, Blocks, Grouped)):
         return replace(recipe, part=substitute(recipe.part, recipe_of))
     return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
 
@@ -333,7 +335,8 @@ def to_json(recipe: Recipe) -> Any:
     if isinstance(recipe, Convert):
         return {recipe.op: to_json(recipe.part)}
     if isinstance(recipe, Rows):
-        return {"rows": [[list(run) for run in recipe.runs], to_json(recipe.part)]}
+        other = [recipe.dim] if recipe.dim else []
+        return {"rows": [[list(run) for run in recipe.runs], to_json(recipe.part), *other]}
     if isinstance(recipe, Blocks):
         taken = [recipe.count, recipe.start, recipe.stop, recipe.transposed]
         return {"blocks": [taken, to_json(recipe.part)]}
@@ -357,8 +360,9 @@ def from_json(value: Any) -> Recipe:
     if op in get_args(Conversion):
         return Convert(op, from_json(parts))
     if op == "rows":
-        runs, part = parts
-        return Rows(tuple((index(start), index(stop)) for start, stop in runs), from_json(part))
+        runs, part, *dim = parts
+        kept = tuple((index(start), index(stop)) for start, stop in runs)
+        return Rows(kept, from_json(part), *map(index, dim))
     if op == "blocks":
         (count, start, stop, transposed), part = parts
         return Blocks(index(count), index(start), index(stop), bool(transposed), from_json(part))

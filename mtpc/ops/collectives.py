@@ -1,0 +1,174 @@
+"""What ranks tell each other within a step, over a process group of torch.distributed.
+
+Every rank gets the same bits: values are gathered and then combined in the order of the ranks, the
+same way on each. A group is named, as in torch's own functional collectives, so that it can stand
+in a graph; the process's rank in it is looked up when the operator runs. So all ranks have the same
+graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def parts_of(part: Tensor, group: str) -> list[Tensor]:
+    """The tensors of all ranks, which have one shape and dtype, in the order of the ranks."""
+    members = _group(group)
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(members.size())]
+    dist.all_gather(parts, part, members)
+    return parts
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
+
+
+@torch.library.custom_op("mtpc::all_reduce", mutates_args=())
+def all_reduce(part: Tensor, group: str) -> Tensor:
+    """The sum of all ranks' tensors, in the order of the ranks.
+
+    bfloat16 and float16 are summed in float32 and rounded once.
+
+    Args:
+        part: this rank's summand; all have one shape.
+        group: name of the process group.
+
+    Returns:
+        As `part`.
+    """
+    wide = torch.promote_types(part.dtype, torch.float32)
+    first, *others = parts_of(part, group)
+    total = first.to(wide, copy=True)
+    for other in others:
+        total += other
+    return total.to(part.dtype)
+
+
+@torch.library.custom_op("mtpc::all_gather", mutates_args=())
+def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
+    """All ranks' parts as one tensor.
+
+    Args:
+        part: rank r of n holds what begins at r * ceil(size / n) along `dim`.
+        dim: the dimension that is cut, from 0.
+        size: of the whole along it.
+        group: name of the process group.
+
+    Returns:
+        As `part`, with `size` along `dim`.
+    """
+    ranks = _group(group).size()
+    step = -(-size // ranks)
+    filled = F.pad(part, (0, 0) * (part.dim() - 1 - dim) + (0, step - part.shape[dim]))
+    return torch.cat(parts_of(filled, group), dim).narrow(dim, 0, size).contiguous()
+
+
+@torch.library.custom_op("mtpc::rank_part", mutates_args=())
+def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
+    """This rank's equal part of a tensor that every rank has.
+
+    Args:
+        whole: its size along `dim` divides by the ranks.
+        dim: the dimension that is cut, from 0.
+        ranks: how many the group has.
+        group: name of the process group.
+    """
+    own = whole.chunk(ranks, dim)[_group(group).rank()]
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("mtpc::vocab_embedding", mutates_args=())
+def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
+    """Rows of an embedding that is cut by its vocabulary.
+
+    One rank has the row of an id, and the others add zeros to it: the sum is exact.
+
+    Args:
+        rows: [V_r, H], rank r's rows, at least one: those of the ids from r * step on.
+        ids: int64, any shape, each below the vocabulary's size.
+        step: rows of every rank but the last ones.
+        group: name of the process group.
+
+    Returns:
+        [*ids.shape, H], dtype of rows.
+    """
+    own = ids - _group(group).rank() * step
+    is_own = (own >= 0) & (own < rows.shape[0])
+    found = F.embedding(own.clamp(0, rows.shape[0] - 1), rows)
+    summand = torch.where(is_own[..., None], found, torch.zeros_like(found))
+    return all_reduce(summand, group)
+
+
+@torch.library.custom_op("mtpc::vocab_max", mutates_args=())
+def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
+    """The largest logit and its id, of logits that are cut by the vocabulary.
+
+    Of equal logits the lowest id wins, and not a number is larger than any number, as in
+    `Tensor.max`.
+
+    Args:
+        logits: [..., V_r], rank r's logits, at least one: those of the ids from r * step on.
+        step: logits of every rank but the last ones.
+        group: name of the process group.
+
+    Returns:
+        The largest logits, dtype of logits, and their ids, int64; [...] both.
+    """
+    best, place = logits.max(-1)
+    ids = place + _group(group).rank() * step
+    # One collective for both: float64 holds each of them exactly.
+    told = torch.stack(parts_of(torch.stack([best.double(), ids.double()]), group))
+    found, rank = told[:, 0].max(0)
+    chosen = told[:, 1].gather(0, rank[None])[0]
+    return found.to(logits.dtype), chosen.long()
+
+
+@torch.library.custom_op("mtpc::first_rank", mutates_args=())
+def first_rank(value: Tensor, group: str) -> Tensor:
+    """The first rank's tensor, on every rank: a choice that all of them must share.
+
+    Args:
+        value: of one shape and dtype on all ranks.
+        group: name of the process group.
+    """
+    told = value.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(told, group=_group(group), group_src=0)
+    return told
+
+
+@all_reduce.register_fake
+def _(part: Tensor, group: str) -> Tensor:
+    return part.new_empty(part.shape)
+
+
+@all_gather.register_fake
+def _(part: Tensor, dim: int, size: int, group: str) -> Tensor:
+    return part.new_empty([size if i == dim else length for i, length in enumerate(part.shape)])
+
+
+@rank_part.register_fake
+def _(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
+    sizes = [n // ranks if i == dim else n for i, n in enumerate(whole.shape)]
+    return whole.new_empty(sizes)
+
+
+@vocab_embedding.register_fake
+def _(rows: Tensor, ids: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty([*ids.shape, rows.shape[1]])
+
+
+@vocab_max.register_fake
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[:-1]
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+@first_rank.register_fake
+def _(value: Tensor, group: str) -> Tensor:
+    return value.new_empty(value.shape)

@@ -1,0 +1,190 @@
+"""Which part of a value a rank holds, and how that follows through operators that only move it.
+
+A value is cut along one dimension into as many equal parts as there are ranks. Each rule here gives
+the dimension of the result that is cut, from the whole shapes of a call: of elementwise operators,
+and of those that give elements other places. A call without a rule, or one that looks across the
+cut, raises `NeedsWholeError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtpc.capture.graph import arguments
+from mtpc.passes.base import GETITEM
+
+aten = torch.ops.aten
+Shape = Sequence[int]
+Held = Mapping[fx.Node, int]
+"""The dimension that is cut, of each value that is cut."""
+
+
+class NeedsWholeError(Exception):
+    """A call reads across the dimension that is cut, or has no rule."""
+
+
+class Call:
+    """One call with whole shapes.
+
+    Args:
+        node: the call.
+        shapes: whole shape of each value; of a result of several, of its first.
+        held: of which values each rank has a part only.
+        ranks: how many parts there are.
+    """
+
+    def __init__(self, node: fx.Node, shapes: Mapping[fx.Node, Shape], held: Held, ranks: int):
+        self.node, self.ranks = node, ranks
+        self.arguments = {} if node.target is GETITEM else arguments(node)
+        self.shape = shapes.get(node, ())
+        self.inputs = [n for n in node.all_input_nodes if n in shapes]
+        self.shapes, self.held = shapes, held
+
+    def dim(self, name: str = "dim") -> int:
+        """An argument that names a dimension of the first input, from 0."""
+        return int(self.arguments[name]) % len(self.shapes[self.first])
+
+    @property
+    def first(self) -> fx.Node:
+        """The value that moves."""
+        return self.inputs[0]
+
+    @property
+    def cut(self) -> int:
+        """The dimension along which the first input is cut, if no other input is.
+
+        Raises:
+            NeedsWholeError: another input is cut.
+        """
+        if self.first not in self.held or any(n in self.held for n in self.inputs[1:]):
+            raise NeedsWholeError
+        return self.held[self.first]
+
+
+def follow(call: Call) -> int:
+    """The dimension of the result that is cut; sizes among the arguments become this rank's.
+
+    Raises:
+        NeedsWholeError: the call has no rule, or needs the whole.
+    """
+    target: Any = call.node.target
+    if target in _RULES:
+        return _RULES[target](call)
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return _elementwise(call)
+    raise NeedsWholeError
+
+
+def _elementwise(call: Call) -> int:
+    """Operands align at their last dimension; each is cut there, or is the same for all of it."""
+    ends = {call.held[n] - len(call.shapes[n]) for n in call.inputs if n in call.held}
+    end = ends.pop()
+    if ends:
+        raise NeedsWholeError
+    for node in call.inputs:
+        shape = call.shapes[node]
+        if node not in call.held and len(shape) >= -end and shape[end] != 1:
+            raise NeedsWholeError
+    return len(call.shape) + end
+
+
+def _cast(call: Call) -> int:
+    """Only the dtype of a second operand counts."""
+    if call.first not in call.held:
+        raise NeedsWholeError
+    return call.held[call.first]
+
+
+def _reshape(call: Call) -> int:
+    """The cut dimension leads what it is joined with, or is divided into: parts stay in one piece.
+
+    So all that stands before it is the same before and after, and a size of the result follows
+    which the ranks can share.
+    """
+    before, cut = call.shapes[call.first], call.cut
+    ahead = prod(before[:cut])
+    for dim, size in enumerate(call.shape):
+        if prod(call.shape[:dim]) == ahead and size > 1:
+            if size % call.ranks:
+                break
+            _share_size(call, dim)
+            return dim
+    raise NeedsWholeError
+
+
+def _share_size(call: Call, dim: int) -> None:
+    """Divide a size that the call states; -1 follows by itself."""
+    for place, name in enumerate(call.arguments):
+        sizes = call.arguments[name]
+        if name in ("size", "shape") and sizes[dim] != -1:
+            shared = [n // call.ranks if i == dim else n for i, n in enumerate(sizes)]
+            call.node.update_arg(place, shared)
+
+
+def _transpose(call: Call) -> int:
+    pair = (call.dim("dim0"), call.dim("dim1"))
+    return {pair[0]: pair[1], pair[1]: pair[0]}.get(call.cut, call.cut)
+
+
+def _unsqueeze(call: Call) -> int:
+    dim = int(call.arguments["dim"]) % (len(call.shapes[call.first]) + 1)
+    return call.cut + (dim <= call.cut)
+
+
+def _drop(call: Call) -> int:
+    """A dimension goes; the cut one cannot."""
+    return _beside(call) - (call.dim() < call.cut)
+
+
+def _beside(call: Call) -> int:
+    """Work along one dimension, which is not the cut one; all others stay."""
+    if call.dim() == call.cut:
+        raise NeedsWholeError
+    return call.cut
+
+
+def _mean(call: Call) -> int:
+    dims = [int(dim) % len(call.shapes[call.first]) for dim in call.arguments["dim"] or ()]
+    if call.cut in dims or not dims:
+        raise NeedsWholeError
+    return call.cut - (0 if call.arguments["keepdim"] else sum(dim < call.cut for dim in dims))
+
+
+def _join(call: Call) -> int:
+    """All that is joined is cut alike, and not where it is joined."""
+    cuts = {call.held.get(node, -1) for node in call.inputs}
+    cut = cuts.pop()
+    if cuts or cut == call.dim():
+        raise NeedsWholeError
+    return cut
+
+
+def _entry(call: Call) -> int:
+    """An entry of a result that has several, all cut alike."""
+    return call.cut
+
+
+_RULES: Mapping[Any, Callable[[Call], int]] = {
+    GETITEM: _entry,
+    aten.to.dtype: _cast,
+    aten.type_as.default: _cast,
+    aten.clone.default: _cast,
+    aten.view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.flatten.using_ints: _reshape,
+    aten.transpose.int: _transpose,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _drop,
+    aten.select.int: _drop,
+    aten.slice.Tensor: _beside,
+    aten.chunk.default: _beside,
+    aten.split_with_sizes.default: _beside,
+    aten.index_select.default: _beside,
+    aten.mean.dim: _mean,
+    aten.cat.default: _join,
+}

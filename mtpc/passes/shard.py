@@ -1,0 +1,313 @@
+"""shard: a step for one of several ranks, each of which holds a part of the weights and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from mtpc.capture.graph import StepGraph, arguments, set_tensor
+from mtpc.capture.inline import fake_call, fake_mode_of
+from mtpc.errors import GraphError, UnsupportedModelError
+from mtpc.passes.base import (
+    GETITEM,
+    Policy,
+    emit,
+    emit_named,
+    emit_weight,
+    is_call,
+    refresh_values,
+    sweep,
+)
+from mtpc.passes.held import Call, NeedsWholeError, Shape, follow
+from mtpc.weights.recipes import Rows
+
+aten, ours = torch.ops.aten, torch.ops.mtpc
+
+
+@dataclass(frozen=True)
+class CutWeight:
+    """What this rank holds of a weight.
+
+    Attributes:
+        dim: the dimension that is cut.
+        runs: this rank's part of it.
+        step: of a vocabulary, its rows on every rank but the last ones; else 0.
+        is_gathered: the plan makes whole again what a linear computes with it.
+    """
+
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+    step: int = 0
+    is_gathered: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One rank's part of a model.
+
+    Attributes:
+        ranks: how many share it.
+        group: name of their process group.
+        weights: weights that are cut, by name.
+        caches: this rank's tensors of the caches that are cut, by name: [.., heads, width].
+    """
+
+    ranks: int
+    group: str
+    weights: Mapping[str, CutWeight]
+    caches: Mapping[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ShardStep:
+    """Cut the weights and caches of a flat step, and add what the ranks must tell each other.
+
+    What a rank holds is followed from the weights through the step. A linear on input features that
+    are cut gives summands: `mtpc::all_reduce` comes after it, and after experts. Where a plan
+    gathers a result, it stays cut for as long as operators do without the whole, and of logits the
+    largest is all that is told. Every choice of a token comes from one collective, so ranks cannot
+    part. A call that would compute something else on a part is refused.
+
+    Attributes:
+        sharding: this rank's part; None leaves the step whole.
+    """
+
+    name: ClassVar[str] = "shard"
+    policy: ClassVar[Policy] = "required"
+    sharding: Sharding | None = None
+
+    def apply(self, graph: StepGraph) -> int:
+        if self.sharding is None:
+            return 0
+        rewrites = _Cutter(graph, self.sharding).run()
+        if rewrites:
+            sweep(graph)
+            refresh_values(graph)
+        return rewrites
+
+
+class _Cutter:
+    """Goes through a step once, in order of execution.
+
+    Attributes:
+        whole: shapes before anything was cut; of results of several, that of the first.
+        held: the dimension that is cut, of values of which this rank has a part.
+        gathered: those of them that may be made whole.
+        steps: rows of a rank, of weights and logits that are cut by the vocabulary.
+    """
+
+    def __init__(self, graph: StepGraph, sharding: Sharding):
+        self.graph, self.fx, self.sharding = graph, graph.graph, sharding
+        self.mode = fake_mode_of(self.fx)
+        self.whole: dict[fx.Node, Shape] = {
+            node: shape for node in self.fx.nodes if (shape := _shape(node)) is not None
+        }
+        self.held: dict[fx.Node, int] = {}
+        self.gathered: set[fx.Node] = set()
+        self.steps: dict[fx.Node, int] = {}
+        self.rewrites = 0
+
+    def run(self) -> int:
+        """Cut all; returns the number of rewrites."""
+        for node in list(self.fx.nodes):
+            if node.op == "get_attr":
+                self._cut_attribute(node, str(node.target))
+            elif node.op == "call_function" and node in self.whole:
+                self._cut_call(node)
+            elif not self.held.keys().isdisjoint(node.all_input_nodes):  # It writes only.
+                self._write(node)
+        return self.rewrites
+
+    def _cut_attribute(self, node: fx.Node, name: str) -> None:
+        weights, caches = self.sharding.weights, self.sharding.caches
+        if name in caches:
+            set_tensor(self.graph.module, name, caches[name], buffer=True)
+            node.meta["val"] = self.mode.from_tensor(caches[name], static_shapes=True)
+            self.held[node] = caches[name].dim() - 2
+        elif name in weights:
+            cut = weights[name]
+            with self.fx.inserting_after(node):
+                part = emit_weight(self.graph, f"shard.{name}", Rows(cut.runs, name, cut.dim), node)
+            self._replace(node, part, cut.dim)
+            self.steps[part] = cut.step
+            self.gathered |= {part} if cut.is_gathered or cut.step else set()
+
+    def _replace(self, old: fx.Node, new: fx.Node, dim: int | None = None) -> None:
+        """Let all read another value of the same whole shape, of which a part is held or all."""
+        old.replace_all_uses_with(new, lambda user: user is not new)
+        self.whole[new] = self.whole[old]
+        if dim is not None:
+            self.held[new] = dim
+        self.rewrites += 1
+
+    def _cut_call(self, node: fx.Node) -> None:
+        cut = [n for n in node.all_input_nodes if n in self.held]
+        rule = _RULES.get(node.target)
+        if cut:
+            try:
+                done = rule is not None and rule(self, node, arguments(node))
+                if not done:
+                    self._follow(node, cut)
+            except NeedsWholeError:
+                self._make_whole(node, cut)
+        elif rule is _choose:
+            self._agree(node)
+
+    def _follow(self, node: fx.Node, cut: list[fx.Node]) -> None:
+        self.held[node] = follow(Call(node, self.whole, self.held, self.sharding.ranks))
+        if self.gathered.issuperset(cut):
+            self.gathered.add(node)
+            self.steps[node] = max(self.steps.get(source, 0) for source in cut)
+        self._compute(node)
+
+    def _compute(self, node: fx.Node) -> None:
+        """The value of a call on parts, which must be the part that the rules say it is."""
+        node.meta |= fake_call(self.mode, node.target, node.args, node.kwargs)
+        whole, part = self.whole[node], _shape(node) or ()
+        dim, ranks = self.held[node], self.sharding.ranks
+        others = [(a, b) for i, (a, b) in enumerate(zip(whole, part, strict=True)) if i != dim]
+        is_part = part[dim] * ranks == whole[dim] or self.steps.get(node, 0)
+        if not is_part or any(a != b for a, b in others):
+            raise GraphError(f"{node} is {[*part]} on a rank, a part of {[*whole]} along {dim}")
+
+    def _make_whole(self, node: fx.Node, cut: list[fx.Node]) -> None:
+        """Gather what a call needs whole, where the plan gathers it."""
+        for source in cut:
+            if source not in self.gathered or source.op == "get_attr":
+                raise self._refusal(node, source)
+        for source in cut:
+            with self.fx.inserting_before(node):
+                dim = self.held[source]
+                args = (source, dim, self.whole[source][dim], self.sharding.group)
+                whole = emit(self.fx, ours.all_gather.default, args, node)
+            self.whole[whole] = self.whole[source]
+            node.replace_input_with(source, whole)
+            self.rewrites += 1
+        if _RULES.get(node.target) is _choose:
+            self._agree(node)
+
+    def _refusal(self, node: fx.Node, source: fx.Node) -> UnsupportedModelError:
+        dim, shape = self.held[source], [*self.whole[source]]
+        return UnsupportedModelError(
+            f"tensor_parallel_size is {self.sharding.ranks}: {node.target} ({node}, of "
+            f"{node.meta.get('piece', 'the step')}) reads dimension {dim} of {shape} of {source}, "
+            "of which each rank has a part under the model's base_model_tp_plan; mtpc cannot run "
+            "it on a part: use tensor_parallel_size=1"
+        )
+
+    def _write(self, node: fx.Node) -> None:
+        """A call without a result: rows of a cache, whose heads are cut as the cache's are."""
+        if is_call(node, ours.write_cache.default):
+            cache, rows = node.args[:2]
+            dims = self.held.get(cache), self.held.get(rows)  # type: ignore[arg-type]
+            if dims == (2, 1):
+                return
+        self._make_whole(node, [n for n in node.all_input_nodes if n in self.held])
+
+    def _reduce(self, summand: fx.Node, node: fx.Node) -> fx.Node:
+        args = (summand, self.sharding.group)
+        return emit(self.fx, ours.all_reduce.default, args, node)
+
+    def _linear(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """A product by a weight that is cut, by its outputs or by its inputs."""
+        x, weight, bias = given["input"], given["weight"], given["bias"]
+        last = len(self.whole[x]) - 1
+        if weight not in self.held:
+            raise NeedsWholeError
+        if self.held[weight] == 0:
+            if x in self.held or (bias is not None and self.held.get(bias) != 0):
+                raise NeedsWholeError
+            self.held[node], self.steps[node] = len(self.whole[node]) - 1, self.steps[weight]
+            self.gathered |= {node} if weight in self.gathered else set()
+            self._compute(node)
+            return True
+        if self.held.get(x, last) != last:
+            raise NeedsWholeError
+        with self.fx.inserting_before(node):
+            if x not in self.held:
+                args = (x, last, self.sharding.ranks, self.sharding.group)
+                x = emit(self.fx, ours.rank_part.default, args, node)
+            total = self._reduce(emit(self.fx, aten.linear.default, (x, weight), node), node)
+            if bias is not None:  # Once, to the sum.
+                total = emit(self.fx, aten.add.Tensor, (total, bias), node)
+        self._replace(node, total)
+        return True
+
+    def _experts(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """Each rank has a part of every expert's features, and a summand of their results."""
+        cut = {name: self.held[value] for name, value in given.items() if value in self.held}
+        if cut != {"gate_up": 1, "down": 2}:
+            raise NeedsWholeError
+        with self.fx.inserting_before(node):
+            total = self._reduce(emit_named(self.fx, node.target, given, node), node)
+        self._replace(node, total)
+        return True
+
+    def _attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """Query heads beside the key/value heads that they use."""
+        cut = {name: self.held[value] for name, value in given.items() if value in self.held}
+        if cut != {"q": 1, "k_cache": 2, "v_cache": 2} or given["sinks"] is not None:
+            raise NeedsWholeError
+        self.held[node] = 1
+        self._compute(node)
+        return True
+
+    def _embed(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        weight, ids = given["weight"], given["indices"]
+        if ids in self.held or not self.steps.get(weight):
+            raise NeedsWholeError
+        with self.fx.inserting_before(node):
+            args = (weight, ids, self.steps[weight], self.sharding.group)
+            found = emit(self.fx, ours.vocab_embedding.default, args, node)
+        self._replace(node, found)
+        return True
+
+    def _choose(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """The largest logit, of logits that are cut by the vocabulary."""
+        logits, step = node.all_input_nodes[0], 0
+        last, dim = len(self.whole[logits]) - 1, given.get("dim")
+        if logits in self.held and self.held[logits] == last and not given.get("keepdim"):
+            step = self.steps.get(logits, 0)
+        if not step or dim not in (-1, last):
+            raise NeedsWholeError
+        with self.fx.inserting_before(node):
+            args = (logits, step, self.sharding.group)
+            found = emit(self.fx, ours.vocab_max.default, args, node)
+            if node.target is aten.argmax.default:
+                found = emit(self.fx, GETITEM, (found, 1), node)
+        self._replace(node, found)
+        return True
+
+    def _agree(self, node: fx.Node) -> None:
+        """A choice that every rank makes from the whole is the first rank's."""
+        chosen = [node]
+        if node.target is aten.max.dim:
+            chosen = [user for user in node.users if user.args[1] == 1]
+        for choice in chosen:
+            with self.fx.inserting_after(choice):
+                args = (choice, self.sharding.group)
+                told = emit(self.fx, ours.first_rank.default, args, choice)
+            self._replace(choice, told)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...] | None:
+    """Shape of a value, of the first of several; None where a call has no result."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    return tuple(first.shape) if isinstance(first, Tensor) else None
+
+
+_choose = _Cutter._choose
+_RULES: Mapping[Any, Callable[[_Cutter, fx.Node, dict[str, Any]], bool]] = {
+    aten.linear.default: _Cutter._linear,
+    aten.embedding.default: _Cutter._embed,
+    aten.argmax.default: _choose,
+    aten.max.dim: _choose,
+    ours.sample.default: _choose,
+    ours.experts.default: _Cutter._experts,
+    ours.paged_attention.default: _Cutter._attention,
+}

@@ -1,0 +1,187 @@
+"""One rank schedules, and the others do what it does: its writes of buffers, and its replays.
+
+Before each replay rank 0 sends one message: the step's number, and what the host has written since
+the last one. Where nothing was written, the message is the number alone. A message is JSON, because
+it holds numbers only: names of buffers are their places in a list that all ranks have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtpc.errors import RankError, RequestError
+from mtpc.layout import StepKey
+from mtpc.program.program import Program
+from mtpc.program.ranks import Ranks
+
+_FIRST_BYTES = 256
+"""A message of up to so many bytes, its length included, is one broadcast; a longer one is two."""
+_END = -1
+"""In place of a step's number: no step will follow."""
+
+
+class _Tensors:
+    """The tensors that a host writes, by a number that is the same on all ranks."""
+
+    def __init__(self, program: Program):
+        self._program = program
+
+    def _all(self) -> list[Tensor]:
+        program = self._program
+        steps = [
+            tensor
+            for key in sorted(program.steps)
+            for name, tensor in sorted(program.steps[key].buffers.items())
+            if name not in program.shared
+        ]
+        return [*(program.shared[n] for n in sorted(program.shared)), *program.snapshots, *steps]
+
+    def place_of(self, view: Tensor) -> list[Any]:
+        """Which tensor a view is of, and where in it."""
+        memory = view.untyped_storage().data_ptr()
+        for number, tensor in enumerate(self._all()):
+            if tensor.untyped_storage().data_ptr() == memory:
+                return [number, view.storage_offset(), list(view.shape), list(view.stride())]
+        raise RankError("a host write is to no buffer of the program; other ranks cannot repeat it")
+
+    def view(self, place: list[Any]) -> Tensor:
+        """The view of this rank's tensor at a place."""
+        number, offset, shape, stride = place
+        return self._all()[number].as_strided(shape, stride, offset)
+
+
+@dataclass
+class LeadingProgram(Program):
+    """Rank 0's program: all that its host does, the other ranks do.
+
+    Attributes:
+        ranks: this process among those that share the model.
+        sent_bytes: bytes of all messages so far.
+    """
+
+    ranks: Ranks = field(kw_only=True)
+    sent_bytes: int = 0
+    _events: list[Any] = field(default_factory=list, repr=False)
+    _failure: str = ""
+
+    def write(self, tensor: Tensor, value: Tensor | int) -> None:
+        """As `Program.write`, on every rank before its next step."""
+        super().write(tensor, value)
+        told = value.tolist() if isinstance(value, Tensor) else value
+        self._events.append([_Tensors(self).place_of(tensor), told])
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """As `Program.copy`, on every rank before its next step."""
+        super().copy(to, source)
+        tensors = _Tensors(self)
+        self._events.append([tensors.place_of(to), {"from": tensors.place_of(source)}])
+
+    def run(self, key: StepKey) -> Mapping[str, Tensor]:
+        """Replay one step on all ranks.
+
+        Raises:
+            RankError: another rank has ended; no later step will run.
+        """
+        if self._failure:
+            raise RankError(self._failure)
+        try:
+            self._send(sorted(self.steps).index(key))
+            return super().run(key)
+        except Exception as error:
+            self._failure = (
+                f"rank 0 of {self.ranks.size}: a step failed, and the ranks are apart now: "
+                f"{error}; start all of them again"
+            )
+            raise RankError(self._failure) from error
+
+    def close(self) -> None:
+        """Let the other ranks return from `follow`."""
+        if not self._failure:
+            self._send(_END)
+            self._failure = "the program is closed; compile again in every rank"
+
+    def _send(self, number: int) -> None:
+        data = json.dumps([number, self._events], separators=(",", ":")).encode()
+        self._events = []
+        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        sent = len(data).to_bytes(4, "little") + data
+        head = torch.frombuffer(bytearray(sent), dtype=torch.uint8)[:_FIRST_BYTES]
+        first[: len(head)] = head
+        dist.broadcast(first, group=self.ranks.control, group_src=0)
+        if len(sent) > _FIRST_BYTES:
+            rest = torch.frombuffer(bytearray(sent[_FIRST_BYTES:]), dtype=torch.uint8)
+            dist.broadcast(rest, group=self.ranks.control, group_src=0)
+        self.sent_bytes += max(len(sent), _FIRST_BYTES)
+
+
+@dataclass
+class FollowingProgram(Program):
+    """The program of a rank other than 0, which `follow` runs."""
+
+    ranks: Ranks = field(kw_only=True)
+
+    def write(self, tensor: Tensor, value: Tensor | int) -> None:
+        """Nothing: rank 0's writes come with its next step."""
+
+    def run(self, key: StepKey) -> Mapping[str, Tensor]:
+        """No step begins here.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(
+            f"rank {self.ranks.rank} of {self.ranks.size} takes its steps from rank 0; call "
+            "SpecModel.follow() here, and generate in rank 0"
+        )
+
+    def follow(self) -> None:
+        """Run rank 0's steps until it closes its program.
+
+        Raises:
+            RankError: rank 0 or another rank has ended.
+        """
+        keys, tensors = sorted(self.steps), _Tensors(self)
+        try:
+            while (message := self._receive())[0] != _END:
+                for place, told in message[1]:
+                    self._repeat(tensors, place, told)
+                super().run(keys[message[0]])
+        except Exception as error:
+            raise RankError(
+                f"rank {self.ranks.rank} of {self.ranks.size} has lost the others, of which one "
+                f"has ended: {error}"
+            ) from error
+
+    def _repeat(self, tensors: _Tensors, place: list[Any], told: Any) -> None:
+        view = tensors.view(place)
+        if isinstance(told, dict):
+            super().copy(view, tensors.view(told["from"]))
+        elif isinstance(told, list):
+            super().write(view, torch.tensor(told, dtype=view.dtype))
+        else:
+            super().write(view, told)
+
+    def _receive(self) -> Any:
+        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        dist.broadcast(first, group=self.ranks.control, group_src=0)
+        data = first.numpy().tobytes()
+        length = int.from_bytes(data[:4], "little")
+        data = data[4:]
+        if length > len(data):
+            rest = torch.empty(length - len(data), dtype=torch.uint8)
+            dist.broadcast(rest, group=self.ranks.control, group_src=0)
+            data += rest.numpy().tobytes()
+        return json.loads(data[:length])
+
+
+def ranked(program: Program, ranks: Ranks) -> Program:
+    """A program as one of several ranks runs it."""
+    kind = FollowingProgram if ranks.rank else LeadingProgram
+    return kind(program.steps, program.shared, ranks=ranks)

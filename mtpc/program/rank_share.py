@@ -1,0 +1,65 @@
+"""What one rank holds of a model: which part of each weight, and which heads of each cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from mtpc.errors import OptionError
+from mtpc.layout import BufferSpec
+from mtpc.models.load import LoadedModel
+from mtpc.models.shards import ShardPlan
+from mtpc.passes import Sharding
+from mtpc.passes.shard import CutWeight
+from mtpc.program.ranks import Ranks
+
+
+class RankShare:
+    """What one rank holds of a model, by transformers' tensor plan.
+
+    Args:
+        loaded: the model; shapes are read, and no values.
+        ranks: this process among those that share it.
+
+    Raises:
+        OptionError: heads, features, experts or the vocabulary cannot be shared by so many.
+        UnsupportedModelError: the model has no plan, or one that mtpc does not know.
+    """
+
+    def __init__(self, loaded: LoadedModel, ranks: Ranks):
+        self.ranks, self._plan = ranks, ShardPlan(loaded, ranks.size)
+        found = {name: self._cut(name, tensor) for name, tensor in loaded.weights().items()}
+        self._weights = {name: cut for name, cut in found.items() if cut is not None}
+
+    def _cut(self, name: str, tensor: Tensor) -> CutWeight | None:
+        plan, rank, size = self._plan, self.ranks.rank, self.ranks.size
+        shard = plan.shard(name, tensor)
+        if shard.kind == "replicated":
+            return None
+        length = tensor.shape[shard.dim]
+        step = -(-length // size) if shard.kind == "vocab" else 0
+        if step * (size - 1) >= length:
+            raise OptionError(
+                f"{name} has {length} rows for {size} ranks, {step} each: the last rank would have "
+                "none; use a smaller tensor_parallel_size"
+            )
+        runs = shard.ranges(length, rank, size)
+        return CutWeight(shard.dim, runs, step, plan.is_gathered(name))
+
+    def cuts(self, spec: BufferSpec) -> bool:
+        """Whether each rank holds its own key/value heads of a buffer only."""
+        return spec.name.startswith("kv.") and self._plan.cuts_cache(spec.name)
+
+    def specs(self, whole: Iterable[BufferSpec]) -> tuple[BufferSpec, ...]:
+        """The buffers with this rank's key/value heads."""
+        return tuple(self._part(spec) if self.cuts(spec) else spec for spec in whole)
+
+    def _part(self, spec: BufferSpec) -> BufferSpec:
+        *rows, heads, width = spec.dims
+        return replace(spec, dims=(*rows, int(heads) // self.ranks.size, width))
+
+    def sharding(self, caches: Mapping[str, Tensor]) -> Sharding:
+        """What the pass needs; `caches` are this rank's tensors of the buffers that are cut."""
+        return Sharding(self.ranks.size, self.ranks.group, self._weights, caches)

@@ -1,0 +1,125 @@
+"""Ranks that share tiny models: this process is rank 0, and children are the others.
+
+As a script: one of the others. Rank 0 tells it what to compile; it follows until that is closed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mtpc
+from mtpc.errors import MtpcError
+
+
+@dataclass
+class Group:
+    """The ranks, as rank 0 sees them.
+
+    Attributes:
+        size: how many there are.
+        model: what is open; the others follow it.
+    """
+
+    size: int
+    model: mtpc.SpecModel | None = None
+
+    def compile(
+        self, checkpoint: Path, other: Path | None = None, noise: float = 0.0, **options: Any
+    ) -> mtpc.SpecModel:
+        """One model on all ranks.
+
+        Args:
+            checkpoint: its directory.
+            other: another directory for the other ranks.
+            noise: what the other ranks' final norm is off by.
+            **options: of `mtpc.compile`.
+        """
+        self.close()
+        given = {"tensor_parallel_size": self.size, "backend": "eager", **options}
+        dist.broadcast_object_list([str(other or checkpoint), given, noise], 0)
+        self.model = mtpc.compile(checkpoint, **given)
+        return self.model
+
+    def close(self) -> list[Any]:
+        """Let the others return from the open model; what each rank holds in the end."""
+        model, self.model = self.model, None
+        if model is None:
+            return []
+        model.close()
+        return states(model, self.size)
+
+
+def states(model: mtpc.SpecModel, size: int) -> list[Any]:
+    """What each rank holds of tokens and lengths."""
+    shared = [model.program.shared[f"state.{name}"] for name in ("token_ids", "committed_lens")]
+    results = [
+        model.program.steps[key].buffers["batch.out_token_ids"]
+        for key in sorted(model.program.steps)
+    ]
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, [tensor.tolist() for tensor in (*shared, *results)])
+    return every
+
+
+def join(store: str, rank: int, size: int) -> None:
+    """Enter the process group, whose ranks meet in a file."""
+    wait = timedelta(seconds=120)
+    address = f"file://{store}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=wait)
+
+
+@contextmanager
+def group_of(size: int, directory: Path) -> Iterator[Group]:
+    """Children as ranks 1 and up, which end with the block."""
+    store = str(directory / "store")
+    command = [sys.executable, __file__, store, str(size)]
+    others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, size)]
+    try:
+        join(store, 0, size)
+        group = Group(size)
+        yield group
+        group.close()
+        dist.broadcast_object_list([None, None, None], 0)
+        assert [child.wait(30) for child in others] == [0] * (size - 1)
+    finally:
+        for child in others:
+            child.kill()
+            child.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(store: str, size: str, rank: str) -> None:
+    """Serve as one of the other ranks."""
+    torch.set_num_threads(1)
+    join(store, int(rank), int(size))
+    while True:
+        told: list[Any] = [None, None, None]
+        dist.broadcast_object_list(told, 0)
+        directory, options, noise = told
+        if directory is None:
+            return
+        try:
+            model = mtpc.compile(directory, **options)
+        except MtpcError:
+            continue  # Rank 0 has the same error, or names this rank's.
+        for step in model.program.steps.values():
+            assert step.graph is not None
+            norm = step.graph.weights["model.norm.weight"]
+            norm.data = norm * (1 + noise * torch.linspace(-1, 1, len(norm), dtype=norm.dtype))
+        model.follow()
+        states(model, int(size))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

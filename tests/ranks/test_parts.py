@@ -1,0 +1,60 @@
+"""What a rank holds, without other ranks: recipes, cut steps, and the rules that follow a cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import TINY
+from torch import Tensor
+
+from mtpc.backends import make_backend
+from mtpc.capture.graph import operators
+from mtpc.config import CompileOptions
+from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.ranks import Ranks
+from mtpc.weights.grouped import GroupForm
+from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.recipes import Convert, Rows, allocate, from_json, make, spec_of, to_json
+
+WHOLE = torch.arange(24.0).reshape(4, 6)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_of_a_weight(dim: int) -> None:
+    """Runs along either dimension, in memory of their own, and through JSON."""
+    recipe = Rows(((0, 1), (2, 4)), "w", dim)
+    part = make(recipe, lambda name: WHOLE)
+    assert torch.equal(part, WHOLE.index_select(dim, torch.tensor([0, 2, 3])))
+    assert part.untyped_storage().data_ptr() != WHOLE.untyped_storage().data_ptr()
+    assert allocate(recipe, lambda name: WHOLE).shape == part.shape
+    packed = Convert("pack", recipe)
+    assert from_json(to_json(packed)) == packed
+    spec = GroupSpec(GroupForm("int4", 32, False, False), "bfloat16")
+    assert spec_of(recipe, {"w": spec}) == (spec if dim == 0 else None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
+    """Weights and caches by rank, two sums a layer, one message for each choice of tokens."""
+    loaded = load(str(checkpoint("deepseek_v3", "random")), "float64", True)
+    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    for rank in (0, ranks - 1):
+        place = Ranks(rank, ranks, "0")
+        built = StepCompiler(loaded, options, make_backend("eager"), ranks=place)
+        graph = built.rewritten(built.keys[0])
+        named: dict[str, Tensor] = dict(graph.module.named_buffers(remove_duplicate=False))
+        shapes[rank] = {n: tuple(t.shape) for n, t in named.items() if n.startswith("shard.")}
+        found = Counter(op.overloadpacket.__name__ for _, op in operators(graph.graph))
+        assert found["vocab_embedding"] == found["vocab_max"] == 3
+        # A dense layer, an expert layer with shared experts, and the MTP layer twice.
+        assert found["all_reduce"] == 1 + 2 + 2 + 2
+        assert built.shared["kv.0.latent"].shape[-1] == 40, "latents are whole"
+    assert shapes[0] == shapes[ranks - 1]
+    assert shapes[0]["shard.lm_head.weight"] == (96 // ranks, 64)
+    assert shapes[0]["shard.model.layers.1.mlp.experts.down_proj"] == (4, 64, 32 // ranks)

@@ -1,0 +1,116 @@
+"""Several ranks of one model: the text and the drafts are those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.families import TINY
+from helpers.oracles import DraftOracle, Oracle
+from helpers.ranks import Group, group_of
+from helpers.theorem import PROMPTS, check_drafts, check_theorem
+
+import mtpc
+from mtpc.errors import OptionError, RankError, UnsupportedModelError
+from mtpc.program.follow import LeadingProgram
+
+SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
+OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
+FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "step3p5")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Two ranks, for all tests of this module."""
+    with group_of(2, tmp_path_factory.mktemp("two")) as group:
+        yield group
+
+
+def check_text_and_drafts(spec: mtpc.SpecModel, plain: Oracle, max_examples: int) -> None:
+    """Batches that join and leave, over page edges, some stopped, on poisoned memory."""
+    check_theorem(spec, plain, max_examples)
+    if spec.options.spec_tokens:
+        assert check_drafts(spec, DraftOracle(plain), [PROMPTS[4], PROMPTS[9]], 8) > 3
+
+
+@pytest.mark.parametrize(("family", "spec_tokens"), [("mimo", 1), ("glm4_moe", 3)])
+def test_text_is_that_of_plain_decoding(
+    family: str,
+    spec_tokens: int,
+    two: Group,
+    checkpoint: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+) -> None:
+    spec = two.compile(checkpoint(family), spec_tokens=spec_tokens, **OPTIONS)
+    check_text_and_drafts(spec, oracle(family), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", [0, 1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_of_all_families(
+    family: str,
+    spec_tokens: int,
+    two: Group,
+    checkpoint: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+) -> None:
+    spec = two.compile(checkpoint(family), spec_tokens=spec_tokens, **SLOW)
+    check_text_and_drafts(spec, oracle(family), 5)
+
+
+@pytest.mark.parametrize("family", ["mimo", pytest.param("step3p5", marks=pytest.mark.slow)])
+def test_ranks_cannot_part(family: str, two: Group, checkpoint: Callable[..., Path]) -> None:
+    """Where the other rank computes otherwise, both choose the same tokens all the same."""
+    texts = []
+    for noise in (0.0, 0.9):
+        spec = two.compile(checkpoint(family), noise=noise, spec_tokens=1, **OPTIONS)
+        texts.append(spec.generate(PROMPTS[4:8], 12, ignore_eos=True))
+        first, second = two.close()
+        assert first == second
+    assert texts[0] != texts[1] or family == "step3p5", "the head of step3p5 is not cut"
+
+
+def test_a_step_costs_one_short_message(two: Group, checkpoint: Callable[..., Path]) -> None:
+    """Joins and pages are told; a step in which nothing changes is one message of one number."""
+    spec = two.compile(checkpoint("mimo"), spec_tokens=1, **OPTIONS)
+    program = spec.program
+    assert isinstance(program, LeadingProgram)
+    spec.engine.add(PROMPTS[4], 16)
+    steps = []
+    while spec.engine.has_work:
+        before = program.sent_bytes, program.host_writes
+        spec.engine.step()
+        steps.append((program.sent_bytes - before[0], program.host_writes - before[1]))
+    idle = [size for size, writes in steps if not writes]
+    assert len(idle) > 2
+    assert {*idle} == {min(size for size, _ in steps)} == {256}
+    assert max(size for size, _ in steps) < 2048
+
+
+def test_what_is_wrong_is_said_on_every_rank(two: Group, checkpoint: Callable[..., Path]) -> None:
+    """Another checkpoint, a rank that fails, heads that do not divide, what a part cannot run."""
+    options = {**OPTIONS, "spec_tokens": 1}
+    with pytest.raises(RankError, match=r"rank 1 of 2 has model.* and rank 0 has .*on every rank"):
+        two.compile(checkpoint("mimo"), checkpoint("glm4_moe"), **options)
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: CheckpointError: "):
+        two.compile(checkpoint("mimo"), checkpoint("mimo", "plain"), **options)
+    with pytest.raises(OptionError, match=r"1 key/value heads for 2 ranks: more ranks than heads"):
+        two.compile(checkpoint("mimo_v2", "random"), **options)
+    with pytest.raises(UnsupportedModelError, match=r"aten.stack.default .* reads dimension 1"):
+        two.compile(checkpoint("ernie4_5_moe", "random"), **options)
+
+
+def test_what_several_ranks_cannot_have(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(OptionError, match=r"tensor_parallel_size is 3 with .*expected one of 3"):
+        mtpc.compile(checkpoint("mimo"), tensor_parallel_size=3)
+    refused: dict[str, Any] = {"backend": "cpu", "quantize": "int8", "draft_vocab": 8}
+    for name, value in refused.items():
+        with pytest.raises(
+            OptionError, match=rf"{name} is .* with tensor_parallel_size 2; .*leave"
+        ):
+            mtpc.CompileOptions(tensor_parallel_size=2, **{name: value})
+    with pytest.raises(OptionError, match=r"belongs to mtpc\.compile"):
+        mtpc.compile_host(checkpoint("mimo"), tensor_parallel_size=2)
