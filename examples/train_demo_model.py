@@ -7,7 +7,8 @@ comments of the standard library). The run needs no network and no accelerator:
 
 First, the target and the MTP layer train together on the text.  Then the frozen target generates
 texts, and the MTP layer learns to predict them, also from its own output, as in decoding.
-``--eval-only`` measures an existing checkpoint.
+``--eval-only`` measures an existing checkpoint.  ``--texts-only`` writes the training and the
+held-out text to the folder in ``--out``, for ``mtpc tune-head``.
 """
 
 import argparse
@@ -376,6 +377,14 @@ def export(run: Run) -> None:
     run.tokenizer.save_pretrained(run.out)
 
 
+def write_texts(directory: Path) -> None:
+    """Write the training text, each document once, and the held-out text."""
+    train, held_out = split_documents(collect_documents())
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "train.txt").write_text("\n\n".join(dict.fromkeys(train)), "utf-8")
+    (directory / "held-out.txt").write_text("\n\n".join(held_out), "utf-8")
+
+
 def main() -> None:
     """Train, export and measure a model, or only measure an exported checkpoint."""
     transformers.utils.logging.disable_progress_bar()
@@ -384,7 +393,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=38.0, help="processor time of training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-only", action="store_true", help="only measure the model in --out")
+    parser.add_argument("--texts-only", action="store_true", help="only write the text to --out")
     options = parser.parse_args()
+    if options.texts_only:
+        write_texts(options.out)
+        return
     if options.eval_only:
         evaluate(prepare(options.out, AutoTokenizer.from_pretrained(options.out)))
         return

@@ -32,7 +32,7 @@ ORDER = (
     ("host",),
     ("integrations",),
     ("server",),
-    ("evaluation",),
+    ("evaluation", "tuning"),
     ("cli", "__main__"),
 )
 """One rank a room. A room imports rooms above it, never below: the table of docs/design.md."""
@@ -218,7 +218,8 @@ LINES = {
     "capture": 1250,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
-    "cli": 4250,
+    # `mtpc tune-head`.
+    "cli": 4350,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
@@ -234,6 +235,9 @@ LINES = {
     # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE,
     # K-EXAONE and Nemotron 3 (Mamba-2). Models of config.json alone (`from_config.py`), and what of
     # each tensor a rank holds (`shards.py`). Pages of codes (`caches.py`, `load.py`).
+    # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE
+    # and K-EXAONE. Models of config.json alone (`from_config.py`), and what of each tensor a rank
+    # holds (`shards.py`). Trained MTP tensors by the names that a checkpoint has for them.
     "models": 5300,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
@@ -257,6 +261,8 @@ LINES = {
     "step": 1200,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,
+    # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
+    "tuning": 1000,
     # Hub ids, checks of a checkpoint's JSON files, fused projections of queries, keys and values;
     # weights of 4 and 8 bits with scales of groups.
     # Formats of quantised weights (`formats/`), making and writing them. Files apart from weights

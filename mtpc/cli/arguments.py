@@ -16,7 +16,15 @@ from mtpc.cli.compile_arguments import (
     add_threads,
 )
 from mtpc.cli.file_arguments import add_graft, add_quantize, add_vocab
-from mtpc.cli.parsing import SuggestingParser, acceptance_length, ids, positive, shares
+from mtpc.cli.parsing import (
+    SuggestingParser,
+    above_zero,
+    acceptance_length,
+    ids,
+    positive,
+    shares,
+    whole,
+)
 from mtpc.cli.plan_arguments import add_plan
 from mtpc.cli.serve_arguments import add_server_options
 
@@ -66,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
         ("eval", "count right answers of a task, beside transformers and for each K", _add_eval),
         ("graft", "put the MTP layers of a base back into a fine-tune that lost them", add_graft),
+        ("tune-head", "train the MTP layers of a checkpoint on your texts", _add_tune_head),
         ("quantize", "write a quantised copy of a checkpoint", add_quantize),
         ("vocab", "list the tokens of texts, for --draft-vocab", add_vocab),
         ("cache", "show, check and clear the graph cache", _add_cache),
@@ -186,6 +195,38 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     several = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
     add_compile_options(parser, several_k=True, **several)
+    add_cache_options(parser)
+
+
+def _add_tune_head(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "directory with config.json and *.safetensors, or an id of the local hub cache"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    text = "UTF-8 files to learn from; the last tenth of each is held out"
+    add("texts", nargs="+", type=Path, metavar="TEXT", help=text)
+    add("--out", type=Path, required=True, metavar="OUT", help="the new directory")
+    text = "a file of held-out text instead; repeatable"
+    add("--held-out", action="append", default=[], type=Path, metavar="TEXT", help=text)
+    for flag, kind, default, metavar, text in (
+        ("--minutes", above_zero, None, "M", "train so long (default: 10, if no steps are given)"),
+        ("--steps", positive, None, "N", "train so many steps at most"),
+        ("--learning-rate", above_zero, 1e-3, "R", "the highest (default: %(default)s)"),
+        ("--batch", positive, 12, "N", "texts a step (default: %(default)s)"),
+        ("--length", positive, 192, "N", "tokens of a text (default: %(default)s)"),
+        ("--seed", whole, 0, "N", "of the order of texts (default: %(default)s)"),
+        (
+            *("--continuations", whole, 1024, "N"),
+            "texts of which the model writes the last three quarters (default: %(default)s)",
+        ),
+        ("--prompts", positive, 64, "N", "held-out prompts (default: %(default)s)"),
+    ):
+        add(flag, type=kind, default=default, metavar=metavar, help=text)
+    text = "new tokens per held-out prompt (default: %(default)s)"
+    add("-n", "--max-new-tokens", type=positive, default=64, metavar="N", help=text)
+    add("--resume", action="store_true", help="go on with a run that was interrupted")
+    add("--json", type=Path, metavar="FILE", help="write acceptance and losses as JSON")
+    add_threads(parser)
+    add_compile_options(parser, spec_tokens="3", batch_buckets="8")
     add_cache_options(parser)
 
 

@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _print_any_character()
     args = parse(argv)
+    module = args.command.replace("-", "_")
     try:
         with ended_by_sigterm():
-            code: int = import_module(f"mtpc.cli.{args.command}").command(args)
+            code: int = import_module(f"mtpc.cli.{module}").command(args)
         sys.stdout.flush()
         return code
     except MtpcError as error:

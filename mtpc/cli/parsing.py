@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import re
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +37,24 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected an integer >= 1")
     return int(text)
+
+
+def whole(text: str) -> int:
+    """Parse an integer that is 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected an integer >= 0")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Parse a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number above 0")
+    return value
 
 
 def ids(text: str) -> list[int]:

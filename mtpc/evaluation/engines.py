@@ -14,9 +14,7 @@ from mtpc.engine.request import Request
 from mtpc.engine.stream import check_all, stream
 from mtpc.engine.text import TextAssembler
 from mtpc.layout.progress import Listener
-from mtpc.models.hf import model_class
-from mtpc.models.load import find_family, load
-from mtpc.models.read_config import read_config
+from mtpc.models.load import find_family, load, read_target
 from mtpc.sampling_params import TokenLogprobs
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
@@ -112,13 +110,7 @@ class TransformersEngine:
     def __init__(self, checkpoint: Path, dtype: str | None, max_len: int | None):
         stored = Checkpoint(checkpoint)
         family = find_family(stored.config["architectures"])
-        self.model: Any = model_class(family).from_pretrained(
-            None,
-            config=read_config(stored, family),
-            state_dict={name: stored.tensor(name) for name in stored.tensors},
-            dtype=getattr(torch, dtype or stored.dtype or "float32"),
-            attn_implementation="eager",
-        )
+        self.model: Any = read_target(stored, family, dtype)
         self.model.eval()
         self.served = load(stored, None, needs_mtp=False, headers_only=True).served()
         positions = self.model.config.get_text_config().max_position_embeddings

@@ -161,7 +161,7 @@ class HFTarget(nn.Module):
 
     def __init__(self, decoder: nn.Module, pool: CachePool, wiring: MTPWiring):
         super().__init__()
-        self.decoder, self.pool = _stepped_decoder(decoder, wiring), pool
+        self.decoder, self.pool = stepped_decoder(decoder, wiring), pool
 
     def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
@@ -175,7 +175,7 @@ class HFTarget(nn.Module):
         return out.last_hidden_state[0]
 
 
-def _stepped_decoder(decoder: Any, wiring: MTPWiring) -> nn.Module:
+def stepped_decoder(decoder: Any, wiring: MTPWiring) -> nn.Module:
     """A decoder that shares all modules, but leaves out the final norm if features precede it."""
     others: dict[str, nn.Module] = {}
     if wiring.first_features == "before":

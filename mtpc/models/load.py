@@ -277,6 +277,33 @@ def _load_directory(
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
     family = find_family(checkpoint.config.get("architectures") or []).wired(wiring)
+    model = read_target(checkpoint, family, dtype, headers)
+    target = _share(model, family, str(directory), has_values=headers is None)
+    layers = load_mtp_layers(checkpoint, family, target, headers) if needs_mtp else ()
+    if headers is not None:
+        headers.reserve([target, *layers])
+    stop_ids = checkpoint.stop_ids()
+    return LoadedModel(family, target, layers, stop_ids, str(directory), checkpoint, True, headers)
+
+
+def read_target(
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    dtype: str | None,
+    headers: HeaderWeights | None = None,
+) -> Any:
+    """transformers' own model of a checkpoint's target, with eager attention and experts.
+
+    Args:
+        checkpoint: holds the tensors.
+        family: gives the model's class.
+        dtype: name of the dtype to load it in; None keeps the checkpoint's.
+        headers: what to fill it with in place of tensors, which are not read then.
+
+    Raises:
+        CheckpointError: tensors are missing, or transformers refuses them or config.json.
+    """
+    directory = checkpoint.directory
     if dtype is None:
         checkpoint.check_dtype()
     # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
@@ -308,12 +335,7 @@ def _load_directory(
             f"{directory} lacks {len(names)} tensor(s) of the target: {listing(names)}; download "
             "the checkpoint again, or correct its config.json"
         )
-    target = _share(model, family, str(directory), has_values=headers is None)
-    layers = load_mtp_layers(checkpoint, family, target, headers) if needs_mtp else ()
-    if headers is not None:
-        headers.reserve([target, *layers])
-    stop_ids = checkpoint.stop_ids()
-    return LoadedModel(family, target, layers, stop_ids, str(directory), checkpoint, True, headers)
+    return model
 
 
 def _check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:

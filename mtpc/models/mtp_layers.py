@@ -255,6 +255,19 @@ def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, 
             yield stored, tensor
 
 
+def tensors_as_stored(
+    layer: MTPLayer, names: Iterable[str], family: ModelFamily
+) -> dict[str, Tensor]:
+    """The tensors of an MTP layer by the names that a checkpoint has for them within the layer.
+
+    A family may have several names for a tensor. A name is left out where the layer has nothing
+    that is stored under it.
+    """
+    known = {_module_name(name, family): tensor for name, tensor in stored_tensors(layer, family)}
+    found = {name: known.get(_module_name(name, family)) for name in names}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
 def _one_by_one(stem: str, projection: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
     """One projection of all experts, [E, ...], as a tensor for each expert."""
     for index, rows in enumerate(stacked):

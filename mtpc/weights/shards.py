@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpc.errors import CheckpointError, OptionError
+from mtpc.weights.checkpoint_files import CheckpointFiles
 from mtpc.weights.json_file import CONFIG, INDEX
 
 _SHARD_BYTES = 1 << 30
@@ -117,3 +119,29 @@ def copy_others(source: Path, directory: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and path.name != CONFIG and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, directory / path.name)
+
+
+def copy_replacing(files: CheckpointFiles, tensors: Mapping[str, Tensor], out: Path) -> None:
+    """Write a copy of a checkpoint in which some tensors have other values.
+
+    All else of its files is the same, byte for byte: headers, names, dtypes, other tensors.
+
+    Args:
+        files: the checkpoint, in safetensors files.
+        tensors: by name in the files, of the same shape; they are rounded to the stored dtype.
+        out: the new directory; it must not exist. It appears when it is whole.
+
+    Raises:
+        CheckpointError: `out` cannot be written.
+    """
+    with new_directory(out) as scratch:
+        for path in files.directory.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, scratch / path.name)
+        for name, tensor in tensors.items():
+            stored, old = files.stored[name], files.read(name)
+            assert tensor.shape == old.shape, name
+            values = tensor.detach().to("cpu", old.dtype).contiguous().flatten()
+            with (scratch / stored.path.name).open("r+b") as file:
+                file.seek(stored.begin)
+                file.write(values.view(torch.uint8).numpy().tobytes())

@@ -208,6 +208,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "step3p5": _step3p5(2),
+    "step3p5@3": _step3p5(3),
     "step3p7": _step3p7(2),
     "step3p7@3": _step3p7(3),
 }
@@ -308,7 +309,7 @@ def make_checkpoint(
     return save_checkpoint(name, target, layers, directory)
 
 
-def _cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+def cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """Token rows [B, L], mostly predictable: a fixed successor per token, and 10 % noise."""
     successor = torch.randperm(94, generator=torch.Generator().manual_seed(7)) + 2
     rows = [torch.randint(2, 96, (num_rows,), generator=generator)]
@@ -330,7 +331,7 @@ def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     target.set_attn_implementation("eager")
     for _ in range(steps):
-        ids = _cyclic_text(8, 24, generator)
+        ids = cyclic_text(8, 24, generator)
         logits = logits_of(target, target_features(target, ids))[:, :-1].flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
         features = first = fed_features(name, target, ids)

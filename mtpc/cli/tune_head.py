@@ -1,0 +1,73 @@
+"""`mtpc tune-head`: train the MTP layers of a checkpoint on a user's texts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from mtpc.cli.compile_arguments import compile_options
+from mtpc.cli.progress import show_progress
+from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.weights.hub import find_directory
+
+if TYPE_CHECKING:
+    from mtpc.tuning.run import Plan, Tuned
+
+DEFAULT_MINUTES = 10.0
+DEFAULT_SPEC_TOKENS = 3
+COLUMNS = ("MTP layers", "accepted/step", "by position", "accepted")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the subcommand, and return the exit code."""
+    checkpoint = find_directory(args.checkpoint)
+    options = {"spec_tokens": DEFAULT_SPEC_TOKENS, **compile_options(args)}
+    with show_progress(sys.stderr) as tell:
+        tell("import torch and transformers")
+        from mtpc.tuning.run import Tuning
+
+        set_threads(args.threads, checkpoint)
+        check_tokenizer(checkpoint, [str(path) for path in args.texts])
+        given = (args.texts, args.held_out, args.out, _plan(args), options, tell)
+        tuned = Tuning(checkpoint, *given).run(args.resume)
+    _print(args, tuned)
+    if args.json:
+        args.json.write_text(json.dumps(asdict(tuned)) + "\n")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    from mtpc.tuning.run import Plan
+    from mtpc.tuning.train import Schedule
+
+    minutes = DEFAULT_MINUTES if args.minutes is None and args.steps is None else args.minutes
+    schedule = Schedule(args.steps, minutes, args.batch, args.learning_rate, args.seed)
+    numbers = (args.length, args.continuations, args.prompts, args.max_new_tokens)
+    return Plan(schedule, *numbers)
+
+
+def _print(args: argparse.Namespace, tuned: Tuned) -> None:
+    from mtpc.cli.tables import output, print_table
+
+    console = output()
+    rows = [
+        (
+            name,
+            f"{found.per_step:.2f}",
+            "  ".join(f"{rate:.1%}" for rate in found.by_position),
+            f"{sum(found.accepted)} of {sum(found.drafted)}",
+        )
+        for name, found in (("before", tuned.before), ("after", tuned.after))
+    ]
+    print_table(console, "Accepted drafts on held-out text", COLUMNS, rows)
+    console.print(
+        f"{args.out}: {tuned.gain:+.1%} accepted drafts a step; {len(tuned.tensors)} tensors "
+        f"trained on {tuned.texts[0]} texts of {tuned.texts[1]} tokens in {tuned.progress.step} "
+        f"steps ({tuned.progress.seconds:.0f} s)",
+        soft_wrap=True,
+    )
+    if tuned.gain <= 0:
+        console.print(f"no gain: keep {args.checkpoint}, or train longer on more text")

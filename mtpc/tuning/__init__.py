@@ -1,0 +1,1 @@
+"""Training MTP layers on a user's text, with the target frozen."""

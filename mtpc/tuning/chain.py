@@ -1,0 +1,273 @@
+"""All drafts of whole texts at once, with gradients.
+
+The layers are wired by the modules that a step runs; only the caches and the experts differ, for
+the operators of a step have no gradients. Draft d of row t rests on the text's tokens up to
+t + d + 1, as in a step that accepts all drafts before it. A draft after a rejected one is never
+used, so these are all drafts that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.models.hf import (
+    TextRotary,
+    draft_head,
+    embedding_of,
+    final_norm_of,
+    run_mtp_layer,
+    share_model,
+    stepped_decoder,
+    target_head,
+)
+from mtpc.models.load import LoadedModel, find_family, place, read_target
+from mtpc.models.mtp_layers import load_mtp_layers
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.wiring import Rules
+
+
+class DraftRows:
+    """Keys and values that one MTP layer makes, a block a draft, in the place of its cache.
+
+    The first block is of all rows. Each later one is of the drafts that are chained to them: row t
+    of block j stands at position t + j, and is seen by row t of later blocks only.
+
+    Args:
+        texts: B; the layer's rows are those of B texts, one after the other.
+    """
+
+    def __init__(self, texts: int):
+        self._texts = texts
+        self._blocks: list[tuple[Tensor, Tensor]] = []
+
+    def write(self, first: Tensor, second: Tensor, metadata: Any) -> None:
+        """Take K (`first`) and V (`second`) of a new block, each [1, H_kv, B * L, D]."""
+        self._blocks.append((self._by_text(first), self._by_text(second)))
+
+    def attend(
+        self, module: Any, query: Tensor, scale: float, metadata: Any, **options: Any
+    ) -> Tensor:
+        """Attention of the newest block's query [1, N, B * L, D]; returns [1, B * L, N, D_v].
+
+        As `mtpc::paged_attention`, with the same options.
+        """
+        query = self._by_text(query)
+        pairs = [self._heads(module, pair, query.shape[1]) for pair in self._blocks]
+        window, softcap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
+        (keys, values), chained = pairs[0], pairs[1:]
+        length, last = query.shape[2], len(chained)
+        first = query @ keys.transpose(2, 3)
+        own = [(query * k[:, :, :length]).sum(-1, keepdim=True) for k, _ in chained]
+        scores = _wide(torch.cat([first, *own], -1)) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~self._visible(scores, length, last, window), float("-inf"))
+        sinks = options.get("s_aux")
+        if sinks is not None:
+            logits = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, logits], -1)
+        weights = scores.softmax(-1).to(values.dtype)
+        out = weights[..., : keys.shape[2]] @ values
+        for column, (_, v) in enumerate(chained, keys.shape[2]):
+            out = out + weights[..., column : column + 1] * v[:, :, :length]
+        return out.transpose(1, 2).flatten(0, 1)[None]
+
+    def _heads(self, module: Any, pair: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of each query head, [B, N, L, D]."""
+        keys, values = (x.repeat_interleave(heads // x.shape[1], 1) for x in pair)
+        return keys, values
+
+    def _by_text(self, rows: Tensor) -> Tensor:
+        """[1, H, B * L, D] -> [B, H, L, D]."""
+        return rows[0].unflatten(1, (self._texts, -1)).transpose(0, 1)
+
+    @staticmethod
+    def _visible(scores: Tensor, length: int, last: int, window: int) -> Tensor:
+        """bool [L, L_0 + last]: what the rows of block `last` attend to."""
+        row = torch.arange(length, device=scores.device)[:, None]
+        key = torch.arange(scores.shape[-1] - last, device=scores.device)[None]
+        block = torch.arange(1, last + 1, device=scores.device)[None].expand(length, -1)
+        back = torch.cat([row + last - key, last - block], 1)
+        visible = torch.cat([key <= row, block > 0], 1)
+        return visible & (back < window) if window else visible
+
+
+class DraftLatentRows(DraftRows):
+    """The same for multi-head latent attention, whose cache takes latents and rotated keys."""
+
+    def _heads(self, module: Any, pair: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+        latent, rope = pair
+        up = module.kv_b_proj(latent[:, 0]).unflatten(-1, (heads, -1)).transpose(1, 2)
+        keys, values = up.tensor_split([module.qk_nope_head_dim], -1)
+        return torch.cat([keys, rope.expand(-1, heads, -1, -1)], -1), values
+
+
+CACHES = {
+    frozenset({"k", "v"}): DraftRows,
+    frozenset({"ring_k", "ring_v"}): DraftRows,
+    frozenset({"latent"}): DraftLatentRows,
+}
+"""Roles of a layer's state -> what stands in its place."""
+
+
+@dataclass
+class _Context:
+    """In the place of transformers' cache; see `run_mtp_layer`."""
+
+    positions: Tensor
+    layers: dict[int, DraftRows]
+
+    def update(
+        self, first: Tensor, second: Tensor, layer_idx: int, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.layers[layer_idx].write(first, second, self)
+        return first, second
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class TrainedModel:
+    """A frozen target, and its MTP layers with gradients.
+
+    Args:
+        checkpoint: holds the tensors.
+        spec_tokens: K.
+        dtype: name of the dtype to load it in; None keeps the checkpoint's. Tensors with gradients
+            are float32 at least.
+        wiring: rules that replace those of the family.
+        device: where it is trained.
+
+    Attributes:
+        loaded: target and MTP layers, on transformers' own experts.
+        count: K.
+        trained: tensors with gradients by name, "LAYER.NAME within `MTPLayer`". Embeddings and
+            heads that are copies of the target's are not among them.
+
+    Raises:
+        UnsupportedModelError: there is no gradient through this family's layers.
+        CheckpointError: as `mtpc.models.load.load`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec_tokens: int,
+        dtype: str | None = None,
+        wiring: Rules = (),
+        device: str = "cpu",
+    ):
+        family = find_family(checkpoint.config.get("architectures") or []).wired(wiring)
+        if family.parts is not None:
+            raise _no_gradient(family.name, "its MTP layer is fed residual streams")
+        self._model = read_target(checkpoint, family, dtype).eval().requires_grad_(False)
+        target: Any = share_model(self._model, {})
+        for part in (target.config, target.config.get_text_config(decoder=True)):
+            part._experts_implementation = "eager"
+        layers = load_mtp_layers(checkpoint, replace(family, canonical={}), target)
+        loaded = LoadedModel(family, target, layers, (), str(checkpoint.directory), None, True)
+        self.loaded = place(loaded.with_layers(spec_tokens), device)
+        self._model.to(device)
+        self.count, self._device = spec_tokens, torch.device(device)
+        self._cache = self._cache_kind()
+        self.trained = {
+            f"{index}.{name}": parameter
+            for index, layer in enumerate(self.loaded.mtp_layers)
+            for name, parameter in layer.named_parameters()
+            if not self._is_copy(parameter)
+        }
+        for parameter in self.trained.values():
+            parameter.data = _wide(parameter.data)
+            parameter.requires_grad_(True)
+        self._rotaries = [self._rotary(index) for index in range(len(self.loaded.mtp_layers))]
+        decoder = self._model.get_decoder()
+        self._decoder = stepped_decoder(decoder, self.loaded.family.wiring)
+        self._head = target_head(self._model, self.loaded.family.wiring)
+
+    def _is_copy(self, parameter: Tensor) -> bool:
+        target = self.loaded.target
+        ends = (target.get_input_embeddings(), target.get_output_embeddings())
+        return any(parameter.data_ptr() == end.weight.data_ptr() for end in ends)
+
+    def _cache_kind(self) -> type[DraftRows]:
+        loaded = self.loaded
+        layer = loaded.config.num_hidden_layers
+        specs = loaded.family.cache_specs(loaded.config, layer, loaded.dtype)
+        roles = frozenset(spec.name.rpartition(".")[2] for spec in specs)
+        if roles not in CACHES:
+            raise _no_gradient(loaded.family.name, "its MTP layer attends by an indexer")
+        return CACHES[roles]
+
+    def _rotary(self, index: int) -> TextRotary:
+        family, decoder = self.loaded.family, self.loaded.target.get_decoder()
+        kind = family.rotary_type(self.loaded.config, index)
+        return TextRotary(decoder.rotary_emb, family.position_grids, kind)
+
+    def mixed(self) -> Any:
+        """The context of a forward: matrices multiply in the target's dtype."""
+        half = self.loaded.dtype.itemsize == 2
+        return torch.autocast(self._device.type, self.loaded.dtype if half else None, half)
+
+    @torch.no_grad()
+    def features(self, ids: Tensor) -> Tensor:
+        """What the target feeds to the MTP layers: token ids [B, L] -> [B, L, H]."""
+        out = self._decoder(input_ids=ids.to(self._device), use_cache=False)
+        return out.last_hidden_state
+
+    @torch.no_grad()
+    def target_logits(self, features: Tensor) -> Tensor:
+        """Logits of the target's features, [..., H] -> [..., V]."""
+        return self._head(features)
+
+    def draft_states(self, ids: Tensor, features: Tensor) -> Iterator[Tensor]:
+        """Features of each of the K drafts in turn.
+
+        Args:
+            ids: int64 [B, L].
+            features: [B, L, H], the target's.
+
+        Yields:
+            [B, L - 1 - d, H] for draft d; row t drafts token t + d + 2.
+        """
+        ids = ids.to(self._device)
+        length, last, fed = ids.shape[1], len(self.loaded.mtp_layers) - 1, features
+        for depth in range(self.count):
+            index = min(depth, last)
+            if depth <= last:
+                cache = self._cache(len(ids))
+                if self.loaded.family.wiring.chaining == "target":
+                    fed = features
+            rows = length - 1 - depth
+            fed = self._run(index, ids[:, depth + 1 :], fed[:, :rows], depth - index, cache)
+            yield fed
+
+    def _run(self, index: int, ids: Tensor, fed: Tensor, chained: int, cache: DraftRows) -> Tensor:
+        """One MTP layer over rows [B, L] that stand `chained` positions after their number."""
+        layer, decoder = self.loaded.mtp_layers[index], self.loaded.target.get_decoder()
+        positions = torch.arange(ids.shape[1], device=ids.device) + chained
+        number = self.loaded.config.num_hidden_layers + index
+        context = _Context(positions.repeat(len(ids)), {number: cache})
+        embedding = embedding_of(decoder, layer)(ids.flatten())
+        hidden = run_mtp_layer(layer, self._rotaries[index], embedding, fed.flatten(0, 1), context)
+        if layer.wiring.next_features == "after":
+            hidden = final_norm_of(decoder, layer)(hidden)
+        return hidden.unflatten(0, ids.shape)
+
+    def draft_logits(self, depth: int, states: Tensor) -> Tensor:
+        """Logits of draft `depth` of its features, [..., H] -> [..., V]."""
+        layer = self.loaded.mtp_layers[min(depth, len(self.loaded.mtp_layers) - 1)]
+        return draft_head(self.loaded.target, layer)(states)
+
+
+def _no_gradient(family: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"mtpc tune-head has no gradient for {family}: {reason}; expected a family whose MTP "
+        "layers attend to all positions of their cache or window: docs/evaluation.md lists them"
+    )

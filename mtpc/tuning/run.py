@@ -1,0 +1,301 @@
+"""A whole run: texts, acceptance before, training, the new checkpoint, acceptance after.
+
+What a run has done so far lies in a directory beside the new checkpoint, from which `resume` goes
+on. Each file there is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import mtpc
+from mtpc.errors import CheckpointError, OptionError
+from mtpc.models.mtp_faults import MTPTensors, find_faults
+from mtpc.models.mtp_layers import tensors_as_stored
+from mtpc.tuning.chain import TrainedModel
+from mtpc.tuning.texts import (
+    PROMPT_TOKENS,
+    Acceptance,
+    Texts,
+    continue_rows,
+    measure_acceptance,
+    read_texts,
+)
+from mtpc.tuning.train import Progress, Schedule, Tell, Training
+from mtpc.weights.checkpoint import Checkpoint, listing
+from mtpc.weights.shards import copy_replacing, refuse_existing
+
+_PREPARED, _STATE, _SETTINGS = "prepared.safetensors", "state.pt", "settings"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do.
+
+    Attributes:
+        schedule: of the training.
+        length: tokens of a text that is learned from.
+        continuations: texts, at most, of which the target writes the rest after the first quarter.
+        prompts: held-out prompts, at most.
+        new_tokens: decoded after each of them.
+    """
+
+    schedule: Schedule
+    length: int
+    continuations: int
+    prompts: int
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A checkpoint that was written.
+
+    Attributes:
+        before: drafts of the old checkpoint on held-out text.
+        after: those of the new one.
+        texts: number of texts that were learned from, and of tokens in each.
+        progress: of the training.
+        tensors: names of the tensors that were replaced.
+    """
+
+    before: Acceptance
+    after: Acceptance
+    texts: tuple[int, int]
+    progress: Progress
+    tensors: tuple[str, ...]
+
+    @property
+    def gain(self) -> float:
+        """Accepted drafts a step, relative to those before, less 1."""
+        return self.after.per_step / self.before.per_step - 1 if self.before.per_step else 0.0
+
+
+class Tuning:
+    """One run.
+
+    Args:
+        checkpoint: the directory; its target stays as it is.
+        texts: UTF-8 files to learn from.
+        held_out: files of held-out text; () holds out the end of each text.
+        out: the new directory; it appears when it is whole.
+        plan: what to do.
+        options: of `mtpc.compile`, for decoding; `spec_tokens` is K.
+        tell: hears of progress.
+
+    Raises:
+        OptionError: `out` exists.
+        CheckpointError: the MTP layers are absent, faulty or quantised.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        texts: Sequence[Path],
+        held_out: Sequence[Path],
+        out: Path,
+        plan: Plan,
+        options: dict[str, Any],
+        tell: Tell = lambda line: None,
+    ):
+        refuse_existing(out)
+        self._paths, self._held_out, self._out = list(texts), list(held_out), out
+        longest = max(plan.length, PROMPT_TOKENS + plan.new_tokens)
+        self._options = {"max_len": longest, "batch_buckets": (8,), **options}
+        parsed = mtpc.CompileOptions.parse(self._options)
+        self._spec_tokens, self._parsed = _one_number(parsed, plan), parsed
+        self._checkpoint, self._plan, self._tell = Checkpoint(checkpoint), plan, tell
+        self.directory = out.absolute().with_name(f"{out.name}.tuning")
+        _refuse_what_cannot_be_tuned(self._checkpoint, parsed.dtype)
+
+    def run(self, resume: bool = False) -> Tuned:
+        """Do all of it, or what is left of it.
+
+        Raises:
+            OptionError: there is a run to resume and `resume` is not set, or there is none and it
+                is, or its settings were others.
+            RequestError: as `read_texts`.
+            CheckpointError: the new checkpoint cannot be written.
+        """
+        texts, before = self._prepare(resume)
+        self._tell("load the target and its MTP layers")
+        model = TrainedModel(
+            self._checkpoint,
+            self._spec_tokens,
+            self._parsed.dtype,
+            self._parsed.wiring,
+            _device(self._parsed.backend),
+        )
+        self._places(model)  # Refuses now what could not be written in the end.
+        state = self.directory / _STATE
+        training = Training(model, texts.rows, self._plan.schedule, state)
+        progress = training.run(self._tell)
+        self._tell(f"write {self._out}")
+        tensors = self._places(model)
+        copy_replacing(self._checkpoint, tensors, self._out)
+        del model, training
+        shutil.rmtree(self.directory)
+        self._tell("decode held-out text with the new MTP layers")
+        after = self._measure(mtpc.compile(self._out, self._quiet, **self._options), texts)
+        count, length = texts.rows.shape
+        return Tuned(before, after, (count, length), progress, tuple(tensors))
+
+    def _prepare(self, resume: bool) -> tuple[Texts, Acceptance]:
+        """Texts and acceptance before, from an interrupted run or made now."""
+        here = self.directory
+        if here.exists() and not resume:
+            raise OptionError(
+                f"{here} is of a run that has not ended; give --resume to go on with it, or remove "
+                "it"
+            )
+        if resume and not here.exists():
+            raise OptionError(f"there is no {here} to resume; expected that of an interrupted run")
+        settings = self._settings()
+        if (here / _PREPARED).is_file():
+            return _read_prepared(here / _PREPARED, settings)
+        self._tell("read the texts")
+        model = mtpc.compile(self._checkpoint.directory, self._quiet, **self._options)
+        lengths = (self._plan.length, self._plan.prompts)
+        texts = read_texts(self._paths, self._held_out, model.served, *lengths)
+        self._tell(f"decode {len(texts.prompts)} held-out prompts")
+        before = self._measure(model, texts)
+        count = min(self._plan.continuations, len(texts.rows))
+        self._tell(f"let the target go on with {count} of {len(texts.rows)} texts")
+        texts = Texts(continue_rows(model, texts.rows, count), texts.prompts)
+        here.mkdir(exist_ok=True)
+        _write_prepared(here / _PREPARED, texts, before, settings)
+        return texts, before
+
+    def _settings(self) -> dict[str, Any]:
+        """What must not change when a run is resumed."""
+        digests = {
+            str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in [*self._paths, *self._held_out]
+            if path.is_file()
+        }
+        plan = asdict(self._plan)
+        return {
+            **plan.pop("schedule"),
+            **plan,
+            "spec_tokens": self._spec_tokens,
+            "wiring": [list(rule) for rule in self._parsed.wiring],
+            "dtype": self._parsed.dtype,
+            "checkpoint": str(self._checkpoint.directory.resolve()),
+            "texts": digests,
+        }
+
+    def _measure(self, model: mtpc.SpecModel, texts: Texts) -> Acceptance:
+        return measure_acceptance(model, texts.prompts, self._plan.new_tokens)
+
+    def _quiet(self, progress: mtpc.Progress) -> None:
+        if progress.stage:
+            self._tell(progress.stage)
+
+    def _places(self, model: TrainedModel) -> dict[str, Tensor]:
+        """The trained tensors by their names in the files.
+
+        Raises:
+            CheckpointError: some are stored in a form of their own.
+        """
+        stored, family = MTPTensors.of(self._checkpoint), model.loaded.family
+        found: dict[str, Tensor] = {}
+        layers = zip(stored.layers(), model.loaded.mtp_layers, strict=False)
+        for index, (names, layer) in enumerate(layers):
+            prefix = stored.prefix(index)
+            inner = [name.removeprefix(prefix) for name in names]
+            ends = {name: f"{index}.{role}.weight" for name, role in family.shared_tensors.items()}
+            wanted = [n for n in inner if n not in ends or ends[n] in model.trained]
+            known = tensors_as_stored(layer, wanted, family)
+            lost = [prefix + name for name in wanted if name not in known]
+            if lost:
+                raise CheckpointError(
+                    f"{self._checkpoint.directory} stores {listing(lost)} in a form that mtpc "
+                    "tune-head does not write; expected a tensor for each weight of an MTP layer"
+                )
+            found |= {prefix + name: tensor for name, tensor in known.items()}
+        return found
+
+
+def _one_number(options: mtpc.CompileOptions, plan: Plan) -> int:
+    """K, checked against the length of a text."""
+    count = max(options.tiers)
+    if len(options.tiers) > 1 or not 1 <= count < plan.length - 1:
+        raise OptionError(
+            f"spec_tokens is {','.join(map(str, options.tiers))}; expected a number of drafts to "
+            f"train for, from 1 to {plan.length - 2} with texts of {plan.length} tokens"
+        )
+    return count
+
+
+def _refuse_what_cannot_be_tuned(checkpoint: Checkpoint, dtype: str | None) -> None:
+    directory = checkpoint.directory
+    if checkpoint.gguf:
+        raise CheckpointError(
+            f"{directory} is a GGUF file; expected safetensors files, which the new checkpoint is "
+            "made of"
+        )
+    faults = find_faults(directory, dtype)
+    if faults:
+        raise CheckpointError(
+            f"the MTP layers of {directory} cannot be tuned: {faults[0].kind}: "
+            f"{faults[0].problem}; {faults[0].remedy}"
+        )
+    stored = MTPTensors.of(checkpoint)
+    prefixes = tuple(stored.prefix(index) for index in range(len(stored.layers())))
+    quantised = [name for name in checkpoint.quantised if name.startswith(prefixes)]
+    if quantised:
+        raise CheckpointError(
+            f"{len(quantised)} weights of the MTP layers of {directory} are quantised: "
+            f"{listing(quantised)}; expected plain ones: tune the checkpoint that it was made of, "
+            "and quantise the result (mtpc quantize), or put plain layers into this one: "
+            f"mtpc graft PLAIN {directory} OUT"
+        )
+
+
+def _device(backend: str) -> str:
+    """Where the decoding runs, there the training does, too."""
+    has_gpu = torch.cuda.is_available() and backend in ("auto", "cuda")
+    return "cuda" if has_gpu else "cpu"
+
+
+def _write_prepared(path: Path, texts: Texts, before: Acceptance, settings: dict[str, Any]) -> None:
+    tensors = {
+        "rows": texts.rows.contiguous(),
+        "prompts": texts.prompts.contiguous(),
+        "accepted": torch.tensor(before.accepted),
+        "drafted": torch.tensor(before.drafted),
+    }
+    scratch = path.with_suffix(".new")
+    save_file(tensors, scratch, metadata={_SETTINGS: json.dumps(settings)})
+    scratch.replace(path)
+
+
+def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, Acceptance]:
+    """What `_write_prepared` wrote.
+
+    Raises:
+        OptionError: with other settings.
+    """
+    with safe_open(path, framework="pt") as file:
+        begun = json.loads(file.metadata()[_SETTINGS])
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, value in settings.items():
+        if begun[name] != value:
+            raise OptionError(
+                f"the run in {path.parent} was begun with {name} {begun[name]!r}, and now it is "
+                f"{value!r}; expected the same: give what it was begun with, or remove the "
+                "directory to begin anew"
+            )
+    texts = Texts(found["rows"], found["prompts"])
+    return texts, Acceptance(found["accepted"].tolist(), found["drafted"].tolist())

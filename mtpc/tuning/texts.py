@@ -1,0 +1,153 @@
+"""The texts that MTP layers learn from, and those on which their drafts are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import RequestError
+from mtpc.weights.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from mtpc.api import SpecModel
+
+HELD_OUT = 10
+"""The last one in so many tokens of each text is held out, if no text is given for that."""
+PROMPT_TOKENS = 64
+"""Tokens of a held-out prompt."""
+KNOWN_SHARE = 4
+"""One in so many tokens of a text that the target goes on with is the user's."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of a run.
+
+    Attributes:
+        rows: int64 [N, L], to learn from.
+        prompts: int64 [M, P], from held-out text.
+    """
+
+    rows: Tensor
+    prompts: Tensor
+
+
+def read_texts(
+    paths: Sequence[Path],
+    held_out: Sequence[Path],
+    served: ServedModel,
+    length: int,
+    prompts: int,
+) -> Texts:
+    """Read texts and cut them into rows.
+
+    Args:
+        paths: UTF-8 files to learn from.
+        held_out: files of held-out text; () holds out the end of each of `paths`.
+        served: has the tokenizer.
+        length: L.
+        prompts: M at most; they are spread evenly over the held-out text.
+
+    Raises:
+        RequestError: a file cannot be read, is empty, or there is less text than a row or a prompt.
+    """
+    known = [_encode(path, served) for path in paths]
+    if held_out:
+        unseen = [_encode(path, served) for path in held_out]
+    else:
+        cuts = [len(ids) - len(ids) // HELD_OUT for ids in known]
+        unseen = [ids[cut:] for ids, cut in zip(known, cuts, strict=True)]
+        known = [ids[:cut] for ids, cut in zip(known, cuts, strict=True)]
+    rows = _cut(known, length, "to learn from")
+    pieces = _cut(unseen, PROMPT_TOKENS, "held out")
+    chosen = torch.linspace(0, len(pieces) - 1, min(prompts, len(pieces))).long()
+    return Texts(rows, pieces[chosen])
+
+
+def _encode(path: Path, served: ServedModel) -> list[int]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}; expected a text in UTF-8") from None
+    if not text.strip():
+        raise RequestError(f"{path} is empty; expected text that suits the model")
+    return served.encode(text)
+
+
+def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
+    """The texts, one after the other, in rows [N, length]; a rest at the end is left out."""
+    ids = [token for text in texts for token in text]
+    count = len(ids) // length
+    if count == 0:
+        raise RequestError(
+            f"the text {what} has {len(ids)} tokens; expected {length} at least: give more text"
+        )
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def continue_rows(model: SpecModel, rows: Tensor, count: int) -> Tensor:
+    """The rows, some of which the target itself goes on with, greedily, after their beginnings.
+
+    Drafts are counted on such text. Where the target does not write as the user does, drafts of the
+    user's text are not those that decoding needs.
+
+    Args:
+        model: decodes with the target.
+        rows: [N, L].
+        count: of rows to change, spread evenly; all if there are fewer. They keep the first of
+            `KNOWN_SHARE` parts.
+
+    Returns:
+        int64 [N, L].
+    """
+    length = rows.shape[1]
+    known = max(1, length // KNOWN_SHARE)
+    places = torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()
+    if len(places) == 0:
+        return rows
+    new = model.generate(rows[places, :known].tolist(), length - known, ignore_eos=True)
+    changed = rows.clone()
+    changed[places, known:] = torch.tensor(new)
+    return changed
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Drafts of greedy decoding.
+
+    Attributes:
+        accepted: accepted drafts by position.
+        drafted: verified ones.
+    """
+
+    accepted: list[int]
+    drafted: list[int]
+
+    @property
+    def by_position(self) -> list[float]:
+        """Accepted drafts divided by verified ones."""
+        pairs = zip(self.accepted, self.drafted, strict=True)
+        return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
+
+    @property
+    def per_step(self) -> float:
+        """Accepted drafts a decode step and request."""
+        return sum(self.by_position)
+
+
+def measure_acceptance(model: SpecModel, prompts: Tensor, new_tokens: int) -> Acceptance:
+    """Decode after prompts [M, P], and count the engine's drafts."""
+    stats = model.stats
+    before = (list(stats.accepted), list(stats.drafted))
+    model.generate(prompts.tolist(), new_tokens, ignore_eos=True)
+    after = (stats.accepted, stats.drafted)
+    accepted, drafted = (
+        [now - then for now, then in zip(late, early, strict=True)]
+        for late, early in zip(after, before, strict=True)
+    )
+    return Acceptance(accepted, drafted)

@@ -1,0 +1,264 @@
+"""The training of MTP layers: the loss of all K drafts, its schedule, and what a run remembers."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mtpc.errors import CheckpointError
+from mtpc.tuning.chain import TrainedModel
+
+DEPTH_DECAY = 0.8
+"""Weight of a draft's loss, relative to the draft before it: EAGLE-3's (arXiv:2503.01840)."""
+WARM_UP, LAST_RATE = 0.03, 0.02
+"""Share of a run in which the learning rate grows, and its last value, relative to the highest."""
+CLIP = 1.0
+FEATURE_BYTES = 2 << 30
+"""The target's features that are kept, at most; others are computed again when they are drawn."""
+LOGIT_VALUES = 1 << 26
+"""Logits of drafts that are held at once: 256 MiB in float32. A step takes fewer texts at a time
+where theirs are more."""
+SAVE_SECONDS = 60.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, and what a step takes.
+
+    Attributes:
+        steps: of the optimiser; None: `minutes` ends the run.
+        minutes: of wall time, without what precedes the first step; None: `steps` ends the run.
+        batch: texts a step.
+        learning_rate: the highest.
+        seed: of the order of texts.
+    """
+
+    steps: int | None
+    minutes: float | None
+    batch: int
+    learning_rate: float
+    seed: int
+
+    def progress(self, step: int, seconds: float) -> float:
+        """The share of the run that is behind, 0..1."""
+        shares = [0.0]
+        if self.steps is not None:
+            shares.append(step / self.steps)
+        if self.minutes is not None:
+            shares.append(seconds / (60 * self.minutes))
+        return min(max(shares), 1.0)
+
+    def rate(self, progress: float) -> float:
+        """The learning rate: a warm-up, then half a cosine."""
+        cosine = 0.5 + 0.5 * math.cos(math.pi * progress)
+        return (
+            self.learning_rate
+            * min(1.0, (progress + 1e-3) / WARM_UP)
+            * (LAST_RATE + (1 - LAST_RATE) * cosine)
+        )
+
+    def drawn(self, step: int, count: int) -> Tensor:
+        """The texts of a step, of `count`; each epoch has an order of its own."""
+        places = torch.arange(step * self.batch, (step + 1) * self.batch)
+        epochs = {int(epoch) for epoch in places // count}
+        order = {epoch: self._order(epoch, count) for epoch in epochs}
+        return torch.stack([order[int(p) // count][int(p) % count] for p in places])
+
+    def _order(self, epoch: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+        return torch.randperm(count, generator=generator)
+
+
+@dataclass
+class Progress:
+    """Where a run is.
+
+    Attributes:
+        step: steps that are done.
+        seconds: of wall time, of training only.
+        processor_seconds: the same, of this process's threads together.
+        curve: now and then, a step with its mean loss and the share of right drafts by position.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+
+class FeatureCache:
+    """The target's features of texts, kept as far as a limit allows.
+
+    Args:
+        model: has the target.
+        texts: token ids, [N, L].
+        limit: bytes.
+    """
+
+    def __init__(self, model: TrainedModel, texts: Tensor, limit: int = FEATURE_BYTES):
+        self._model, self._texts, self._left = model, texts, limit
+        self._kept: dict[int, Tensor] = {}
+
+    def get(self, places: Tensor) -> Tensor:
+        """Features of the texts at `places`, [B, L, H]."""
+        return torch.stack([self._one(place) for place in places.tolist()])
+
+    def _one(self, place: int) -> Tensor:
+        if place in self._kept:
+            return self._kept[place]
+        # By itself, so that its rounding does not depend on what else is drawn, or was kept.
+        features = self._model.features(self._texts[place : place + 1])[0]
+        if features.nbytes <= self._left:
+            self._kept[place] = features
+            self._left -= features.nbytes
+        return features
+
+
+def draft_losses(model: TrainedModel, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """The weighted loss of all drafts of texts [B, L], and the share of right drafts [K].
+
+    The loss of a draft is its cross-entropy to the target's distribution, not to the text's next
+    token: a draft is accepted where it is the target's choice, whatever the text goes on with.
+    """
+    truth = model.target_logits(features[:, 1:]).float()
+    best, wanted = truth.argmax(-1), truth.softmax(-1)
+    total, right = truth.new_zeros(()), []
+    weights = [DEPTH_DECAY**depth for depth in range(model.count)]
+    for depth, states in enumerate(model.draft_states(ids, features)):
+        logits = model.draft_logits(depth, states).float()
+        truths = wanted[:, depth:].flatten(0, 1)
+        loss = functional.cross_entropy(logits.flatten(0, 1), truths)
+        total = total + weights[depth] / sum(weights) * loss
+        right.append((logits.detach().argmax(-1) == best[:, depth:]).float().mean())
+    return total, torch.stack(right)
+
+
+class Training:
+    """A run over texts, which can stop after any step and go on.
+
+    Args:
+        model: what is trained.
+        texts: token ids, int64 [N, L].
+        schedule: how.
+        state: the file that remembers the run.
+    """
+
+    def __init__(self, model: TrainedModel, texts: Tensor, schedule: Schedule, state: Path):
+        self._model, self._texts, self._schedule, self._state = model, texts, schedule, state
+        self._features = FeatureCache(model, texts)
+        values = model.count * texts.shape[1] * model.loaded.vocab_size
+        self._together = max(1, LOGIT_VALUES // values)
+        self._optimizer = torch.optim.AdamW(
+            model.trained.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.progress = Progress()
+        if state.is_file():
+            self._restore()
+
+    def run(self, tell: Tell, save_seconds: float = SAVE_SECONDS) -> Progress:
+        """Train to the end of the schedule. The state is saved now and then, and at the end."""
+        at, saved, losses = self.progress, time.monotonic(), _Mean()
+        while self._share() < 1:
+            start, used = time.monotonic(), time.process_time()
+            losses.add(*self._step())
+            now = time.monotonic()
+            at.step, at.seconds = at.step + 1, at.seconds + now - start
+            at.processor_seconds += time.process_time() - used
+            is_over = self._share() >= 1
+            if losses.seconds(now) > 5 or is_over:
+                at.curve.append({"step": at.step, "seconds": round(at.seconds, 1), **losses.take()})
+                tell(self._line())
+            if now - saved >= save_seconds or is_over:
+                self.save()
+                saved = now
+        return at
+
+    def _share(self) -> float:
+        return self._schedule.progress(self.progress.step, self.progress.seconds)
+
+    def _step(self) -> tuple[float, list[float]]:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._schedule.rate(self._share())
+        places = self._schedule.drawn(self.progress.step, len(self._texts))
+        self._optimizer.zero_grad()
+        loss, right = 0.0, torch.zeros(self._model.count)
+        for part in places.split(self._together):
+            share = len(part) / len(places)
+            with self._model.mixed():
+                features = self._features.get(part)
+                one, hits = draft_losses(self._model, self._texts[part], features)
+            (share * one).backward()
+            loss, right = loss + share * one.item(), right + share * hits.cpu()
+        torch.nn.utils.clip_grad_norm_(self._model.trained.values(), CLIP)
+        self._optimizer.step()
+        return loss, right.tolist()
+
+    def _line(self) -> str:
+        last = self.progress.curve[-1]
+        right = " ".join(f"{share:.1%}" for share in last["right"])
+        return (
+            f"{self._share():.0%}: step {last['step']}, loss {last['loss']:.3f}, right drafts "
+            f"{right}"
+        )
+
+    def save(self) -> None:
+        """Write the state; a reader finds the old one or the new one, whole."""
+        scratch = self._state.with_suffix(".new")
+        value = {
+            "progress": asdict(self.progress),
+            "trained": self._model.trained,
+            "optimizer": self._optimizer.state_dict(),
+        }
+        with scratch.open("wb") as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(self._state)
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        try:
+            value = torch.load(self._state, weights_only=True, map_location="cpu")
+        except Exception as error:  # torch raises errors of any kind.
+            raise CheckpointError(
+                f"cannot read {self._state}: {error}; remove {self._state.parent} to begin anew"
+            ) from error
+        self.progress = Progress(**value["progress"])
+        for name, parameter in self._model.trained.items():
+            parameter.copy_(value["trained"][name])
+        self._optimizer.load_state_dict(value["optimizer"])
+
+
+class _Mean:
+    """Mean loss and shares since the last report."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._right: list[list[float]] = []
+        self._since = time.monotonic()
+
+    def add(self, loss: float, right: list[float]) -> None:
+        self._losses.append(loss)
+        self._right.append(right)
+
+    def seconds(self, now: float) -> float:
+        return now - self._since
+
+    def take(self) -> dict[str, Any]:
+        """The means; what comes next begins anew."""
+        count = len(self._losses)
+        shares = [sum(column) / count for column in zip(*self._right, strict=True)]
+        mean = sum(self._losses) / count
+        self.__init__()  # type: ignore[misc]
+        return {"loss": round(mean, 4), "right": [round(share, 4) for share in shares]}

@@ -1,0 +1,306 @@
+"""`mtpc tune-head`: what it trains and writes, what an interrupted run keeps, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import cyclic_text
+from helpers.word_model import word_checkpoint
+from safetensors.torch import load_file, save_file
+
+from mtpc.cli.main import main
+from mtpc.errors import CheckpointError, OptionError
+from mtpc.tuning.chain import TrainedModel
+from mtpc.tuning.run import Plan, Tuning
+from mtpc.tuning.train import FeatureCache, Schedule, Training, draft_losses
+from mtpc.weights import shards
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.json_file import INDEX
+from mtpc.weights.write_quantised import quantise_checkpoint
+
+PLAN = Plan(Schedule(6, None, 4, 1e-2, 0), length=16, continuations=8, prompts=2, new_tokens=8)
+SMALL = ["--length", "16", "--continuations", "8", "--prompts", "2", "-n", "8"]
+"""As PLAN has it: a length, and with it the steps' form, of all tests here."""
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def words(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained GLM-4-MoE whose vocabulary is words, and whose MTP layer joins at random."""
+    base = word_checkpoint(checkpoint("glm4_moe"), tmp_path_factory.mktemp("words"))
+    tensors = load_file(base / "model.safetensors")
+    joint = tensors["model.layers.2.eh_proj.weight"]
+    drawn = torch.randn(joint.shape, generator=torch.Generator().manual_seed(1))
+    tensors["model.layers.2.eh_proj.weight"] = 0.1 * drawn
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    return base
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words that follow each other as in what the target has learned."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    rows = cyclic_text(60, 30, torch.Generator().manual_seed(5)).flatten()
+    path.write_text(" ".join(f"w{i}" for i in rows.tolist()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(cpu_cache: Path) -> dict[str, Any]:
+    """Steps are compiled once, and then come from the cache."""
+    return dict(spec_tokens=2, backend="cpu", batch_buckets=(4,), cache_dir=cpu_cache)
+
+
+@pytest.fixture(scope="module")
+def flags(cpu_cache: Path) -> list[str]:
+    return [*SMALL, "--spec-tokens", "2", *("--backend", "cpu", "--batch-buckets", "4"),
+            *("--cache-dir", str(cpu_cache))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tuning(words: Path, text: Path, options: dict[str, Any]) -> Callable[..., Tuning]:
+    """tuning(out): a run that can begin."""
+
+    def get(out: Path, checkpoint: Path = words, plan: Plan = PLAN) -> Tuning:
+        return Tuning(checkpoint, [text], [], out, plan, options)
+
+    return get
+
+
+def test_the_command_trains_mtp_tensors_only(
+    words: Path,
+    text: Path,
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every other byte is the base's; more drafts of unseen text are accepted."""
+    out, found = tmp_path / "out", tmp_path / "found.json"
+    command = ["tune-head", str(words), str(text), "--out", str(out), "--json", str(found)]
+    more = ["--steps", "40", "--batch", "8", "--learning-rate", "1e-2"]
+    assert main([*command, *flags, *more]) == 0
+    assert "Accepted drafts on held-out text" in capsys.readouterr().out
+    tuned = json.loads(found.read_text())
+    rates = [
+        sum(tuned[when]["accepted"]) / sum(tuned[when]["drafted"]) for when in ("before", "after")
+    ]
+    assert rates[1] > rates[0] + 0.1
+    assert not (tmp_path / "out.tuning").exists()
+    assert {path.name for path in out.iterdir()} == {path.name for path in words.iterdir()}
+    for path in words.iterdir():
+        if path.suffix != ".safetensors":
+            assert (out / path.name).read_bytes() == path.read_bytes()
+    old, new = (load_file(directory / "model.safetensors") for directory in (words, out))
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert changed
+    assert all(name.startswith("model.layers.2.") for name in changed)
+    mtp = {name for name in old if name.startswith("model.layers.2.")}
+    assert mtp - changed == {"model.layers.2.mlp.gate.e_score_correction_bias"}
+    assert {name: t.dtype for name, t in old.items()} == {n: t.dtype for n, t in new.items()}
+
+
+def test_gradients_reach_mtp_tensors_only(words: Path) -> None:
+    """The target has none; of the layers, all but copies of embedding and head."""
+    model = TrainedModel(Checkpoint(words), 3)
+    ids = torch.arange(32).view(2, 16)
+    loss, right = draft_losses(model, ids, model.features(ids))
+    loss.backward()
+    assert right.shape == (3,)
+    assert all(parameter.grad is None for parameter in model.loaded.target.parameters())
+    unreached = [name for name, parameter in model.trained.items() if parameter.grad is None]
+    assert unreached == []
+
+
+def test_shards_and_dtype_are_kept(
+    words: Path, tuning: Callable[..., Tuning], tmp_path: Path
+) -> None:
+    """bfloat16 in several files; those without MTP tensors are the same bytes."""
+    tensors = {n: t.bfloat16() for n, t in load_file(words / "model.safetensors").items()}
+    base = shutil.copytree(words, tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    halves = {"a.safetensors": False, "b.safetensors": True}
+    places = {}
+    for name, is_mtp in halves.items():
+        part = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.") == is_mtp}
+        save_file(part, base / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    (base / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    tuned = tuning(tmp_path / "out", base).run()
+    assert len(tuned.tensors) == sum(name == "b.safetensors" for name in places.values())
+    one, other = (path / "a.safetensors" for path in (base, tmp_path / "out"))
+    assert one.read_bytes() == other.read_bytes()
+    assert one.stat().st_ino != other.stat().st_ino
+    written = load_file(tmp_path / "out" / "b.safetensors")
+    assert all(t.dtype == tensors[n].dtype for n, t in written.items())
+    assert any(not torch.equal(t, tensors[n]) for n, t in written.items())
+
+
+def in_a_child(run: Callable[[], Any]) -> None:
+    """Run until a system call that the caller has replaced kills the process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def kill_at(call: int) -> Callable[..., None]:
+    """What kills its process when it is called that often."""
+    calls = iter(range(1, call + 1))
+
+    def count(*_: Any, **__: Any) -> None:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_killed_training_goes_on(
+    call: int, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it writes its first or third state, the last is whole: the same weights."""
+    texts = torch.randint(6, 96, (9, 12), generator=torch.Generator().manual_seed(2))
+
+    def begin(name: str) -> tuple[TrainedModel, Training]:
+        model = TrainedModel(Checkpoint(words), 2)
+        return model, Training(model, texts, PLAN.schedule, tmp_path / name)
+
+    def train() -> None:
+        begin("state.pt")[1].run(print, save_seconds=0)
+
+    plain = begin("plain.pt")
+    plain[1].run(print)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", kill_at(call))
+        in_a_child(train)
+    resumed = begin("state.pt")
+    assert resumed[1].progress.step == call - 1
+    resumed[1].run(print)
+    for name, parameter in plain[0].trained.items():
+        assert torch.equal(parameter, resumed[0].trained[name]), name
+
+
+def test_a_killed_run_goes_on(
+    tuning: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it writes the texts, and then the checkpoint: the same checkpoint in the end."""
+    whole = tuning(tmp_path / "whole").run()
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", kill_at(1))
+        in_a_child(lambda: tuning(out).run())
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.shutil, "copyfile", kill_at(2))
+        in_a_child(lambda: tuning(out).run(resume=True))
+    assert not out.exists()
+    other = replace(PLAN, schedule=replace(PLAN.schedule, steps=7))
+    with pytest.raises(OptionError, match="was begun with steps 6, and now it is 7"):
+        tuning(out, plan=other).run(resume=True)
+    tuned = tuning(out).run(resume=True)
+    assert (tuned.before, tuned.after) == (whole.before, whole.after)
+    assert tuned.progress.step == 6
+    expected = weights_of(tmp_path / "whole")
+    for name, tensor in weights_of(out).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_features_beyond_the_limit_are_computed_again(words: Path) -> None:
+    model = TrainedModel(Checkpoint(words), 2)
+    texts = torch.randint(6, 96, (5, 12), generator=torch.Generator().manual_seed(2))
+    one = model.features(texts[:1]).nbytes
+    small, places = FeatureCache(model, texts, 2 * one), torch.tensor([4, 0, 4, 2])
+    for _ in range(2):
+        torch.testing.assert_close(small.get(places), model.features(texts[places]))
+    assert len(small._kept) == 2
+
+
+def no_mtp(words: Path, base: Path) -> None:
+    tensors = weights_of(words)
+    kept = {n: t for n, t in tensors.items() if not n.startswith("model.layers.2.")}
+    save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+
+
+def quantised(words: Path, base: Path) -> None:
+    shutil.rmtree(base)
+    quantise_checkpoint(words, base, "int8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (no_mtp, "cannot be tuned: absent: no tensor is named model.layers.2.*"),
+        (quantised, "of the MTP layers of .* are quantised: model.layers.2.*; expected plain ones"),
+    ],
+)
+def test_checkpoints_that_cannot_be_tuned(
+    change: Callable[..., None],
+    message: str,
+    words: Path,
+    tuning: Callable[..., Tuning],
+    tmp_path: Path,
+) -> None:
+    base = shutil.copytree(words, tmp_path / "base")
+    change(words, base)
+    with pytest.raises(CheckpointError, match=message):
+        tuning(tmp_path / "out", base)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.txt"], "cannot read nowhere.txt"),
+        (["empty.txt"], "empty.txt is empty; expected text that suits the model"),
+        (["short.txt"], "the text to learn from has"),
+        (["text.txt", "--held-out", "short.txt"], "the text held out has"),
+        (["text.txt", "--spec-tokens", "0"], "spec_tokens is 0; expected a number of drafts"),
+        (["text.txt", "--spec-tokens", "15"], "spec_tokens is 15; expected a number of drafts"),
+        (
+            ["text.txt", "--spec-tokens", "auto"],
+            "spec_tokens is 0,1,2,3; expected",
+        ),
+        (["text.txt", "--out", "taken"], "taken exists; expected the name of a new directory"),
+        (["text.txt", "--out", "begun"], "is of a run that has not ended; give --resume"),
+        (["text.txt", "--resume"], "to resume; expected that of an interrupted run"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str],
+    message: str,
+    words: Path,
+    text: Path,
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line each, and nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copyfile(text, "text.txt")
+    Path("empty.txt").write_text(" \n")
+    Path("short.txt").write_text("w7 w8")
+    Path("taken").mkdir()
+    Path("begun.tuning").mkdir()
+    before = sorted(tmp_path.iterdir())
+    common = ["tune-head", str(words), *flags, "--steps", "1", "--out", "out"]
+    assert main([*common, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("error:") == 1
+    assert sorted(tmp_path.iterdir()) == before
