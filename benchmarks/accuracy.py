@@ -13,12 +13,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, add_result_files, publish
+from mtpc.config import KV_CACHE_DTYPES
 from mtpc.evaluation.compare import COLUMNS, NOTES, Row, answer_questions, cells, compare
 from mtpc.evaluation.engines import AnsweringEngine, MtpcEngine, TransformersEngine
 from mtpc.evaluation.tasks import encode_all, read_task
@@ -34,17 +36,17 @@ def table(record: Record) -> Table:
 
 
 def engines(args: argparse.Namespace, tell: Any) -> Iterator[AnsweringEngine]:
-    """transformers first, then mtpc by backend, scheme and K."""
+    """transformers first, then mtpc by backend, scheme, dtype of pages and K."""
     yield TransformersEngine(args.checkpoint, None, None)
-    for backend in args.backends:
-        for scheme in (None, *args.schemes):
-            for k in args.spec_tokens:
-                tell(f"compile {backend} {scheme or 'bfloat16'} K={k}")
-                options: dict[str, Any] = {"backend": backend, "quantize": scheme}
-                options |= {"spec_tokens": k, "batch_buckets": BATCH}
-                engine = MtpcEngine(args.checkpoint, False, lambda _: None, **options)
-                engine.name += f", {scheme}" if scheme else ""
-                yield engine
+    schemes, kinds = (None, *args.schemes), args.kv_cache_dtypes
+    for backend, scheme, kind, k in product(args.backends, schemes, kinds, args.spec_tokens):
+        tell(f"compile {backend} {scheme or 'bfloat16'} {kind} K={k}")
+        options: dict[str, Any] = {"backend": backend, "quantize": scheme, "spec_tokens": k}
+        options |= {"batch_buckets": BATCH, "kv_cache_dtype": kind}
+        engine = MtpcEngine(args.checkpoint, False, lambda _: None, **options)
+        engine.name += f", {scheme}" if scheme else ""
+        engine.name += f", {kind} KV" if kind != "auto" else ""
+        yield engine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=positive, metavar="N", help="the first N questions only")
     add("--backends", nargs="+", default=["cpu"], metavar="NAME")
     add("--schemes", nargs="*", default=["int8", "int4-g32"], metavar="SCHEME")
+    add("--kv-cache-dtypes", nargs="+", choices=KV_CACHE_DTYPES, default=["auto"], metavar="NAME")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--max-new-tokens", type=positive, default=8, metavar="N")
     add("--threads", type=positive, default=1, metavar="N")

@@ -2,6 +2,7 @@
 
     python -m benchmarks.context                     # the 0.5B shape, K = 0 and 3, batches 1 and 4
     python -m benchmarks.context --vllm-python VENV/bin/python --peer-context 8192
+    python -m benchmarks.context --kv-cache-dtypes auto int8 fp8 --spec-tokens 0 --batches 1
     python -m benchmarks.context --shape tiny --backend eager --contexts 64 128
 
 No prompt is computed for mtpc. Its pool holds random KV, and the prefix index is told that the
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sam
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers import vllm_host
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
+from mtpc.config import KV_CACHE_DTYPES
 from mtpc.engine.request import Request
 
 COLUMNS = (
@@ -48,6 +51,8 @@ NOTES = (
     "step takes beyond the one at the shortest context.",
     SAMPLES_NOTE,
 )
+ENGINES = {name: f"mtpc, {name} KV" for name in KV_CACHE_DTYPES} | {KV_CACHE_DTYPES[0]: "mtpc"}
+"""Names of mtpc's rows, by what its pages hold."""
 PREFILL_CHUNK = 64
 """Rows of a prefill step, which computes the last page of a prompt."""
 
@@ -60,10 +65,10 @@ class ContextDecoder(MtpcDecoder):
     """A `SpecModel` whose pool holds the KV of prompts that were never computed."""
 
     def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
-        super().__init__(model, build_s)
+        super().__init__(model, build_s, ENGINES[model.options.kv_cache_dtype])
         program = model.engine.program
         for name, spec in program.layout.items():
-            if spec.is_paged and spec.dtype.is_floating_point:
+            if spec.is_paged:
                 _fill(program.shared[name])
 
     def pretend(self, prompts: Prompts) -> None:
@@ -82,7 +87,8 @@ class ContextDecoder(MtpcDecoder):
 
 def _fill(pages: torch.Tensor) -> None:
     """Random numbers, the same ones every few pages: making gigabytes of them takes minutes."""
-    some = torch.randn(pages[:RANDOM_PAGES].shape).to(pages.dtype)
+    some = torch.randn(pages[:RANDOM_PAGES].shape)
+    some = (10 * some if pages.dtype == torch.int8 else some).to(pages.dtype)
     for part in pages.split(RANDOM_PAGES):
         part.copy_(some[: len(part)])
 
@@ -106,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
-    for k in args.spec_tokens:
-        tell(f"compile K={k}")
+    for k, kind in product(args.spec_tokens, args.kv_cache_dtypes):
+        tell(f"compile K={k}, {kind}")
         start = time.perf_counter()
         model = mtpc.compile(
             checkpoint.directory,
@@ -117,6 +123,7 @@ def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> I
             prefill_chunk=PREFILL_CHUNK,
             busy_prefill_chunk=PREFILL_CHUNK,
             backend=args.backend,
+            kv_cache_dtype=kind,
         )
         yield ContextDecoder(model, time.perf_counter() - start)
     for k in args.spec_tokens if args.vllm_python else ():
@@ -155,17 +162,19 @@ def _measure(
             continue
         k = decoder.spec_tokens
         for batch in args.batches:
-            size = checkpoint.step_bytes(k) + batch * kv_bytes(shape, k, context)
+            kv = kv_bytes(shape, k, context, decoder.engine)
+            size = checkpoint.step_bytes(k) + batch * kv
             cases.append(Case("mimo", "random", decoder, batch, size))
     tell(f"context {context}")
     sample_in_turns(cases, plan, prompts, probe, tell)
     return [{"context": context, **asdict(summarise(case, plan.max_foreign))} for case in cases]
 
 
-def kv_bytes(shape: Shape, spec_tokens: int, context: int) -> int:
-    """Bytes of KV that a step reads of one request, in bfloat16."""
+def kv_bytes(shape: Shape, spec_tokens: int, context: int, engine: str = "mtpc") -> int:
+    """Bytes of KV that a step of an engine reads of one request: bfloat16, or codes and scales."""
     head_dim = shape.hidden_size // shape.num_attention_heads
-    row = 2 * 2 * shape.num_key_value_heads * head_dim
+    is_coded = engine in ENGINES.values() and engine != ENGINES["auto"]
+    row = 2 * shape.num_key_value_heads * (head_dim + 4 if is_coded else 2 * head_dim)
     return context * row * (shape.num_hidden_layers + spec_tokens)
 
 
@@ -205,7 +214,7 @@ def cells(rows: Sequence[tuple[int, Row]], shape: Shape) -> list[list[str]]:
                 f"{row.ms_per_step:.2f}",
                 f"{other.ms_per_step / row.ms_per_step:.2f}x" if other else "-",
                 f"{row.bandwidth_gb_s:.1f}",
-                f"{row.batch * kv_bytes(shape, row.spec_tokens, context) / 2**20:.0f}",
+                f"{row.batch * kv_bytes(shape, row.spec_tokens, context, row.engine) / 2**20:.0f}",
                 f"{row.roofline_ms:.2f}",
                 f"{row.efficiency:.0%}",
                 f"{limit / more:.0%}" if limit and more > 0 else "-",
@@ -227,6 +236,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--contexts", nargs="+", type=positive, default=contexts, metavar="N", help="tokens")
     add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")
+    kinds = dict(nargs="+", choices=KV_CACHE_DTYPES, default=["auto"], metavar="NAME")
+    add("--kv-cache-dtypes", **kinds, help="what pages of K and V hold")
     add("--new-tokens", type=positive, default=32, metavar="N")
     command.add_vllm(parser)
     help_ = "the longest that peers are measured at, for they compute it"

@@ -55,3 +55,21 @@ def test_cells() -> None:
     first, second = context.cells(rows, SHAPES["tiny"])
     assert first[4:] == ["2.00", "-", "1.0", "0", "1.00", "50%", "-", "1+0"]
     assert second[4:] == ["6.00", "-", "1.0", "0", "2.00", "33%", "25%", "1+0"]
+
+
+def test_codes_take_a_byte_and_a_scale() -> None:
+    """Of K and V: 32 tokens of 2 heads of 16, in each target layer and twice in the MTP layer."""
+    plain, coded = (
+        context.kv_bytes(SHAPES["tiny"], 2, 32, context.ENGINES[kind]) for kind in ("auto", "fp8")
+    )
+    layers = SHAPES["tiny"].num_hidden_layers + 2
+    assert plain == 2 * 32 * 2 * layers * 16 * 2
+    assert coded == 2 * 32 * 2 * layers * (16 + 4)
+
+
+def test_rows_of_pages_of_codes(tmp_path: Path) -> None:
+    out = tmp_path / "context.json"
+    few = ("--batches", "1", "--contexts", "64", "--kv-cache-dtypes", "int8", "fp8")
+    assert context.main([*ARGUMENTS, *few, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["engine"] for row in rows] == ["mtpc, int8 KV", "mtpc, fp8 KV"]
