@@ -21,14 +21,14 @@ from mtpc.layout import Layout
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.step_cache import Steps
-from mtpc.weights.packing import can_pack
+from mtpc.weights.packing import can_pack, held_bytes
 from mtpc.weights.quantise import spec_by_scheme
 
 if TYPE_CHECKING:
     from mtpc.program.compiler import StepCompiler
 
 ALLOWANCE = 256 << 20
-"""For results between calls, and for the weight that is being packed."""
+"""For results between calls, and for the rows that are being packed."""
 _GIB = 2**30
 
 
@@ -83,7 +83,7 @@ def need_of_steps(steps: Steps, options: CompileOptions, owns_buffers: bool) -> 
         made = {n for n, recipe in record.stored.items() if not isinstance(recipe, str)}
         for name, signature in record.package.tensors.items():
             if name in record.derived or name in made:
-                weights[name] = _bytes(signature)
+                weights[name] = held_bytes(_bytes(signature))
     layouts = [step.record.layout() for step in steps.values()]
     buffers = _buffers(layouts, options) if owns_buffers else 0
     return HostNeed(sum(weights.values()), buffers)

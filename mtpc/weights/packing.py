@@ -115,6 +115,11 @@ def unpack(packed: Tensor, features: int) -> Tensor:
     return flat[..., :features, :]
 
 
+def held_bytes(nbytes: int) -> int:
+    """Bytes of memory that `allocate` takes on Linux for a tensor of so many."""
+    return nbytes if nbytes < _HUGE_PAGE else -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+
+
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uninitialised memory. Tensors of at least 2 MB get huge pages and begin with one.
 
@@ -125,7 +130,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < _HUGE_PAGE or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
-    whole = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    whole = held_bytes(nbytes)
     # By default mmap gives shared memory, for which Linux has a separate switch for huge pages that
     # is usually off; so the mapping is private. Bytes before the first huge page are never touched.
     # A build never fills it, and may want more than the machine has: nothing is set aside for it.
