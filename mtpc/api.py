@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Form
 from mtpc.layout.progress import Listener, Progress
+from mtpc.program.background import Background
 from mtpc.program.binding import WeightSource, bind_program
 from mtpc.program.open_steps import open_steps
 from mtpc.program.program import Program
@@ -79,6 +81,9 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     opened.check()
     spec = SpecModel(opened.served, opened.options, opened.made, opened.loaded)
     spec.stats.fallbacks.update(opened.fallbacks)
+    if opened.rest is not None:
+        background = Background(opened.rest, opened.made, progress)
+        spec._end_building = weakref.finalize(spec, background.close)
     return spec
 
 
@@ -121,6 +126,7 @@ class SpecModel:
         self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
         self.served = usable_ends(served, self.stats.fallbacks)
+        self._end_building: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
         """One line: the model, what it was compiled with, and its number of steps."""
@@ -132,6 +138,10 @@ class SpecModel:
             f"max_len {options.max_len}, backend {options.backend}, {len(self.program.steps)} "
             f"steps, vocabulary of {self.served.vocab_size}>"
         )
+
+    def close(self) -> None:
+        """End a build in the background; the model goes on with the steps that it has."""
+        self._end_building()
 
     def set_synthetic_acceptance(self, rates: Sequence[float]) -> None:
         """Change how many drafts the next steps accept.

@@ -112,6 +112,8 @@ class CompileOptions:
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
             `mtpc` in the user's cache directory. See docs/cache.md.
         use_cache: whether to look up steps in the cache and to keep built ones there.
+        build_in_background: start as soon as the steps without drafts are there, or those of the
+            smallest K with "auto", and use each other K when another process has built its steps.
         frozen: build nothing; a step that is not in the cache is an error.
         require_sha256: digest of the cache entries to load, as `mtpc build` prints it. Others are
             refused before any of their code is opened. Implies `frozen`.
@@ -149,6 +151,7 @@ class CompileOptions:
     wiring: Rules = ()
     cache_dir: Path | None = None
     use_cache: bool = True
+    build_in_background: bool = False
     frozen: bool = False
     require_sha256: str | None = None
 
