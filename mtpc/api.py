@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Form
 from mtpc.layout.progress import Listener, Progress
+from mtpc.program.background import Background
 from mtpc.program.binding import WeightSource, bind_program
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.open_steps import open_steps
@@ -88,6 +90,9 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     opened.check()
     spec = SpecModel(opened.served, opened.options, opened.made, opened.loaded)
     spec.stats.fallbacks.update(opened.fallbacks)
+    if opened.rest is not None:
+        background = Background(opened.rest, opened.made, progress)
+        spec._end_building = weakref.finalize(spec, background.close)
     return spec
 
 
@@ -131,6 +136,7 @@ class SpecModel:
         self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
         self.served = usable_ends(served, self.stats.fallbacks)
+        self._end_building: Callable[[], object] = lambda: None
 
     def follow(self) -> None:
         """In a rank other than 0: run what rank 0 runs, until it calls `close`.
@@ -143,11 +149,6 @@ class SpecModel:
             raise RequestError("follow() is for ranks other than 0 of tensor_parallel_size > 1")
         self.program.follow()
 
-    def close(self) -> None:
-        """In rank 0: let the other ranks return from `follow`. Nothing runs afterwards."""
-        if isinstance(self.program, LeadingProgram):
-            self.program.close()
-
     def __repr__(self) -> str:
         """One line: the model, what it was compiled with, and its number of steps."""
         options = self.options
@@ -158,6 +159,15 @@ class SpecModel:
             f"max_len {options.max_len}, backend {options.backend}, {len(self.program.steps)} "
             f"steps, vocabulary of {self.served.vocab_size}>"
         )
+
+    def close(self) -> None:
+        """End a build in the background; the model goes on with the steps that it has.
+
+        Rank 0 of several lets the others return from `follow`. Nothing runs there afterwards.
+        """
+        self._end_building()
+        if isinstance(self.program, LeadingProgram):
+            self.program.close()
 
     def set_synthetic_acceptance(self, rates: Sequence[float]) -> None:
         """Change how many drafts the next steps accept.

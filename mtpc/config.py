@@ -121,6 +121,8 @@ class CompileOptions:
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
             `mtpc` in the user's cache directory. See docs/cache.md.
         use_cache: whether to look up steps in the cache and to keep built ones there.
+        build_in_background: start as soon as the steps without drafts are there, or those of the
+            smallest K with "auto", and use each other K when another process has built its steps.
         frozen: build nothing; a step that is not in the cache is an error.
         require_sha256: digest of the cache entries to load, as `mtpc build` prints it. Others are
             refused before any of their code is opened. Implies `frozen`.
@@ -160,6 +162,7 @@ class CompileOptions:
     wiring: Rules = ()
     cache_dir: Path | None = None
     use_cache: bool = True
+    build_in_background: bool = False
     frozen: bool = False
     require_sha256: str | None = None
 
@@ -280,11 +283,13 @@ class CompileOptions:
 
     def _check_ranks(self) -> None:
         size, refused = self.tensor_parallel_size, ("quantize", "draft_vocab", "enabled_passes")
+        kept = ("frozen", "require_sha256", "build_in_background")
         _check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:
             object.__setattr__(self, "backend", "eager")
-        others = [name for name in (*refused, "frozen", "require_sha256") if getattr(self, name)]
+        others = [name for name in (*refused, *kept) if getattr(self, name)]
         others += ["backend"] if self.backend != "eager" else []
+        others += ["kv_cache_dtype"] if self.kv_cache_dtype != KV_CACHE_DTYPES[0] else []
         if size > 1 and others:
             raise OptionError(
                 f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "

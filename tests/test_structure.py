@@ -208,6 +208,7 @@ LINES = {
     # rates of synthetic acceptance. `kv_cache_dtype` (config.py).
     # rates of synthetic acceptance.
     # `tensor_parallel_size`.
+    # rates of synthetic acceptance. `SpecModel.close`.
     ".": 1350,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
@@ -252,6 +253,7 @@ LINES = {
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
     # not counted twice. Memory by rank and the time of a step, on paper (`scale.py`).
     # Ranks: what each holds, agrees on and repeats (`ranks.py`, `rank_share.py`, `follow.py`).
+    # Steps built while others serve (`background.py`).
     "program": 3750,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).

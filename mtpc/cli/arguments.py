@@ -138,7 +138,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_server_options(parser)
     add_threads(parser)
-    add_compile_options(parser)
+    add_compile_options(parser, spec_tokens="auto, built while it serves; without a cache 3")
     add_cache_options(parser)
 
 

@@ -99,8 +99,18 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_SWITCHES = (
+    ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
+    (
+        "--build-in-background",
+        "begin without drafts, and use each K when another process has built its steps",
+    ),
+    ("--verify-passes", "check the graph with fake tensors after every pass"),
+)
+
+
 def add_compile_options(
-    parser: argparse.ArgumentParser, several_k: bool = False, **defaults: str
+    parser: argparse.ArgumentParser, several_k: bool = False, **defaults: object
 ) -> None:
     """Add the options of `mtpc.compile`. `CompileOptions` has the defaults of absent options.
 
@@ -149,10 +159,7 @@ def add_compile_options(
     for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
-    for flag, text in (
-        ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
-        ("--verify-passes", "check the graph with fake tensors after every pass"),
-    ):
+    for flag, text in _SWITCHES:
         group.add_argument(flag, action="store_true", default=None, help=text)
 
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack, closing
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
@@ -15,7 +15,7 @@ from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.progress import show_progress
 from mtpc.cli.run import set_threads, stage_listener
 from mtpc.cli.serve_arguments import server_fields
-from mtpc.config import api_key
+from mtpc.config import AUTO, api_key
 from mtpc.errors import OptionError, RequestError
 from mtpc.server.options import ServerOptions, require_packages
 
@@ -44,12 +44,29 @@ def command(args: argparse.Namespace) -> int:
             listener = stack.enter_context(closing(bind(server)))
             set_threads(args.threads, checkpoint)
             tell(f"load {checkpoint}")
+            options = {**adaptive(options), **options}
             model = compile_model(checkpoint, progress=stage_listener(tell), **options)
         for reason in model.stats.fallbacks:
             _say(f"note: {reason}")
+        stack.callback(model.close)
         run_server(model, server, lambda running: _announce(running, server), listener)
     _say("stopped")
     return 0
+
+
+def adaptive(given: dict[str, Any]) -> dict[str, Any]:
+    """The default of K: by load, and built while the server serves.
+
+    Where no package can be built apart, a fixed K serves: other backends than cpu's, no cache, or
+    one that may only be read.
+    """
+    from mtpc.backends import first_choice
+
+    row = first_choice(given.get("backend", mtpc.CompileOptions.backend))
+    is_kept = given.get("use_cache", True) and row is not None and row.has_packages
+    if "spec_tokens" in given or not is_kept or given.keys() & {"frozen", "require_sha256"}:
+        return {}
+    return {"spec_tokens": AUTO, "build_in_background": True}
 
 
 def _key(args: argparse.Namespace) -> str | None:

@@ -78,7 +78,7 @@ class Experience:
     """
 
     def __init__(self, count: int):
-        self._everyone, self._count = Acceptance(ALL_MEMORY, ALL_PRIOR), count
+        self._everyone, self.count = Acceptance(ALL_MEMORY, ALL_PRIOR), count
         self._own_is_better = 0.0  # Logarithm of the ratio of likelihoods.
 
     def add(self, verified: int, accepted: int, own: Acceptance | None = None) -> None:
@@ -104,7 +104,7 @@ class Experience:
         A position without a sample takes the share of the position before it, or 0.5.
         """
         found, known = list[tuple[float, float]](), 0.5
-        for position in range(self._count):
+        for position in range(self.count):
             found.append(self._everyone.share(position, known))
             known = found[-1][0]
         return found
@@ -116,7 +116,7 @@ class Experience:
             each: of the requests that run.
             doubt: standard errors that are added to each share.
         """
-        shares, tokens = self.shares(), [1.0] + [0.0] * self._count
+        shares, tokens = self.shares(), [1.0] + [0.0] * self.count
         owners = each if self._own_is_better > SURE and each else (None,)
         for own in owners:
             reached = 1.0 / len(owners)

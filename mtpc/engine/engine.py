@@ -80,7 +80,7 @@ class Engine:
             prefill.max_emitted,
         )
         self._ids = itertools.count()
-        self.tiers = TierPolicy(options.tiers)
+        self.tiers = TierPolicy(program.tiers)
         self._masks = GrammarMasks(program, vocab_size)
         self._requests: dict[int, Request] = {}  # Those that wait or run.
         self._outbox = Outbox(self._blame)
@@ -110,7 +110,8 @@ class Engine:
         """The counts so far, and the current state of the queue and the page pool."""
         stats, scheduler = self._stats, self.scheduler
         stats.replays = self.program.replays.copy()
-        stats.host_writes = self.program.host_writes
+        stats.host_writes, stats.building = self.program.host_writes, self.program.building
+        stats.tiers = self.tiers.tiers
         stats.preemptions = scheduler.num_preemptions
         stats.reused_tokens = scheduler.reused_tokens
         stats.forced_drafts = self._masks.forced_drafts
@@ -360,6 +361,8 @@ class Engine:
             key = self.program.prefill_key()
             write_chunks(self.program, key, len(turn.decoding), turn.prompts, turn.chunks)
         else:
+            while self.program.arrived:
+                self.tiers.use(self.program.take())
             num_reqs = self.program.bucket_for(len(turn.requests))
             each = [request.acceptance for request in turn.decoding]
             tier = self.tiers.choose(num_reqs, context_of(turn.decoding), each)

@@ -58,6 +58,8 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
             f"{1e3 * stats.host_gap_s / stats.host_gaps:.3f} ms per step "
             f"({stats.host_gap_share:.1%} of the time)",
         )
+    if stats.building:
+        yield "K ready", f"{', '.join(map(str, stats.tiers))}; {stats.building}"
     yield "replays", ", ".join(f"{k} {n}" for k, n in sorted(stats.replays.items())) or "none"
     if stats.callback_errors:
         yield "callback errors", str(stats.callback_errors)
@@ -112,6 +114,8 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield "gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", [({}, used)]
     idle: list[Sample] = [({}, float(stats.pages_idle))]
     yield "kv_cache_idle_pages", "KV pages that no request uses, kept for reuse.", idle
+    tiers: list[Sample] = [({"spec_tokens": k}, 1.0) for k in stats.tiers]
+    yield "spec_decode_tiers_ready", "Numbers of drafts that have steps.", tiers
     for name, description, value in (
         ("state_snapshots", "Snapshots of state outside of pages.", stats.snapshots_used),
         ("state_snapshots_max", "The most such snapshots.", stats.num_snapshots),

@@ -91,6 +91,8 @@ class Stats:
         snapshots_used: snapshots that are kept.
         snapshot_bytes: bytes of these snapshots.
         snapshot_evictions: snapshots that were evicted because new ones needed their memory.
+        tiers: the K that the engine chooses from.
+        building: what is said of steps that another process builds; "" if there are none.
         replays: replays per captured step.
         host_writes: buffer writes by the host.
         fallbacks: number of times that something else than requested was used, by reason.
@@ -127,6 +129,8 @@ class Stats:
     snapshots_used: int = 0
     snapshot_bytes: int = 0
     snapshot_evictions: int = 0
+    tiers: tuple[int, ...] = ()
+    building: str = ""
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)

@@ -104,6 +104,15 @@ class TierPolicy:
         self._gained = self._verified = 0.0
         self._lengths = self._doubted = self.experience.lengths(())
 
+    def use(self, tiers: Sequence[int]) -> None:
+        """Choose among these K from the next step on; what was learnt stays."""
+        self.tiers = tuple(sorted(set(tiers)))
+        self.experience.count = self.tiers[-1]
+        self._lengths = self._doubted = self.experience.lengths(())
+        self._trial = None
+        if self.current not in self.tiers:
+            self.current = self.tiers[0]
+
     def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
         """K of the next decode step.
 

@@ -3,6 +3,7 @@
 from mtpc.layout.keys import (
     Bucket,
     Form,
+    Graphs,
     Part,
     Phase,
     StepKey,
@@ -50,6 +51,7 @@ __all__ = [
     "Bucket",
     "BufferSpec",
     "Form",
+    "Graphs",
     "Layout",
     "Part",
     "Phase",

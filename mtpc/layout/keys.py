@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,6 +89,10 @@ def parts_of(key: StepKey, form: Form) -> tuple[Part, ...]:
     if form == "fused" or key.spec_tokens == 0:
         return ("step",)
     return ("verify", "propose") if form == "split" else ("step", "verify", "propose")
+
+
+Graphs = Sequence[tuple[StepKey, Part]]
+"""Steps, or halves of them."""
 
 
 def graph_keys(options: CompileOptions, form: Form) -> list[tuple[StepKey, Part]]:

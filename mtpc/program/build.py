@@ -24,7 +24,7 @@ from mtpc.backends import PACKAGING, make_backend, settle_prefill
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
-from mtpc.layout import Form, Layout, Part, StepKey, graph_keys
+from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
@@ -98,6 +98,7 @@ def build(
     jobs: int | None = None,
     listener: Listener = lambda progress: None,
     check: Check | None = None,
+    graphs: Graphs | None = None,
 ) -> BuildReport:
     """Compile every step of a checkpoint into the cache.
 
@@ -109,6 +110,7 @@ def build(
         jobs: processes; None is one a core, as far as memory holds them.
         listener: hears of progress.
         check: sees each model before it is traced, and may refuse it.
+        graphs: only these, in this order; None is all of `form`.
 
     Raises:
         CacheWriteError: the cache cannot be written.
@@ -123,7 +125,7 @@ def build(
     tasks = [
         Task(k, key, part)
         for k in spec_tokens
-        for key, part in graph_keys(replace(options, spec_tokens=k), form)
+        for key, part in graphs or graph_keys(replace(options, spec_tokens=k), form)
     ]
     caches = {k: job.cache(k) for k in spec_tokens}
     there = {t for t in tasks if caches[t.spec_tokens].find(t.key, t.part)}

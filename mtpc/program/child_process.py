@@ -10,6 +10,7 @@ from which the caller then starts as any later process does.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ import torch
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError
-from mtpc.layout import Form, graph_keys
+from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.program.host_memory import check_model
 from mtpc.program.processes import end_children, how_it_ended
@@ -34,6 +35,8 @@ from mtpc.weights.checkpoint import Checkpoint
 
 LARGE = 256 * 2**20
 """Bytes of weights from which on a process pays: it takes four seconds to start."""
+BACKGROUND_NICE = 10
+"""How far a build in the background gives way to who serves."""
 _GRACE_S = 10.0
 """A child that was told to end has this long to put things away."""
 
@@ -41,7 +44,7 @@ _GRACE_S = 10.0
 def build_in_child(
     source: Checkpoint,
     options: CompileOptions,
-    form: Form,
+    graphs: Graphs,
     cache: StepCache,
     listener: Listener,
     owns_buffers: bool,
@@ -51,7 +54,7 @@ def build_in_child(
     Args:
         source: the checkpoint.
         options: as asked for, for a backend whose steps are packages.
-        form: which graphs.
+        graphs: which steps.
         cache: of this checkpoint and these options.
         listener: hears of progress.
         owns_buffers: whether the steps' user wants memory for state from this process.
@@ -67,7 +70,7 @@ def build_in_child(
     """
     if source.nbytes < LARGE or not sys.executable:
         return False
-    if all(cache.find(key, part) for key, part in graph_keys(options, form)):
+    if all(cache.find(key, part) for key, part in graphs):
         return False  # And yet not restorable: its weights are for transformers to read.
     try:
         cache.store.prepare()
@@ -75,12 +78,12 @@ def build_in_child(
     except (CacheWriteError, BackendError):
         return False
     check = partial(check_model, owns_buffers=owns_buffers)
-    _build(source, (source.directory.absolute(), options, form, check), listener)
+    _build(source, (source.directory.absolute(), options, graphs, check, None), listener)
     return True
 
 
 def _build(source: Checkpoint, job: tuple[Any, ...], listener: Listener) -> None:
-    with _child() as (process, pipe):
+    with building_child() as (process, pipe):
         for event in _events(pipe, (torch.get_num_threads(), *job)):
             if isinstance(event, MtpcError):
                 raise event
@@ -104,7 +107,7 @@ def _events(pipe: Connection, job: tuple[Any, ...]) -> Iterator[Progress | MtpcE
 
 
 @contextmanager
-def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
+def building_child() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
     """A Python with this one's modules, and the pipe to it; it ends where the block does."""
     ours, theirs = Pipe()
     handle = theirs.fileno()
@@ -138,11 +141,13 @@ def serve(handle: int) -> None:
     from mtpc.program.build import build
 
     pipe = Connection(handle)
-    threads, directory, options, form, check = pipe.recv()
+    threads, directory, options, graphs, check, jobs = pipe.recv()
     torch.set_num_threads(threads)
+    if jobs == 1:  # In the background of what serves already.
+        os.nice(BACKGROUND_NICE)
     caller = _Caller(pipe)
     try:
-        build(directory, options, (options.spec_tokens,), form, None, pipe.send, check)
+        build(directory, options, (options.spec_tokens,), "fused", jobs, pipe.send, check, graphs)
     except MtpcError as error:
         caller.is_waiting = False
         pipe.send(error)

@@ -17,8 +17,9 @@ from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, MtpcError
-from mtpc.layout import Form, Layout, Part, StepKey, graph_keys
+from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, line_reporter
+from mtpc.program.background import Rest
 from mtpc.program.binding import WeightSource
 from mtpc.program.child_process import build_in_child
 from mtpc.program.free_memory import free_bytes
@@ -84,6 +85,7 @@ class Opened(Generic[T]):
         loaded: the model in memory; None where all of it came from the cache.
         cache: the steps' entries; it also holds the files of steps that the cache could not keep,
             until they are bound.
+        rest: the steps that are still to be built, with `build_in_background`; None: none.
     """
 
     made: T
@@ -94,6 +96,7 @@ class Opened(Generic[T]):
     check: Callable[[], None]
     loaded: LoadedModel | None = None
     cache: StepCache | None = None
+    rest: Rest | None = None
 
 
 def open_steps(
@@ -116,11 +119,17 @@ def open_steps(
     parsed = CompileOptions.parse(options)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
     parsed = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
+    graphs = tuple(graph_keys(parsed, assembler.form))
+    opener = _Opener(
+        source, parsed, assembler, interrupts.tell, report, interrupts, graphs, parsed.tiers
+    )
     if parsed.tensor_parallel_size > 1:
-        return _open_ranked(_Opener(source, parsed, assembler, interrupts.tell, report, interrupts))
+        return _open_ranked(opener)
     cache = open_cache(source, parsed, report)
-    opener = _Opener(source, parsed, assembler, interrupts.tell, report, interrupts)
     opened = opener.restored(cache)
+    if opened is None and parsed.build_in_background:
+        opener = opener.beginning(cache)
+        opened = opener.restored(cache)
     if opened is None and opener.build_in_child(cache):
         opened = opener.restored(cache)
     if opened is None:
@@ -162,13 +171,39 @@ class _Opener(Generic[T]):
     progress: Listener
     report: Callable[[str], None]
     interrupts: HeldInterrupts
+    graphs: tuple[tuple[StepKey, Part], ...]
+    tiers: tuple[int, ...]
+    rest: Graphs = ()
     ranks: Ranks | None = None
+
+    def beginning(self, cache: StepCache | None) -> _Opener[T]:
+        """This, for the steps with which a program can begin; the others are its `rest`.
+
+        These are the prefill step, and the decode steps of each K that the cache has, or else of
+        the smallest K, or of 0 where K is one number. Without a cache, packages or a checkpoint
+        there is nothing to wait for apart.
+        """
+        options = self.options
+        tiers = options.tiers if len(options.tiers) > 1 else (0, *options.tiers)
+        if cache is None or cache.frozen or not isinstance(self.source, Checkpoint):
+            return self
+        if options.spec_tokens == 0 or self.assembler.form != "fused":
+            return self
+        options = replace(options, spec_tiers=tiers)
+        graphs = graph_keys(options, "fused")
+        decode = [graph for graph in graphs if graph[0].phase == "decode"]
+        lacking = {key.spec_tokens for key, part in decode if not cache.find(key, part)}
+        begin = set(tiers) - lacking or {min(tiers)}
+        first = [g for g in graphs if g[0].phase == "prefill" or g[0].spec_tokens in begin]
+        later = [graph for graph in graphs if graph not in first]
+        rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
+        return replace(self, options=options, graphs=tuple(first), rest=rest)
 
     def restored(self, cache: StepCache | None) -> Opened[T] | None:
         """All of it from the cache, if the cache has all of it; transformers is not imported."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
-        found = restore(self.source, self.options, cache, self.assembler.form)
+        found = restore(self.source, self.options, cache, self.graphs)
         return None if found is None else self._bound(found, cache)
 
     def _bound(self, found: Restored, cache: StepCache) -> Opened[T]:
@@ -177,7 +212,8 @@ class _Opener(Generic[T]):
         need = need_of_steps(found.steps, options, self.assembler.owns_buffers)
         need.check(options, free_bytes())
         try:
-            made = self.assembler.assemble(found.steps, WeightTable({}), found.source)
+            weights = WeightTable({})
+            made = self.assembler.assemble(found.steps, weights, found.source)
         except MtpcError:
             raise
         except Exception as error:
@@ -187,15 +223,23 @@ class _Opener(Generic[T]):
                 "mtpc cache prune --all"
             ) from error
         return Opened(
-            made, found.served(), options, found.device, Counter(), found.check, None, cache
-        )
+            made, found.served(), options, found.device, Counter(), found.check, None, cache,
+            self._later(found, weights, cache, options),
+        )  # fmt: skip
+
+    def _later(
+        self, begun: Restored, weights: WeightTable, cache: StepCache, options: CompileOptions
+    ) -> Rest | None:
+        """What is still to be built, for the K that the caller asked for."""
+        tiers = self.tiers
+        return Rest(begun, weights, cache, options, self.rest, tiers) if self.rest else None
 
     def build_in_child(self, cache: StepCache | None) -> bool:
         """Fill the cache in a process of its own, which pays for a large checkpoint."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return False
-        form, owns_buffers = self.assembler.form, self.assembler.owns_buffers
-        return build_in_child(self.source, self.options, form, cache, self.progress, owns_buffers)
+        graphs, owns = self.graphs, self.assembler.owns_buffers
+        return build_in_child(self.source, self.options, graphs, cache, self.progress, owns)
 
     def compiled(self, cache: StepCache | None) -> Opened[T]:
         """Trace and lower what the cache lacks."""
@@ -223,7 +267,7 @@ class _Opener(Generic[T]):
             options = settle_pages(loaded, options, backend, self.report)
         compiler = self._compiler(loaded, options, backend, keeps)
         if keeps is not None:
-            steps = CachingCompiler(compiler, keeps).obtain_all(self._graphs)
+            steps = CachingCompiler(compiler, keeps).obtain_all(self.graphs)
             made = self.assembler.assemble(steps, compiler.weights, None)
         else:
             made = self.assembler.compile(compiler)
@@ -243,14 +287,10 @@ class _Opener(Generic[T]):
         loaded = self._load(backend, headers_only=True)
         compiler = self._compiler(loaded, self.options, backend, cache)
         check_model(compiler, self.assembler.owns_buffers)
-        steps = CachingCompiler(compiler, cache).obtain_all(self._graphs)
+        steps = CachingCompiler(compiler, cache).obtain_all(self.graphs)
         if any(step.record.unexplained for step in steps.values()):
             return None
         return self._bound(Restored(source, steps, WeightSource(source, fill_packed)), cache)
-
-    @property
-    def _graphs(self) -> list[tuple[StepKey, Part]]:
-        return graph_keys(self.options, self.assembler.form)
 
     def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
         from mtpc.models.load import load, place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -46,19 +46,34 @@ class Program:
         snapshots: memory of the engine's beside them, to and from which it copies rows.
         replays: number of replays by step.
         host_writes: number of buffer writes by the host.
+        building: what is said of steps that another process builds; "" if there are none.
+        arrived: steps that were bound meanwhile, each time with the K to choose from now on.
     """
 
-    steps: Mapping[StepKey, CapturedStep]
+    steps: dict[StepKey, CapturedStep]
     shared: Mapping[str, Tensor]
     snapshots: list[Tensor] = field(default_factory=list)
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
+    building: str = ""
+    arrived: deque[tuple[tuple[int, ...], list[CapturedStep]]] = field(default_factory=deque)
     _rows: dict[StepKey, list[int]] = field(default_factory=dict, repr=False)
 
     @property
     def layout(self) -> Layout:
         """Buffers of one of the steps; `state.*` and `kv.*` are those of all."""
         return next(iter(self.steps.values())).layout
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """The numbers of drafts that have decode steps, ascending."""
+        return tuple(sorted({k.spec_tokens for k in self.steps if k.phase == "decode"}))
+
+    def take(self) -> tuple[int, ...]:
+        """Take over the steps that arrived first; returns the K to choose from now on."""
+        tiers, steps = self.arrived.popleft()
+        self.steps |= {step.key: step for step in steps}
+        return tiers
 
     def bucket_for(self, num_reqs: int) -> int:
         """The smallest decode bucket, in requests, that holds `num_reqs`."""

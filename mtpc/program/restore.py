@@ -13,7 +13,7 @@ from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
 from mtpc.backends.package import DEVICE
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
-from mtpc.layout import Form, graph_keys, step_name
+from mtpc.layout import Graphs, step_name
 from mtpc.program.binding import WeightSource
 from mtpc.program.step_cache import CachedStep, StepCache, Steps, program_pin
 from mtpc.store.entries import Entry
@@ -63,15 +63,15 @@ class Restored:
 
 
 def restore(
-    checkpoint: Checkpoint, options: CompileOptions, cache: StepCache, form: Form
+    checkpoint: Checkpoint, options: CompileOptions, cache: StepCache, graphs: Graphs
 ) -> Restored | None:
-    """Every step of a checkpoint, if the cache has them all.
+    """Steps of a checkpoint, if the cache has them all.
 
     Args:
         checkpoint: whose weights they run on.
         options: as asked for.
         cache: of this checkpoint and these options.
-        form: which graphs.
+        graphs: which steps.
 
     Returns:
         None where a step or the kernels are missing, and where only transformers can load the
@@ -81,7 +81,7 @@ def restore(
         CacheError: another user could have written the cache; or it is frozen, and incomplete or
             not what `require_sha256` names.
     """
-    steps = cache.find_all(graph_keys(options, form))
+    steps = cache.find_all(graphs)
     if steps is None:
         return None
     unexplained = sorted({n for step in steps.values() for n in step.record.unexplained})

@@ -26,6 +26,7 @@ from mtpc.cli.anatomy import number_ranges
 from mtpc.cli.inspect import _write
 from mtpc.cli.main import main
 from mtpc.cli.progress import show_progress
+from mtpc.cli.serve import adaptive
 from mtpc.cli.tables import format_bytes
 from mtpc.layout import StepKey
 from mtpc.layout.progress import Progress
@@ -353,3 +354,24 @@ def test_quantities():
         *("0 B", "1023 B", "1.5 KiB", "3.0 GiB")
     ]
     assert number_ranges({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"spec_tokens": 3},
+        {"frozen": True},
+        {"require_sha256": "0" * 64},
+        {"use_cache": False},
+        {"backend": "eager"},
+        {"backend": "cuda"},
+    ],
+)
+def test_a_server_keeps_to_one_k_where_nothing_is_built_apart(given: dict[str, object]) -> None:
+    assert adaptive(given) == {}
+
+
+def test_a_server_adapts_k_by_default() -> None:
+    options = mtpc.CompileOptions.parse(adaptive({"backend": "cpu"}))
+    assert options.tiers == (0, 1, 2, 3)
+    assert options.build_in_background

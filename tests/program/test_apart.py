@@ -18,6 +18,7 @@ from helpers.families import TINY
 import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CapacityError
+from mtpc.layout import graph_keys
 from mtpc.layout.progress import Progress
 from mtpc.program import child_process as apart
 from mtpc.program.child_process import build_in_child
@@ -62,7 +63,7 @@ def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
         options = CompileOptions(**{**OPTIONS, "cache_dir": cache, **changes})
         opened = open_cache(source, options, print)
         assert opened is not None
-        return build_in_child(source, options, "fused", opened, listener, True)
+        return build_in_child(source, options, graph_keys(options, "fused"), opened, listener, True)
 
     return run
 

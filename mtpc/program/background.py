@@ -1,0 +1,138 @@
+"""Steps that are built while others serve: another process fills the cache, this one binds them.
+
+child process -> cache -> `Background`'s thread binds a K's steps -> `Program.arrived` -> the engine
+takes them between two of its steps
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from mtpc.capture.graph import WeightTable
+from mtpc.config import CompileOptions
+from mtpc.errors import BackendError, MtpcError
+from mtpc.layout import Graphs
+from mtpc.layout.progress import Listener, line_reporter
+from mtpc.program.binding import StepBinder
+from mtpc.program.child_process import building_child
+from mtpc.program.processes import how_it_ended
+from mtpc.program.program import Program
+from mtpc.program.restore import Restored
+from mtpc.program.step_cache import StepCache
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The steps that a program still lacks.
+
+    Attributes:
+        begun: the steps that it begins with.
+        weights: the program's weights.
+        cache: where steps are built.
+        options: what they are built with.
+        graphs: the missing steps, by ascending K.
+        tiers: the K to choose from in the end.
+    """
+
+    begun: Restored
+    weights: WeightTable
+    cache: StepCache
+    options: CompileOptions
+    graphs: Graphs
+    tiers: tuple[int, ...]
+
+
+class Background:
+    """Builds what is missing, in a process, and hands it to a program, from a thread.
+
+    `Program.building` says how far it is, and why it failed. A program whose build failed goes on
+    with the steps that it has.
+
+    Args:
+        rest: what is missing.
+        program: who lacks it.
+        listener: hears what `Program.building` says.
+    """
+
+    def __init__(self, rest: Rest, program: Program, listener: Listener):
+        self._rest, self._program, self._report = rest, program, line_reporter(listener)
+        self._closed, self._ready = threading.Event(), list(program.tiers)
+        self._missing = {k: list(g) for k, g in groupby(rest.graphs, lambda g: g[0].spec_tokens)}
+        self._thread = threading.Thread(target=self._run, name="mtpc-background", daemon=True)
+        self._say("builds the others in the background")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the build, and wait until its process is gone. What was finished is in the cache."""
+        self._closed.set()
+        self._thread.join()
+
+    def _say(self, what: str) -> None:
+        ready = ", ".join(map(str, self._ready))
+        self._program.building = what
+        self._report(f"K = {ready} serves: {what}")
+
+    def _run(self) -> None:
+        try:
+            self._take_finished()
+            if self._missing:
+                self._build()
+            if self._closed.is_set() and self._missing:
+                self._program.building = "the build was closed"
+        except Exception as error:  # It serves on: a thread that dies unheard would hide this.
+            self._say(f"building more failed: {type(error).__name__}: {error}")
+
+    def _build(self) -> None:
+        rest = self._rest
+        graphs = [graph for graphs in self._missing.values() for graph in graphs]
+        directory = rest.begun.checkpoint.directory.absolute()
+        with building_child() as (process, pipe):
+            with suppress(OSError):  # It has died already; its status says how.
+                pipe.send((torch.get_num_threads(), directory, rest.options, graphs, None, 1))
+            done = 0
+            while not self._closed.is_set():
+                if not pipe.poll(_POLL_S):
+                    continue
+                try:
+                    event = pipe.recv()
+                except (EOFError, OSError):
+                    break
+                if isinstance(event, MtpcError):
+                    raise event
+                if event.done > done:
+                    done = event.done
+                    self._say(f"{done} of {len(graphs)} more steps are built")
+                    self._take_finished()
+        if self._closed.is_set():
+            return
+        if process.returncode:
+            raise BackendError(
+                f"the building process ended with {how_it_ended(process.returncode)}"
+            )
+        self._take_finished()
+
+    def _take_finished(self) -> None:
+        """Bind the next K whose steps are all in the cache."""
+        rest, program = self._rest, self._program
+        for tier, graphs in list(self._missing.items()):
+            steps = [rest.cache.find(*graph) for graph in graphs]
+            found = [step for step in steps if step is not None]
+            if len(found) < len(steps) or self._closed.is_set():
+                return
+            start = time.perf_counter()
+            binder = StepBinder(program.shared, rest.weights, rest.begun.source)
+            bound = [binder.bind(step) for step in found]
+            rest.begun.check()
+            del self._missing[tier]
+            self._ready = [k for k in (*self._ready, tier) if self._missing or k in rest.tiers]
+            program.arrived.append((tuple(self._ready), bound))
+            self._say(f"K = {tier} was bound in {time.perf_counter() - start:.2f} s")
+        program.building = ""

@@ -1,0 +1,120 @@
+"""Steps that are built while others serve: the same text before, meanwhile and after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.compiled import give_kernels
+from helpers.families import TINY
+
+import mtpc
+
+OPTIONS: dict[str, Any] = {
+    **TINY, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",
+    "build_in_background": True,
+}  # fmt: skip
+PROMPT = [3, 4, 5]
+
+
+def _children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def _builder(others: set[int]) -> set[int]:
+    """The building process, once its thread has started it."""
+    end = time.monotonic() + 30
+    while not (found := _children() - others):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def start(tmp_path: Path, checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """start(**options): a model that begins early, on a cache with kernels alone."""
+    tmp_path.chmod(0o755)
+    give_kernels(tmp_path / "cache")
+    started: list[mtpc.SpecModel] = []
+
+    def begin(**options: Any) -> mtpc.SpecModel:
+        options = {**OPTIONS, "cache_dir": tmp_path / "cache", **options}
+        started.append(mtpc.compile(checkpoint("mimo", "random"), lambda p: None, **options))
+        return started[-1]
+
+    yield begin
+    for spec in started:
+        spec.close()
+
+
+def _text(spec: mtpc.SpecModel) -> Any:
+    return spec.generate(PROMPT, 12, ignore_eos=True)
+
+
+def _serve_until(spec: mtpc.SpecModel, tiers: tuple[int, ...]) -> None:
+    """Texts meanwhile are all the same."""
+    expected, end = _text(spec), time.monotonic() + 120
+    while spec.stats.tiers != tiers:
+        assert _text(spec) == expected
+        assert "failed" not in spec.stats.building, spec.stats.building
+        assert time.monotonic() < end, spec.stats.building
+        time.sleep(0.05)
+    for _ in range(3):
+        assert _text(spec) == expected
+
+
+def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
+    others = _children()
+    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    assert spec.program.tiers == (0,)
+    assert "background" in spec.stats.building
+    assert "K ready" in str(spec.stats)
+    _serve_until(spec, (0, 1))
+    spec.close()
+    assert spec.stats.building == ""
+    assert _children() <= others
+    warm = start(spec_tokens="auto", spec_tiers=(0, 1))
+    assert warm.program.tiers == (0, 1)
+    assert warm.stats.building == ""
+
+
+@pytest.mark.slow
+def test_one_k_is_used_alone_when_it_is_there(start: Callable[..., Any]) -> None:
+    spec = start(spec_tokens=2)
+    assert spec.stats.tiers == (0,)
+    _serve_until(spec, (2,))
+    before = spec.stats.replays.copy()
+    _text(spec)
+    later = spec.stats.replays - before
+    assert {key.spec_tokens for key in later if key.phase == "decode"} == {2}
+
+
+def test_a_build_that_dies_leaves_what_serves(start: Callable[..., Any]) -> None:
+    others = _children()
+    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    expected = _text(spec)
+    for pid in _builder(others):
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 30
+    while "failed" not in spec.stats.building:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert "SIGKILL" in spec.stats.building or "-9" in spec.stats.building
+    assert _text(spec) == expected
+    assert spec.stats.tiers == (0,)
+    assert 'spec_decode_tiers_ready{spec_tokens="0"} 1' in spec.stats.prometheus()
+
+
+def test_closing_ends_the_build(start: Callable[..., Any]) -> None:
+    others = _children()
+    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    assert _builder(others)
+    spec.close()
+    assert _children() <= others
+    assert _text(spec) == _text(spec)
