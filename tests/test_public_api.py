@@ -95,7 +95,7 @@ def test_names_in_documentation_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_documentation_exist(page: str) -> None:
     """`mtpc run ...`, with each option that follows it."""
-    command_line = re.compile(r"\s*(?:RUN )?(?:[A-Z_]+=\S+ )*mtpc ([a-z]+)\b(.*)")
+    command_line = re.compile(r"\s*(?:RUN )?(?:[A-Z_]+=\S+ )*mtpc ([a-z][a-z-]*)\b(.*)")
     for code in code_of(page):
         line = command_line.match(code)
         if line is None or line.group(1) == "serves":  # What `mtpc serve` prints.
