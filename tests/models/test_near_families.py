@@ -156,6 +156,15 @@ def test_entries_that_transformers_does_not_read(
         load(directory, None, needs_mtp=True)
 
 
+def test_an_mtp_layer_of_other_parts(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    """Nemotron 3: what is no attention followed by experts is named."""
+    entries = {"mtp_layers_block_type": ["full_attention", "mlp"]}
+    directory = with_entries(checkpoint("nemotron_h", "random"), tmp_path, (), **entries)
+    load(directory, None, needs_mtp=False)
+    with pytest.raises(UnsupportedModelError, match=r"consists of .*'mlp'.*use spec_tokens=0"):
+        load(directory, None, needs_mtp=True)
+
+
 def test_no_norm_for_a_host(checkpoint: Callable[..., Path]) -> None:
     """ERNIE: the MTP layer's norm is the target's, which a draft inside another server lacks."""
     with pytest.raises(UnsupportedModelError, match="no final norm of its own"):

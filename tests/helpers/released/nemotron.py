@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ class Nemotron(ReleasedMTP):
     """Features from after both norms; a layer that attends, and one of experts."""
 
     embedding_name = "backbone.embeddings.weight"
+
+    def __init__(self, model: Any, directory: Path, count: int):
+        # vLLM has no least time step; transformers has one for prompts alone.
+        for layer in model.get_decoder().layers:
+            if hasattr(layer.mixer, "time_step_limit"):
+                layer.mixer.time_step_limit = (0.0, float("inf"))
+        super().__init__(model, directory, count)
 
     def prefix(self, index: int) -> str:
         return "mtp."
