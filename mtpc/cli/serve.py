@@ -29,6 +29,8 @@ def command(args: argparse.Namespace) -> int:
     options = compile_options(args)
     if not args.sampling:  # Masks are part of sampling.
         options["token_mask"] = False
+    if "spec_tiers" in options:
+        options.setdefault("spec_tokens", AUTO)
     mtpc.CompileOptions.parse(options)
     server = ServerOptions(**{**server_fields(args), "api_key": _key(args)})
     require_packages()
@@ -64,7 +66,8 @@ def adaptive(given: dict[str, Any]) -> dict[str, Any]:
 
     row = first_choice(given.get("backend", mtpc.CompileOptions.backend))
     is_kept = given.get("use_cache", True) and row is not None and row.has_packages
-    if "spec_tokens" in given or not is_kept or given.keys() & {"frozen", "require_sha256"}:
+    is_fixed = given.get("spec_tokens", AUTO) != AUTO
+    if is_fixed or not is_kept or given.keys() & {"frozen", "require_sha256"}:
         return {}
     return {"spec_tokens": AUTO, "build_in_background": True}
 

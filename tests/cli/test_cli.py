@@ -372,6 +372,7 @@ def test_a_server_keeps_to_one_k_where_nothing_is_built_apart(given: dict[str, o
 
 
 def test_a_server_adapts_k_by_default() -> None:
+    assert adaptive({"spec_tokens": "auto"})["build_in_background"]
     options = mtpc.CompileOptions.parse(adaptive({"backend": "cpu"}))
     assert options.tiers == (0, 1, 2, 3)
     assert options.build_in_background
