@@ -13,6 +13,13 @@ from typing import Any
 
 from mtpc.acceptance import settle
 from mtpc.errors import OptionError
+from mtpc.option_checks import (
+    check_buckets,
+    check_draft_vocab,
+    check_int,
+    check_names,
+    unknown_option,
+)
 from mtpc.wiring import Rules, check_rules
 
 MAX_SPEC_TOKENS = 16
@@ -171,17 +178,17 @@ class CompileOptions:
         self._settle_tiers()
         self._settle_acceptance()
         if self.max_len is not None:
-            _check_int("max_len", self.max_len, low=2)
-        _check_int("page_size", self.page_size, low=1, high=4096)
+            check_int("max_len", self.max_len, low=2)
+        check_int("page_size", self.page_size, low=1, high=4096)
         if self.prefill_chunk is not None:
-            _check_int("prefill_chunk", self.prefill_chunk, low=1)
-        _check_int("max_logprobs", self.max_logprobs, low=1, high=64)
+            check_int("prefill_chunk", self.prefill_chunk, low=1)
+        check_int("max_logprobs", self.max_logprobs, low=1, high=64)
         if self.token_mask and not self.sampling:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.num_pages is not None:
-            _check_int("num_pages", self.num_pages, low=2)
-        _check_int("snapshot_bytes", self.snapshot_bytes, low=0)
-        _check_int("snapshot_distance", self.snapshot_distance, low=1)
+            check_int("num_pages", self.num_pages, low=2)
+        check_int("snapshot_bytes", self.snapshot_bytes, low=0)
+        check_int("snapshot_distance", self.snapshot_distance, low=1)
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -194,12 +201,12 @@ class CompileOptions:
         if self.quantize is not None:
             check_scheme("quantize", self.quantize)
         for name in ("disabled_passes", "enabled_passes"):
-            object.__setattr__(self, name, _check_names(name, getattr(self, name)))
-        object.__setattr__(self, "batch_buckets", _check_buckets(self.batch_buckets))
-        object.__setattr__(self, "draft_vocab", _check_draft_vocab(self.draft_vocab))
+            object.__setattr__(self, name, check_names(name, getattr(self, name)))
+        object.__setattr__(self, "batch_buckets", check_buckets(self.batch_buckets))
+        object.__setattr__(self, "draft_vocab", check_draft_vocab(self.draft_vocab))
         object.__setattr__(self, "wiring", check_rules(self.wiring))
         if self.busy_prefill_chunk is not None:
-            _check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_tokens)
+            check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_tokens)
         self._check_prefill_rows()
         self._check_cache()
         self._check_ranks()
@@ -218,7 +225,7 @@ class CompileOptions:
         object.__setattr__(self, "spec_tiers", tiers)
         if is_auto:
             object.__setattr__(self, "spec_tokens", max(tiers))
-        _check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
+        check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
         if tiers and max(tiers) != self.spec_tokens:
             raise OptionError(
                 f"spec_tiers is {tiers!r} with spec_tokens {self.spec_tokens}; expected "
@@ -246,7 +253,7 @@ class CompileOptions:
         rows = self.prefill_rows
         if rows is None:
             return
-        _check_int("prefill_rows", rows, low=1, high=self.prefill_tokens)
+        check_int("prefill_rows", rows, low=1, high=self.prefill_tokens)
         if self.prefill_tokens % rows:
             raise OptionError(
                 f"prefill_rows is {rows}, which does not divide prefill_chunk "
@@ -284,7 +291,7 @@ class CompileOptions:
     def _check_ranks(self) -> None:
         size, refused = self.tensor_parallel_size, ("quantize", "draft_vocab", "enabled_passes")
         kept = ("frozen", "require_sha256", "build_in_background")
-        _check_int("tensor_parallel_size", size, low=1)
+        check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:
             object.__setattr__(self, "backend", "eager")
         others = [name for name in (*refused, *kept) if getattr(self, name)]
@@ -386,25 +393,11 @@ class CompileOptions:
         for name, value in options.items():
             target = _ALIASES.get(name, name)
             if target not in known:
-                raise OptionError(_unknown_option(name, known + list(_ALIASES)))
+                raise OptionError(unknown_option(name, known + list(_ALIASES)))
             if target in resolved:
                 raise OptionError(f"{target} was given twice (also as {name}); give it once")
             resolved[target] = value
         return cls(**resolved)
-
-
-def _unknown_option(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
-    return f"unknown option {name!r}; {hint}"
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    wanted = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
-    if value < low or (high is not None and value > high):
-        raise OptionError(f"{name} is {value}; expected {wanted}")
 
 
 def check_scheme(option: str, value: Any) -> None:
@@ -419,14 +412,6 @@ def check_scheme(option: str, value: Any) -> None:
         raise OptionError(f"{option} is {value!r}{hint}; expected one of {', '.join(SCHEMES)}")
 
 
-def _check_names(option: str, names: Any) -> tuple[str, ...]:
-    is_row = isinstance(names, Iterable) and not isinstance(names, str)
-    row = tuple(names) if is_row else (None,)
-    if not all(isinstance(name, str) for name in row):
-        raise OptionError(f"{option} is {names!r}; expected pass names, each a string in a tuple")
-    return row
-
-
 def _check_tiers(tiers: Any, is_auto: bool) -> tuple[int, ...]:
     """Tiers in ascending order without repeats; "auto" needs two or more."""
     is_row = isinstance(tiers, Iterable) and not isinstance(tiers, str)
@@ -434,42 +419,10 @@ def _check_tiers(tiers: Any, is_auto: bool) -> tuple[int, ...]:
     if is_auto and is_row and not row:
         return AUTO_TIERS
     for tier in row:
-        _check_int("spec_tiers", tier, low=0, high=MAX_SPEC_TOKENS)
+        check_int("spec_tiers", tier, low=0, high=MAX_SPEC_TOKENS)
     if not is_row or (is_auto and len(set(row)) < 2):
         raise OptionError(f"spec_tiers is {tiers!r}; expected several numbers, such as (0, 1, 3)")
     return tuple(sorted(set(row)))
-
-
-def _check_buckets(buckets: Any) -> tuple[int, ...]:
-    if isinstance(buckets, int):
-        buckets = (buckets,)
-    try:
-        buckets = tuple(buckets)
-    except TypeError:
-        raise OptionError(
-            f"batch_buckets is {buckets!r}; expected integers, such as (1, 2, 4)"
-        ) from None
-    if not buckets:
-        raise OptionError("batch_buckets is empty; expected at least one number, such as (1,)")
-    for size in buckets:
-        _check_int("batch_buckets", size, low=1, high=4096)
-    return tuple(sorted(set(buckets)))
-
-
-def _check_draft_vocab(ids: Any) -> tuple[int, ...]:
-    """Token ids in ascending order without duplicates; a number n is the n lowest ids."""
-    if isinstance(ids, int):
-        _check_int("draft_vocab", ids, low=1)
-        return tuple(range(ids))
-    try:
-        ids = tuple(ids)
-    except TypeError:
-        raise OptionError(
-            f"draft_vocab is {ids!r}; expected token ids, or a number n for the n lowest ids"
-        ) from None
-    for token_id in ids:
-        _check_int("draft_vocab", token_id, low=0)
-    return tuple(sorted(set(ids)))
 
 
 def cache_directory() -> Path:

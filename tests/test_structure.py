@@ -16,6 +16,7 @@ from helpers.places import ROOT, TESTS
 PACKAGE = ROOT / "mtpc"
 ORDER = (
     ("errors",),
+    ("option_checks",),
     ("config", "sampling_params", "wiring", "acceptance"),
     ("weights",),
     ("layout",),

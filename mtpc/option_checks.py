@@ -1,0 +1,67 @@
+"""Checks of single options: each refuses what is no value by an OptionError that says what is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from mtpc.errors import OptionError
+
+
+def unknown_option(name: str, known: list[str]) -> str:
+    """The message for a name that is no option; it names the nearest one."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
+    return f"unknown option {name!r}; {hint}"
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """An integer of low..high, or from low on."""
+    wanted = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
+    if value < low or (high is not None and value > high):
+        raise OptionError(f"{name} is {value}; expected {wanted}")
+
+
+def check_names(option: str, names: Any) -> tuple[str, ...]:
+    """Names of passes, as a tuple."""
+    is_row = isinstance(names, Iterable) and not isinstance(names, str)
+    row = tuple(names) if is_row else (None,)
+    if not all(isinstance(name, str) for name in row):
+        raise OptionError(f"{option} is {names!r}; expected pass names, each a string in a tuple")
+    return row
+
+
+def check_buckets(buckets: Any) -> tuple[int, ...]:
+    """Batch sizes in ascending order without repeats; a number is the only one."""
+    if isinstance(buckets, int):
+        buckets = (buckets,)
+    try:
+        buckets = tuple(buckets)
+    except TypeError:
+        raise OptionError(
+            f"batch_buckets is {buckets!r}; expected integers, such as (1, 2, 4)"
+        ) from None
+    if not buckets:
+        raise OptionError("batch_buckets is empty; expected at least one number, such as (1,)")
+    for size in buckets:
+        check_int("batch_buckets", size, low=1, high=4096)
+    return tuple(sorted(set(buckets)))
+
+
+def check_draft_vocab(ids: Any) -> tuple[int, ...]:
+    """Token ids in ascending order without duplicates; a number n is the n lowest ids."""
+    if isinstance(ids, int):
+        check_int("draft_vocab", ids, low=1)
+        return tuple(range(ids))
+    try:
+        ids = tuple(ids)
+    except TypeError:
+        raise OptionError(
+            f"draft_vocab is {ids!r}; expected token ids, or a number n for the n lowest ids"
+        ) from None
+    for token_id in ids:
+        check_int("draft_vocab", token_id, low=0)
+    return tuple(sorted(set(ids)))
