@@ -224,7 +224,7 @@ class _Opener(Generic[T]):
             ) from error
         return Opened(
             made, found.served(), options, found.device, Counter(), found.check, None, cache,
-            self._later(found, weights, cache, options),
+            self._later(found, weights, cache, self.options),
         )  # fmt: skip
 
     def _later(
