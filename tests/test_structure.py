@@ -206,7 +206,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     # wiring.py: the rules of MTP layers, and the check of those that a user gives; acceptance.py:
-    # rates of synthetic acceptance. `kv_cache_dtype`, `tensor_parallel_size` (config.py), and checks
+    # rates of synthetic acceptance. `kv_cache_dtype`, `tensor_parallel_size` (config.py); checks
     # of single options (option_checks.py). `SpecModel.follow` and `close`.
     ".": 1400,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
