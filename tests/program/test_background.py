@@ -70,8 +70,9 @@ def _serve_until(spec: mtpc.SpecModel, tiers: tuple[int, ...]) -> None:
 
 
 def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
+    """Also where `max_len` is left to the model: both processes use one key."""
     others = _children()
-    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    spec = start(spec_tokens="auto", spec_tiers=(0, 1), max_len=None)
     assert spec.program.tiers == (0,)
     assert "background" in spec.stats.building
     assert "K ready" in str(spec.stats)
@@ -79,7 +80,7 @@ def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     spec.close()
     assert spec.stats.building == ""
     assert _children() <= others
-    warm = start(spec_tokens="auto", spec_tiers=(0, 1))
+    warm = start(spec_tokens="auto", spec_tiers=(0, 1), max_len=None)
     assert warm.program.tiers == (0, 1)
     assert warm.stats.building == ""
 
