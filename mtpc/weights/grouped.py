@@ -141,7 +141,7 @@ def raw_codes(codes: Tensor, kind: Kind) -> Tensor:
     # Eight codes at once: the last four move beside the first four.
     eight = raw.contiguous().clone() if raw.storage_offset() % 8 else raw.contiguous()
     words = eight.view(torch.int64)
-    return (words | words >> 28).view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
+    return (words | words >> 28).to(torch.int32).view(torch.uint8)
 
 
 def unpack_codes(packed: Tensor, kind: Kind, features: int) -> Tensor:

@@ -55,6 +55,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ),
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
     ({"quantize": "int8"}, {"options.quantize"}),
+    ({"kv_cache_dtype": "int8"}, {"options.kv_cache_dtype"}),
     ({"wiring": {"first_features": "after"}}, {"options.wiring"}),
     ({"synthetic_acceptance_rates": (0.5, 0.2, 0.1)}, {"options.synthetic_acceptance"}),
     ({"synthetic_acceptance_length": 2.0}, {"options.synthetic_acceptance"}),
@@ -78,6 +79,7 @@ NOT_IN_THE_KEY: list[dict[str, Any]] = [
     {"snapshot_distance": 64},
     {"busy_prefill_chunk": 2},
     {"async_scheduling": True},
+    {"build_in_background": True},
 ]
 
 
@@ -106,7 +108,8 @@ def test_a_prefill_chunk_sizes_rings(checkpoint: Callable[..., Path], tmp_path: 
 
 def test_every_option_is_known_to_be_in_the_key_or_not() -> None:
     known = {next(iter(change)) for change in (*(c for c, _ in IN_THE_KEY), *NOT_IN_THE_KEY)}
-    assert known | {"use_cache"} == {field.name for field in dataclasses.fields(CompileOptions)}
+    without_a_cache = {"use_cache", "tensor_parallel_size"}
+    assert known | without_a_cache == {field.name for field in dataclasses.fields(CompileOptions)}
 
 
 def _config(**entries: Any) -> Callable[[Path], None]:
