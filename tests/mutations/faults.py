@@ -30,6 +30,7 @@ class Fault:
 
 
 _MIMO = "test_theorem.py::test_speculative_output_equals_plain_decoding[mimo-3]"
+_CODES = "engine/test_kv_cache_dtype.py::test_the_theorem_with_pages_of_codes[mimo-int8-3]"
 _QWEN = "test_theorem.py::test_speculative_output_equals_plain_decoding[qwen3_next-3]"
 _V2 = "test_theorem.py::test_speculative_output_equals_plain_decoding[mimo_v2-3]"
 _V4 = "test_theorem.py::test_speculative_output_equals_plain_decoding[deepseek_v4-3]"
@@ -586,5 +587,19 @@ FAULTS = (
         "return self.options.blocks_per_request(num_committed + 1)",
         "return self.options.blocks_per_request(num_committed + 1 - self.options.spec_tokens)",
         _SCHEDULES,
+    ),
+    Fault(
+        "rows of codes share the scale of the largest",
+        "ops/attention.py",
+        "_write_rows(scales, steps, slot_mapping)",
+        "_write_rows(scales, steps.amax(0, keepdim=True).expand_as(steps), slot_mapping)",
+        _CODES,
+    ),
+    Fault(
+        "codes of values have the scales of keys",
+        "ops/attention.py",
+        "weights * _by_head(v_scale,",
+        "weights * _by_head(k_scale,",
+        _CODES,
     ),
 )
