@@ -108,6 +108,7 @@ def main(store: str, size: str, rank: str) -> None:
         dist.broadcast_object_list(told, 0)
         directory, options, noise = told
         if directory is None:
+            dist.destroy_process_group()  # Gloo's threads must not outlive the interpreter.
             return
         try:
             model = mtpc.compile(directory, **options)
