@@ -36,12 +36,27 @@ def experts(
     Returns:
         [T, H], dtype of x.
     """
+
+    def activate(rows: Tensor) -> Tensor:
+        return swiglu(rows, limit, limit_input)
+
+    return _weighted_sum(x, gate_up, down, expert_ids, expert_weights, activate)
+
+
+def _weighted_sum(
+    x: Tensor,
+    first: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The chosen experts' down(activate(first(x))), in index order."""
     out = x.new_zeros(x.shape)
-    for expert in range(gate_up.shape[0]):
+    for expert in range(first.shape[0]):
         chosen = expert_ids == expert
         weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
-        active = swiglu(F.linear(x, gate_up[expert]), limit, limit_input)
-        rows = F.linear(active, down[expert]) * weight
+        rows = F.linear(activate(F.linear(x, first[expert])), down[expert]) * weight
         out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
     return out
 
@@ -62,13 +77,11 @@ def relu2_experts(
     Returns:
         [T, H], dtype of x.
     """
-    out = x.new_zeros(x.shape)
-    for expert in range(up.shape[0]):
-        chosen = expert_ids == expert
-        weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
-        rows = F.linear(F.linear(x, up[expert]).relu().square(), down[expert]) * weight
-        out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
-    return out
+
+    def activate(rows: Tensor) -> Tensor:
+        return rows.relu().square()
+
+    return _weighted_sum(x, up, down, expert_ids, expert_weights, activate)
 
 
 @relu2_experts.register_fake

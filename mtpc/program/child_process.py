@@ -78,7 +78,7 @@ def build_in_child(
     except (CacheWriteError, BackendError):
         return False
     check = partial(check_model, owns_buffers=owns_buffers)
-    _build(source, (source.directory.absolute(), options, graphs, check, None), listener)
+    _build(source, (source.directory.absolute(), options, graphs, check, False), listener)
     return True
 
 
@@ -141,10 +141,11 @@ def serve(handle: int) -> None:
     from mtpc.program.build import build
 
     pipe = Connection(handle)
-    threads, directory, options, graphs, check, jobs = pipe.recv()
+    threads, directory, options, graphs, check, in_background = pipe.recv()
     torch.set_num_threads(threads)
-    if jobs == 1:  # In the background of what serves already.
+    if in_background:
         os.nice(BACKGROUND_NICE)
+    jobs = 1 if in_background else None
     caller = _Caller(pipe)
     try:
         build(directory, options, (options.spec_tokens,), "fused", jobs, pipe.send, check, graphs)

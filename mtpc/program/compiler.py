@@ -84,6 +84,7 @@ class StepCompiler:
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.weights = WeightTable(loaded.weights(), stored_groups(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
+        self._cut = self._cut_caches()
         self._pools = self._traced_pools()
         self._lowering = Lowering(
             backend,
@@ -93,7 +94,7 @@ class StepCompiler:
             options.draft_vocab,
             options.quantize,
             options.verify_passes,
-            self.share.sharding(self._cut_caches()) if self.share else None,
+            self.share.sharding(self._cut) if self.share else None,
         )
         self._traces: ModelTraces | None = None
         self.pattern: LayerPattern | None = None
@@ -167,11 +168,11 @@ class StepCompiler:
 
     def _traced_pools(self) -> dict[str, Tensor]:
         """Caches to trace over. Models are traced whole, so stand-ins take the place of parts."""
-        pools = {n: t for n, t in self.shared.items() if n.startswith("kv.")}
+        pools, cut = {n: t for n, t in self.shared.items() if n.startswith("kv.")}, self._cut
+        if not cut:
+            return pools
         whole = self.layout(self.keys[0], whole=True)
-        return pools | {
-            name: whole.reserve(name, t.device) for name, t in self._cut_caches().items()
-        }
+        return pools | {name: whole.reserve(name, tensor.device) for name, tensor in cut.items()}
 
     def tell(self, stage: str, key: StepKey | None) -> None:
         """Say what begins."""
