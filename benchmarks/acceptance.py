@@ -201,7 +201,7 @@ def decoders(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[De
         yield from llama_decoders(args.llama_bench, args.gguf_python, directory, kinds)
     if args.vllm_python:
         tell("start vLLM")
-        sizes = (_max_len(args), max(args.batches), workdir)
+        sizes = (command.max_len(args), max(args.batches), workdir)
         yield from vllm_decoders(args.vllm_python, directory, (0, *args.spec_tokens), *sizes)
 
 
@@ -210,18 +210,10 @@ def _compile(source: Any, spec_tokens: int, engine: str, args: argparse.Namespac
     model = mtpc.compile(
         source,
         spec_tokens=spec_tokens,
-        batch_buckets=tuple(args.batches),
-        max_len=_max_len(args),
-        prefill_chunk=args.prompt_tokens,
-        busy_prefill_chunk=args.prompt_tokens,
-        backend=args.backend,
+        **command.decode_options(args),
         synthetic_acceptance_rates=(0.0,) * spec_tokens,
     )
     return MtpcDecoder(model, time.perf_counter() - start, engine)
-
-
-def _max_len(args: argparse.Namespace) -> int:
-    return args.prompt_tokens + args.new_tokens + 32
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,8 +48,6 @@ from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
 from mtpc.layout.progress import Progress
 
-HEADROOM = 32
-"""Tokens by which max_len exceeds what is decoded."""
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""
 QUANTISED = "mtpc "
@@ -196,12 +194,8 @@ def _decoders(
         yield from llama_decoders(args.llama_bench, args.gguf_python, checkpoint.directory)
     if args.vllm_python:
         tell("start vLLM")
-        sizes = (_max_len(args), max(args.batches), workdir, args.vllm_relaunch)
+        sizes = (command.max_len(args), max(args.batches), workdir, args.vllm_relaunch)
         yield from vllm_decoders(args.vllm_python, checkpoint.directory, numbers, *sizes)
-
-
-def _max_len(args: argparse.Namespace) -> int:
-    return args.prompt_tokens + args.new_tokens + HEADROOM
 
 
 def _dictated(args: argparse.Namespace) -> str:
@@ -230,11 +224,7 @@ def _compile(
         target,
         progress=listen,
         spec_tokens=spec_tokens,
-        batch_buckets=tuple(args.batches),
-        max_len=_max_len(args),
-        prefill_chunk=args.prompt_tokens,
-        busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.
-        backend=args.backend,
+        **command.decode_options(args),
         enabled_passes=enabled,
         synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )

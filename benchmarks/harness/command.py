@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,6 +20,9 @@ from benchmarks.harness.results import add_result_files
 from benchmarks.harness.sampling import Tell
 from benchmarks.peers.llama_decoder import BENCH
 from mtpc.config import SCHEMES
+
+HEADROOM = 32
+"""Tokens by which max_len exceeds what is decoded."""
 
 
 def positive(text: str) -> int:
@@ -77,6 +81,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """The option that chooses mtpc's backend."""
     parser.add_argument("--backend", default="auto", help="mtpc's backend")
+
+
+def max_len(args: argparse.Namespace) -> int:
+    """`max_len` for samples of `--prompt-tokens` and `--new-tokens`."""
+    return int(args.prompt_tokens + args.new_tokens + HEADROOM)
+
+
+def decode_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of `mtpc.compile` for decode steps of `--batches`, and a prefill step of a prompt."""
+    return dict(
+        batch_buckets=tuple(args.batches),
+        max_len=max_len(args),
+        prefill_chunk=args.prompt_tokens,
+        busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.
+        backend=args.backend,
+    )
 
 
 def add_passes(parser: argparse.ArgumentParser) -> None:
