@@ -54,7 +54,7 @@ class WeightTable:
     Args:
         tensors: the model's weights by name.
         groups: those of them that are stored in groups.
-        owned: whether no one else has the tensors: a concatenation then takes the place of its
+        owned: whether nothing else holds the tensors: a concatenation then takes the place of its
             parts, which become views of it, so that no weight is held twice.
 
     Attributes:
@@ -149,7 +149,7 @@ class WeightTable:
         return self._made[same]
 
     def _take_the_place(self, made: Tensor, recipe: Join) -> None:
-        """Make the parts of a concatenation views of it; who read them before keeps what it has."""
+        """Make the parts of a concatenation views of it. Views taken before keep the old memory."""
         start = 0
         for part in recipe.parts:
             tensor = self[part] if isinstance(part, str) else None
@@ -309,8 +309,8 @@ def is_buffer_name(name: str) -> bool:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument of a call of an operator overload, by its name in the schema, in order.
 
-    A call may give an argument by position, by name, or leave it at its default: whoever reads
-    `node.args` alone misses some. Defaults are filled in here.
+    A call may give an argument by position, by name, or leave it at its
+    default. `node.args` alone lacks some. Defaults are filled in here.
     """
     overload: Any = node.target
     schema = overload._schema.arguments

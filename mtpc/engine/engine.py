@@ -153,7 +153,7 @@ class Engine:
         """Build the queues, slots and pages anew from the requests, after an interrupt.
 
         If an interrupt comes here, too, the next call does this again. A running request with a
-        grammar ends, because nobody can tell which tokens its grammar has taken.
+        grammar ends, because its grammar may have taken some of its tokens or none.
         """
         self._outbox.settle()
         requests = self._requests.values()

@@ -27,7 +27,7 @@ class FreeList:
         self.reset()
 
     def reset(self) -> None:
-        """Take all indices back, whoever has them."""
+        """Take all indices back, even those in use."""
         self._free = list(range(self._first + self.count - 1, self._first - 1, -1))
         self._held: set[int] = set()
 
@@ -76,7 +76,7 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Take all pages back, whoever has them, and forget what they hold."""
+        """Take all pages back, even those in use, and forget what they hold."""
         self.index.clear()
         self._empty = list(range(self._first + self.count - 1, self._first - 1, -1))
         self._users: Counter[int] = Counter()

@@ -69,7 +69,7 @@ class SnapshotIndex:
         self.reset()
 
     def reset(self) -> None:
-        """Take all snapshots back, whoever has them."""
+        """Take all snapshots back, even those in use."""
         self._free = list(range(self.count - 1, -1, -1))
         self._attached: dict[int, int] = {}  # By page, the one that was used longest ago first.
 

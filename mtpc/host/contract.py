@@ -1,4 +1,4 @@
-"""The contract with hosts: what each buffer holds and who writes it (docs/embedding.md)."""
+"""The contract with hosts: what each buffer holds and what writes it (docs/embedding.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostBuffer:
         dtype: element type.
         pad: the value of unused rows, and the value before anything is written.
         needs_pad: whether unused rows must hold `pad`; without that they may hold anything.
-        by: who writes it.
+        by: what writes it.
         meaning: what it holds, and when it is written.
         is_paged: whether its rows are pages that the block table names: the host's own pool, or a
             part of it.

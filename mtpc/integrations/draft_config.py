@@ -26,7 +26,7 @@ def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFam
             if `source` has the name of a host's draft class there.
 
     Returns:
-        The family and the config, of which no one else has a reference.
+        The family and the config, which nothing else refers to.
 
     Raises:
         CheckpointError: the checkpoint has no config.json.

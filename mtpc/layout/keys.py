@@ -63,7 +63,7 @@ class StepKey:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits: of a prompt its last one, of who decodes all."""
+        """Rows of logits: the last one of a prompt, and all rows of a decoding request."""
         return self.bucket.num_reqs * self.max_emitted
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What compilation and loading tell whoever waits for them."""
+"""What compilation and loading report to a caller that waits."""
 
 from __future__ import annotations
 

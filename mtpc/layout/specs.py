@@ -64,7 +64,7 @@ class BufferSpec:
         dims: sizes as integers or expressions over the symbols of `buffers`.
         dtype: element type.
         pad: value that makes a padded row harmless; also the initial value.
-        writers: who writes it between steps. A step without drafts has no `propose`.
+        writers: what writes it between steps. A step without drafts has no `propose`.
         meaning: what it holds, and when the host writes it.
         needs_pad: unused rows must hold `pad`; without that they may hold anything.
         is_result: the host reads it after a step, or after `verify`.

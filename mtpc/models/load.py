@@ -57,7 +57,7 @@ class LoadedModel:
         stop_ids: end-of-sequence token ids.
         source: directory or model name, for messages.
         checkpoint: where the tensors were read; None for a model object without a directory.
-        owned: whether mtpc read the target from a directory, so that no one else has its tensors.
+        owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
         headers: where tensors are memory without contents, what they stand for; else None.
         kv_cache_dtype: of the codes in page pools of K and V; None: they have the model's dtype.
     """

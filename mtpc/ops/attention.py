@@ -127,7 +127,7 @@ def gather_pages(cache: Tensor, block_table: Tensor, request: int) -> Tensor:
 def _by_head(
     scales: Tensor, block_table: Tensor, request: int, attended: Tensor, groups: int
 ) -> Tensor:
-    """[N, C]: one request's scales for each query head, zeros where nobody attends."""
+    """[N, C]: one request's scales for each query head, zeros where no row attends."""
     own = gather_pages(scales, block_table, request)
     return torch.where(attended[..., 0], own, 0).repeat_interleave(groups, 1).T
 

@@ -1,8 +1,8 @@
 """Philox4x32-10, a counter-based generator, in tensor operations; and Gumbel noise from it.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A number is a
-function of a key and a counter, so nobody keeps a state: whoever asks for the noise of a (seed,
-position, token) gets the same, in any batch, at any K, on any thread, after any preemption.
+function of a key and a counter, so there is no state to keep. The noise of a (seed, position,
+token) is the same in any batch, at any K, on any thread, and after any preemption.
 
 A word is an int64 tensor with a value in 0..2^32 - 1.
 """

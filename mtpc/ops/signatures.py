@@ -49,7 +49,7 @@ def signature_of(reference: Any, taken: Iterable[str]) -> Signature:
 
 
 def with_signature(function: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """A function of any arguments, for those who ask it for its signature: `torch.library`."""
+    """A function of any arguments that shows this signature to `torch.library`."""
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 

@@ -60,7 +60,7 @@ class SkipIdleRows:
 
     A decode step is compiled for all rows of its bucket, and a prefill step for a whole chunk. So a
     batch of five in a bucket of eight, or a prompt of eight tokens in a chunk of 64, would pay for
-    rows that nobody needs. The metadata that each forward of the step writes gives the number of
+    rows that nothing reads. The metadata that each forward of the step writes gives the number of
     rows up to the last one in use. A kernel's result for a row does not depend on the number of
     rows, so rows in use do not change. Idle rows of a result are undefined; the pass clears them
     where any other operator reads them. On by default on backends with such kernels (cpu).

@@ -58,7 +58,7 @@ class Background:
 
     Args:
         rest: what is missing.
-        program: who lacks it.
+        program: the one that lacks it.
         listener: hears what `Program.building` says.
     """
 

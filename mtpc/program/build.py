@@ -284,7 +284,7 @@ def _work(job: _Job, tasks: Any, events: Any) -> None:
 
 
 def _drain(tasks: Any) -> Iterator[Task]:
-    """Tasks until the queue says stop, or nobody is there any more who wants them."""
+    """Tasks until the queue says stop, or the process that wants them has ended."""
     parent = multiprocessing.parent_process()
     while parent is None or parent.is_alive():
         try:

@@ -36,7 +36,7 @@ from mtpc.weights.checkpoint import Checkpoint
 LARGE = 256 * 2**20
 """Bytes of weights from which on a process pays: it takes four seconds to start."""
 BACKGROUND_NICE = 10
-"""How far a build in the background gives way to who serves."""
+"""How far a build in the background gives way to the process that serves."""
 _GRACE_S = 10.0
 """A child that was told to end has this long to put things away."""
 
@@ -60,8 +60,8 @@ def build_in_child(
         owns_buffers: whether the steps' user wants memory for state from this process.
 
     Returns:
-        Whether the cache has all of it now. False, too, where the cache cannot be written or the
-        kernels not be compiled, which whoever compiles in this process says and deals with.
+        Whether the cache has all of it now. It has not, too, where the cache cannot be written or
+        the kernels cannot be compiled: compiling in this process then reports why.
 
     Raises:
         MtpcError: as `mtpc.program.build.build`.

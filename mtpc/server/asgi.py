@@ -42,7 +42,7 @@ def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:
     waits up to `drain_seconds` for the running ones, and closes the engine. Whoever listens must
     run the lifespan, as uvicorn and Ray Serve do.
 
-    Limits of connections are those of whoever listens: `port`, `http`, `max_connections`,
+    The program that listens sets the limits of connections: `port`, `http`, `max_connections`,
     `header_seconds`, `write_seconds` and `keep_alive_seconds` have no effect. `host` only decides
     which Host headers are allowed by default.
 

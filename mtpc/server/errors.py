@@ -32,8 +32,8 @@ class ApiError(MtpcError):
         message: what was found, what was expected, and what to do.
         param: the request's field that caused the error, or None.
         code: OpenAI's `code`, a fixed word that programs can compare, or None.
-        closes: whether the connection ends with the response, because nobody knows where the
-            request's body ends.
+        closes: whether the connection ends with the response, because the server cannot tell
+            where the request's body ends.
     """
 
     def __init__(

@@ -90,8 +90,8 @@ def _reached(package: Path) -> dict[str, Path]:
     """Modules that the entries import, directly or not, by name.
 
     With a module its packages are imported, too. Of a package that is imported for that reason
-    alone only statements at the top level count: nobody calls its functions. `mtpc` itself is left
-    out: it lists the public names.
+    alone only statements at the top level count, because the build calls none of its functions.
+    `mtpc` itself is left out: it lists the public names.
     """
     modules = dict(_modules(package))
     for entry in ENTRIES:

@@ -12,7 +12,7 @@ What they guarantee:
 - No atomics: a result is the same bits in every run. A row's bits, of attention and of the gated
   delta rule, depend, at one bucket, neither on other requests nor on how many rows and how much
   context its request has, nor on whether it was replayed.
-- No cache position that no row attends to is read, nor the weights of an expert nobody chose.
+- No cache position that no row attends to is read, nor the weights of an expert that no row chose.
 
 Sums are float32, of int8 products int32, of probabilities float64. Elements are bfloat16, float16
 or float32.

@@ -129,7 +129,7 @@ def loaded_bindings(
 ) -> tuple[Binding, ...]:
     """A candidate for each operator, which takes calls whose kernels are all in the cache.
 
-    None where the cache holds nothing for this device: then nobody expects to find any.
+    None where the cache holds nothing for this device, so that none is expected.
 
     Args:
         objects: the cache's; None: there is no cache, or mtpc knows no such device.

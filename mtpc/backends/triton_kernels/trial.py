@@ -116,7 +116,7 @@ def _make(name: str, fakes: dict[str, Tensor], device: torch.device) -> Tensor:
 
 
 def _pages(fakes: dict[str, Tensor], pool: Tensor) -> int:
-    """One that nobody has, and as many as the block tables name, within bounds."""
+    """Number of pages: the null page, and as many as the block tables name, within bounds."""
     wanted = fakes["block_table"].numel() if "block_table" in fakes else pool.shape[0]
     most = _POOL_BYTES // max(1, pool[0].numel() * pool.dtype.itemsize)
     return 1 + max(1, min(wanted, most))

@@ -2,10 +2,11 @@
 
     call of an op -> its launches -> the cache's row of each, or a measurement -> `configs`
 
-A row is an entry of the cache, under a key of device, Triton, kernel, sizes and dtypes; whoever
-measures holds its lock, so that processes that start together choose alike. It happens while a step
-is bound to kernels, before anything of it is lowered or captured. The timer is given: where there
-is no device nothing is measured, and every launch has its default. This never ran on hardware.
+A row is an entry of the cache, under a key of device, Triton, kernel, sizes and dtypes. The process
+that measures holds the row's lock, so that processes that start together choose alike. It measures
+while a step is bound to kernels, before anything of it is lowered or captured. The timer is an
+argument: without a device nothing is measured, and every launch has its default. This never ran on
+hardware.
 """
 
 from __future__ import annotations
