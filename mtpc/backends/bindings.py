@@ -9,9 +9,10 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, fx
 
 from mtpc.backends.base import Report
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.signatures import arguments_of
 from mtpc.passes.base import Policy
+from mtpc.passes.hoist_shared import HoistShared
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
 """(call, graph) -> why a kernel cannot take the call, by shapes and dtypes; None if it can."""
@@ -21,9 +22,19 @@ Configure = Callable[[fx.Node, StepGraph], tuple[str, tuple[str, ...]]]
 """(call, graph) -> the kernel's argument `configs` ("" for its default), and notes on it."""
 
 
+Complete = Callable[[fx.Node, StepGraph], dict[str, Any]]
+"""(call, graph) -> arguments of the kernel that the reference does not have, by name. It may emit
+calls that compute them; `BindKernels` leaves one of equal ones."""
+
+
 def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
     """Choose the kernel's default configuration."""
     return "", ()
+
+
+def as_it_is(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
+    """The arguments of a kernel that takes those of its reference: none beside them."""
+    return {}
 
 
 _REFERENCE = "the slow PyTorch reference"
@@ -40,6 +51,7 @@ class Binding:
         refuses: its limits.
         expected: whether a refusal is noted.
         configure: chooses the kernel's configuration, if it has an argument `configs`.
+        complete: gives the arguments that the reference does not have.
     """
 
     library: str
@@ -48,6 +60,7 @@ class Binding:
     refuses: Limits
     expected: bool = True
     configure: Configure = by_default
+    complete: Complete = as_it_is
 
 
 @dataclass(frozen=True)
@@ -67,19 +80,28 @@ class BindKernels:
     policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
-        rewrites = 0
+        rewrites, completed = 0, False
         for node in graph.graph.nodes:
             if node.op != "call_function" or not str(node.target).startswith("mtpc."):
                 continue
             chosen = self._choose(node, graph)
             if chosen is not None:
                 configs, lines = chosen.configure(node, graph)
+                with graph.graph.inserting_before(node):
+                    added = chosen.complete(node, graph)
+                if added:
+                    taken = [argument.name for argument in chosen.target._schema.arguments]
+                    given = {**arguments(node), **added}
+                    node.args, node.kwargs = tuple(given[name] for name in taken), {}
+                    completed = True
                 for line in lines:
                     self.note(line)
                 node.target = chosen.target
                 if configs:
                     node.kwargs = {**node.kwargs, "configs": configs}
                 rewrites += 1
+        if completed:
+            HoistShared().apply(graph)
         return rewrites
 
     def _choose(self, node: fx.Node, graph: StepGraph) -> Binding | None:

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import close, make_batch
+from helpers.triton_steps import compile_on
 from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter
-from mtpc.backends.aiter.ops import page_lists
+from mtpc.backends.aiter.ops import rows_on, token_lists
 from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
@@ -38,7 +41,8 @@ import torch
 def unified_attention(
     q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal,
     window_size, block_table, softcap, q_descale, k_descale, v_descale,
-    alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None,
+    q_scales=None, alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None,
+    shuffled_kv_cache=False, skip_reduce=False,
 ):
     assert causal and q.is_contiguous()
     assert (q_descale, k_descale, v_descale) == (None, None, None)
@@ -51,7 +55,8 @@ def unified_attention(
     # Rows of no request and of requests without context are left open.
     open_rows = torch.ones(q.shape[0], dtype=torch.bool)
     for r in range(len(seqused_k)):
-        assert cu_seqlens_q[r + 1] - cu_seqlens_q[r] <= max_seqlen_q
+        rows = int(cu_seqlens_q[r + 1] - cu_seqlens_q[r])
+        assert rows == 1 if max_seqlen_q == 1 else rows <= max_seqlen_q
         if seqused_k[r] > 0:
             open_rows[cu_seqlens_q[r]:cu_seqlens_q[r + 1]] = False
     out.copy_(result)
@@ -64,6 +69,10 @@ import torch
 def mla_decode_fwd(
     q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
     page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None,
+    num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None, work_info_set=None,
+    reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None,
+    kv_scale=None, intra_batch_mode=False, return_logits=False, return_lse=False,
+    g_kv_indptr=None, cp_world_size=1, cp_rank=0, causal=True,
 ):
     assert kv_buffer.shape[1:] == (page_size, 1, 576) and nhead_kv == 1
     assert q.is_contiguous() and max_seqlen_q <= 4
@@ -138,11 +147,31 @@ def _operator(found: aiter.Found, name: str) -> Any:
 
 
 class _Ours:
-    """The ops of a binding, to be called as `torch.ops.mtpc` is."""
+    """The ops of a binding, to be called as `torch.ops.mtpc` is.
 
-    def __init__(self, found: aiter.Found):
-        self.paged_attention = _operator(found, "paged_attention")
-        self.latent_attention = _operator(found, "latent_attention")
+    Args:
+        found: the bindings.
+        max_query_len: the most rows of a request, where a prefill step says it.
+    """
+
+    def __init__(self, found: aiter.Found, max_query_len: int = 3):
+        self._found, self._max_query_len = found, max_query_len
+
+    def paged_attention(
+        self, q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any, *rest: Any
+    ) -> Any:
+        call = _operator(self._found, "paged_attention")
+        on = rows_on(lens, starts, q.shape[0])
+        longest = self._max_query_len
+        return call(q, k, v, table, lens, starts, *rest, on, longest)
+
+    def latent_attention(
+        self, q: Any, cache: Any, table: Any, lens: Any, starts: Any, *rest: Any
+    ) -> Any:
+        call = _operator(self._found, "latent_attention")
+        indptr, indices, last = token_lists(table, lens, cache.shape[1])
+        on = rows_on(lens, starts, q.shape[0])
+        return call(q, cache, table, lens, starts, *rest, on, indptr, indices, last)
 
 
 # ---- detection -------------------------------------------------------------------------------
@@ -256,12 +285,26 @@ def test_norms_are_translated(install: Callable[..., None]) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_page_lists() -> None:
-    table = torch.tensor([[5, 6, -99], [7, 2**30, 2**30], [1, 2, 3]], dtype=torch.int32)
-    indptr, indices, last = page_lists(table, torch.tensor([5, 0, 12], dtype=torch.int32), 4)
-    assert indptr.tolist() == [0, 2, 3, 6]
-    assert indices.tolist() == [5, 6, 0, 1, 2, 3, 0, 0, 0]
-    assert last.tolist() == [1, 1, 4]
+def test_token_lists() -> None:
+    table = torch.tensor([[5, 6, -99], [7, 2**29, 2**29], [1, 2, 3]], dtype=torch.int32)
+    indptr, indices, last = token_lists(table, torch.tensor([5, 0, 12], dtype=torch.int32), 4)
+    assert indptr.tolist() == [0, 5, 6, 18]
+    rest = [*range(4, 16)]
+    assert indices.tolist() == [20, 21, 22, 23, 24, 0, *rest, *[0] * 18]
+    assert last.tolist() == [1, 1, 1]
+    assert {each.dtype for each in (indptr, indices, last)} == {torch.int32}
+
+
+def test_rows_on() -> None:
+    lens, starts = torch.tensor([5, 0, 2]).int(), torch.tensor([0, 2, 3, 4]).int()
+    assert rows_on(lens, starts, 6).flatten().tolist() == [True, True, False, True, False, False]
+
+
+def test_fakes_say_what_comes_out() -> None:
+    table, lens = torch.zeros(3, 2).int(), torch.tensor([5, 0, 12]).int()
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(token_lists, (table, lens, 4), test_utils=checks)
+    torch.library.opcheck(rows_on, (lens, torch.tensor([0, 2, 3, 4]).int(), 6), test_utils=checks)
 
 
 def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
@@ -270,6 +313,8 @@ def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
     for binding in aiter.aiter_bindings().bindings:
         assert not binding.target._schema.is_mutable
         names = [a.name for a in binding.target._schema.arguments]
+        added = {"is_on", "max_query_len", "kv_indptr", "kv_indices", "kv_last_page_lens"}
+        names = [name for name in names if name not in added]
         refused = {"rows", "k_scale", "v_scale"}
         taken = [a.name for a in binding.reference._schema.arguments if a.name not in refused]
         assert names == taken
@@ -339,8 +384,7 @@ def test_other_dtypes_and_widths_are_refused(
     assert libraries == ["mtpc"]
     assert any("(float32; it takes bfloat16)" in note for note in notes)
     libraries, notes = _bound(wide_mla, 2, "bfloat16", found, page_size=16)
-    assert libraries == ["mtpc"]
-    assert any("(pages of 16 tokens; larger ones than 1" in note for note in notes)
+    assert libraries == ["mtpc_aiter"]
     _, notes = _bound(checkpoint("deepseek_v3"), 2, "bfloat16", found)
     assert any("rows of 40 with rank 32; it takes 576 and 512" in note for note in notes)
     libraries, _ = _bound(checkpoint("mimo"), 2, "bfloat16", found, page_size=16)
@@ -392,3 +436,44 @@ def test_fused_norms_are_bound(
     assert norms == {
         "mtpc.draft_entry.default", "mtpc_aiter.rms_norm.default", "mtpc_aiter.add_rms_norm.default"
     }  # fmt: skip
+
+
+# ---- whole steps -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_layers_share_what_is_computed_for_them(
+    wide_mla: Path, install: Callable[..., None]
+) -> None:
+    """Once for the target and the draft over all its rows, once for each single-row draft."""
+    install(ALL)
+    options = CompileOptions(spec_tokens=3, batch_buckets=(2,), max_len=64)
+    compiler = StepCompiler(load(wide_mla, "bfloat16", True), options, EagerBackend())
+    graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 3)))
+    BindKernels(aiter.aiter_bindings().bindings).apply(graph)
+    names = _names(graph)
+    assert names.count("mtpc_aiter.latent_attention.default") > 3 + 1
+    for shared in ("token_lists", "rows_on"):
+        assert names.count(f"mtpc_aiter.{shared}.default") == 3
+
+
+@pytest.mark.parametrize("family", ["mimo", "deepseek_v3"])
+def test_text_is_that_of_the_references(
+    family: str,
+    checkpoint: Callable[..., Path],
+    wide_mla: Path,
+    install: Callable[..., None],
+) -> None:
+    """Ragged prefill of several prompts, decode, and drafts, on the null device."""
+    install(ALL)
+    directory = wide_mla if family == "deepseek_v3" else checkpoint(family)
+    options = CompileOptions(spec_tokens=2, batch_buckets=(1, 3), max_len=64, prefill_rows=4)
+    prompts = [[5, 9, 2], [7] * 19, [3, 1, 4, 1, 5]]
+    texts, graphs = [], NullGraphs()
+    for bindings in (aiter.aiter_bindings().bindings, ()):
+        backend = CudaBackend(graphs, EagerBackend().lower, bindings, device="cpu")
+        compiled = compile_on(directory, backend, options, "bfloat16")
+        texts.append((compiled.generate(prompts, 8), compiled.stats.accepted))
+        called = {name for tape in graphs.tapes for name in tape.op_names()}
+        assert "mtpc_aiter.rows_on.default" in called
+    assert texts[0] == texts[1]

@@ -1,10 +1,11 @@
 """aiter, AMD's kernels for ROCm, as candidates for binding: which, within what limits, and how.
 
 Bound are the two that read the caches as we lay them out: `unified_attention` (Triton, any number
-of query rows) and `mla_decode_fwd` (assembly, at most 4); and, where fuse-elementwise is enabled,
-`rmsnorm2d_fwd` and `rmsnorm2d_fwd_with_add`. Not bound, and why: `pa_fwd_asm` and
-`pa_persistent_fwd` want another order of the cache; `fused_moe` wants shuffled weights, which is
-a pass of its own; rotary embeddings are ours, together with the cache writes.
+of query rows) and `mla_decode_fwd` (assembly, at most 4), which gets our pages as lists of tokens;
+and, where fuse-elementwise is enabled, `rmsnorm2d_fwd` and `rmsnorm2d_fwd_with_add`. Not bound, and
+why: `pa_fwd_asm` and `pa_persistent_fwd` want another order of the cache; `fused_moe` wants
+shuffled weights, which is a pass of its own; rotary embeddings are ours, together with the cache
+writes.
 
 aiter changes quickly: signatures are compared at bind time, and a deviation is a note, not a
 crash in the middle of a capture.
@@ -22,11 +23,12 @@ import torch
 from torch import fx
 
 from mtpc.backends.aiter import ops
-from mtpc.backends.bindings import Binding, Limits
-from mtpc.capture.graph import StepGraph
+from mtpc.backends.bindings import Binding, Complete, Limits, as_it_is
+from mtpc.capture.graph import StepGraph, arguments
 from mtpc.layout import dtype_name
 from mtpc.ops import references
-from mtpc.ops.signatures import arguments_of
+from mtpc.ops.signatures import arguments_of, value_of
+from mtpc.passes.base import GETITEM, emit
 
 DISTRIBUTION, MODULE = "amd-aiter", "aiter"
 MAX_MLA_ROWS = 4
@@ -48,6 +50,7 @@ class Kernel:
             position or name.
         limits: what it cannot take.
         defaults: those of `parameters`, where they are published.
+        complete: gives what our operator takes beside the arguments of the `mtpc::` op.
     """
 
     operator: ops.Function
@@ -56,6 +59,7 @@ class Kernel:
     parameters: tuple[str, ...]
     limits: Limits
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    complete: Complete = as_it_is
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ def aiter_bindings() -> Found:
             faults.append(f"{kernel.function}: {type(error).__name__}: {error}")
             continue
         reference = references()[kernel.operator.__name__]
-        bindings.append(Binding("aiter", reference, target, kernel.limits))
+        complete = kernel.complete
+        bindings.append(Binding("aiter", reference, target, kernel.limits, complete=complete))
     if faults:
         message += f"; Triton stands in for {'; '.join(faults)}"
     return Found(tuple(bindings), message)
@@ -187,8 +192,6 @@ def _gqa_limits(node: fx.Node, graph: StepGraph) -> str | None:
         return f"{dtype_name(q.dtype)} queries on a {dtype_name(k.dtype)} cache"
     if k.shape[3] != v.shape[3]:
         return f"heads of {k.shape[3]} and {v.shape[3]}; it takes equal ones"
-    if graph.key.phase == "prefill" and call["block_table"].shape[0] > 1:
-        return "a ragged batch; it must be told its longest request"
     if k.shape[1] < 16:
         return f"pages of {k.shape[1]} tokens; it takes at least 16"
     return None
@@ -204,8 +207,8 @@ def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
         return f"{dtype_name(q.dtype)}; it takes bfloat16"
     if (width, rank) != _MLA_WIDTHS:
         return f"rows of {width} with rank {rank}; it takes {_MLA_WIDTHS[0]} and {_MLA_WIDTHS[1]}"
-    if cache.shape[1] != 1:
-        return f"pages of {cache.shape[1]} tokens; larger ones than 1 have not been tried on it"
+    if not cache.is_contiguous():
+        return "a cache with gaps; it takes rows that follow each other"
     if heads not in _MLA_HEADS:
         return f"{heads} heads; it takes {' or '.join(map(str, _MLA_HEADS))}"
     if graph.key.phase != "decode" or tokens % table.shape[0]:
@@ -228,6 +231,30 @@ def _norm_limits(node: fx.Node, graph: StepGraph) -> str | None:
     return None
 
 
+def _complete_gqa(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
+    """Which rows are on, and the most rows of a request: a prompt may have all of them."""
+    call = arguments(node)
+    rows, num_reqs = (value_of(call[name]).shape[0] for name in ("q", "block_table"))
+    longest = rows // num_reqs if graph.key.phase == "decode" else rows
+    return {"is_on": _rows_on(node, graph), "max_query_len": longest}
+
+
+def _complete_mla(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
+    """Which rows are on, and each request's tokens."""
+    call, lists = arguments(node), torch.ops.mtpc_aiter.token_lists.default
+    page_size = value_of(call["latent_cache"]).shape[1]
+    made = emit(graph.graph, lists, (call["block_table"], call["seq_lens"], page_size), node)
+    parts = [emit(graph.graph, GETITEM, (made, index), node) for index in range(3)]
+    names = ("kv_indptr", "kv_indices", "kv_last_page_lens")
+    return {"is_on": _rows_on(node, graph), **dict(zip(names, parts, strict=True))}
+
+
+def _rows_on(node: fx.Node, graph: StepGraph) -> fx.Node:
+    call = arguments(node)
+    args = (call["seq_lens"], call["query_start_loc"], value_of(call["q"]).shape[0])
+    return emit(graph.graph, torch.ops.mtpc_aiter.rows_on.default, args, node)
+
+
 KERNELS = (
     Kernel(
         ops.paged_attention,
@@ -237,6 +264,7 @@ KERNELS = (
          "softmax_scale", "causal", "window_size", "block_table", "softcap",
          "q_descale", "k_descale", "v_descale", "sinks"),
         _gqa_limits,
+        complete=_complete_gqa,
     ),
     Kernel(
         ops.latent_attention,
@@ -246,6 +274,7 @@ KERNELS = (
          "max_seqlen_q", "page_size", "nhead_kv", "sm_scale"),
         _mla_limits,
         {"page_size": 1, "nhead_kv": 1},
+        _complete_mla,
     ),
     Kernel(
         ops.rms_norm,
@@ -263,4 +292,4 @@ KERNELS = (
         _norm_limits,
     ),
 )  # fmt: skip
-"""aiter's table. Signatures as published in August 2026; never run by us."""
+"""aiter's table. Signatures as published in August 2026 (commit e404860); never run by us."""
