@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mtpc.backends.base import Report, Run
 from mtpc.backends.bindings import Binding, BindKernels
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
+from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
@@ -178,12 +179,6 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
     That cache only serves compilations with a shape environment. torch.compile has one; for a
     direct call of Inductor this function makes one. No size becomes symbolic.
     """
-    from torch._inductor.lowering import add_needs_realized_inputs  # Seconds of imports.
-
-    # Inductor itself says so at an operator's first call, too late for what was lowered before: it
-    # then copies a value for each call that reads it, as the block table for each attention.
-    ours = {n.target for n in module.graph.nodes if str(n.target).startswith("mtpc")}
-    add_needs_realized_inputs([target for target in ours if isinstance(target, OpOverload)])
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     with torch.no_grad(), tracing(TracingContext(mode)):
@@ -199,6 +194,7 @@ def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
     If a tensor were an attribute, Inductor could copy it into the code or fold it into a constant.
     """
     copy = graph.clone()
+    _compute_once(copy.graph)
     tensors: list[Tensor] = []
     attributes = [node for node in copy.graph.nodes if node.op == "get_attr"]
     first = next(iter(copy.graph.nodes))
@@ -215,3 +211,41 @@ def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             copy.graph.erase_node(node)
     return fx.GraphModule(torch.nn.Module(), copy.graph), tensors
+
+
+def _compute_once(graph: fx.Graph) -> None:
+    """Have Inductor compute once what several of mtpc's operators read, such as a block table.
+
+    Inductor copies an argument that is not in memory, to give it the strides that the operator
+    expects, and does so for each call. A view by strides makes it put the value in memory. What
+    mtpc's operators write is in memory, and a view would make Inductor copy it before the write.
+    """
+    effects, versions = analyse(graph), Counter[Root]()
+    ours = [node for node in graph.nodes if _is_ours(node)]
+    in_memory = frozenset().union(*(effects.writes[n] | effects.roots[n] for n in ours))
+    readers: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in graph.nodes:
+        for read in node.all_input_nodes if node in ours else ():
+            roots = effects.roots[read]
+            version = tuple(versions[root] for root in roots)
+            computed = read.op == "call_function" or any(version)
+            if computed and not roots & in_memory and _is_plain(read.meta.get("val")):
+                readers.setdefault((read, version), []).append(node)
+        versions.update(effects.writes[node])
+    for (read, *_), calls in readers.items():
+        if len(calls) > 1:
+            value: Tensor = read.meta["val"]
+            with graph.inserting_before(calls[0]):
+                args = (read, list(value.shape), list(value.stride()), 0)
+                held = graph.call_function(torch.ops.aten.as_strided.default, args)
+            for call in calls:
+                call.replace_input_with(read, held)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that begins where its memory does, without gaps."""
+    return isinstance(value, Tensor) and not value.storage_offset() and value.is_contiguous()
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace.startswith("mtpc")

@@ -278,13 +278,17 @@ def test_lifted_graphs_take_all_tensors_as_arguments(checkpoint: Callable[..., P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", [0, 3])
 @torch.no_grad()
-def test_inductor_mutates_the_very_buffers(checkpoint: Callable[..., Path]) -> None:
+def test_inductor_mutates_the_very_buffers(
+    spec_tokens: int, checkpoint: Callable[..., Path]
+) -> None:
     """The lowering for GPUs, on the CPU: Inductor's code leaves in the buffers what eager does."""
-    options = CompileOptions(**{**OPTIONS, "spec_tokens": 0, "batch_buckets": (1,)})
-    loaded = load(checkpoint("mimo", "plain"), "float64", False)
+    options = CompileOptions(**{**OPTIONS, "spec_tokens": spec_tokens, "batch_buckets": (1,)})
+    directory = checkpoint("mimo") if spec_tokens else checkpoint("mimo", "plain")
+    loaded = load(directory, "float64", spec_tokens > 0)
     compiler = StepCompiler(loaded, options, EagerBackend())
-    graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 0)))
+    graph = compiler.rewrite(compiler.trace(StepKey.decode(1, spec_tokens)))
     run = lower_by_inductor(graph)
     buffers = graph.buffers()
     buffers["state.block_table"][1] = 1 + torch.arange(buffers["state.block_table"].shape[1])

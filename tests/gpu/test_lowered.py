@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.families import EVERY_FAMILY
+from helpers.tiny import make_checkpoint
 
-from benchmarks.gpu.count import lowered
+from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import NullMachine
 from mtpc.config import CompileOptions
 from mtpc.layout import Layout, StepKey
@@ -66,6 +67,27 @@ def test_a_copied_pool_is_seen(checkpoint: Callable[..., Path]) -> None:
         other.meta["val"] = pool.meta["val"].clone()
     attention.update_arg(1, other)
     assert lowered(graph).largest >= _pool_bytes(compiler)
+
+
+def test_a_dense_layer_adds_no_kernel_that_inductor_generates(tmp_path: Path) -> None:
+    """Positions, lengths and block tables are computed once, not again for each layer."""
+
+    def scheduled(layers: int) -> Lowered:
+        sizes = dict(num_hidden_layers=layers, first_k_dense_replace=layers - 1)
+        directory = make_checkpoint(
+            "glm4_moe", tmp_path / str(layers), attention_bias=False, use_qk_norm=False, **sizes
+        )
+        return lowered(_compiler(directory).rewritten(StepKey.decode(1, 1)))
+
+    two, three = scheduled(2), scheduled(3)
+    assert three.generated == two.generated
+    assert three.called - two.called == {
+        "aten.mm.out": 4,
+        "mtpc.add_rms_norm.default": 2,
+        "mtpc.rotate_and_write.default": 1,
+        "mtpc.paged_attention.default": 1,
+        "mtpc.silu_and_mul.default": 1,
+    }
 
 
 def test_joint_weights_take_the_place_of_their_parts(checkpoint: Callable[..., Path]) -> None:
