@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu_model                            # needs Triton; nothing is run
     python -m benchmarks.gpu_model --cases glm4-8b:64:3
+    python -m benchmarks.gpu_model --out benchmarks/results/paper/gpu_model.json
 
 A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
-and scheduled by Inductor, with weights that no one fills. Times are a model's, never a measurement.
+and scheduled by Inductor, with weights that are not filled. Times are a model's, never a measurement.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import NullMachine
 from benchmarks.gpu.models import SHAPES, build
 from benchmarks.harness import command
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
 from mtpc.capture.graph import StepGraph
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
         rows += case_rows(case, args.context)
     args.cases = " ".join(map(str, args.cases))
-    publish("gpu_model", args, {"rows": rows}, table)
+    publish("gpu_model", args, {"machine": ON_PAPER, "rows": rows}, table)
     return 0
 
 
@@ -103,7 +104,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def unfilled(shape: str, layers: int) -> LoadedModel:
-    """A model of a shape whose weights are memory that nobody fills, and which takes none."""
+    """A model of a shape whose weights are memory that is not filled, and which takes none."""
     loaded, _ = build(shape, "meta", layers, accepting=False)
     for module in (loaded.target, *loaded.mtp_layers):
         module.to_empty(device="cpu")

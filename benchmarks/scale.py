@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.machine import describe_versions
-from benchmarks.harness.results import Record, Table, add_result_files, write_results
+from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
 from mtpc.config import CompileOptions
 from mtpc.models.from_config import load_shapes
 from mtpc.program.scale import DEVICES, RankModel
@@ -96,16 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.new_parser("scale", __doc__)
     add_result_files(parser)
     args: argparse.Namespace = parser.parse_args(argv)
-    record: Record = {
-        "benchmark": "scale",
-        "machine": {"cpu": "no machine: computed on paper"},
-        "versions": describe_versions(),
-        "arguments": {},
-        "rows": [*rows()],
-    }
-    made = table(record)
-    write_results(args, record, made)
-    made.print()
+    publish("scale", args, {"machine": ON_PAPER, "rows": [*rows()]}, table)
     return 0
 
 

@@ -69,6 +69,10 @@ class Table:
             console.print(note, style="dim", soft_wrap=True)
 
 
+ON_PAPER = {"cpu": "no machine: computed on paper"}
+"""The `machine` of a record of figures that follow from sizes."""
+
+
 def new_record(benchmark: str, args: argparse.Namespace, measured: Mapping[str, Any]) -> Record:
     """The record of a run.
 
