@@ -5,7 +5,7 @@
     python -m benchmarks.gpu_model --out benchmarks/results/paper/gpu_model.json
 
 A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
-and scheduled by Inductor, with weights that are not filled. Times are a model's, never a measurement.
+and scheduled by Inductor, with weights that are not filled. Times are a model's, not measured.
 """
 
 from __future__ import annotations
