@@ -298,8 +298,8 @@ class CompileOptions:
         return rows, tokens // rows
 
     def _check_ranks(self) -> None:
-        size, refused = self.tensor_parallel_size, ("quantize", "draft_vocab", "enabled_passes")
-        refused += ("kv_offload_dir",)
+        size = self.tensor_parallel_size
+        refused = ("quantize", "draft_vocab", "enabled_passes", "kv_offload_dir")
         kept = ("frozen", "require_sha256", "build_in_background")
         check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:

@@ -129,7 +129,7 @@ def test_restarts_change_no_text_and_no_draft(
     """The same schedules, each again on a new engine with the files of the first one."""
     conversations = Conversations(compiled(family, 3), tmp_path)
     check_reuse(conversations, 4)
-    assert conversations.seen["loaded"] > 100
+    assert conversations.seen["loaded"] > 30
 
 
 @pytest.mark.slow

@@ -48,14 +48,7 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
         f"{stats.pages_used} of {stats.num_pages} used "
         f"({_share(stats.pages_used, stats.num_pages)}), {stats.pages_idle} idle",
     )
-    if stats.num_snapshots:
-        yield "state snapshots", _snapshots(stats)
-    if stats.offload_saved or stats.offload_loaded:
-        yield (
-            "KV offload",
-            f"{stats.offload_saved} files written, {stats.offload_loaded} taken over, "
-            f"{stats.offload_evictions} evicted; {stats.offload_bytes / 2**20:.1f} MiB",
-        )
+    yield from _kept(stats)
     if stats.forced_drafts:
         yield "grammars", f"{stats.forced_drafts} drafts replaced by the only token allowed"
     if stats.host_gaps:
@@ -72,11 +65,20 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     yield "fallbacks", _counts(stats.fallbacks)
 
 
-def _snapshots(stats: Stats) -> str:
-    return (
-        f"{stats.snapshots_used} of {stats.num_snapshots} used "
-        f"({stats.snapshot_bytes / 2**20:.1f} MiB), {stats.snapshot_evictions} evicted"
-    )
+def _kept(stats: Stats) -> Iterator[tuple[str, str]]:
+    """Rows of what is kept beside the pages."""
+    if stats.num_snapshots:
+        yield (
+            "state snapshots",
+            f"{stats.snapshots_used} of {stats.num_snapshots} used "
+            f"({stats.snapshot_bytes / 2**20:.1f} MiB), {stats.snapshot_evictions} evicted",
+        )
+    if stats.offload_saved or stats.offload_loaded:
+        yield (
+            "KV offload",
+            f"{stats.offload_saved} files written, {stats.offload_loaded} taken over, "
+            f"{stats.offload_evictions} evicted ({stats.offload_bytes / 2**20:.1f} MiB)",
+        )
 
 
 def _counts(counter: Mapping[str, int]) -> str:

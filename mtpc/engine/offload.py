@@ -58,7 +58,7 @@ class _Form:
             places.append((tensor, into[name], begin, end))
             begin = end
         memory = torch.empty(begin, dtype=torch.uint8)
-        self.data = memoryview(memory.numpy())
+        self.data = memory.numpy().data
         self._views = [
             (rows, target, memory[begin:end].view(rows.dtype).view(rows.shape[1:]))
             for rows, target, begin, end in places
