@@ -7,10 +7,8 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from benchmarks.peers.llama_decoder import LlamaError
 
@@ -57,43 +55,34 @@ class LlamaServer:
         """Continue a prompt greedily, by exactly `new_tokens`.
 
         Returns:
-            Seconds to the first token, the tokens, and how many of the prompt's were reused.
+            Seconds to the first token, as the server counts them (its stream leaves out tokens that
+            end in half a character), the tokens, and how many of the prompt's were reused.
 
         Raises:
             LlamaError: the server refuses it, or ends.
         """
         body = dict(
             prompt=prompt, n_predict=new_tokens, temperature=0.0, ignore_eos=True,
-            cache_prompt=True, return_tokens=True, stream=True,
+            cache_prompt=True, return_tokens=True,
         )  # fmt: skip
-        start, seconds, tokens, last = time.perf_counter(), 0.0, list[int](), dict[str, Any]()
-        for last in self._events(body):
-            tokens += last.get("tokens", [])
-            if tokens and not seconds:
-                seconds = time.perf_counter() - start
-        if len(tokens) != new_tokens or "timings" not in last:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        with closing(connection):
+            connection.request("POST", "/completion", json.dumps(body))
+            response = connection.getresponse()
+            data = response.read()
+        if response.status != 200:
+            raise LlamaError(f"{SERVER} answers {response.status}: {data[:200]!r}")
+        told = json.loads(data)
+        tokens, timings = told["tokens"], told["timings"]
+        if len(tokens) != new_tokens:
             raise LlamaError(
                 f"{SERVER} gave {len(tokens)} tokens; expected {new_tokens}: its log is {self._log}"
             )
-        return seconds, tokens, len(prompt) - int(last["timings"]["prompt_n"])
-
-    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What the server streams."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port)
-        try:
-            connection.request("POST", "/completion", json.dumps(body))
-            response = connection.getresponse()
-            if response.status != 200:
-                raise LlamaError(f"{SERVER} answers {response.status}: {response.read()[:200]!r}")
-            for line in response:
-                if line.startswith(b"data: "):
-                    yield json.loads(line[len("data: ") :])
-        finally:
-            connection.close()
+        return 1e-3 * timings["prompt_ms"], tokens, len(prompt) - int(timings["prompt_n"])
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
-        with suppress(OSError):
+        with suppress(OSError), closing(connection):
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
         return False
