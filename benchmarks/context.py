@@ -1,14 +1,16 @@
 """Milliseconds per decode step at long contexts, beside the time that reading weights and KV takes.
 
     python -m benchmarks.context                     # the 0.5B shape, K = 0 and 3, batches 1 and 4
-    python -m benchmarks.context --vllm-python VENV/bin/python --peer-context 8192
+    python -m benchmarks.context --vllm-python VENV/bin/python --llama-bench DIRECTORY
     python -m benchmarks.context --kv-cache-dtypes auto int8 fp8 --spec-tokens 0 --batches 1
     python -m benchmarks.context --shape tiny --backend eager --contexts 64 128
 
 No prompt is computed for mtpc. Its pool holds random KV, and the prefix index is told that the
 pages of each prompt are in it. From there on the engine does what it always does: it shares these
 pages, computes the rest of the prompt, and decodes. A step's time does not depend on what KV holds.
-Peers compute their prompts, once, and reuse them. Samples are taken as in `benchmarks.decode`.
+vLLM computes its prompts once, and reuses them. llama.cpp computes them for each sample. Peers
+follow mtpc, one after the other, each in a process of its own. Samples are taken as in
+`benchmarks.decode`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from benchmarks.harness.models import SHAPES, Checkpoint, Shape, write_checkpoin
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers import vllm_host
+from benchmarks.peers.llama_decoder import llama_decoders
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from mtpc.config import KV_CACHE_DTYPES
 from mtpc.engine.request import Request
@@ -98,17 +101,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
     shape, rows = SHAPES[args.shape], list[dict[str, Any]]()
-    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
+    with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
-        decoders = []
-        for decoder in _decoders(checkpoint, args, tell):
-            closing.callback(decoder.close)
-            decoders.append(decoder)
-        for context in args.contexts:
-            rows += _measure(context, decoders, checkpoint, args, probe, tell)
+        for group in _groups(checkpoint, args, tell):
+            with ExitStack() as closing:
+                for decoder in group:
+                    closing.callback(decoder.close)
+                for context in args.contexts:
+                    rows += _measure(context, group, checkpoint, args, probe, tell)
     publish("context", args, {"rows": rows}, table)
     return 0
+
+
+def _groups(
+    checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell
+) -> Iterator[Sequence[Decoder]]:
+    """Decoders that take turns: mtpc's, then each peer alone. A group ends before the next."""
+    yield list(_decoders(checkpoint, args, tell))
+    for peer in _peers(checkpoint, args, tell):
+        yield [peer]
 
 
 def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
@@ -126,6 +138,9 @@ def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> I
             kv_cache_dtype=kind,
         )
         yield ContextDecoder(model, time.perf_counter() - start)
+
+
+def _peers(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
     for k in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM K={k}")
         longest = max(c for c in args.contexts if c <= args.peer_context)
@@ -137,6 +152,10 @@ def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> I
         threads = torch.get_num_threads()
         launch = partial(VllmProcess, args.vllm_python, options, kept.absolute(), threads)
         yield VllmDecoder(launch, relaunches=False)
+    if args.llama_bench:
+        tell("write a GGUF file")
+        directory = checkpoint.directory
+        yield from llama_decoders(args.llama_bench, args.gguf_python, directory, ("BF16",))
 
 
 def _max_len(args: argparse.Namespace, context: int) -> int:
@@ -240,6 +259,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-cache-dtypes", **kinds, help="what pages of K and V hold")
     add("--new-tokens", type=positive, default=32, metavar="N")
     command.add_vllm(parser)
+    command.add_llama(parser)
     help_ = "the longest that peers are measured at, for they compute it"
     add("--peer-context", type=positive, default=8192, metavar="N", help=help_)
     command.add_backend(parser)

@@ -2,11 +2,16 @@
 
     python -m benchmarks.second_turn                       # 8,192 tokens, both shapes, K = 1
     python -m benchmarks.second_turn --families step3p5 --prompt-tokens 2048 --spec-tokens 0 1
+    python -m benchmarks.second_turn --vllm-python VENV/bin/python --llama-bench DIRECTORY
 
 Random weights of small hybrid shapes: what decides the times is how much of the prompt is computed
 again. The cold prompt is computed with nothing known. The second turn is that prompt, its answer
 and a new message. The *stripped* turn leaves out the first half of the answer, as templates leave
 out thinking.
+
+Peers follow one after the other, each in a process of its own: vLLM with its prefix cache at each
+K, and llama.cpp's server, which keeps one conversation, for the dense shape. What a peer cannot run
+is told, and has no rows.
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +31,11 @@ import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.sampling import Tell
+from benchmarks.peers import vllm_host
+from benchmarks.peers.llama_decoder import LlamaFiles
+from benchmarks.peers.llama_server import LlamaServer
+from benchmarks.peers.vllm_decoder import VllmError, VllmProcess
 from mtpc.models import FAMILIES
 from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import build_mtp_layer
@@ -46,8 +57,8 @@ _COMMON: dict[str, Any] = dict(
     eos_token_id=1,
 )
 COLUMNS = (
-    "model", "K", "tokens", "turn", "cold s", "ms to first token", "of a cold start", "reused",
-    "samples",
+    "model", "engine", "K", "tokens", "turn", "cold s", "ms to first token", "of a cold start",
+    "reused", "samples",
 )  # fmt: skip
 NOTES = (
     "cold s: to the first token of the prompt with nothing known; medians.",
@@ -59,6 +70,7 @@ TURNS = {"second": 0, "stripped": ANSWER // 2}
 """How many tokens of the answer a turn leaves out."""
 _SLIDING = [["full_attention", "sliding_attention"][i % 4 > 0] for i in range(9)]
 SHAPES: dict[str, dict[str, Any]] = {
+    "mimo": {**_COMMON, "num_key_value_heads": 2},
     "qwen3_5": {
         **_COMMON,
         "mtp_num_hidden_layers": 1,
@@ -106,11 +118,62 @@ def write(family_name: str, directory: Path) -> Path:
     return save_checkpoint(target, [layer.to(torch.bfloat16)], directory, family)
 
 
-def first_token(spec: mtpc.SpecModel, prompt: list[int]) -> tuple[float, list[int], int]:
-    """Seconds to the first token of a prompt, its answer, and the tokens that were reused."""
-    before = spec.stats.reused_tokens
-    answer = spec.generate(prompt, ANSWER, ignore_eos=True)
-    return answer.first_token_s, list(answer), spec.stats.reused_tokens - before
+class Chat(Protocol):
+    """An engine that answers one prompt after another."""
+
+    engine: str
+    spec_tokens: int
+
+    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
+        """Seconds to the first token, `ANSWER` tokens, and the prompt's tokens that were reused."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+class MtpcChat:
+    """mtpc in this process."""
+
+    engine = "mtpc"
+
+    def __init__(self, spec: mtpc.SpecModel) -> None:
+        self._spec, self.spec_tokens = spec, spec.options.spec_tokens
+
+    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
+        before = self._spec.stats.reused_tokens
+        answer = self._spec.generate(prompt, ANSWER, ignore_eos=True)
+        return answer.first_token_s, list(answer), self._spec.stats.reused_tokens - before
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class VllmChat:
+    """vLLM in its process."""
+
+    engine = "vLLM"
+
+    def __init__(self, process: VllmProcess) -> None:
+        self._process, self.spec_tokens = process, process.spec_tokens
+        self.close = process.close
+
+    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
+        done = self._process.ask({"turn": prompt, "new_tokens": ANSWER})
+        return done["seconds"], done["answer"], done["reused"]
+
+
+class LlamaChat:
+    """llama.cpp's server, in bfloat16."""
+
+    engine, spec_tokens = "llama.cpp", 0
+
+    def __init__(self, server: LlamaServer) -> None:
+        self._server, self.close = server, server.close
+
+    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
+        return self._server.answer(prompt, ANSWER)
 
 
 @dataclass(frozen=True)
@@ -124,18 +187,20 @@ class Turn:
     cold_s: float
     turn_s: float
     reused: int
+    engine: str = "mtpc"
 
 
-def measure(spec: mtpc.SpecModel, model: str, length: int, seed: int) -> Iterator[Turn]:
+def measure(chat: Chat, model: str, length: int, seed: int) -> Iterator[Turn]:
     """A cold start, and the turns that continue it."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 8192, (length + MESSAGE,), generator=generator).tolist()
     prompt, message = ids[:length], ids[length:]
-    spec.engine.reset_prefix_cache()
-    cold, answer, _ = first_token(spec, prompt)
+    cold, answer, known = chat.answer(prompt)
+    if known:
+        raise RuntimeError(f"{chat.engine} knew {known} tokens of a prompt that it never had")
     for turn, left_out in TURNS.items():
-        seconds, _, reused = first_token(spec, prompt + answer[left_out:] + message)
-        yield Turn(model, spec.options.spec_tokens, length, turn, cold, seconds, reused)
+        seconds, _, reused = chat.answer(prompt + answer[left_out:] + message)
+        yield Turn(model, chat.spec_tokens, length, turn, cold, seconds, reused, chat.engine)
 
 
 def table(record: Record) -> Table:
@@ -143,7 +208,7 @@ def table(record: Record) -> Table:
     groups = dict[tuple[Any, ...], list[Turn]]()
     for row in record["rows"]:
         turn = Turn(**row)
-        key = turn.model, turn.spec_tokens, turn.prompt_tokens, turn.turn
+        key = turn.model, turn.engine, turn.spec_tokens, turn.prompt_tokens, turn.turn
         groups.setdefault(key, []).append(turn)
     body = list[list[str]]()
     for key, turns in groups.items():
@@ -162,21 +227,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     with command.working_directory(args.workdir) as place:
         for model in args.families:
             directory = write(model, place / model)
-            for spec_tokens in args.spec_tokens:
-                tell(f"compile {model} K={spec_tokens}")
-                spec = mtpc.compile(
-                    directory,
-                    spec_tokens=spec_tokens,
-                    batch_buckets=(1,),
-                    max_len=args.prompt_tokens + 4 * ANSWER,
-                    backend=args.backend,
-                )
-                for seed in range(args.seed, args.seed + args.repeats):
-                    for turn in measure(spec, model, args.prompt_tokens, seed):
-                        tell(f"{turn}")
-                        rows.append(asdict(turn))
+            for chat in _chats(model, directory, args, tell):
+                with closing(chat):
+                    for seed in range(args.seed, args.seed + args.repeats):
+                        for turn in measure(chat, model, args.prompt_tokens, seed):
+                            tell(f"{turn}")
+                            rows.append(asdict(turn))
     publish("second_turn", args, {"rows": rows}, table)
     return 0
+
+
+def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) -> Iterator[Chat]:
+    """The engines of a model, each started when the one before it has ended."""
+    longest, threads = args.prompt_tokens + 4 * ANSWER, torch.get_num_threads()
+    for spec_tokens in args.spec_tokens:
+        tell(f"compile {model} K={spec_tokens}")
+        yield MtpcChat(
+            mtpc.compile(
+                directory,
+                spec_tokens=spec_tokens,
+                batch_buckets=(1,),
+                max_len=longest,
+                backend=args.backend,
+            )
+        )
+    for spec_tokens in args.spec_tokens if args.vllm_python else ():
+        tell(f"start vLLM, {model} K={spec_tokens}")
+        options = vllm_host.arguments(str(directory.absolute()), spec_tokens, longest, 1)
+        options |= dict(enable_prefix_caching=True)
+        kept = directory.absolute().parent / "vllm" / model
+        try:
+            process = VllmProcess(args.vllm_python, options, kept, threads)
+        except VllmError as error:
+            tell(f"vLLM does not run {model} at K={spec_tokens}: {error}")
+            continue
+        yield VllmChat(process)
+    if args.llama_bench and model == "mimo":
+        tell("start llama.cpp's server")
+        files = LlamaFiles(args.llama_bench, args.gguf_python, directory, directory / "gguf")
+        log = directory.parent / "llama-server.log"
+        yield LlamaChat(LlamaServer(args.llama_bench, files.write("BF16"), longest, threads, log))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -188,6 +278,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=1, metavar="N", help="conversations")
     add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     add("--seed", type=int, default=0)
+    command.add_vllm(parser)
+    command.add_llama(parser)
     command.add_backend(parser)
     command.add_files(parser)
     return parser.parse_args(argv)

@@ -88,6 +88,7 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     """
     opened = open_steps(model, options, _ProgramAssembler(progress), progress)
     opened.check()
+    opened.made.identity = opened.identity
     spec = SpecModel(opened.served, opened.options, opened.made, opened.loaded)
     spec.stats.fallbacks.update(opened.fallbacks)
     if opened.rest is not None:
@@ -163,9 +164,12 @@ class SpecModel:
     def close(self) -> None:
         """End a build in the background; the model goes on with the steps that it has.
 
+        Pages and snapshots are written to `kv_offload_dir`, if there is one.
+
         Rank 0 of several lets the others return from `follow`. Nothing runs there afterwards.
         """
         self._end_building()
+        self.engine.close()
         if isinstance(self.program, LeadingProgram):
             self.program.close()
 

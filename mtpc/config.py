@@ -39,6 +39,8 @@ LARGE_PREFILL_CHUNK = 512
 (docs/performance.md). And of one on a GPU, where fewer leave it waiting for weights."""
 DEFAULT_SNAPSHOT_BYTES = 1 << 30
 """13 snapshots of Qwen3-Next-80B, whose recurrent state is the largest of the released models."""
+DEFAULT_OFFLOAD_BYTES = 4 << 30
+"""The pages of 340,000 tokens of a 0.5B model, and of 30,000 tokens of an 8B model."""
 SKIP_IDLE_ROWS = "skip-idle-rows"
 """The name of a pass that decides `prefill_chunk`. The pass takes it from here: options are read
 without the passes, which import torch."""
@@ -85,6 +87,10 @@ class CompileOptions:
             them: recurrent state, rings of sliding windows, compressed entries.
         snapshot_distance: tokens from one snapshot of a long prompt to the next. It is rounded up
             to whole pages.
+        kv_offload_dir: directory for pages and snapshots that are evicted, and for all of them when
+            the model is closed (`SpecModel.close`); requests of later processes take them over.
+            None keeps nothing. See docs/engine.md.
+        kv_offload_bytes: the most bytes of files in `kv_offload_dir`.
         async_scheduling: launch a step before the results of the step before it are read, so that a
             GPU does not wait for the host. The text is the same and arrives one step later. It
             gains nothing on a cpu, where the launch does the work itself.
@@ -150,6 +156,8 @@ class CompileOptions:
     prefix_caching: bool = True
     snapshot_bytes: int = DEFAULT_SNAPSHOT_BYTES
     snapshot_distance: int = 1024
+    kv_offload_dir: Path | None = None
+    kv_offload_bytes: int = DEFAULT_OFFLOAD_BYTES
     async_scheduling: bool = False
     backend: str = "auto"
     dtype: str | None = None
@@ -189,6 +197,7 @@ class CompileOptions:
             check_int("num_pages", self.num_pages, low=2)
         check_int("snapshot_bytes", self.snapshot_bytes, low=0)
         check_int("snapshot_distance", self.snapshot_distance, low=1)
+        self._check_offload()
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -289,7 +298,8 @@ class CompileOptions:
         return rows, tokens // rows
 
     def _check_ranks(self) -> None:
-        size, refused = self.tensor_parallel_size, ("quantize", "draft_vocab", "enabled_passes")
+        size = self.tensor_parallel_size
+        refused = ("quantize", "draft_vocab", "enabled_passes", "kv_offload_dir")
         kept = ("frozen", "require_sha256", "build_in_background")
         check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:
@@ -303,11 +313,30 @@ class CompileOptions:
                 f"several ranks run the checkpoint's weights on backend='eager': leave it out"
             )
 
+    def _check_offload(self) -> None:
+        check_int("kv_offload_bytes", self.kv_offload_bytes, low=1)
+        self._settle_directory("kv_offload_dir")
+        if self.kv_offload_dir is None:
+            return
+        if not self.prefix_caching:
+            raise OptionError("kv_offload_dir with prefix_caching=False, which finds no page again")
+        if self.async_scheduling:
+            raise OptionError(
+                "kv_offload_dir with async_scheduling, which knows of pages before the step that "
+                "fills them has ended; leave one out"
+            )
+
+    def _settle_directory(self, name: str) -> None:
+        """Turn the path of an option into a `Path`."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, (str, Path)) or "\0" in str(value):
+            raise OptionError(f"{name} is {value!r}; expected a directory's path")
+        object.__setattr__(self, name, Path(value))
+
     def _check_cache(self) -> None:
-        if self.cache_dir is not None:
-            if not isinstance(self.cache_dir, (str, Path)) or "\0" in str(self.cache_dir):
-                raise OptionError(f"cache_dir is {self.cache_dir!r}; expected a directory's path")
-            object.__setattr__(self, "cache_dir", Path(self.cache_dir))
+        self._settle_directory("cache_dir")
         pin = self.require_sha256
         if pin is not None and not (isinstance(pin, str) and re.fullmatch("[0-9a-f]{64}", pin)):
             raise OptionError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,11 +116,38 @@ def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[...,
     check_reuse(Conversations(compiled(family, 3)), 4)
 
 
+RESTARTED = ("mimo", "qwen3_next", "step3p7")
+"""Pages alone, recurrent state, rings of chained layers."""
+
+
+@pytest.mark.parametrize(
+    "family", [*RESTARTED, *(pytest.param(n, marks=pytest.mark.slow) for n in REUSING[2::2])]
+)
+def test_restarts_change_no_text_and_no_draft(
+    family: str, compiled: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The same schedules, each again on a new engine with the files of the first one."""
+    conversations = Conversations(compiled(family, 3), tmp_path)
+    check_reuse(conversations, 4)
+    assert conversations.seen["loaded"] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", [0, 3])
+@pytest.mark.parametrize("family", REUSING)
+def test_restarts_at_length(
+    family: str, spec_tokens: int, compiled: Callable[..., Any], tmp_path: Path
+) -> None:
+    """1,000 schedules with the kernels of the cpu backend."""
+    spec = compiled(family, spec_tokens, backend="cpu", batch_buckets=(1, 4))
+    check_reuse(Conversations(spec, tmp_path), 100)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec_tokens", [0, 1, 3, 4])
 @pytest.mark.parametrize("family", [*REUSING, "step3p7@3", "qwen3_5", "nemotron_h"])
 def test_reuse_at_length(family: str, spec_tokens: int, compiled: Callable[..., Any]) -> None:
-    """10,000 schedules with the kernels of the cpu backend."""
+    """11,520 schedules with the kernels of the cpu backend."""
     spec = compiled(family, spec_tokens, backend="cpu", batch_buckets=(1, 4))
     check_reuse(Conversations(spec), 360)
 

@@ -114,7 +114,7 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
 def add_llama(parser: argparse.ArgumentParser) -> None:
     """The options that bring llama.cpp along."""
     add = parser.add_argument
-    help_ = "directory with llama-batched-bench and llama-quantize of llama.cpp"
+    help_ = "directory with llama-batched-bench, -quantize and -server of llama.cpp"
     add("--llama-bench", type=_llama_programs, metavar="DIRECTORY", help=help_)
     help_ = "interpreter that has the package gguf; default: this one"
     add("--gguf-python", type=Path, default=Path(sys.executable), metavar="FILE", help=help_)

@@ -4,8 +4,8 @@ Runs under vLLM's interpreter, where mtpc is not installed: the standard library
 
 As a program it works on demand: it reads a job, a line of JSON, and answers with one, until its
 input ends. `{"prompts": [[...]], "new_tokens": N}` decodes a batch; `{"prefill": [[...]]}` takes
-prompts to their first tokens; `{"arrivals": [...]}` serves requests as they arrive (see
-`arrivals`).
+prompts to their first tokens; `{"turn": [...], "new_tokens": N}` answers one prompt and tells the
+answer; `{"arrivals": [...]}` serves requests as they arrive (see `arrivals`).
 """
 
 from __future__ import annotations
@@ -101,6 +101,24 @@ def first_tokens(engine: Any, prefill: list[list[int]]) -> dict[str, float]:
     return dict(seconds=time.perf_counter() - start, cpu_s=time.process_time() - cpu)
 
 
+def answer(engine: Any, turn: list[int], new_tokens: int) -> dict[str, Any]:
+    """A prompt's answer: seconds to its first token, its tokens, prompt tokens that were reused."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    start, seconds, output = time.perf_counter(), None, None
+    engine.add_request("turn", {"prompt_token_ids": turn}, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if seconds is None and output.outputs[0].token_ids:
+                seconds = time.perf_counter() - start
+    return dict(
+        seconds=seconds,
+        answer=list(output.outputs[0].token_ids),
+        reused=output.num_cached_tokens or 0,
+    )
+
+
 class VllmServer:
     """vLLM's engine under load."""
 
@@ -132,7 +150,7 @@ def serve_all(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(traces=traces, cpu_s=time.process_time() - cpu)
 
 
-_WORK = {"prompts": decode, "prefill": first_tokens, "arrivals": serve_all}
+_WORK = {"prompts": decode, "prefill": first_tokens, "turn": answer, "arrivals": serve_all}
 """What a job is, by the name of its input."""
 
 

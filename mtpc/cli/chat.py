@@ -47,7 +47,8 @@ def command(args: argparse.Namespace) -> int:
         tell(f"load {checkpoint}")
         model = compile_model(checkpoint, progress=stage_listener(tell), **options)
     chat = Chat(model, template, sampling, args.max_new_tokens, args.system)
-    chat.run(is_interactive=sys.stdin.isatty())
+    with closing(model):
+        chat.run(is_interactive=sys.stdin.isatty())
     return 0
 
 

@@ -133,6 +133,8 @@ def add_compile_options(
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
         ("snapshot_bytes", int, "N", "most bytes of snapshots of state that is not in KV pages"),
         ("snapshot_distance", int, "N", "tokens from one snapshot of a long prompt to the next"),
+        ("kv_offload_dir", Path, "DIR", "keep evicted KV pages there, and all at the end"),
+        ("kv_offload_bytes", int, "N", "most bytes of files in --kv-offload-dir"),
         ("prefill_chunk", int, "N", "tokens per prefill step (default: 512 or 64)"),
         (
             *("busy_prefill_chunk", int, "N"),

@@ -44,6 +44,7 @@ def command(args: argparse.Namespace) -> int:
         results = model.generate(
             prompts, args.max_new_tokens, ignore_eos=args.ignore_eos, sampling=sampling
         )
+        model.close()
     _print_results(prompts, results, model)
     return 0
 

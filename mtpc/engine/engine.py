@@ -108,17 +108,11 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """The counts so far, and the current state of the queue and the page pool."""
-        stats, scheduler = self._stats, self.scheduler
+        stats = self._stats
         stats.replays = self.program.replays.copy()
         stats.host_writes, stats.building = self.program.host_writes, self.program.building
-        stats.tiers = self.tiers.tiers
-        stats.preemptions = scheduler.num_preemptions
-        stats.reused_tokens = scheduler.reused_tokens
-        stats.forced_drafts = self._masks.forced_drafts
-        stats.num_waiting, stats.num_running = len(self.waiting), len(self.running)
-        stats.num_pages = self.pages.count
-        stats.pages_used = self.pages.count - self.pages.num_free
-        stats.pages_idle = self.pages.num_idle
+        stats.tiers, stats.forced_drafts = self.tiers.tiers, self._masks.forced_drafts
+        self.scheduler.describe(stats)
         self._states.describe(stats, self.pages.index)
         return stats
 
@@ -256,8 +250,14 @@ class Engine:
         with self._lock.in_turn():
             self._enter("reset_prefix_cache")
             self._is_torn = True
-            self.pages.forget_all()
+            self._states.forget(self.pages)
             self._is_torn = False
+
+    def close(self) -> None:
+        """Write the known pages and snapshots to `kv_offload_dir`; the engine can go on."""
+        with self._lock.in_turn():
+            self._enter("close")
+            self._states.save(self.pages)
 
     def step(self) -> list[StepOutput]:
         """Admit requests, then run one prefill step or one decode step (see `scheduler`).

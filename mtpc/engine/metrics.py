@@ -48,8 +48,7 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
         f"{stats.pages_used} of {stats.num_pages} used "
         f"({_share(stats.pages_used, stats.num_pages)}), {stats.pages_idle} idle",
     )
-    if stats.num_snapshots:
-        yield "state snapshots", _snapshots(stats)
+    yield from _kept(stats)
     if stats.forced_drafts:
         yield "grammars", f"{stats.forced_drafts} drafts replaced by the only token allowed"
     if stats.host_gaps:
@@ -66,11 +65,20 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
     yield "fallbacks", _counts(stats.fallbacks)
 
 
-def _snapshots(stats: Stats) -> str:
-    return (
-        f"{stats.snapshots_used} of {stats.num_snapshots} used "
-        f"({stats.snapshot_bytes / 2**20:.1f} MiB), {stats.snapshot_evictions} evicted"
-    )
+def _kept(stats: Stats) -> Iterator[tuple[str, str]]:
+    """Rows of what is kept beside the pages."""
+    if stats.num_snapshots:
+        yield (
+            "state snapshots",
+            f"{stats.snapshots_used} of {stats.num_snapshots} used "
+            f"({stats.snapshot_bytes / 2**20:.1f} MiB), {stats.snapshot_evictions} evicted",
+        )
+    if stats.offload_saved or stats.offload_loaded:
+        yield (
+            "KV offload",
+            f"{stats.offload_saved} files written, {stats.offload_loaded} taken over, "
+            f"{stats.offload_evictions} evicted ({stats.offload_bytes / 2**20:.1f} MiB)",
+        )
 
 
 def _counts(counter: Mapping[str, int]) -> str:
@@ -120,6 +128,7 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
         ("state_snapshots", "Snapshots of state outside of pages.", stats.snapshots_used),
         ("state_snapshots_max", "The most such snapshots.", stats.num_snapshots),
         ("state_snapshot_bytes", "Bytes of such snapshots.", stats.snapshot_bytes),
+        ("kv_offload_bytes", "Bytes of offloaded pages and snapshots.", stats.offload_bytes),
     ):
         yield name, description, [({}, float(value))]
 
@@ -141,6 +150,9 @@ def _counters(stats: Stats) -> Iterator[Metric]:
         ("prefix_cache_queries_total", "Prompt tokens looked up for reuse.", queried),
         ("prefix_cache_hits_total", "Prompt tokens reused.", stats.reused_tokens),
         ("state_snapshot_evictions_total", "Snapshots evicted.", stats.snapshot_evictions),
+        ("kv_offload_saved_total", "Pages and snapshots written to files.", stats.offload_saved),
+        ("kv_offload_loaded_total", "Pages and snapshots taken over.", stats.offload_loaded),
+        ("kv_offload_evictions_total", "Files evicted.", stats.offload_evictions),
         ("spec_decode_num_drafts_total", "Rounds of drafts, per request and step.", drafts),
         ("spec_decode_num_draft_tokens_total", "Drafts verified.", sum(stats.drafted)),
         ("spec_decode_num_accepted_tokens_total", "Drafts accepted.", sum(stats.accepted)),

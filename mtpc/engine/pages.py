@@ -91,6 +91,12 @@ class PagePool:
     def num_idle(self) -> int:
         return len(self._idle)
 
+    @property
+    def known(self) -> list[int]:
+        """All pages with a known content: idle ones by age, then those in use, ends first."""
+        used = [page for page in self.index.pages if self._users[page]]
+        return [*self._idle, *reversed(used)]
+
     def users(self, page: int) -> int:
         """The number of requests that use a page."""
         return self._users[page]
@@ -110,6 +116,7 @@ class PagePool:
             page = self._empty.pop()
         else:
             page = next(iter(self._idle))
+            self.index.keep(page)
             del self._idle[page]
             self.index.forget(page)
         self._users[page] = 1

@@ -19,8 +19,11 @@ the table compares blocks by their tokens. No hash stands for tokens, so none ca
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from mtpc.engine.offload import Offload
 from mtpc.engine.request import Request
 
 ROOT = 0
@@ -51,6 +54,20 @@ class _Entry:
     number: int
 
 
+class Match(NamedTuple):
+    """What is known of the beginning of a request's tokens.
+
+    Attributes:
+        pages: known pages, in sequence order.
+        number: of the last block in `pages`; ROOT if there is none.
+        num_stored: how many blocks behind them files hold.
+    """
+
+    pages: list[int]
+    number: int
+    num_stored: int = 0
+
+
 class SnapshotIndex:
     """Which snapshot belongs to which page: the one whose end it was taken at.
 
@@ -62,10 +79,12 @@ class SnapshotIndex:
 
     Attributes:
         num_evicted: number of snapshots that were evicted.
+        keep: called with the page and the snapshot that is about to be evicted.
     """
 
     def __init__(self, count: int):
         self.count, self.num_evicted = count, 0
+        self.keep: Callable[[int, int], None] = lambda page, snapshot: None
         self.reset()
 
     def reset(self) -> None:
@@ -80,9 +99,15 @@ class SnapshotIndex:
     def num_used(self) -> int:
         return self.count - len(self._free)
 
+    @property
+    def attached(self) -> dict[int, int]:
+        """The snapshots of pages, by page."""
+        return self._attached.copy()
+
     def take(self) -> int | None:
         """A snapshot to write, or None if requests hold all of them."""
         if not self._free and self._attached:
+            self.keep(*next(iter(self._attached.items())))
             self.forget(next(iter(self._attached)))
             self.num_evicted += 1
         return self._free.pop() if self._free else None
@@ -118,12 +143,15 @@ class PrefixIndex:
 
     Attributes:
         snapshots: which page has which snapshot.
+        keep: called with the page that is about to be evicted.
     """
 
     def __init__(self, num_snapshots: int = 0) -> None:
         self.snapshots = SnapshotIndex(num_snapshots)
+        self.keep: Callable[[int], None] = lambda page: None
         self._entries: dict[Block, _Entry] = {}
         self._blocks: dict[int, Block] = {}
+        self._digests: dict[int, bytes] = {}
         self._numbers = itertools.count(ROOT + 1)
 
     def __contains__(self, page: int) -> bool:
@@ -138,22 +166,32 @@ class PrefixIndex:
         entry = self._entries.get(block)
         return None if entry is None else (entry.page, entry.number)
 
-    def add(self, block: Block, page: int) -> int:
+    def add(self, block: Block, page: int, digest: bytes = b"") -> int:
         """Record that a page holds a block, and return the block's number.
 
         If another page already holds the block, the table keeps that page. Both have the same
         content.
+
+        Args:
+            block: what identifies it here.
+            page: where it is.
+            digest: what identifies it in files, if there are any.
         """
         entry = self._entries.get(block)
         if entry is None:
             entry = self._entries[block] = _Entry(page, next(self._numbers))
-            self._blocks[page] = block
+            self._blocks[page], self._digests[page] = block, digest
         return entry.number
+
+    def digest(self, page: int) -> bytes:
+        """What identifies a known page in files."""
+        return self._digests[page]
 
     def clear(self) -> None:
         """Remove all pages from the table, even if an interrupt left it half-changed."""
         self._entries.clear()
         self._blocks.clear()
+        self._digests.clear()
         self.snapshots.reset()
 
     def forget(self, page: int) -> None:
@@ -162,6 +200,7 @@ class PrefixIndex:
         if block is not None:
             del self._entries[block]
             self.snapshots.forget(page)
+            del self._digests[page]
 
 
 class PrefixCache:
@@ -173,32 +212,107 @@ class PrefixCache:
         lookahead: number of tokens after a page on which its content depends.
         distance: tokens from one snapshot of a prompt to the next; 0 if all of a request's past is
             in pages.
+        offload: files with more pages and snapshots, or None. They get what is evicted.
     """
 
-    def __init__(self, index: PrefixIndex, page_size: int, lookahead: int, distance: int = 0):
+    def __init__(
+        self,
+        index: PrefixIndex,
+        page_size: int,
+        lookahead: int,
+        distance: int = 0,
+        offload: Offload | None = None,
+    ):
         self.index, self.page_size, self.lookahead = index, page_size, lookahead
         self.distance = -(-distance // page_size) * page_size
+        self.offload = offload
+        if offload is not None:
+            index.keep, index.snapshots.keep = self._keep_page, self._keep_state
 
-    def match(self, request: Request) -> tuple[list[int], int]:
+    def match(self, request: Request) -> Match:
         """Find the known pages that hold the beginning of a request's tokens.
 
         At least one token is left to prefill, because the request needs its logits.
 
         Returns:
-            The pages, in sequence order, and the number of the last block. The last page has a
-            snapshot if the request needs one.
+            The pages. The last one has a snapshot if the request needs one.
         """
-        pages, number = list[int](), ROOT
-        count, last = 0, ROOT
+        known = self._known(request)
+        while known and self.distance and known[-1][0] not in self.index.snapshots:
+            known.pop()
+        return _match(known)
+
+    def match_files(self, request: Request, found: Match) -> Match:
+        """What `match` has found, or more of the beginning with blocks that files hold.
+
+        Where the request needs a snapshot, a page or a file has the one at the last block's end.
+        """
+        files, snapshots = self.offload, self.index.snapshots
+        if files is None:
+            return found
+        known = self._known(request)
+        most, end = self._reusable(request.num_tokens) // self.page_size, len(known)
+        while end < most and files.has_page(request, end):
+            end += 1
+        while self.distance and end > len(found.pages):
+            is_known = end <= len(known) and known[end - 1][0] in snapshots
+            if is_known or files.has_state(request, end - 1):
+                break
+            end -= 1
+        if end <= len(found.pages):
+            return found
+        return _match(known[:end], max(end - len(known), 0))
+
+    def load(self, request: Request, found: Match) -> bool:
+        """Settle which snapshot a request begins with, and fill its pages and slot from files.
+
+        Args:
+            request: has its pages and its slot.
+            found: of `match_files`, a moment ago.
+
+        Returns:
+            Whether all could be read. If not, files will have less for the same request.
+        """
+        first, snapshots = len(found.pages), self.index.snapshots
+        end, request.restored = first + found.num_stored, None
+        needs_state = bool(self.distance and end)
+        if needs_state and not found.num_stored and found.pages[-1] in snapshots:
+            request.restored = snapshots.use(found.pages[-1])
+            needs_state = False
+        if self.offload is None:
+            return True
+        numbers = range(first, end)
+        if not all(self.offload.load_page(request, n, request.pages[n]) for n in numbers):
+            return False
+        return not needs_state or self.offload.load_state(request, end - 1)
+
+    def save(self, pages: list[int]) -> None:
+        """Write known pages and their snapshots to files, those that matter least first."""
+        if self.offload is not None:
+            for page in pages[-self.offload.most_pages :]:
+                self._keep_page(page)
+
+    def _keep_page(self, page: int) -> None:
+        if self.offload is not None:
+            self.offload.save_page(self.index.digest(page), page)
+            snapshot = self.index.snapshots.attached.get(page)
+            if snapshot is not None:
+                self._keep_state(page, snapshot)
+
+    def _keep_state(self, page: int, snapshot: int) -> None:
+        if self.offload is not None:
+            self.offload.save_state(self.index.digest(page), snapshot)
+
+    def _known(self, request: Request) -> list[tuple[int, int]]:
+        """The known pages of a request's beginning, each with the number of its block."""
+        known, number = list[tuple[int, int]](), ROOT
         for end in range(self.page_size, self._reusable(request.num_tokens) + 1, self.page_size):
             found = self.index.find(self._block(request, end, number))
             if found is None:
                 break
-            page, number = found
-            pages.append(page)
-            if not self.distance or page in self.index.snapshots:
-                count, last = len(pages), number
-        return pages[:count], last
+            known.append(found)
+            number = found[1]
+        return known
 
     def next_snapshot(self, request: Request, past: int) -> int | None:
         """The first length after `past` tokens at which a prompt leaves a snapshot, if any."""
@@ -255,7 +369,8 @@ class PrefixCache:
         final = request.num_committed - max(self.lookahead - 1, 0)
         while (end := (request.num_indexed + 1) * self.page_size) <= final:
             block, own = self._block(request, end, request.last_block), request.num_indexed
-            request.last_block = self.index.add(block, request.pages[own])
+            digest = self.offload.block(request, own) if self.offload else b""
+            request.last_block = self.index.add(block, request.pages[own], digest)
             request.num_indexed += 1
             if end in request.snapshots:
                 self._attach(request, end, block)
@@ -277,3 +392,8 @@ class PrefixCache:
     def _block(self, request: Request, end: int, parent: int) -> Block:
         tokens = tuple(request.token_ids(end - self.page_size, end))
         return Block(parent, tokens, tuple(request.token_ids(end, end + self.lookahead)))
+
+
+def _match(known: list[tuple[int, int]], num_stored: int = 0) -> Match:
+    """A match of known pages with the numbers of their blocks."""
+    return Match([page for page, _ in known], known[-1][1] if known else ROOT, num_stored)

@@ -69,6 +69,7 @@ class Request:
         restored: the snapshot that the request's slot state begins with, or None.
         snapshots: snapshots of the request whose blocks are not in the index yet, by the length of
             the text they stand for.
+        digests: what identifies its first blocks in files (`offload`).
         newest: the page with the request's last snapshot of decoded text, or None.
         num_unread: the most tokens that launched but unread steps may have emitted.
         num_drafts: drafts that the last step proposed for the next one to verify.
@@ -95,6 +96,7 @@ class Request:
     num_cached: int | None = None
     restored: int | None = None
     snapshots: dict[int, int] = field(default_factory=dict)
+    digests: list[bytes] = field(default_factory=list)
     newest: int | None = None
     num_unread: int = 0
     num_drafts: int = 0

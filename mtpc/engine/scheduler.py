@@ -37,8 +37,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mtpc.engine.pages import FreeList, PagePool
-from mtpc.engine.prefix import PrefixCache
+from mtpc.engine.prefix import ROOT, Match, PrefixCache
 from mtpc.engine.request import Request
+from mtpc.engine.stats import Stats
 from mtpc.layout import Bucket
 
 Phase = Literal["prefill", "decode"]
@@ -165,6 +166,13 @@ class Scheduler:
             request.num_input, request.num_prefilled = request.num_tokens, 0
             self.waiting.append(request)
 
+    def describe(self, stats: Stats) -> None:
+        """Write the state of the queues and of the page pool into statistics."""
+        stats.preemptions, stats.reused_tokens = self.num_preemptions, self.reused_tokens
+        stats.num_waiting, stats.num_running = len(self.waiting), len(self.running)
+        stats.num_pages, stats.pages_idle = self.pages.count, self.pages.num_idle
+        stats.pages_used = self.pages.count - self.pages.num_free
+
     def learn(self, request: Request) -> None:
         """Let other requests reuse the pages of a request. Call this before it is removed."""
         if self.prefixes is not None:
@@ -269,30 +277,43 @@ class Scheduler:
         Return False if the pool has too few pages, or if the request should wait for a beginning
         that a running request is about to compute.
         """
-        shared, number = self.prefixes.match(request) if self.prefixes else ([], 0)
+        found = self.prefixes.match(request) if self.prefixes else Match([], ROOT)
+        shared = found.pages
         if self._awaits(request, len(shared)):
             return False
         idle = sum(not self.pages.users(page) for page in shared)
-        fresh = self._pages_for(request.num_tokens) - len(shared)
-        if fresh + idle + len(self.running) > self.pages.num_free:
+        count = self._pages_for(request.num_tokens)
+        if count - len(shared) + idle + len(self.running) > self.pages.num_free:
             return False
-        self.pages.share(shared)
-        request.pages = shared + self.pages.take(fresh)
+        request.num_input, request.num_prefilled = request.num_tokens, 0
         request.slot = self.slots.take()
-        request.num_input = request.num_tokens
-        request.num_indexed, request.last_block = len(shared), number
-        request.num_prefilled = 0
         if self.prefixes:
-            request.num_prefilled = len(shared) * self.prefixes.page_size
-            self.reused_tokens += request.num_prefilled
-        needs_snapshot = bool(shared and self.prefixes and self.prefixes.distance)
-        snapshots = self.pages.index.snapshots
-        request.restored = snapshots.use(shared[-1]) if needs_snapshot else None
+            self._take_known(request, count, self.prefixes, found)
+        else:
+            request.pages = self.pages.take(count)
         if request.num_cached is None:
             request.num_cached = request.num_prefilled
         self.running.append(request)
         self._placed.append(request)
         return True
+
+    def _take_known(
+        self, request: Request, count: int, prefixes: PrefixCache, found: Match
+    ) -> None:
+        """Give a request `count` pages, of which the first hold what is known of its beginning.
+
+        Files can only add to the known pages, and each that is shared needs no other page.
+        """
+        while True:
+            more = prefixes.match_files(request, found)
+            self.pages.share(more.pages)
+            request.pages = more.pages + self.pages.take(count - len(more.pages))
+            if prefixes.load(request, more):
+                break
+            self.pages.give_back(request.pages)
+        request.num_indexed, request.last_block = len(more.pages), more.number
+        request.num_prefilled = (len(more.pages) + more.num_stored) * prefixes.page_size
+        self.reused_tokens += request.num_prefilled
 
     def _awaits(self, request: Request, num_shared: int) -> bool:
         """Whether a running prompt will soon let a request share more than `num_shared` pages."""

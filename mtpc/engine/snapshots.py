@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 
 from mtpc.config import CompileOptions
+from mtpc.engine.offload import Offload
+from mtpc.engine.offload_files import OffloadDirectory
+from mtpc.engine.pages import PagePool
 from mtpc.engine.prefix import PrefixCache, PrefixIndex, SnapshotIndex
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.engine.stats import Stats
+from mtpc.errors import OptionError
 from mtpc.layout.slot_state import rows_of_slot, slot_state, snapshot_count, snapshot_nbytes
 from mtpc.program.program import Program
 from mtpc.weights.packing import allocate
@@ -52,7 +56,7 @@ class SlotStates:
             _pair(name, program.shared[name], program.max_reqs + 1, self.count)
             for name in (self.names if self.count else ())
         ]
-        self._copy = program.copy
+        self._copy, self._program = program.copy, program
         program.snapshots += [snapshots for _, snapshots in self._pairs]
 
     def open_prefixes(self, index: PrefixIndex, fallbacks: Counter[str]) -> PrefixCache | None:
@@ -70,8 +74,43 @@ class SlotStates:
             fallbacks[f"{given}, and one snapshot takes {self.nbytes}"] += 1
             return None
         distance = options.snapshot_distance if self.names else 0
-        self.prefixes = PrefixCache(index, options.page_size, options.spec_tokens, distance)
+        size, lookahead = options.page_size, options.spec_tokens
+        offload = self._open_offload(fallbacks)
+        self.prefixes = PrefixCache(index, size, lookahead, distance, offload)
         return self.prefixes
+
+    def _open_offload(self, fallbacks: Counter[str]) -> Offload | None:
+        """The files of `kv_offload_dir`, if there is one."""
+        options, program = self._options, self._program
+        if options.kv_offload_dir is None:
+            return None
+        if not program.identity:
+            raise OptionError(
+                f"kv_offload_dir is {options.kv_offload_dir} for a program of unknown weights; "
+                "expected mtpc.compile with a checkpoint's directory"
+            )
+        pages = {n: program.shared[n] for n, spec in program.layout.items() if spec.is_paged}
+        pairs = zip(self.names, self._pairs, strict=True)
+        return Offload(
+            OffloadDirectory(options.kv_offload_dir, options.kv_offload_bytes),
+            pages,
+            {name: (snapshots, slots) for name, (slots, snapshots) in pairs},
+            options.page_size,
+            options.spec_tokens,
+            program.identity,
+            fallbacks,
+        )
+
+    def save(self, pages: PagePool) -> None:
+        """Write what the pool's index knows to the files, if there are any."""
+        if self.prefixes is not None:
+            self.prefixes.save(pages.known)
+
+    def forget(self, pages: PagePool) -> None:
+        """Forget what all pages hold, and use the files no more: the weights have changed."""
+        pages.forget_all()
+        if self.prefixes is not None:
+            self.prefixes.offload = None
 
     def save_prompts(self, turn: Turn) -> None:
         """Take snapshots of the prompts that a launched step brings to a chosen length."""
@@ -115,6 +154,11 @@ class SlotStates:
         stats.num_snapshots, stats.snapshots_used = snapshots.count, snapshots.num_used
         stats.snapshot_bytes = snapshots.num_used * self.nbytes
         stats.snapshot_evictions = snapshots.num_evicted
+        if self.prefixes is not None and self.prefixes.offload is not None:
+            files = self.prefixes.offload
+            stats.offload_saved, stats.offload_loaded = files.num_saved, files.num_loaded
+            stats.offload_bytes = files.directory.nbytes
+            stats.offload_evictions = files.directory.num_evicted
 
 
 def _pair(name: str, buffer: Tensor, num_slots: int, count: int) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ class DecodeCounts:
 class Stats:
     """Counts since the engine was made, and the state of its queue and page pool.
 
-    `Engine.stats` updates the state (`num_waiting` to `snapshot_bytes`) each time it is read.
+    `Engine.stats` updates the state (`num_waiting` to `offload_evictions`) each time it is read.
 
     Attributes:
         spec_tokens: K, or the largest K if the engine chooses among several.
@@ -91,6 +91,10 @@ class Stats:
         snapshots_used: snapshots that are kept.
         snapshot_bytes: bytes of these snapshots.
         snapshot_evictions: snapshots that were evicted because new ones needed their memory.
+        offload_saved: files of pages and snapshots that were written to `kv_offload_dir`.
+        offload_loaded: files of them that requests took over.
+        offload_bytes: bytes of all files there when the engine last wrote one.
+        offload_evictions: files that the engine removed because new ones needed their bytes.
         tiers: the K that the engine chooses from.
         building: what is said of steps that another process builds; "" if there are none.
         replays: replays per captured step.
@@ -129,6 +133,10 @@ class Stats:
     snapshots_used: int = 0
     snapshot_bytes: int = 0
     snapshot_evictions: int = 0
+    offload_saved: int = 0
+    offload_loaded: int = 0
+    offload_bytes: int = 0
+    offload_evictions: int = 0
     tiers: tuple[int, ...] = ()
     building: str = ""
     replays: Counter[StepKey] = field(default_factory=Counter)

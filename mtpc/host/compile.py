@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _ENGINE_OPTIONS = (
     *("busy_prefill_chunk", "prefix_caching", "snapshot_bytes", "snapshot_distance"),
+    *("kv_offload_dir", "kv_offload_bytes"),
     *("async_scheduling", "require_sha256", "tensor_parallel_size"),
     *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
 )

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mtpc import ops
 from mtpc.layout import NO_SLOT
 from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks
+from mtpc.ops.choose_slots import choose_slots
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -99,27 +99,24 @@ def choose_entries(indexer: Any, hidden: Tensor, query: Tensor, rows: Rows, keys
         keys: entries of the indexer, [S, E, D], those of this forward included.
 
     Returns:
-        int64 [T, min(index_topk, E)], distinct. If a row sees fewer entries, the rest are entries
-        that it does not see.
+        int32 [T, min(index_topk, E)]: places in the entries of all request slots, slot * E + entry,
+        ascending; then -1, where a row sees fewer.
     """
-    visible = visible_entries(rows, indexer.compress_rate, keys.shape[1])
-    own = torch.where(visible[..., None], keys[rows.slot], 0)
     cos, sin = angles(indexer, hidden, rows.position)
     heads = indexer.q_b_proj(query).unflatten(-1, (-1, indexer.head_dim))
     heads = rotate(heads, cos[:, None], sin[:, None])
     scorer = indexer.scorer
-    scores = F.relu(torch.einsum("thd,ted->teh", heads.float(), own.float()))
-    weights = scorer.weights_proj(hidden).float() * scorer.weights_scaling
-    total = (scores * scorer.softmax_scale * weights[:, None]).sum(-1)
-    total = torch.where(visible, total, float("-inf"))
-    return total.topk(min(indexer.index_topk, keys.shape[1]), -1).indices
+    weights = scorer.weights_proj(hidden).float() * (scorer.weights_scaling * scorer.softmax_scale)
+    # To the operator each row is a request of one row, whose entries are one page.
+    seen = closed_windows(rows, indexer.compress_rate).clamp(max=keys.shape[1]).int()
+    starts = torch.arange(seen.shape[0] + 1, device=seen.device, dtype=torch.int32)
+    table = rows.slot[:, None].int()
+    return choose_slots(heads.float(), weights, keys, table, seen, starts, indexer.index_topk)
 
 
-def visible_entries(rows: Rows, ratio: int, count: int) -> Tensor:
-    """Which compressed entries each row sees, bool [T, count]."""
-    entry = torch.arange(count, device=rows.position.device)
-    closed = (rows.position + 1) // ratio
-    return (entry[None] < closed[:, None]) & rows.live[:, None]
+def closed_windows(rows: Rows, ratio: int) -> Tensor:
+    """How many compressed entries each row sees: int64 [T], 0 for padding."""
+    return torch.where(rows.live, (rows.position + 1) // ratio, 0)
 
 
 @dataclass(frozen=True)
@@ -193,17 +190,17 @@ class WindowedAttention(nn.Module):
         keys, seen = [state.window[rows.slot]], [masks.ring]
         if self.compressor is not None:
             compress(self.compressor, hidden, rows, SlotRing(state.raw), state.entries)
-            count = state.entries.shape[1]
-            visible = visible_entries(rows, self.compressor.compress_rate, count)
             indexer = getattr(self.compressor, "indexer", None)
             if indexer is None:
+                entry = torch.arange(state.entries.shape[1], device=hidden.device)
+                closed = closed_windows(rows, self.compressor.compress_rate)
                 keys.append(state.entries[rows.slot])
-                seen.append(visible)
+                seen.append(entry[None] < closed[:, None])
             else:
                 compress(indexer, hidden, rows, SlotRing(state.index_raw), state.index_entries)
                 chosen = choose_entries(indexer, hidden, low, rows, state.index_entries)
-                keys.append(state.entries.flatten(0, 1)[rows.slot[:, None] * count + chosen])
-                seen.append(visible.gather(1, chosen))
+                keys.append(state.entries.flatten(0, 1)[chosen.clamp(min=0)])
+                seen.append(chosen >= 0)
         return torch.cat(keys, 1), torch.cat(seen, 1)
 
     def _attend(

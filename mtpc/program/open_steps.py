@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from mtpc.backends import choose_backend, settle_prefill
+from mtpc.backends import PACKAGING, choose_backend, settle_prefill
 from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
-from mtpc.errors import CacheError, MtpcError
+from mtpc.errors import CacheError, MtpcError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, line_reporter
 from mtpc.program.background import Rest
@@ -26,6 +26,7 @@ from mtpc.program.free_memory import free_bytes
 from mtpc.program.host_memory import check_model, need_of_steps
 from mtpc.program.interrupts import HeldInterrupts
 from mtpc.program.open_cache import kernel_store, open_cache
+from mtpc.program.page_identity import page_identity
 from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
@@ -86,6 +87,7 @@ class Opened(Generic[T]):
         cache: the steps' entries; it also holds the files of steps that the cache could not keep,
             until they are bound.
         rest: the steps that are still to be built, with `build_in_background`; None: none.
+        identity: of what fills pages, for `kv_offload_dir`; "" without that option.
     """
 
     made: T
@@ -97,6 +99,7 @@ class Opened(Generic[T]):
     loaded: LoadedModel | None = None
     cache: StepCache | None = None
     rest: Rest | None = None
+    identity: str = ""
 
 
 def open_steps(
@@ -118,6 +121,11 @@ def open_steps(
     report = line_reporter(interrupts.tell)
     parsed = CompileOptions.parse(options)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
+    if parsed.kv_offload_dir is not None and not isinstance(source, Checkpoint):
+        raise OptionError(
+            "kv_offload_dir with a model object, whose weights may be other ones tomorrow; "
+            "expected a checkpoint's directory"
+        )
     parsed = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
     graphs = tuple(graph_keys(parsed, assembler.form))
     opener = _Opener(
@@ -224,8 +232,15 @@ class _Opener(Generic[T]):
             ) from error
         return Opened(
             made, found.served(), options, found.device, Counter(), found.check, None, cache,
-            self._later(found, weights, cache, self.options),
+            self._later(found, weights, cache, self.options), self._identity(options, PACKAGING),
         )  # fmt: skip
+
+    def _identity(self, options: CompileOptions, backend: str) -> str:
+        """What identifies pages in files, if the options ask for such."""
+        if options.kv_offload_dir is None:
+            return ""
+        self.report("read the weights, to know their pages in kv_offload_dir")
+        return page_identity(self.source, options, backend)
 
     def _later(
         self, begun: Restored, weights: WeightTable, cache: StepCache, options: CompileOptions
@@ -273,7 +288,11 @@ class _Opener(Generic[T]):
             made = self.assembler.compile(compiler)
         compiler.tell("done", None)
         served, settled = loaded.served(), compiler.options
-        return Opened(made, served, settled, backend.device, Counter(), lambda: None, loaded, cache)
+        identity = self._identity(settled, backend.name)
+        return Opened(
+            made, served, settled, backend.device, Counter(), lambda: None, loaded, cache, None,
+            identity,
+        )  # fmt: skip
 
     def _built_from_headers(
         self, source: Checkpoint, cache: StepCache, backend: Backend

@@ -122,9 +122,14 @@ class CheckpointFiles(ConfigFile):
         check_counts(self.config, self._config_path, len(self.stored))
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold its tensors."""
+        return tuple(self._files)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files that hold its tensors."""
-        return sum(path.stat().st_size for path in self._files)
+        return sum(path.stat().st_size for path in self.paths)
 
     def read(self, name: str) -> Tensor:
         """One tensor of the files, by its name there and as it is stored, in the memory map."""

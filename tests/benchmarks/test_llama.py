@@ -19,6 +19,7 @@ from benchmarks.peers.llama_decoder import (
     LlamaFiles,
     read_result,
 )
+from benchmarks.peers.llama_server import SERVER, LlamaServer
 from mtpc.weights.write_quantised import quantise_checkpoint
 
 LINE = (
@@ -102,3 +103,46 @@ def test_a_failure_is_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
     files = LlamaFiles(tmp_path, Path(sys.executable), tmp_path / "nothing", tmp_path / "gguf")
     with pytest.raises(LlamaError, match=r"ended with status 1:\n(.|\n)*Error"):
         files.write("Q4_0")
+
+
+_SERVER = f"""#!{sys.executable}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({{"status": "ok"}})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tokens = [7] * (asked["n_predict"] - (asked["prompt"] == [1]))
+        timings = {{"cache_n": 2, "prompt_n": len(asked["prompt"]) - 2, "prompt_ms": 250.0}}
+        self.answer({{"content": "", "tokens": tokens, "timings": timings}})
+
+    def answer(self, value):
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+"""What llama.cpp's server answers, by its source (tools/server/server-task.cpp)."""
+
+
+def test_a_servers_answer_is_read(tmp_path: Path) -> None:
+    program, log = tmp_path / SERVER, tmp_path / "log"
+    program.write_text(_SERVER)
+    program.chmod(0o755)
+    server = LlamaServer(tmp_path, tmp_path / "model.gguf", 64, 1, log)
+    try:
+        assert server.answer([1, 2, 3, 4, 5], 3) == (0.25, [7, 7, 7], 2)
+        with pytest.raises(LlamaError, match="gave 2 tokens; expected 3"):
+            server.answer([1], 3)
+    finally:
+        server.close()
+    program.write_text("#!/bin/sh\necho no model; exit 1\n")
+    with pytest.raises(LlamaError, match="did not start"):
+        LlamaServer(tmp_path, tmp_path / "model.gguf", 64, 1, log)
+    assert log.read_text() == "no model\n"

@@ -29,4 +29,4 @@ def test_cells() -> None:
         for t, r in ((0.1, 60), (0.2, 50), (0.9, 70))
     ]  # fmt: skip
     (cells,) = second_turn.table({"rows": rows}).cells
-    assert cells == ["m", "1", "64", "second", "2.00", "200", "10.0%", "50", "3"]
+    assert cells == ["m", "mtpc", "1", "64", "second", "2.00", "200", "10.0%", "50", "3"]

@@ -77,6 +77,8 @@ NOT_IN_THE_KEY: list[dict[str, Any]] = [
     {"prefix_caching": False},  # And these are the engine's.
     {"snapshot_bytes": 0},
     {"snapshot_distance": 64},
+    {"kv_offload_dir": Path("/elsewhere")},
+    {"kv_offload_bytes": 1},
     {"busy_prefill_chunk": 2},
     {"async_scheduling": True},
     {"build_in_background": True},

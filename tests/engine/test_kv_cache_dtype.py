@@ -122,6 +122,17 @@ def test_reuse_of_pages_of_codes(family: str, kind: str, compiled: Callable[...,
     check_reuse(Conversations(compiled(family, 3, kv_cache_dtype=kind)), 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next", "step3p7"])
+def test_restarts_with_pages_of_codes(
+    family: str, compiled: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Codes and scales through files, to an engine that begins with wild memory."""
+    conversations = Conversations(compiled(family, 3, kv_cache_dtype="int8"), tmp_path)
+    check_reuse(conversations, 4)
+    assert conversations.seen["loaded"] > 30
+
+
 def test_a_page_of_codes_takes_about_half(compiled: Callable[..., Any]) -> None:
     """A byte a number, and four a token and head; the tiny model's float64 takes eight."""
     plain, coded = (compiled("mimo", 3, **options).program.layout for options in

@@ -1,15 +1,17 @@
 """Random schedules of conversations on an engine with reuse, compared with fresh runs without it.
 
 Both engines run on one program. So a schedule has three parts: fresh runs of all its prompts, the
-schedule itself, and the comparison of the drafts that were seen. Texts of tiny models hardly change
-where the state of a layer is wrong, but the rows of later layers do. So the rows in pages are
-compared, too.
+schedule itself, and the comparison of the drafts that were seen. With files of evicted pages, the
+schedule runs twice: the second time on a new engine, from wild memory and the files. Texts of tiny
+models hardly change where the state of a layer is wrong, but the rows of later layers do. So the
+rows in pages are compared, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -150,19 +152,42 @@ class Live:
 
 
 class Conversations:
-    """Schedules on engines of one program, and what was seen over all of them."""
+    """Schedules on engines of one program, and what was seen over all of them.
 
-    def __init__(self, spec: mtpc.SpecModel):
+    Args:
+        spec: has the program.
+        offload: a directory for the files of each schedule; None: engines keep nothing in files.
+    """
+
+    def __init__(self, spec: mtpc.SpecModel, offload: Path | None = None):
         self.spec, self.fresh = spec, Fresh(spec)
+        self.program = replace(spec.program, identity="tests")
         self.seen: Counter[str] = Counter()
+        self._offload = offload
 
     def run(self, drawn: Drawn, options: dict[str, Any]) -> None:
         """Run one schedule from wild memory."""
-        poison(self.spec)
         prompts = self._prompts([ask for ask, _, _ in drawn])
+        self.seen_drafts: dict[Text, list[int]] = {}
+        if self._offload is None:
+            self._run(drawn, prompts, options)
+        else:
+            self.seen["schedules"] += 1
+            files = {
+                "kv_offload_dir": self._offload / str(self.seen["schedules"]),
+                "async_scheduling": False,
+            }
+            for _ in range(2):
+                self._run(drawn, prompts, options | files)
+        for text, found in self.seen_drafts.items():
+            assert found == self.fresh.drafts(text)
+        self.spec.engine.reset_prefix_cache()  # Its pages were written over.
+
+    def _run(self, drawn: Drawn, prompts: list[Text], options: dict[str, Any]) -> None:
+        """Run a schedule on a new engine from wild memory, and close it."""
+        poison(self.spec)
         self.engine = self._engine(**options)
         self.live: dict[int, Live] = {}
-        self.seen_drafts: dict[Text, list[int]] = {}
         for (ask, steps, aborted), prompt in zip(drawn, prompts, strict=True):
             self._add(ask, prompt)
             self._step(steps)
@@ -172,16 +197,14 @@ class Conversations:
                 del self.live[request_id]
         self._step(2000)
         assert not self.live, "livelock"
+        self.engine.close()
         self._check_empty()
-        for text, found in self.seen_drafts.items():
-            assert found == self.fresh.drafts(text)
-        self.spec.engine.reset_prefix_cache()  # Its pages were written over.
 
     def _engine(self, snapshots: int, **options: Any) -> Engine:
         """An engine on its program, with fresh memory for that many snapshots."""
         nbytes = self.spec.engine._states.nbytes
         made = replace(self.spec.options, snapshot_bytes=snapshots * nbytes, **options)
-        return Engine(self.spec.program, made, self.spec.engine.vocab_size)
+        return Engine(self.program, made, self.spec.engine.vocab_size)
 
     def _prompts(self, drawn: list[Ask]) -> list[Text]:
         """The prompts of a schedule's asks; their answers are known after this."""
@@ -259,6 +282,10 @@ class Conversations:
         self.seen["preempted"] += engine.scheduler.num_preemptions
         self.seen["evicted"] += snapshots.num_evicted
         self.seen["kept"] += snapshots.num_used
+        stats = engine.stats
+        self.seen["loaded"] += stats.offload_loaded
+        self.seen["files evicted"] += stats.offload_evictions
+        assert not stats.fallbacks
         engine.reset_prefix_cache()
         assert snapshots.num_used == pages.num_idle == 0
 

@@ -42,6 +42,7 @@ _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
+_RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
 METADATA = "step/metadata.py"
 ACCEPT = "ops/accept.py"
@@ -577,9 +578,68 @@ FAULTS = (
     Fault(
         "a snapshot is restored into the neighbour's slot",
         "engine/snapshots.py",
-        "slots[request.slot - 1].copy_(snapshots[request.restored])",
-        "slots[request.slot - 2].copy_(snapshots[request.restored])",
+        "slots[request.slot - 1], snapshots[request.restored]",
+        "slots[request.slot - 2], snapshots[request.restored]",
         f"{_REUSE}[deepseek_v4]",
+    ),
+    Fault(
+        "in files: a page is one block off",
+        "engine/prefix.py",
+        "digest = self.offload.block(request, own)",
+        "digest = self.offload.block(request, max(own - 1, 0))",
+        f"{_RESTART}[mimo]",
+    ),
+    Fault(
+        "in files: a page is what was read or written before",
+        "engine/offload.py",
+        "        form.gather(row)\n",
+        "",
+        f"{_RESTART}[mimo]",
+    ),
+    Fault(
+        "in files: layers are exchanged",
+        "engine/offload.py",
+        "        for _, target, view in self._views:\n            target[row].copy_(view)\n",
+        "        for (_, target, _), (_, _, view) in zip(\n"
+        "            self._views, [*self._views[2:], *self._views[:2]]\n"
+        "        ):\n"
+        "            target[row].copy_(view)\n",
+        f"{_RESTART}[mimo]",
+    ),
+    Fault(
+        "in files: the tokens behind a page do not count",
+        "engine/offload.py",
+        "tokens = request.token_ids(end - self._page_size, end + self._lookahead)",
+        "tokens = request.token_ids(end - self._page_size, end)",
+        "engine/test_offload.py::test_a_block_is_its_whole_past",
+    ),
+    Fault(
+        "in files: a state goes to the neighbour's slot",
+        "engine/offload.py",
+        "self.block(request, number), request.slot - 1)",
+        "self.block(request, number), request.slot - 2)",
+        f"{_RESTART}[qwen3_next]",
+    ),
+    Fault(
+        "in files: a page without its state counts",
+        "engine/prefix.py",
+        "            if is_known or files.has_state(request, end - 1):\n",
+        "            if is_known or files.has_page(request, end - 1):\n",
+        f"{_RESTART}[step3p7]",
+    ),
+    Fault(
+        "in files: pages of other models are taken over",
+        "engine/offload.py",
+        "root = json.dumps([FORMAT, identity, page_size,",
+        "root = json.dumps([FORMAT, page_size,",
+        "engine/test_offload.py::test_other_models_and_forms_find_nothing",
+    ),
+    Fault(
+        "in files: damage is taken over",
+        "engine/offload.py",
+        "return is_whole and bytes(self._found) == self.header(block)",
+        "return is_whole",
+        "engine/test_offload.py::test_damage_is_refused_and_mended",
     ),
     Fault(
         "pages for the chained drafts are not reserved",

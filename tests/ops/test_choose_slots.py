@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +142,63 @@ def test_misfits_are_refused(change: dict[str, object], message: str) -> None:
     OURS.choose_slots(**arguments)
     with pytest.raises(RuntimeError, match=message):
         OURS.choose_slots(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("forbidden", "status"), [("the rest", 0), ("a live row", -signal.SIGSEGV)]
+)
+def test_only_what_rows_see_and_choose_is_read(forbidden: str, status: int) -> None:
+    """Keys by page (DeepSeek-V3.2, GLM-5) and by request slot (DeepSeek-V4), and chosen latents:
+    no other memory of the caches may be read, however long `max_len`. A process that does dies."""
+    command = [sys.executable, "-c", _GUARDED, forbidden]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], check=False)
+    assert done.returncode == status
+
+
+_GUARDED = """
+import ctypes, mmap, sys, torch
+from mtpc.backends.cpu_kernels import load_kernels
+load_kernels()
+OURS = torch.ops.mtpc_cpu
+libc, page, kept = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, []
+
+def cache(shape, live):
+    # A cache whose rows [..., -1] fill pages of memory; only the live rows may be read.
+    values = torch.randn(shape)
+    memory = mmap.mmap(-1, values.nbytes)
+    kept.append(memory)
+    copy = torch.frombuffer(memory, dtype=torch.float32).view(shape).copy_(values)
+    rows = copy.flatten(0, 1)
+    live = set(live) - ({min(live)} if sys.argv[1] == "a live row" else set())
+    for row in set(range(len(rows))) - live:
+        place = rows[row].data_ptr()
+        assert place % page == 0 == rows[row].nbytes % page
+        assert libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(page), 0) == 0
+    return values, copy
+
+ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+query, weights = torch.randn(4, 8, 1024), torch.rand(4, 8)
+
+# Pages of four keys: request 0 has rows 0 and 1 and 10 tokens, request 1 rows 2 and 3 and 7.
+table, place = torch.tensor([[3, 1, 6, 0, 0], [2, 5, 0, 0, 0]], dtype=torch.int32), 4
+live = [int(table[r, p // place]) * place + p % place for r, n in ((0, 10), (1, 7))
+        for p in range(n)]
+values, keys = cache((8, place, 1024), live)
+arguments = table, ints(10, 7), ints(0, 2, 4), 5
+chosen = OURS.choose_slots(query, weights, keys, *arguments)
+assert torch.equal(chosen, torch.ops.mtpc.choose_slots(query, weights, values, *arguments))
+
+# Latents of the chosen slots alone: each row is a request of one row, in pages of one token.
+values, latents = cache((32, 1, 1024), sorted(set(chosen.flatten().tolist()) - {-1}))
+arguments = chosen, (chosen >= 0).sum(1, dtype=torch.int32), ints(0, 1, 2, 3, 4), 0.1, 960
+found = OURS.latent_attention(query, latents, *arguments)
+torch.testing.assert_close(found, torch.ops.mtpc.latent_attention(query, values, *arguments))
+
+# Sixteen entries by request slot, of which rows see 9, 10, 0 and 3.
+live = [1 * 16 + e for e in range(10)] + [3 * 16 + e for e in range(3)]
+values, keys = cache((4, 16, 1024), live)
+arguments = ints(1, 1, 0, 3)[:, None], ints(9, 10, 0, 3), ints(0, 1, 2, 3, 4), 5
+found = OURS.choose_slots(query, weights, keys, *arguments)
+assert torch.equal(found, torch.ops.mtpc.choose_slots(query, weights, values, *arguments))
+assert (found >= 0).sum(1).tolist() == [5, 5, 0, 3]
+"""

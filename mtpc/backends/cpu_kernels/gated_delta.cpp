@@ -1,6 +1,12 @@
 // The gated delta rule over flat rows, with state that rolls back; see mtpc/ops/gated_delta.py.
+//
+// Position by position: a chunked form has no fewer multiply-adds in float32 (90,000 a position and
+// head of 128 x 128, in chunks of 64; this has 65,000), and its bits depend on where chunks begin.
+// Columns of the state do not depend on each other. So a block of columns, which fits the
+// first-level cache, takes many positions before the next block does.
 #include "operators.h"
 #include "recurrence.h"
+#include "simd.h"
 
 namespace mtpc {
 namespace {
@@ -15,9 +21,9 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
   /// One position as one value head takes it.
   struct Row {
     explicit Row(const RecurrentSizes& s)
-        : query(s.key_dim), key(s.key_dim), value(s.value_dim), sums(s.value_dim) {}
+        : query(s.key_dim), key(s.key_dim), value(s.value_dim) {}
 
-    std::vector<A> query, key, value, sums;
+    std::vector<A> query, key, value;
     A decay = 0, beta = 0;
   };
 
@@ -44,33 +50,86 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
     row.decay = std::exp(-rate_[head] * softplus(a + bias_[head]));
   }
 
-  /// state <- decay state; state <- state + key (beta (value - key state))^T.
-  void update(Row& row, A* state) const {
-    std::fill(row.sums.begin(), row.sums.end(), A{0});
-    for (int64_t k = 0; k < s_.key_dim; ++k) {
-      A* line = state + k * s_.value_dim;
-      const A key = row.key[k];
-      for (int64_t v = 0; v < s_.value_dim; ++v) {
-        line[v] *= row.decay;
-        row.sums[v] += line[v] * key;
+  /// As Recurrence::run, by blocks of columns.
+  void run(const RecurrentRequest& request, int64_t head, T* out) const {
+    const int64_t blocks = (s_.value_dim + kColumns - 1) / kColumns;
+    const int64_t size = s_.key_dim * kRegisters, replayed = request.committed - request.stood;
+    const int64_t positions = replayed + request.count;
+    std::vector<Row> rows(std::min(positions, kPositions), Row(s_));
+    std::vector<Vec<A>> state(blocks * size);  // zeros: a fresh request's state
+    A* kept = this->kept_state(request, head);
+    for (int64_t b = 0; b < blocks && request.stood > 0; ++b) copy(kept, b, state.data(), size);
+    for (int64_t first = 0; first < positions; first += kPositions) {
+      const int64_t last = std::min(first + kPositions, positions);
+      for (int64_t i = first; i < last; ++i) {
+        prepare(request, request.stood + i, head, rows[i - first]);
+      }
+      for (int64_t b = 0; b < blocks; ++b) {
+        for (int64_t i = first; i < last; ++i) {
+          if (i == replayed + request.certain) keep(state.data(), b, size, kept);
+          T* row = out + ((request.first + i - replayed) * s_.heads + head) * s_.value_dim;
+          step(rows[i - first], b, state.data() + b * size, i < replayed ? nullptr : row);
+        }
       }
     }
-    for (int64_t v = 0; v < s_.value_dim; ++v) {
-      row.sums[v] = (row.value[v] - row.sums[v]) * row.beta;
+    for (int64_t b = 0; b < blocks && request.certain >= request.count; ++b) {
+      keep(state.data(), b, size, kept);
     }
-    for (int64_t k = 0; k < s_.key_dim; ++k) {
-      A* line = state + k * s_.value_dim;
-      const A key = row.key[k];
-      for (int64_t v = 0; v < s_.value_dim; ++v) line[v] += key * row.sums[v];
-    }
-  }
-
-  void answer(Row& row, const A* state, T* out) const {
-    this->read_state(row.query, state, row.sums);
-    for (int64_t v = 0; v < s_.value_dim; ++v) out[v] = static_cast<T>(row.sums[v]);
   }
 
  private:
+  /// Columns of a block, and positions that one takes before the next block does.
+  static constexpr int64_t kRegisters = 4, kColumns = kRegisters * kLanes<A>, kPositions = 64;
+
+  int64_t columns(int64_t block) const {
+    return std::min(s_.value_dim - block * kColumns, kColumns);
+  }
+
+  /// A block of a state [Dk, Dv] into registers; those behind its last column stay as they are.
+  void copy(const A* from, int64_t block, Vec<A>* state, int64_t size) const {
+    for (int64_t k = 0; k < s_.key_dim; ++k) {
+      std::memcpy(
+          state + block * size + k * kRegisters, from + k * s_.value_dim + block * kColumns,
+          columns(block) * sizeof(A));
+    }
+  }
+
+  /// A block from registers into a state [Dk, Dv].
+  void keep(const Vec<A>* state, int64_t block, int64_t size, A* to) const {
+    for (int64_t k = 0; k < s_.key_dim; ++k) {
+      std::memcpy(
+          to + k * s_.value_dim + block * kColumns, state + block * size + k * kRegisters,
+          columns(block) * sizeof(A));
+    }
+  }
+
+  /// state <- decay state; state <- state + key (beta (value - key state))^T; out <- query state.
+  void step(const Row& row, int64_t block, Vec<A>* state, T* out) const {
+    Vec<A> sums[kRegisters] = {}, value[kRegisters] = {}, answer[kRegisters] = {};
+    std::memcpy(value, row.value.data() + block * kColumns, columns(block) * sizeof(A));
+    for (int64_t k = 0; k < s_.key_dim; ++k) {
+      for (int64_t r = 0; r < kRegisters; ++r) {
+        const Vec<A> x = state[k * kRegisters + r] * row.decay;
+        state[k * kRegisters + r] = x;
+        sums[r] += x * row.key[k];
+      }
+    }
+    for (int64_t r = 0; r < kRegisters; ++r) sums[r] = (value[r] - sums[r]) * row.beta;
+    for (int64_t k = 0; k < s_.key_dim; ++k) {
+      for (int64_t r = 0; r < kRegisters; ++r) {
+        const Vec<A> x = state[k * kRegisters + r] + sums[r] * row.key[k];
+        state[k * kRegisters + r] = x;
+        answer[r] += x * row.query[k];
+      }
+    }
+    if (out == nullptr) return;
+    A found[kColumns];
+    std::memcpy(found, answer, sizeof(found));
+    for (int64_t v = 0; v < columns(block); ++v) {
+      out[block * kColumns + v] = static_cast<T>(found[v]);
+    }
+  }
+
   static void normalise(std::vector<A>& x, A scale) {
     A sum = 0;
     for (const A value : x) sum += value * value;

@@ -63,7 +63,8 @@ std::vector<A> widened(const Tensor& t) {
 /// - `prepare(request, position, head, row)`;
 /// - `update(row, state)`, one function for rows that are replayed and rows that are new, so that
 ///   both give the same bits;
-/// - `answer(row, state, out)`, the output of a position, of the state after it.
+/// - `answer(row, state, out)`, the output of a position, of the state after it;
+/// or a `run` of its own in place of the last two.
 template <class T, class Rule>
 class Recurrence {
  public:
@@ -87,7 +88,7 @@ class Recurrence {
     const Rule& rule = *static_cast<const Rule*>(this);
     typename Rule::Row row(s_);
     std::vector<A> state(s_.state());
-    A* kept = recurrent_ + (request.slot * s_.heads + head) * s_.state();
+    A* kept = kept_state(request, head);
     // Zeros are a fresh request's state: what its slot holds is never read.
     if (request.stood > 0) std::copy(kept, kept + s_.state(), state.begin());
     for (int64_t position = request.stood; position < request.committed; ++position) {
@@ -113,6 +114,11 @@ class Recurrence {
   }
 
  protected:
+  /// The state of a head of a request, at the position where it stands.
+  A* kept_state(const RecurrentRequest& request, int64_t head) const {
+    return recurrent_ + (request.slot * s_.heads + head) * s_.state();
+  }
+
   /// The inputs of a position: of this step's rows, or kept.
   const T* inputs(const RecurrentRequest& request, int64_t position) const {
     return position < request.committed

@@ -1,0 +1,94 @@
+"""llama.cpp's server with one slot, which keeps what its last request has computed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+from benchmarks.peers.llama_decoder import LlamaError
+
+SERVER = "llama-server"
+_START_S, _POLL_S = 120.0, 0.1
+
+
+class LlamaServer:
+    """A server's process.
+
+    Args:
+        programs: directory of llama.cpp's.
+        file: the model, a GGUF file.
+        context: tokens of a request at most.
+        threads: of its own.
+        log: what it writes.
+
+    Raises:
+        LlamaError: it did not start.
+    """
+
+    def __init__(self, programs: Path, file: Path, context: int, threads: int, log: Path) -> None:
+        self._log, self._port = log, _free_port()
+        sizes = ("-c", context, "-np", 1, "-t", threads, "-tb", threads)
+        place = ("--host", "127.0.0.1", "--port", self._port)
+        command = [programs / SERVER, "-m", file, *sizes, *place]
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [str(part) for part in command], stdout=output, stderr=output
+            )
+        deadline = time.monotonic() + _START_S
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise LlamaError(f"{SERVER} did not start; its log is {log}")
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+
+    def answer(self, prompt: list[int], new_tokens: int) -> tuple[float, list[int], int]:
+        """Continue a prompt greedily, by exactly `new_tokens`.
+
+        Returns:
+            Seconds to the first token, as the server counts them (its stream leaves out tokens that
+            end in half a character), the tokens, and how many of the prompt's were reused.
+
+        Raises:
+            LlamaError: the server refuses it, or ends.
+        """
+        body = dict(
+            prompt=prompt, n_predict=new_tokens, temperature=0.0, ignore_eos=True,
+            cache_prompt=True, return_tokens=True,
+        )  # fmt: skip
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        with closing(connection):
+            connection.request("POST", "/completion", json.dumps(body))
+            response = connection.getresponse()
+            data = response.read()
+        if response.status != 200:
+            raise LlamaError(f"{SERVER} answers {response.status}: {data[:200]!r}")
+        told = json.loads(data)
+        tokens, timings = told["tokens"], told["timings"]
+        if len(tokens) != new_tokens:
+            raise LlamaError(
+                f"{SERVER} gave {len(tokens)} tokens; expected {new_tokens}: its log is {self._log}"
+            )
+        return 1e-3 * timings["prompt_ms"], tokens, len(prompt) - int(timings["prompt_n"])
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        with suppress(OSError), closing(connection):
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

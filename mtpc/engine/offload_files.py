@@ -1,0 +1,186 @@
+"""A directory of files that several processes share: whole files only, bounded in bytes.
+
+A file is written under another name and renamed, so that no process finds a part of one. Nothing is
+flushed: what a loss of power damages, its reader must notice. The file `lock` holds the bytes in
+use, and its lock is held while a process counts or removes files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mtpc.errors import OptionError
+
+_LOCK = "lock"
+_NAME = re.compile(r"[0-9a-f]{64}\.(page|state)\.safetensors(\..*\.tmp)?")
+"""Files of this kind, and those that are being written. Others are left alone."""
+_ABANDONED_S = 60.0
+"""A file that nobody has written to for so long was left by a process that was killed."""
+_KEPT = 0.9
+"""Where files must go, so many go that this share of the bytes stays: to look costs time."""
+_DIGITS = 24
+_PATIENCE_S, _POLL_S = 1.0, 0.002
+
+
+class OffloadDirectory:
+    """The files of one directory.
+
+    Args:
+        path: the directory; it is made if it is missing.
+        max_bytes: the most bytes of all files, those of other processes included.
+
+    Attributes:
+        nbytes: bytes of all files when this process last wrote one.
+        num_evicted: files that this process removed because new ones needed their bytes.
+
+    Raises:
+        OptionError: another user can write the directory, or this one cannot.
+    """
+
+    def __init__(self, path: Path, max_bytes: int):
+        self.path, self.max_bytes = path, max_bytes
+        self.nbytes = self.num_evicted = 0
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_others()
+            with self._locked() as handle:
+                self._make_room(handle, 0)
+        except OSError as error:
+            raise OptionError(
+                f"kv_offload_dir is {path}, which cannot be used: {error}; expected a directory "
+                "that this user may write, on a file system with locks"
+            ) from error
+
+    def _refuse_others(self) -> None:
+        status = self.path.stat()
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid not in (os.geteuid(), 0) or mode & 0o022:
+            raise OptionError(
+                f"kv_offload_dir is {self.path}, which others can write (user {status.st_uid}, "
+                f"mode {mode:o}) and so change texts; expected a directory of your own: chmod go-w"
+            )
+
+    def touch(self, name: str, used: int | None = None) -> bool:
+        """Whether there is a file of this name, which counts as used now.
+
+        Args:
+            name: of the file.
+            used: when it was used, in nanoseconds since the epoch; None is now.
+        """
+        when = time.time_ns() if used is None else used
+        try:
+            os.utime(self.path / name, ns=(when, when))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, name: str, into: Sequence[memoryview]) -> bool:
+        """Fill buffers with a file, one after the other; whether it has exactly their bytes.
+
+        It is read and not mapped: a file that somebody shortens would end the process that has it
+        mapped.
+
+        Raises:
+            OSError: it cannot be read; FileNotFoundError if there is none.
+        """
+        with (self.path / name).open("rb") as file:
+            counts = [file.readinto(part) for part in into]
+            return counts == [part.nbytes for part in into] and not file.read(1)
+
+    def write(self, name: str, parts: Sequence[memoryview | bytes]) -> None:
+        """Write a file, and remove those that were used longest ago if there are too many bytes.
+
+        Raises:
+            OSError: the disk is full, or the directory cannot be written. No part is left behind.
+        """
+        self._reserve(sum(memoryview(part).nbytes for part in parts))
+        handle, temporary = tempfile.mkstemp(".tmp", f"{name}.", self.path)
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), memoryview(part))
+            os.replace(temporary, self.path / name)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, where that is possible."""
+        with suppress(OSError):
+            os.unlink(self.path / name)
+
+    def _reserve(self, nbytes: int) -> None:
+        """Count bytes that are about to be written."""
+        with self._locked() as handle:
+            text = os.pread(handle, _DIGITS, 0).decode("latin-1").strip()
+            self.nbytes = int(text) if re.fullmatch("[0-9]+", text) else self.max_bytes
+            if self.nbytes + nbytes > self.max_bytes:
+                self._make_room(handle, nbytes)
+            self._note(handle, self.nbytes + nbytes)
+
+    def _make_room(self, handle: int, nbytes: int) -> None:
+        """Count all files anew, and remove the oldest if so many more bytes are too many."""
+        found = sorted(self._files())
+        self.nbytes = sum(size for _, size, _ in found)
+        if self.nbytes + nbytes > self.max_bytes:
+            target = max(int(_KEPT * self.max_bytes) - nbytes, 0)
+            for _, size, path in found:
+                if self.nbytes <= target:
+                    break
+                path.unlink(missing_ok=True)
+                self.nbytes -= size
+                self.num_evicted += 1
+        self._note(handle, self.nbytes)
+
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
+        """When each file was used, its bytes, and its path. What killed processes left goes."""
+        for entry in os.scandir(self.path):
+            if not _NAME.fullmatch(entry.name):
+                continue
+            with suppress(FileNotFoundError):  # Another process has removed it.
+                status = entry.stat(follow_symlinks=False)
+                if entry.name.endswith(".tmp") and time.time() - status.st_mtime > _ABANDONED_S:
+                    os.unlink(entry.path)
+                    continue
+                yield status.st_mtime_ns, status.st_size, Path(entry.path)
+
+    def _note(self, handle: int, nbytes: int) -> None:
+        os.pwrite(handle, f"{nbytes:<{_DIGITS}}".encode(), 0)
+        self.nbytes = nbytes
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Hold the directory's lock; the system gives it back however the process ends."""
+        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _lock(handle)
+            yield handle
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Lock a file, but do not wait long for a process that holds it and was stopped.
+
+    Raises:
+        OSError: another process holds the lock, or the file system has none.
+    """
+    for _ in range(int(_PATIENCE_S / _POLL_S)):
+        with suppress(BlockingIOError):
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_POLL_S)
+    return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    """Write all bytes: a system call may write fewer."""
+    while data:
+        data = data[os.write(handle, data) :]

@@ -1,0 +1,49 @@
+"""What the content of KV pages depends on, besides tokens: one digest for `kv_offload_dir`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtpc.config import CompileOptions
+from mtpc.errors import OptionError
+from mtpc.program.model_key import checkpoint_fields
+from mtpc.program.step_cache import program_fields
+from mtpc.store.key import digest
+from mtpc.store.machine import processor_fields
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.content import content_digest
+
+_SIZES = ("largest_bucket", "rows_in_rings", "max_len", "num_pages")
+"""Options in the key of steps that only size buffers. What a page or a snapshot has of these is in
+its form."""
+MEMORY = "weights.json"
+"""File of `kv_offload_dir` that keeps the digests of weights' files."""
+
+
+def page_identity(checkpoint: Checkpoint, options: CompileOptions, backend: str) -> str:
+    """A digest of the weights, the options, mtpc's sources, libraries and the processor.
+
+    Args:
+        checkpoint: holds the weights. All its files are read, the first time.
+        options: as the steps were compiled with them, with a `kv_offload_dir`.
+        backend: name of the backend that runs the steps.
+
+    Raises:
+        OptionError: `kv_offload_dir` cannot be made.
+        OSError: a file of the checkpoint cannot be read.
+    """
+    directory = options.kv_offload_dir
+    assert directory is not None
+    _make(directory)
+    fields = program_fields(backend, checkpoint_fields(checkpoint), options)
+    for name in _SIZES:
+        del fields[f"options.{name}"]
+    weights = content_digest(checkpoint.paths, directory / MEMORY)
+    return digest({**fields, **processor_fields(), "weights": weights})
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"kv_offload_dir is {directory}, which cannot be made: {error}") from None

@@ -1,0 +1,57 @@
+"""The SHA-256 of weights' files, remembered by what the system says of each file.
+
+To read a file of 16 GB takes half a minute. So its digest is kept with the file's place, size and
+times. The time of the last change of a file's inode is among them: no program can set it back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+def content_digest(paths: Iterable[Path], memory: Path) -> str:
+    """One digest of the contents of files, whatever their names.
+
+    Args:
+        paths: the files.
+        memory: a file that keeps their digests; it need not exist, and need not be writable.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    known = _read(memory)
+    found = {_status(path): path for path in paths}
+    digests = {status: known.get(status) or _digest(path) for status, path in found.items()}
+    if not digests.keys() <= known.keys():
+        # Another process may write, too. Then one of them reads the weights again some day.
+        with suppress(OSError):
+            temporary = memory.with_name(f"{memory.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(known | digests))
+            temporary.replace(memory)
+    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _status(path: Path) -> str:
+    """What changes whenever the content of a file does."""
+    status = path.stat()
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return " ".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
+
+
+def _read(memory: Path) -> dict[str, str]:
+    """The known digests; none if the file is missing or damaged."""
+    with suppress(OSError, ValueError):
+        value = json.loads(memory.read_bytes())
+        if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+            return value
+    return {}

@@ -1,0 +1,302 @@
+"""Pages and snapshots in files: found again by a later process, and by nobody else."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import offloads
+from helpers.offloads import BIG, PAGE, TEXT, K, filled, loaded, offload_of, request, save_all
+from helpers.theorem import PROMPTS
+from safetensors.torch import load_file
+
+import mtpc
+from mtpc.engine.offload import Offload
+from mtpc.engine.offload_files import OffloadDirectory
+from mtpc.errors import OptionError
+from mtpc.weights.content import content_digest
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """By name and digest; each file is a safetensors file of this user's alone."""
+    first = offload_of(tmp_path / "a" / "b", filled())
+    save_all(first)
+    again = offload_of(tmp_path / "a" / "b", torch.zeros(8, PAGE, 3))
+    assert loaded(again) == list(range(6))
+    assert (first.num_saved, again.num_loaded) == (6, 6)
+    paths = sorted((tmp_path / "a" / "b").glob("*.safetensors"))
+    values = [load_file(path) for path in paths]
+    assert sorted(v["kv.0.k"].flatten()[0].item() for v in values) == [n * 12.0 for n in range(6)]
+    assert all(v["kv.1.k"].dtype == torch.float16 for v in values)
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
+    assert again.directory.nbytes == sum(path.stat().st_size for path in paths)
+
+
+def test_a_state_goes_to_the_slot(tmp_path: Path) -> None:
+    first = offload_of(tmp_path, filled())
+    one = request()
+    first._states._views[0][0][1] = torch.arange(10.0).view(2, 5)
+    first.save_state(first.block(one, 3), 1)
+    again = offload_of(tmp_path, filled())
+    assert [again.has_state(one, n) for n in range(6)] == [n == 3 for n in range(6)]
+    assert again.load_state(one, 3)
+    slots = again._states._views[0][1]
+    assert slots[1].tolist() == torch.arange(10.0).view(2, 5).tolist()
+    assert not slots[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (TEXT, [0, 1, 2, 3, 4, 5]),
+        ([*TEXT[:13], 0, *TEXT[14:]], [0, 1]),  # Block 2 ends at 12, and 13 is behind it.
+        ([*TEXT[:14], 0, *TEXT[15:]], [0, 1, 2]),
+        ([0, *TEXT[1:]], []),
+    ],
+)
+def test_a_block_is_its_whole_past(text: list[int], found: list[int], tmp_path: Path) -> None:
+    save_all(offload_of(tmp_path, filled()))
+    assert loaded(offload_of(tmp_path, filled()), text) == found
+
+
+def test_other_models_and_forms_find_nothing(tmp_path: Path) -> None:
+    save_all(offload_of(tmp_path, filled()))
+    assert loaded(offload_of(tmp_path, filled(), identity="two")) == []
+    assert loaded(offload_of(tmp_path, filled().double())) == []
+    other = offload_of(tmp_path, filled())
+    other = Offload(other.directory, {"kv.0.k": filled()}, {}, PAGE, K, "one", Counter())
+    assert not any(other.has_page(request(), n) for n in range(6))
+    for lookahead in (1, 3):
+        changed = Offload(
+            other.directory,
+            {"kv.0.k": filled(), "kv.1.k": filled().half()},
+            {"kv.2.state": (torch.zeros(3, 2, 5), torch.zeros(4, 2, 5))},
+            PAGE, lookahead, "one", Counter(),
+        )  # fmt: skip
+        assert not any(changed.has_page(request(), n) for n in range(5))
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "length of the header": lambda data: flipped(data, 0),
+    "header": lambda data: data.replace(b"kv.1.k", b"kv.9.k", 1),
+    "checksum": lambda data: flipped(data, data.index(b'"sha256":"') + 12),
+    "first byte": lambda data: flipped(data, len(data) - 12 * 4 - 12 * 2),
+    "last byte": lambda data: flipped(data, len(data) - 1),
+    "cut": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"\0",
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused_and_mended(kind: str, tmp_path: Path) -> None:
+    save_all(offload_of(tmp_path, filled()))
+    again = offload_of(tmp_path, filled())
+    path = tmp_path / again._pages.name(again.block(request(), 3))
+    path.write_bytes(DAMAGE[kind](path.read_bytes()))
+    assert loaded(again) == [0, 1, 2, 4, 5]
+    assert list(again._fallbacks) == [
+        "kv offload: a damaged or foreign file was refused and removed"
+    ]
+    assert not path.exists()
+    save_all(again)
+    assert loaded(again) == list(range(6))
+
+
+def test_another_blocks_file_is_refused(tmp_path: Path) -> None:
+    """Though nothing is wrong with it but its name."""
+    save_all(offload_of(tmp_path, filled()))
+    again = offload_of(tmp_path, filled())
+    names = [tmp_path / again._pages.name(again.block(request(), n)) for n in range(6)]
+    shutil.copyfile(names[2], names[4])
+    assert loaded(again) == [0, 1, 2, 3, 5]
+    assert sum(again._fallbacks.values()) == 1
+
+
+def test_bytes_are_bounded(tmp_path: Path) -> None:
+    """What was used longest ago goes first, and of a text its end; other files stay."""
+    kept = tmp_path / "notes.txt"
+    kept.write_text("mine")
+    size = offload_of(tmp_path, filled())._pages.nbytes
+    offload = offload_of(tmp_path, filled(), max_bytes=6 * size)
+    others = [[n, *TEXT[1:]] for n in range(3)]
+    save_all(offload)
+    assert loaded(offload) == list(range(6))
+    save_all(offload, others[0][:6] + TEXT[6:])
+    found = loaded(offload)
+    assert found == list(range(len(found)))
+    for text in others:
+        save_all(offload, text)
+        total = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+        assert total <= offload.directory.nbytes <= 6 * size
+    assert offload.directory.num_evicted >= 12
+    assert loaded(offload) == []
+    assert kept.read_text() == "mine"
+    tiny = offload_of(tmp_path, filled(), max_bytes=size - 1)
+    save_all(tiny, [9, *TEXT[1:]])
+    assert list(tiny._fallbacks) == [f"kv offload: a file needs {size} bytes: nothing is kept"]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Writing a file of more than 100 bytes fails, by the system's own limit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_a_fallback(tmp_path: Path) -> None:
+    offload = offload_of(tmp_path, filled())
+    with full_disk():
+        save_all(offload)
+    assert offload.num_saved == 0
+    assert list(offload._fallbacks) == ["kv offload: a file was not written: File too large"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
+    save_all(offload)
+    assert loaded(offload) == list(range(6))
+
+
+def test_a_directory_that_goes_is_a_fallback(tmp_path: Path) -> None:
+    offload = offload_of(tmp_path / "gone", filled())
+    shutil.rmtree(tmp_path / "gone")
+    save_all(offload)
+    assert loaded(offload) == []
+    assert sum(offload._fallbacks.values()) == 6
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(OptionError, match="which others can write"):
+        OffloadDirectory(shared, BIG)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match=r"kv_offload_dir is .*file, which cannot"):
+        OffloadDirectory(tmp_path / "file", BIG)
+
+
+def writer(path: Path, max_bytes: int, seed: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, offloads.__file__, str(path), str(max_bytes), str(seed)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_processes_share_a_directory_and_are_killed(tmp_path: Path) -> None:
+    """Two write, read and evict in one directory, and each is killed: bounds hold, files verify."""
+    size = offload_of(tmp_path, filled())._pages.nbytes
+    most = 40 * size
+    processes = [writer(tmp_path, most, seed) for seed in (1, 2)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        for wait in (0.4, 0.3, 0.2, 0.1):
+            time.sleep(wait)
+            total = sum(p.stat().st_size for p in [*tmp_path.iterdir()] if p.exists())
+            assert total <= most + 4096
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+            process.send_signal(signal.SIGKILL)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    files = sorted(tmp_path.glob("*.page.safetensors"))
+    assert files
+    reader = offload_of(tmp_path, filled(), most)
+    found = [n for seed in (1, 2) for m in range(40)
+             for n in loaded(reader, [seed * 1000 + m, *TEXT[1:]])]  # fmt: skip
+    assert len(found) == len(files)
+    assert not reader._fallbacks
+
+
+def test_digests_of_files_are_remembered_and_follow_them(tmp_path: Path) -> None:
+    memory, weights = tmp_path / "weights.json", tmp_path / "weights"
+    weights.write_bytes(b"one")
+    one = content_digest([weights], memory)
+    assert content_digest([weights], memory) == content_digest([weights], tmp_path / "no") == one
+    status = weights.stat()
+    weights.write_bytes(b"two")
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))  # As if nothing had happened.
+    two = content_digest([weights], memory)
+    assert two != one
+    memory.write_bytes(b'{"x": 3}')
+    assert content_digest([weights], memory) == two
+    assert content_digest([weights], tmp_path / "no" / "where") == two
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
+def test_a_second_start_is_warm(
+    family: str, warm: Callable[..., mtpc.SpecModel], tmp_path: Path
+) -> None:
+    """Compiled steps, closed and opened again; the second turn goes on from the first."""
+    cold = warm(family, kv_offload_dir=tmp_path)
+    prompt = PROMPTS[12]
+    wanted = cold.generate(prompt, 20, ignore_eos=True)
+    turn = [*prompt, *wanted]
+    further = warm(family).generate(turn, 8, ignore_eos=True)
+    cold.close()
+    assert cold.stats.offload_saved
+    again = warm(family, kv_offload_dir=tmp_path)
+    assert again.generate(turn, 8, ignore_eos=True) == further
+    assert again.stats.reused_tokens >= 24
+    assert again.stats.offload_loaded >= 6
+    assert "taken over" in str(again.stats)
+    assert f"mtpc:kv_offload_loaded_total {again.stats.offload_loaded}" in again.stats.prometheus()
+    assert not again.stats.fallbacks
+    again.engine.reset_prefix_cache()  # The weights have changed, for all it knows.
+    before = again.stats.prompt_tokens
+    again.generate(turn, 8, ignore_eos=True)
+    assert again.stats.prompt_tokens - before == len(turn)
+
+
+def test_other_weights_are_another_model(
+    warm: Callable[..., mtpc.SpecModel], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of one config and one place; and so are other options that change what pages hold."""
+    moved, files = tmp_path / "model", tmp_path / "files"
+    shutil.copytree(checkpoint("mimo"), moved)
+    first = warm("mimo", moved, kv_offload_dir=files)
+    wanted = first.generate(PROMPTS[12], 4, ignore_eos=True)
+    first.close()
+    same = warm("mimo", moved, kv_offload_dir=files)
+    assert same.generate(PROMPTS[12], 4, ignore_eos=True) == wanted
+    assert same.stats.offload_loaded
+    shutil.copyfile(checkpoint("mimo", "random") / "model.safetensors", moved / "model.safetensors")
+    other = warm("mimo", moved, kv_offload_dir=files)
+    plain = warm("mimo", moved)
+    assert other.generate(PROMPTS[12], 4) == plain.generate(PROMPTS[12], 4)
+    assert not other.stats.offload_loaded
+
+
+def test_options_that_do_not_go_together(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    for options, found in (
+        ({"prefix_caching": False}, "with prefix_caching=False"),
+        ({"async_scheduling": True}, "with async_scheduling"),
+        ({"tensor_parallel_size": 2}, "with tensor_parallel_size 2"),
+        ({"kv_offload_bytes": 0}, "kv_offload_bytes"),
+        ({"kv_offload_dir": 7}, "kv_offload_dir is 7"),
+    ):
+        with pytest.raises(OptionError, match=found):
+            mtpc.CompileOptions(**{"kv_offload_dir": tmp_path, **options})
+    with pytest.raises(OptionError, match="kv_offload_dir with a model object"):
+        mtpc.compile(torch.nn.Linear(1, 1), kv_offload_dir=tmp_path)
