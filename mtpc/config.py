@@ -123,6 +123,8 @@ class CompileOptions:
         draft_vocab: token ids that drafts may be, or a number n for the n lowest ids, which
             tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
+        draft: checkpoint of a drafter, in the place of MTP layers: an EAGLE-3 head, or MTP layers
+            of the target's family. None: the model's own MTP layers. See docs/models.md.
         wiring: rules of the MTP layers that replace those of the model's family, as
             {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
@@ -166,6 +168,7 @@ class CompileOptions:
     disabled_passes: tuple[str, ...] = ()
     enabled_passes: tuple[str, ...] = ()
     draft_vocab: tuple[int, ...] = ()
+    draft: Path | None = None
     wiring: Rules = ()
     cache_dir: Path | None = None
     use_cache: bool = True
@@ -245,6 +248,11 @@ class CompileOptions:
             )
 
     @property
+    def drafter(self) -> Path | None:
+        """`draft`, where there are drafts."""
+        return self.draft if self.spec_tokens else None
+
+    @property
     def tiers(self) -> tuple[int, ...]:
         """Numbers of drafts that have decode steps, ascending."""
         return self.spec_tiers or (self.spec_tokens,)
@@ -304,10 +312,13 @@ class CompileOptions:
             )
 
     def _check_cache(self) -> None:
-        if self.cache_dir is not None:
-            if not isinstance(self.cache_dir, (str, Path)) or "\0" in str(self.cache_dir):
-                raise OptionError(f"cache_dir is {self.cache_dir!r}; expected a directory's path")
-            object.__setattr__(self, "cache_dir", Path(self.cache_dir))
+        for name in ("cache_dir", "draft"):
+            path = getattr(self, name)
+            if path is None:
+                continue
+            if not isinstance(path, (str, Path)) or "\0" in str(path):
+                raise OptionError(f"{name} is {path!r}; expected a directory's path")
+            object.__setattr__(self, name, Path(path))
         pin = self.require_sha256
         if pin is not None and not (isinstance(pin, str) and re.fullmatch("[0-9a-f]{64}", pin)):
             raise OptionError(

@@ -21,6 +21,7 @@ from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
+from mtpc.models.draft import drafted_family
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
     MTPLayer,
@@ -36,9 +37,9 @@ from mtpc.weights.checkpoint import (
     Checkpoint,
     as_ids,
     check_finite,
-    checkpoint_of,
     listing,
 )
+from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.wiring import Rules
 
@@ -158,6 +159,8 @@ class SteppedModel:
         family, target, config = loaded.family, loaded.target, loaded.config
         pool = CachePool(pools, num_slots, family.cache_kinds)
         parts, decoder = family.parts or StepParts(), target.get_decoder()
+        if parts.draft_entry and not loaded.mtp_layers:
+            parts = StepParts()
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)
         rotaries = [
@@ -171,6 +174,11 @@ class SteppedModel:
         self.draft_heads = nn.ModuleList(
             parts.draft_head(target, layer) for layer in loaded.mtp_layers
         )
+        first = next(iter(loaded.mtp_layers), None)
+        self.draft_entry = parts.draft_entry(first) if parts.draft_entry else None
+        vocabulary = parts.draft_vocabulary(first) if first else None
+        self.draft_tokens = vocabulary.tokens if vocabulary else None
+        self.draft_logits = vocabulary.logits if vocabulary else None
         self.feeds_target = family.wiring.chaining == "target"
         self.vocab_size = loaded.vocab_size
 
@@ -185,6 +193,7 @@ def load(
     needs_mtp: bool,
     wiring: Rules = (),
     headers_only: bool = False,
+    draft: Path | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory, or adopt a transformers model object.
 
@@ -196,6 +205,7 @@ def load(
         wiring: rules that replace those of the family.
         headers_only: read no weight of a directory. Its tensors are then memory without contents,
             for steps that are traced and kept in the cache, and never run on it.
+        draft: a drafter's checkpoint, in the place of MTP layers. A `Checkpoint` has its own.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen or not finite; see
@@ -205,7 +215,7 @@ def load(
             number of MTP layers is not supported.
     """
     if isinstance(source, (str, Path)):
-        source = Checkpoint(Path(source))
+        source = open_checkpoint(Path(source), draft if needs_mtp else None)
     if isinstance(source, Checkpoint):
         try:
             headers = HeaderWeights(source) if headers_only else None
@@ -223,7 +233,7 @@ def load(
                 f"dtype={dtype!r} with a model object, which keeps its own; leave it out, or pass "
                 "the checkpoint's directory"
             )
-        return _adopt(source, needs_mtp, wiring)
+        return _adopt(source, needs_mtp, wiring, draft)
     raise OptionError(
         f"cannot compile a {type(source).__name__}; expected a checkpoint directory or a "
         "transformers PreTrainedModel"
@@ -276,7 +286,8 @@ def _load_directory(
 ) -> LoadedModel:
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
-    family = find_family(checkpoint.config.get("architectures") or []).wired(wiring)
+    family = _drafted(find_family(checkpoint.config.get("architectures") or []), checkpoint)
+    family = family.wired(wiring)
     model = read_target(checkpoint, family, dtype, headers)
     target = _share(model, family, str(directory), has_values=headers is None)
     layers = load_mtp_layers(checkpoint, family, target, headers) if needs_mtp else ()
@@ -284,6 +295,14 @@ def _load_directory(
         headers.reserve([target, *layers])
     stop_ids = checkpoint.stop_ids()
     return LoadedModel(family, target, layers, stop_ids, str(directory), checkpoint, True, headers)
+
+
+def _drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
+    """The family of a target, with the drafter of its checkpoint if that has one of its own."""
+    if not isinstance(checkpoint, PairedCheckpoint):
+        return family
+    config = read_config(checkpoint, family).get_text_config(decoder=True)
+    return drafted_family(family, checkpoint, config)
 
 
 def read_target(
@@ -308,7 +327,7 @@ def read_target(
         checkpoint.check_dtype()
     # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
     unread = headers.slice if headers else partial(_Unread, checkpoint)
-    state = {name: unread(name) for name in checkpoint.tensors}
+    state = {name: unread(name) for name in checkpoint.target_tensors}
     try:
         _check_size(checkpoint, family)
         with _quiet_transformers():
@@ -381,10 +400,10 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _adopt(model: Any, needs_mtp: bool, wiring: Rules) -> LoadedModel:
+def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | None) -> LoadedModel:
     """Share a user's model object, and load its MTP layers from its checkpoint."""
     names = [*(model.config.architectures or ()), type(model).__name__]
-    family = find_family(names).wired(wiring)
+    family = find_family(names)
     is_nested = getattr(model.config, "text_config", None) is not None
     if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(
@@ -397,7 +416,8 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules) -> LoadedModel:
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"
         )
     check_object(model, family)
-    checkpoint = checkpoint_of(model, is_needed=needs_mtp)
+    checkpoint = checkpoint_of(model, needs_mtp, draft)
+    family = _drafted(family, checkpoint).wired(wiring)
     source = model.name_or_path or "model object"
     layers: tuple[MTPLayer, ...] = ()
     target = _share(model, family, source)
