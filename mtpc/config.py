@@ -49,6 +49,8 @@ SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` says what they are."""
 
+_NOT_ON_RANKS = ("quantize", "draft_vocab", "enabled_passes", "draft")
+"""Options that several ranks do not know."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
 
@@ -297,7 +299,7 @@ class CompileOptions:
         return rows, tokens // rows
 
     def _check_ranks(self) -> None:
-        size, refused = self.tensor_parallel_size, ("quantize", "draft_vocab", "enabled_passes")
+        size, refused = self.tensor_parallel_size, _NOT_ON_RANKS
         kept = ("frozen", "require_sha256", "build_in_background")
         check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:

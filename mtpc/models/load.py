@@ -106,6 +106,22 @@ class LoadedModel:
         return replace(self, family=family, mtp_layers=layers)
 
     @property
+    def parts(self) -> StepParts:
+        """How this model is stepped; without drafts, a target of a drafter is the usual one."""
+        parts = self.family.parts or StepParts()
+        return StepParts() if parts.draft_entry and not self.mtp_layers else parts
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether the target hands out what enters some of its layers."""
+        return self.parts.draft_entry is not None
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        """Whether drafts come from a head with rows for some tokens only."""
+        return any(self.parts.draft_vocabulary(layer) for layer in self.mtp_layers)
+
+    @property
     def chain_window(self) -> int:
         """Earlier rows of a request that the MTP layers compute again; see `mtpc.step.chaining`."""
         return max(len(self.mtp_layers) - 1, 0)
@@ -158,9 +174,7 @@ class SteppedModel:
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         family, target, config = loaded.family, loaded.target, loaded.config
         pool = CachePool(pools, num_slots, family.cache_kinds)
-        parts, decoder = family.parts or StepParts(), target.get_decoder()
-        if parts.draft_entry and not loaded.mtp_layers:
-            parts = StepParts()
+        parts, decoder = loaded.parts, target.get_decoder()
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)
         rotaries = [

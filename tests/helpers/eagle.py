@@ -17,7 +17,7 @@ CONFIG: dict[str, Any] = dict(
     architectures=["LlamaForCausalLMEagle3"],
     model_type="llama",
     vocab_size=96,
-    draft_vocab_size=72,
+    draft_vocab_size=88,
     hidden_size=64,
     intermediate_size=80,
     num_hidden_layers=1,
@@ -99,20 +99,20 @@ def train_head(
     row_of = torch.full((config["vocab_size"],), -100)
     row_of[ids_of_rows] = torch.arange(len(ids_of_rows))
     layers = [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-    optimizer, generator = torch.optim.AdamW(learned.values(), lr=3e-3), torch.Generator()
+    optimizer, generator = torch.optim.AdamW(learned.values(), lr=1e-2), torch.Generator()
     generator.manual_seed(3)
     embedding = target.get_input_embeddings().weight.detach()
     for _ in range(steps):
         ids = text(8, 24, generator)
         with torch.no_grad():
             states = eagle3.captured(target, ids[:, :-1], layers)
+            chosen = row_of[target(input_ids=ids, use_cache=False).logits.argmax(-1)][:, 1:]
         fed, rows, loss = states @ learned["fc.weight"].t(), ids[:, 1:], torch.tensor(0.0)
         for _ in range(2):
             fed = eagle3.layer(learned, config, embedding[rows], fed)
-            logits = eagle3.head(learned, config, fed)[:, :-1].flatten(0, 1)
-            wanted = row_of[rows[:, 1:].flatten()]
-            loss = loss + torch.nn.functional.cross_entropy(logits, wanted)
-            fed, rows = fed[:, :-1], rows[:, 1:]
+            logits = eagle3.head(learned, config, fed).flatten(0, 1)
+            loss = loss + torch.nn.functional.cross_entropy(logits, chosen.flatten())
+            fed, rows, chosen = fed[:, :-1], rows[:, 1:], chosen[:, 1:]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

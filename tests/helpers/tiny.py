@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from helpers import eagle
+from helpers.families import DRAFTED
 from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer, final_norm_of, model_class
 from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
@@ -112,8 +113,6 @@ _DENSE: dict[str, Any] = {
     **{k: v for k, v in _COMMON.items() if k != "num_nextn_predict_layers"},
     **dict(num_hidden_layers=4, num_key_value_heads=2, head_dim=16),
 }
-DRAFTED = ("llama", "qwen3")
-"""Families without MTP layers: their checkpoints have an EAGLE-3 head in the directory `draft`."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DENSE,
     "qwen2": _DENSE,
@@ -313,7 +312,10 @@ def save_checkpoint(name: str, target: Any, layers: Sequence[MTPLayer], director
 def make_checkpoint(
     name: str, directory: Path, seed: int = 0, mtp: bool = True, **changes: Any
 ) -> Path:
-    """A random checkpoint of a family, with or without MTP layer."""
+    """A random checkpoint of a family, with or without MTP layer.
+
+    Of a family in `DRAFTED`, its EAGLE-3 head is in the directory `draft`.
+    """
     target = build_target(name, seed, **changes)
     if name in DRAFTED and mtp:
         eagle.save_head(eagle.new_head(eagle.CONFIG, 64), eagle.CONFIG, directory / "draft")
@@ -461,13 +463,13 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
     """A checkpoint trained for seconds, so that drafts are accepted in part."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = build_target(name, seed, **eager, **changes)
-    layers = build_mtp_layers(name, target, seed + 1) if name not in DRAFTED else []
+    layers = [] if name in DRAFTED else build_mtp_layers(name, target, seed + 1)
     with torch.no_grad():
         for layer in layers:
             if layer.head is not None:  # A head of its own that has not gone far in a few seconds.
                 head = target.get_output_embeddings().weight
                 layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
-    steps = 16 if name == "deepseek_v4" else 18
+    steps = {"deepseek_v4": 16, **dict.fromkeys(DRAFTED, 30)}.get(name, 18)
     train(name, target, layers, steps)
     if name in DRAFTED:
         head = eagle.new_head(eagle.CONFIG, target.config.hidden_size)

@@ -38,6 +38,7 @@ PAGES: Mapping[str, type[ReleasedMTP | Eagle3]] = {
     "step3p7": Step,
     "deepseek_v4": DeepseekV4,
     "llama": Eagle3,
+    "qwen2": Eagle3,
     "qwen3": Eagle3,
 }
 
