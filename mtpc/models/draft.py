@@ -49,18 +49,19 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
                 "MTP layers of this target's base"
             )
     if start is None:
+        prefix = family.layer_prefix(layers, 0)
         raise CheckpointError(
             f"{draft.directory} is no drafter for {family.name}: its architectures are "
-            f"{draft.config.get('architectures')}, and no tensor is named "
-            f"{family.layer_prefix(layers, 0) or 'as one of MTP layers'}*; expected an EAGLE-3 "
-            f"head ({ARCHITECTURES[0]}) or MTP layers of the target's family"
+            f"{draft.config.get('architectures')}, and "
+            f"{f'no tensor is named {prefix}*' if prefix else 'the target has no MTP layers'}; "
+            f"expected an EAGLE-3 head ({ARCHITECTURES[0]}) or MTP layers of the target's family"
         )
     first = start
 
-    def prefix(num_hidden_layers: int, index: int) -> str:
+    def layer_prefix(num_hidden_layers: int, index: int) -> str:
         return DRAFT + family.layer_prefix(first, index)
 
-    return replace(family, layer_prefix=prefix, num_mtp_layers=lambda config: None)
+    return replace(family, layer_prefix=layer_prefix, num_mtp_layers=lambda config: None)
 
 
 def _is_layer(name: str, family: ModelFamily, layers: int) -> bool:

@@ -83,9 +83,10 @@ def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) 
     """Number of MTP layers in the config, or in the checkpoint if the config does not say."""
     count = family.num_mtp_layers(config)
     if count is None:
-        count = 0
-        while checkpoint.names(family.layer_prefix(config.num_hidden_layers, count)):
-            count += 1
+        prefixes = [family.layer_prefix(config.num_hidden_layers, 0)]
+        while checkpoint.names(prefixes[-1]) and prefixes[-1] not in prefixes[:-1]:
+            prefixes.append(family.layer_prefix(config.num_hidden_layers, len(prefixes)))
+        count = len(prefixes) - 1
         # `config` is a private copy, and `block_config` reads the count from it.
         setattr(config, MTP_COUNT_NAMES[-1], count)
     return count

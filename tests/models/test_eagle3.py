@@ -323,7 +323,8 @@ def refused(checkpoint: Path, draft: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(vocab_size=100), "vocab_size is 100, and the target's is 96; use an EAGLE-3 head"),
+        (dict(vocab_size=100), "must name 88 different tokens of the target's 96"),
+        (dict(vocab_size=90), "vocab_size is 90, and the target's is 96; use an EAGLE-3 head"),
         (dict(hidden_size=48), "hidden_size is 48, and the target's is 64"),
         (dict(target_hidden_size=48), "hidden_size is 48, and the target's is 64"),
         (dict(num_hidden_layers=2), "EAGLE-3 head with num_hidden_layers=2; expected one layer"),
