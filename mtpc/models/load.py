@@ -190,7 +190,7 @@ class SteppedModel:
         )
         first = next(iter(loaded.mtp_layers), None)
         self.draft_entry = parts.draft_entry(first) if parts.draft_entry else None
-        vocabulary = parts.draft_vocabulary(first) if first else None
+        vocabulary = parts.draft_vocabulary(first) if first is not None else None
         self.draft_tokens = vocabulary.tokens if vocabulary else None
         self.draft_logits = vocabulary.logits if vocabulary else None
         self.feeds_target = family.wiring.chaining == "target"

@@ -296,6 +296,27 @@ def test_names_of_other_tools(checkpoint: Callable[..., Path], tmp_path: Path) -
     assert torch.equal(layer.projection.weight, tensors["fc.weight"])
 
 
+def test_a_quantised_head(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """FP8 with a scale a block, beside a plain target: as what its codes stand for."""
+    tensors, wanted = eagle.new_head(eagle.CONFIG, 64), dict[str, torch.Tensor]()
+    for name in [name for name in tensors if "_proj" in name]:
+        scale = (tensors[name].abs().max() / 448).reshape(1, 1)
+        codes = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors |= {name: codes, f"{name}_scale_inv": scale}
+        wanted[name] = (codes.float() * scale).bfloat16()
+    says = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = {**eagle.CONFIG, "torch_dtype": "bfloat16", "quantization_config": says}
+    draft = eagle.save_head(tensors, config, tmp_path)
+    source = open_checkpoint(checkpoint("llama"), draft)
+    (layer,) = load(source, "bfloat16", True).mtp_layers
+    assert len(wanted) == 7
+    for name, weight in wanted.items():
+        inner = name.replace("midlayer.", "block.")
+        assert torch.equal(layer.get_parameter(inner), weight), name
+    assert {f"draft.{name}" for name in wanted} <= source.specs.keys()
+    assert any(note.startswith("draft: 7 of 7 quantised") for note in source.notes)
+
+
 def test_a_head_is_in_the_key(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Its config and its headers, and no path."""
     keys = [
