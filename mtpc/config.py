@@ -51,6 +51,8 @@ SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` says what they are."""
 
+_NOT_ON_RANKS = ("quantize", "draft_vocab", "enabled_passes", "draft", "kv_offload_dir")
+"""Options that several ranks do not know."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
 
@@ -129,6 +131,8 @@ class CompileOptions:
         draft_vocab: token ids that drafts may be, or a number n for the n lowest ids, which
             tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
+        draft: checkpoint of a drafter, in the place of MTP layers: an EAGLE-3 head, or MTP layers
+            of the target's family. None: the model's own MTP layers. See docs/models.md.
         wiring: rules of the MTP layers that replace those of the model's family, as
             {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
@@ -174,6 +178,7 @@ class CompileOptions:
     disabled_passes: tuple[str, ...] = ()
     enabled_passes: tuple[str, ...] = ()
     draft_vocab: tuple[int, ...] = ()
+    draft: Path | None = None
     wiring: Rules = ()
     cache_dir: Path | None = None
     use_cache: bool = True
@@ -254,6 +259,11 @@ class CompileOptions:
             )
 
     @property
+    def drafter(self) -> Path | None:
+        """`draft`, where there are drafts."""
+        return self.draft if self.spec_tokens else None
+
+    @property
     def tiers(self) -> tuple[int, ...]:
         """Numbers of drafts that have decode steps, ascending."""
         return self.spec_tiers or (self.spec_tokens,)
@@ -298,8 +308,7 @@ class CompileOptions:
         return rows, tokens // rows
 
     def _check_ranks(self) -> None:
-        size = self.tensor_parallel_size
-        refused = ("quantize", "draft_vocab", "enabled_passes", "kv_offload_dir")
+        size, refused = self.tensor_parallel_size, _NOT_ON_RANKS
         kept = ("frozen", "require_sha256", "build_in_background")
         check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:
@@ -337,6 +346,7 @@ class CompileOptions:
 
     def _check_cache(self) -> None:
         self._settle_directory("cache_dir")
+        self._settle_directory("draft")
         pin = self.require_sha256
         if pin is not None and not (isinstance(pin, str) and re.fullmatch("[0-9a-f]{64}", pin)):
             raise OptionError(

@@ -85,7 +85,9 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
         }
         key = (family, spec_tokens, kind, *sorted(options.items()))
         if key not in made:
-            made[key] = mtpc.compile(checkpoint(family, kind), spec_tokens=spec_tokens, **options)
+            directory = checkpoint(family, kind)
+            options = {**tiny.drafter(directory), **options}
+            made[key] = mtpc.compile(directory, spec_tokens=spec_tokens, **options)
         return made[key]
 
     return get

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.families import CPU_FAMILY_NAMES, FAMILY_NAMES, NEAR_FAMILIES
+from helpers.families import CPU_FAMILY_NAMES, DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
 from helpers.oracles import Oracle
 from helpers.reuse import Conversations, check_reuse
 from helpers.theorem import (
@@ -18,11 +18,15 @@ from helpers.theorem import (
     requests,
 )
 
-BY_DEFAULT = {**dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)), "mimo": range(5)}
+BY_DEFAULT: dict[str, Iterable[int]] = {
+    **dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)),
+    **dict.fromkeys(DRAFTED[1:], ()),
+    "mimo": range(5),
+}
 """Family -> the K of the default run; 3 for the others. The slow run has every K."""
 MORE_WHEN_SLOW = [
     *FAMILY_NAMES,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in NEAR_FAMILIES),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (*NEAR_FAMILIES, *DRAFTED)),
 ]
 """All families; those whose parts are others' in the slow run only."""
 
@@ -31,7 +35,7 @@ MORE_WHEN_SLOW = [
     ("family", "spec_tokens"),
     [
         pytest.param(family, k, marks=[pytest.mark.slow] if is_slow else [])
-        for family in (*FAMILY_NAMES, *NEAR_FAMILIES)
+        for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED)
         for k in range(5)
         for is_slow in [k not in BY_DEFAULT.get(family, (3,))]
     ],
@@ -48,7 +52,7 @@ def test_speculative_output_equals_plain_decoding(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 @pytest.mark.parametrize("spec_tokens", range(5))
-@pytest.mark.parametrize("family", [*FAMILY_NAMES, *NEAR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED])
 def test_the_same_at_length(
     family: str,
     spec_tokens: int,
@@ -103,8 +107,9 @@ def test_prefill_chunking_changes_nothing(
         )
 
 
-REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4")
-"""Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries."""
+REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4", "llama")
+"""Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries, and a
+drafter in a checkpoint of its own."""
 
 
 @pytest.mark.parametrize("family", [*REUSING, pytest.param("nemotron_h", marks=pytest.mark.slow)])

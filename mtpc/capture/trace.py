@@ -46,15 +46,22 @@ class ModelTraces(nn.Module):
         metadata = tuple(_example_metadata(layout, device))
         ids = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=device)
         self.target = export_piece(model.target, (ids, *metadata))
-        features = _example_features(self.target)
+        features = fed = _example(self.target)
+        if model.draft_entry is not None:
+            self.draft_entry = export_piece(model.draft_entry, (_example(self.target, 1),))
+            fed = _example(self.draft_entry)
         self.target_head = export_piece(model.target_head, (features,))
         self.drafts = nn.ModuleList(
-            export_piece(draft, (ids, features, *metadata)) for draft in model.drafts
+            export_piece(draft, (ids, fed, *metadata)) for draft in model.drafts
         )
         self.draft_heads = nn.ModuleList(
-            self.target_head if head is model.target_head else export_piece(head, (features,))
+            self.target_head if head is model.target_head else export_piece(head, (fed,))
             for head in model.draft_heads
         )
+        if model.draft_tokens is not None and model.draft_logits is not None:
+            logits = _example(self.draft_heads[0])
+            self.draft_tokens = export_piece(model.draft_tokens, (torch.zeros_like(ids),))
+            self.draft_logits = export_piece(model.draft_logits, (logits,))
         self.vocab_size = model.vocab_size
         self.draft_index: Callable[[int], int] = model.draft_index
         self.feeds_target = model.feeds_target
@@ -77,10 +84,10 @@ def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
     )
 
 
-def _example_features(target: fx.GraphModule) -> Tensor:
-    """Zeros of the shape and dtype that the traced target returns."""
-    output = next(n for n in target.graph.nodes if n.op == "output").args[0]
-    value = (output[0] if isinstance(output, (tuple, list)) else output).meta["val"]
+def _example(piece: Any, place: int = 0) -> Tensor:
+    """Zeros of the shape and dtype of one result of a traced piece."""
+    output = next(n for n in piece.graph.nodes if n.op == "output").args[0]
+    value = (output[place] if isinstance(output, (tuple, list)) else output).meta["val"]
     shape = (TRACE_TOKENS, *value.shape[1:])
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
@@ -175,6 +182,9 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces = StepPieces()
     pieces.target, pieces.target_head = traces.target, traces.target_head
     pieces.drafts, pieces.draft_heads = traces.drafts, traces.draft_heads
+    for name in ("draft_entry", "draft_tokens", "draft_logits"):
+        if hasattr(traces, name):
+            setattr(pieces, name, getattr(traces, name))
     pieces.begin = begin(key, page_size, traces.vocab_size)
     pieces.accept, pieces.logits_rows = accept(), LogitsRows(key)
     pieces.chain_metadata = ChainMetadata(key, page_size)

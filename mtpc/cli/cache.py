@@ -25,7 +25,7 @@ from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, differences
 from mtpc.store.lookup import KERNELS, key_of
 from mtpc.store.machine import COMPILER, environment_fields, machine_fields
-from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.paired_checkpoint import open_checkpoint
 
 _DAY_S = 86400
 _PER_PROCESS = ("torch.",)
@@ -205,7 +205,7 @@ def _why(args: argparse.Namespace) -> int:
     checkpoint, console = chosen_checkpoint(args.checkpoint), output()
     options = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
-    source = Checkpoint(checkpoint)
+    source = open_checkpoint(checkpoint, options.drafter)
     options = settle_prefill(options, source.dtype)
     cache = open_cache(source, options, console.print)
     if cache is None:

@@ -60,11 +60,14 @@ def command(args: argparse.Namespace) -> int:
         raise OptionError("spec_tokens is 0; expected at least one draft to check")
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
-        from mtpc.models.mtp_faults import find_faults
+        from mtpc.models.mtp_faults import find_draft_faults, find_faults
 
         set_threads(args.threads, checkpoint)
-        tell(f"examine the MTP tensors of {checkpoint}")
-        faults = find_faults(checkpoint, options.dtype)
+        tell(f"examine the MTP tensors of {options.draft or checkpoint}")
+        if options.draft is None:
+            faults = find_faults(checkpoint, options.dtype)
+        else:
+            faults = find_draft_faults(checkpoint, options.draft, options.dtype)
         samples: list[Sample] = []
         if not faults:
             check_tokenizer(checkpoint, prompts)
@@ -83,11 +86,11 @@ def _measure(
     from mtpc.models.load import load, place
     from mtpc.program.compiler import StepCompiler
     from mtpc.program.open_cache import kernel_store
-    from mtpc.weights.checkpoint import Checkpoint
+    from mtpc.weights.paired_checkpoint import open_checkpoint
 
     backend = make_backend(options.backend, tell, kernel_store(options, None))
     tell(f"load {checkpoint}")
-    source = Checkpoint(checkpoint)
+    source = open_checkpoint(checkpoint, options.drafter)
     options = settle_prefill(options, source.dtype)
     loaded = place(load(source, options.dtype, needs_mtp=True), backend.device)
     variants = [options.wiring, *_others(loaded.wired(options.wiring), options)]
@@ -123,13 +126,14 @@ def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules
             for role, end in ends.items()
         },
     }
-    if not wiring.stream_head:
-        matters |= {
-            "hidden_first": True,
-            "first_features": True,
-            "next_features": options.spec_tokens > 1,
-            "chaining": len(layers) > 1 and options.spec_tokens > 1,
-        }
+    matters |= {
+        "hidden_first": True,
+        "first_features": True,
+        "next_features": options.spec_tokens > 1,
+        "chaining": len(layers) > 1 and options.spec_tokens > 1,
+    }
+    if wiring.only_rules:
+        matters = {rule: matters[rule] for rule in wiring.only_rules}
     for rule, values in choices().items():
         for value in values:
             if matters.get(rule) and value != getattr(wiring, rule):

@@ -59,7 +59,7 @@ def _build(
     from mtpc.models.load import load
     from mtpc.program.compiler import StepCompiler, step_keys
     from mtpc.program.open_cache import kernel_store
-    from mtpc.weights.checkpoint import Checkpoint
+    from mtpc.weights.paired_checkpoint import open_checkpoint
 
     store = kernel_store(options, None)
     backend, fallback = choose_backend(options.backend, options.strict, tell, store)
@@ -67,7 +67,7 @@ def _build(
         print(f"note: {fallback}", file=sys.stderr)
     last = _last_pass(options, backend, args.after, args.before)
     tell(f"load {checkpoint}")
-    source = Checkpoint(checkpoint)
+    source = open_checkpoint(checkpoint, options.drafter)
     options = settle_prefill(options, source.dtype)
     needs_mtp = options.spec_tokens > 0
     loaded = load(source, options.dtype, needs_mtp, options.wiring, headers_only=True)

@@ -102,7 +102,8 @@ def speculative(text: str) -> int:
         ) from None
     if not isinstance(method, str) or not method.endswith("mtp"):
         raise argparse.ArgumentTypeError(
-            f"method is {method!r}; expected 'mtp': mtpc drafts with MTP layers only"
+            f"method is {method!r}; expected 'mtp'; a drafter in a checkpoint of its own is "
+            "--draft DIR"
         )
     if config:
         raise argparse.ArgumentTypeError(

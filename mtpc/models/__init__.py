@@ -3,6 +3,7 @@
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.deepseek_v4 import DEEPSEEK_V4
 from mtpc.models.families.deepseek_v32 import DEEPSEEK_V32
+from mtpc.models.families.dense import LLAMA, QWEN2, QWEN3
 from mtpc.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from mtpc.models.families.exaone_moe import EXAONE_MOE
 from mtpc.models.families.glm4_moe import GLM4_MOE
@@ -33,6 +34,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ERNIE4_5_MOE,
     EXAONE_MOE,
     NEMOTRON_H,
+    LLAMA,
+    QWEN2,
+    QWEN3,
 )
 """The family table. A new model is one file in this package and one row here."""
 

@@ -8,7 +8,7 @@ fed, how its tensors are named in checkpoints, and which state each layer keeps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -22,10 +22,6 @@ from mtpc.wiring import Rules, WiringRules
 if TYPE_CHECKING:
     from mtpc.models.hf import StepParts
 
-MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""Config entries that give the number of MTP layers; the first one present counts."""
-_RULES_OF_STREAMS = ("zero_first_embedding", "head", "embedding")
-"""Rules of layers that are fed residual streams; the others are about features [T, H]."""
 Canonical: TypeAlias = "Callable[[nn.Module], nn.Module]"
 """Makes mtpc's module from transformers' one; it shares the parameters and keeps their names."""
 
@@ -46,6 +42,7 @@ class MTPWiring(WiringRules):
             layer adds both outputs.
         stream_head: prefix of the stream head's tensor names, in checkpoints and in transformers'
             module; None for layers without residual streams. Features are then all streams.
+        only_rules: the rules that have a meaning for these layers; () is all.
     """
 
     embedding_norm: str
@@ -55,6 +52,7 @@ class MTPWiring(WiringRules):
     embedding_projection: str = ""
     hidden_projection: str = ""
     stream_head: tuple[str, str] | None = None
+    only_rules: tuple[str, ...] = ()
 
     def joints(self) -> dict[str, str]:
         """Submodule name in `MTPLayer` -> checkpoint name, for norms and projections."""
@@ -88,6 +86,7 @@ class ModelFamily:
             layer index is num_hidden_layers + i.
         make_block: (class of the target's layers, config, layer index) -> the decoder block of an
             MTP layer, where it is not one of those layers.
+        make_layer: (wiring, layer index, what it has of its own) -> a drafter that is no MTP layer.
         cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
         cache_kinds: dataclasses that hold the state of a layer, besides those of `caches`. A class
             is used for the layers whose buffer roles are the names of its fields.
@@ -127,6 +126,7 @@ class ModelFamily:
     make_block: Callable[[Any, Any, int], nn.Module] = lambda layer, config, index: layer(
         config, index
     )
+    make_layer: Callable[[MTPWiring, int, Collection[str]], Any] | None = None
     cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
@@ -146,17 +146,17 @@ class ModelFamily:
         """This family with other rules for its MTP layers.
 
         Raises:
-            OptionError: a rule has no meaning for layers that are fed residual streams.
+            OptionError: a rule has no meaning for these layers.
         """
         if not rules:
             return self
-        if self.wiring.stream_head:
-            wrong = [name for name, _ in rules if name not in _RULES_OF_STREAMS]
-            if wrong:
-                raise OptionError(
-                    f"wiring has {wrong[0]} for {self.name}, whose MTP layer is fed residual "
-                    f"streams; expected one of {', '.join(_RULES_OF_STREAMS)}"
-                )
+        only = self.wiring.only_rules
+        wrong = [name for name, _ in rules if only and name not in only]
+        if wrong:
+            raise OptionError(
+                f"wiring has {wrong[0]}, which has no meaning for the drafter of {self.name}; "
+                f"expected one of {', '.join(only)}"
+            )
         given: dict[str, Any] = dict(rules)
         return replace(self, wiring=replace(self.wiring, **given))
 

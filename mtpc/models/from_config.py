@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from mtpc.errors import CheckpointError, MtpcError
-from mtpc.models.family import MTP_COUNT_NAMES, ModelFamily
+from mtpc.models.family import ModelFamily
 from mtpc.models.hf import model_class
 from mtpc.models.load import LoadedModel, find_family, load
 from mtpc.models.mtp_layers import build_mtp_layer
 from mtpc.models.read_config import read_config
-from mtpc.weights.checkpoint_files import ConfigFile
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, ConfigFile
 from mtpc.weights.hub import find_directory
 
 

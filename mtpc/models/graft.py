@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.models.family import MTP_COUNT_NAMES
 from mtpc.models.load import load
 from mtpc.models.mtp_faults import MTPTensors, find_faults
 from mtpc.weights.checkpoint import Checkpoint, listing
-from mtpc.weights.checkpoint_files import CheckpointFiles
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, CheckpointFiles
 from mtpc.weights.formats import FORMATS
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.shards import (

@@ -409,6 +409,19 @@ class HFDraft(nn.Module):
 
 
 @dataclass(frozen=True)
+class DraftVocabulary:
+    """The vocabulary of a drafter whose head has rows for some tokens only.
+
+    Attributes:
+        tokens: rows of the head, int64 [R] -> token ids [R].
+        logits: logits of its rows [R, V_d] -> of all tokens [R, V].
+    """
+
+    tokens: nn.Module
+    logits: nn.Module
+
+
+@dataclass(frozen=True)
 class StepParts:
     """What makes the modules that a step runs: one for the target, the drafts and their heads.
 
@@ -420,6 +433,9 @@ class StepParts:
         draft_head: (model, layer) -> module: features [T, ...] -> logits [T, V].
         stream_head: (decoder, config) -> the stream head of a new MTP layer, its weights not set;
             None for families without residual streams.
+        draft_entry: layer -> module: what `target` gives besides its features, [T, ...] -> what
+            the first draft is fed. `target` then gives both. None: the features are fed.
+        draft_vocabulary: layer -> its vocabulary; None, or one that gives None: the target's.
     """
 
     target: Callable[[Any, CachePool, MTPWiring], nn.Module] = HFTarget
@@ -427,3 +443,5 @@ class StepParts:
     draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] = HFDraft
     draft_head: Callable[[Any, MTPLayer], nn.Module] = draft_head
     stream_head: Callable[[Any, Any], nn.Module] | None = None
+    draft_entry: Callable[[Any], nn.Module] | None = None
+    draft_vocabulary: Callable[[Any], DraftVocabulary | None] = lambda layer: None

@@ -68,7 +68,10 @@ SpecOf = Callable[[str], GroupSpec | None]
 
 
 def find_pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
-    """The pattern that lets most layers be copied; None where too few repeat."""
+    """The pattern that lets most layers be copied; None where too few repeat, or where what enters
+    some of them is handed out."""
+    if loaded.captures_layers:
+        return None
     layers = loaded.target.get_decoder().layers
     kinds = [_kind(loaded, index, spec_of) for index in range(len(layers))]
     total, best = len(kinds), None

@@ -21,6 +21,7 @@ from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
+from mtpc.models.draft import drafted_family
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
     MTPLayer,
@@ -36,9 +37,9 @@ from mtpc.weights.checkpoint import (
     Checkpoint,
     as_ids,
     check_finite,
-    checkpoint_of,
     listing,
 )
+from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.wiring import Rules
 
@@ -105,6 +106,22 @@ class LoadedModel:
         return replace(self, family=family, mtp_layers=layers)
 
     @property
+    def parts(self) -> StepParts:
+        """How this model is stepped; without drafts, a target of a drafter is the usual one."""
+        parts = self.family.parts or StepParts()
+        return StepParts() if parts.draft_entry and not self.mtp_layers else parts
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether the target hands out what enters some of its layers."""
+        return self.parts.draft_entry is not None
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        """Whether drafts come from a head with rows for some tokens only."""
+        return any(self.parts.draft_vocabulary(layer) for layer in self.mtp_layers)
+
+    @property
     def chain_window(self) -> int:
         """Earlier rows of a request that the MTP layers compute again; see `mtpc.step.chaining`."""
         return max(len(self.mtp_layers) - 1, 0)
@@ -157,7 +174,7 @@ class SteppedModel:
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         family, target, config = loaded.family, loaded.target, loaded.config
         pool = CachePool(pools, num_slots, family.cache_kinds)
-        parts, decoder = family.parts or StepParts(), target.get_decoder()
+        parts, decoder = loaded.parts, target.get_decoder()
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)
         rotaries = [
@@ -171,6 +188,11 @@ class SteppedModel:
         self.draft_heads = nn.ModuleList(
             parts.draft_head(target, layer) for layer in loaded.mtp_layers
         )
+        first = next(iter(loaded.mtp_layers), None)
+        self.draft_entry = parts.draft_entry(first) if parts.draft_entry else None
+        vocabulary = parts.draft_vocabulary(first) if first is not None else None
+        self.draft_tokens = vocabulary.tokens if vocabulary else None
+        self.draft_logits = vocabulary.logits if vocabulary else None
         self.feeds_target = family.wiring.chaining == "target"
         self.vocab_size = loaded.vocab_size
 
@@ -185,6 +207,7 @@ def load(
     needs_mtp: bool,
     wiring: Rules = (),
     headers_only: bool = False,
+    draft: Path | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory, or adopt a transformers model object.
 
@@ -196,6 +219,7 @@ def load(
         wiring: rules that replace those of the family.
         headers_only: read no weight of a directory. Its tensors are then memory without contents,
             for steps that are traced and kept in the cache, and never run on it.
+        draft: a drafter's checkpoint, in the place of MTP layers. A `Checkpoint` has its own.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen or not finite; see
@@ -205,7 +229,7 @@ def load(
             number of MTP layers is not supported.
     """
     if isinstance(source, (str, Path)):
-        source = Checkpoint(Path(source))
+        source = open_checkpoint(Path(source), draft if needs_mtp else None)
     if isinstance(source, Checkpoint):
         try:
             headers = HeaderWeights(source) if headers_only else None
@@ -223,7 +247,7 @@ def load(
                 f"dtype={dtype!r} with a model object, which keeps its own; leave it out, or pass "
                 "the checkpoint's directory"
             )
-        return _adopt(source, needs_mtp, wiring)
+        return _adopt(source, needs_mtp, wiring, draft)
     raise OptionError(
         f"cannot compile a {type(source).__name__}; expected a checkpoint directory or a "
         "transformers PreTrainedModel"
@@ -276,7 +300,8 @@ def _load_directory(
 ) -> LoadedModel:
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
-    family = find_family(checkpoint.config.get("architectures") or []).wired(wiring)
+    family = _drafted(find_family(checkpoint.config.get("architectures") or []), checkpoint)
+    family = family.wired(wiring)
     model = read_target(checkpoint, family, dtype, headers)
     target = _share(model, family, str(directory), has_values=headers is None)
     layers = load_mtp_layers(checkpoint, family, target, headers) if needs_mtp else ()
@@ -284,6 +309,14 @@ def _load_directory(
         headers.reserve([target, *layers])
     stop_ids = checkpoint.stop_ids()
     return LoadedModel(family, target, layers, stop_ids, str(directory), checkpoint, True, headers)
+
+
+def _drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
+    """The family of a target, with the drafter of its checkpoint if that has one of its own."""
+    if not isinstance(checkpoint, PairedCheckpoint):
+        return family
+    config = read_config(checkpoint, family).get_text_config(decoder=True)
+    return drafted_family(family, checkpoint, config)
 
 
 def read_target(
@@ -308,7 +341,7 @@ def read_target(
         checkpoint.check_dtype()
     # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
     unread = headers.slice if headers else partial(_Unread, checkpoint)
-    state = {name: unread(name) for name in checkpoint.tensors}
+    state = {name: unread(name) for name in checkpoint.target_tensors}
     try:
         _check_size(checkpoint, family)
         with _quiet_transformers():
@@ -381,10 +414,10 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _adopt(model: Any, needs_mtp: bool, wiring: Rules) -> LoadedModel:
+def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | None) -> LoadedModel:
     """Share a user's model object, and load its MTP layers from its checkpoint."""
     names = [*(model.config.architectures or ()), type(model).__name__]
-    family = find_family(names).wired(wiring)
+    family = find_family(names)
     is_nested = getattr(model.config, "text_config", None) is not None
     if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(
@@ -397,7 +430,8 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules) -> LoadedModel:
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"
         )
     check_object(model, family)
-    checkpoint = checkpoint_of(model, is_needed=needs_mtp)
+    checkpoint = checkpoint_of(model, needs_mtp, draft)
+    family = _drafted(family, checkpoint).wired(wiring)
     source = model.name_or_path or "model object"
     layers: tuple[MTPLayer, ...] = ()
     target = _share(model, family, source)

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import CheckpointError
+from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.adopt import similarity
-from mtpc.models.family import MTP_COUNT_NAMES, ModelFamily
+from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, find_family, load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.read_config import read_config
 from mtpc.weights.checkpoint import Checkpoint, is_finite, listing
-from mtpc.weights.checkpoint_files import CheckpointFiles
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, CheckpointFiles
+from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
 from mtpc.weights.quantise import stays_plain
 from mtpc.weights.tensor_file import StoredTensor
 
@@ -115,7 +116,7 @@ def find_faults(directory: Path, dtype: str | None = None) -> list[Fault]:
     faults = [*_counts(tensors, graft)]
     if faults:
         return faults
-    values = [*_values(tensors, graft)]
+    values = [*_values(tensors.files, tensors.names(), graft)]
     try:
         checkpoint = Checkpoint(tensors.files.directory)
     except CheckpointError as error:
@@ -142,24 +143,47 @@ def _counts(tensors: MTPTensors, graft: str) -> Iterator[Fault]:
         yield Fault("absent", found, f"{graft}; or set {_COUNT} to {stored} in config.json")
 
 
-def _values(tensors: MTPTensors, graft: str) -> Iterator[Fault]:
+def find_draft_faults(directory: Path, draft: Path, dtype: str | None = None) -> list[Fault]:
+    """What is wrong with a drafter in a checkpoint of its own.
+
+    Args:
+        directory: the target's checkpoint.
+        draft: the drafter's.
+        dtype: as for `find_faults`.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read.
+        UnsupportedModelError: no family serves the target's architecture.
+    """
+    checkpoint, remedy = open_checkpoint(directory, draft), "download or export the drafter again"
+    assert isinstance(checkpoint, PairedCheckpoint)
+    files = checkpoint.draft
+    faults = [*_values(files, [*files.stored], remedy)]
+    try:
+        load(checkpoint, dtype, needs_mtp=True, headers_only=True)
+    except (CheckpointError, UnsupportedModelError) as error:
+        faults.append(Fault("misfit", str(error), "use a drafter that was made for this target"))
+    return faults
+
+
+def _values(files: CheckpointFiles, names: list[str], remedy: str) -> Iterator[Fault]:
     """Tensors whose values no training leaves behind. Norms and biases may be zero."""
-    bad, zero, names = [], [], tensors.names()
+    bad, zero = [], []
     for name in names:
-        if _is_narrow(tensors.files.stored[name]):
+        if _is_narrow(files.stored[name]):
             continue
-        tensor = tensors.files.read(name)
+        tensor = files.read(name)
         if not is_finite(tensor):
             bad.append(name)
         elif tensor.dim() > 1 and not tensor.any():
             zero.append(name)
-        tensors.files.release_stored(name)
+        files.release_stored(name)
     if bad:
         found = f"{len(bad)} of {len(names)} tensors hold NaN or infinity: {listing(bad)}"
-        yield Fault("not finite", found, graft)
+        yield Fault("not finite", found, remedy)
     if zero:
         found = f"{len(zero)} of {len(names)} tensors are all zero: {listing(zero)}"
-        yield Fault("all zero", found, f"{graft}; the fine-tune was saved without loading them")
+        yield Fault("all zero", found, f"{remedy}; the fine-tune was saved without loading them")
 
 
 def _is_narrow(header: StoredTensor) -> bool:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
-from mtpc.models.family import MTP_COUNT_NAMES, ModelFamily, find_norm_class
+from mtpc.models.family import ModelFamily, find_norm_class
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import MTPLayer, stand_in
 from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 
 EXPERTS = "mlp.experts"
 """transformers' name for the experts of a decoder layer."""
@@ -38,33 +39,34 @@ def load_mtp_layers(
             missing, unexpected, misshapen or not finite.
         UnsupportedModelError: mtpc cannot chain so many layers of this family.
     """
-    config = target.config.get_text_config(decoder=True)
+    config, where = target.config.get_text_config(decoder=True), checkpoint.mtp_directory
     count = _count_mtp_layers(checkpoint, family, config)
     if count == 0:
         raise CheckpointError(
-            f"the config of {checkpoint.directory} announces no MTP layers ({MTP_COUNT_NAMES[-1]} "
-            "is 0 or absent); expected at least one; use spec_tokens=0 to decode without drafts"
+            f"the config of {where} announces no MTP layers ({MTP_COUNT_NAMES[-1]} "
+            "is 0 or absent); expected at least one; give a drafter's checkpoint (draft), or use "
+            "spec_tokens=0 to decode without drafts"
         )
     prefixes = [family.layer_prefix(config.num_hidden_layers, i) for i in (0, count)]
     if not checkpoint.names(prefixes[0]):
         raise CheckpointError(
-            f"{checkpoint.directory} holds no MTP layer: no tensor is named {prefixes[0]}*; "
+            f"{where} holds no MTP layer: no tensor is named {prefixes[0]}*; "
             f"expected {count}; use spec_tokens=0 to decode without drafts"
         )
     if prefixes[0] == prefixes[1] and count > 1:
         raise UnsupportedModelError(
-            f"{checkpoint.directory} has {count} MTP layers; expected one, as {family.name} names "
+            f"{where} has {count} MTP layers; expected one, as {family.name} names "
             "the tensors of one layer only"
         )
     if count > 1 and family.wiring.stream_head:
         raise UnsupportedModelError(
-            f"{checkpoint.directory} has {count} MTP layers that are fed residual streams; "
+            f"{where} has {count} MTP layers that are fed residual streams; "
             "expected one: true chaining works on features [T, H] only"
         )
     more = checkpoint.names(prefixes[1])
     if more and prefixes[0] != prefixes[1]:
         raise CheckpointError(
-            f"{checkpoint.directory} stores more MTP layers ({listing(more)}) than the {count} "
+            f"{where} stores more MTP layers ({listing(more)}) than the {count} "
             f"that its config announces; correct {MTP_COUNT_NAMES[-1]} in its config.json"
         )
     layers = tuple(load_mtp_layer(checkpoint, family, target, i, headers) for i in range(count))
@@ -72,7 +74,7 @@ def load_mtp_layers(
         stand_in(layer, family.canonical)
     if headers is None:
         for index, layer in enumerate(layers):
-            check_finite(layer.named_parameters(), f"MTP layer {index} of {checkpoint.directory}")
+            check_finite(layer.named_parameters(), f"MTP layer {index} of {where}")
         share_copies(layers, target)
     return layers
 
@@ -81,9 +83,10 @@ def _count_mtp_layers(checkpoint: Checkpoint, family: ModelFamily, config: Any) 
     """Number of MTP layers in the config, or in the checkpoint if the config does not say."""
     count = family.num_mtp_layers(config)
     if count is None:
-        count = 0
-        while checkpoint.names(family.layer_prefix(config.num_hidden_layers, count)):
-            count += 1
+        prefixes = [family.layer_prefix(config.num_hidden_layers, 0)]
+        while checkpoint.names(prefixes[-1]) and prefixes[-1] not in prefixes[:-1]:
+            prefixes.append(family.layer_prefix(config.num_hidden_layers, len(prefixes)))
+        count = len(prefixes) - 1
         # `config` is a private copy, and `block_config` reads the count from it.
         setattr(config, MTP_COUNT_NAMES[-1], count)
     return count
@@ -118,7 +121,7 @@ def load_mtp_layer(
     tensors = {
         name: read(full) for name, full in stored.items() if name not in family.shared_tensors
     }
-    what = f"MTP layer {index} of {checkpoint.directory}"
+    what = f"MTP layer {index} of {checkpoint.mtp_directory}"
     tensors = {
         **layer_tensors(tensors, family),
         **{f"{role}.weight": read(full) for role, full in own.items()},
@@ -170,6 +173,9 @@ def build_mtp_layer(
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     sample = decoder.layers[-1]
     number = config.num_hidden_layers + index
+    if family.make_layer is not None:
+        made: MTPLayer = family.make_layer(family.wiring, number, own)
+        return made
     block = family.make_block(type(sample), family.block_config(config), number)
     parts = family.parts
     stream_head = parts.stream_head(decoder, config) if parts and parts.stream_head else None
@@ -213,6 +219,8 @@ def _module_name(name: str, family: ModelFamily) -> str:
 def stored_name(name: str, family: ModelFamily) -> str:
     """Name within `MTPLayer` -> checkpoint name within an MTP layer; inverts `_module_name`."""
     joint, _, leaf = name.partition(".")
+    if not leaf:
+        return name
     if joint in ("embedding", "head"):
         return next(n for n, role in family.shared_tensors.items() if role == joint)
     if joint == "block":

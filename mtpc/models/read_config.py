@@ -36,13 +36,13 @@ def read_config(checkpoint: ConfigFile, family: ModelFamily) -> Any:
     config_class = getattr(transformers, family.hf_config_class)
     is_nested = "text_config" in getattr(config_class, "sub_configs", {})
     fields = checkpoint.config if is_nested else checkpoint.text_config
-    return config_class(**family.config_entries(_describing(fields)))
+    return config_class(**family.config_entries(describing(fields)))
 
 
-def _describing(fields: Mapping[str, Any]) -> dict[str, Any]:
+def describing(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that describe the model, also within the configs of its parts; a new object."""
     return {
-        name: _describing(value)
+        name: describing(value)
         if name.endswith("_config") and isinstance(value, dict)
         else _number(value)
         for name, value in fields.items()

@@ -10,9 +10,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpc.models.family import MTP_COUNT_NAMES, ModelFamily
+from mtpc.models.family import ModelFamily
 from mtpc.models.hf import MTPLayer
 from mtpc.models.mtp_layers import stored_tensors
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 
 _INDEX = "model.safetensors.index.json"
 

@@ -40,7 +40,7 @@ from mtpc.program.processes import (
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
 from mtpc.store.entries import Entry
-from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.paired_checkpoint import open_checkpoint
 
 Check = Callable[[StepCompiler], None]
 """Refuses a model; it goes to other processes."""
@@ -117,7 +117,7 @@ def build(
         MtpcError: as `mtpc.compile`.
     """
     start = time.perf_counter()
-    source = Checkpoint(directory)
+    source = open_checkpoint(directory, options.draft)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
     job = _Job(directory, options, torch.get_num_threads(), check)
@@ -216,7 +216,7 @@ class _Job:
     def cache(self, spec_tokens: int, tell: Callable[[str], None] = lambda line: None) -> StepCache:
         """The cache of the program for one K."""
         options = replace(self.options, spec_tokens=spec_tokens)
-        cache = open_cache(Checkpoint(self.directory), options, tell)
+        cache = open_cache(open_checkpoint(self.directory, options.drafter), options, tell)
         if cache is None:
             raise OptionError("building ahead of time needs the cache; drop use_cache=False")
         return cache
@@ -233,7 +233,9 @@ class _Job:
                     tell("load the model", task)
                     options = self.options
                     models[k > 0] = load(
-                        self.directory, options.dtype, k > 0, options.wiring, headers_only=True
+                        *(self.directory, options.dtype, k > 0, options.wiring),
+                        headers_only=True,
+                        draft=options.draft,
                     )
                 compilers[k] = self._compiler(k, models[k > 0], tell)
             compilers[k].compiler.listener = partial(_pass_on, tell, task)

@@ -106,6 +106,11 @@ class StepCompiler:
                 f"draft_vocab names token {largest}; expected ids in 0..{size - 1}, the model's "
                 "vocabulary"
             )
+        if self.options.draft_vocab and self.loaded.has_draft_vocabulary:
+            raise OptionError(
+                "draft_vocab names tokens for a drafter that has a vocabulary of its own; leave it "
+                "out"
+            )
 
     def layout(self, key: StepKey, whole: bool = False) -> Layout:
         """Buffers of one step, metadata sized as plain decoding has it.

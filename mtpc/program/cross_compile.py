@@ -78,7 +78,8 @@ def build_kernels(
     kernels: dict[tuple[str, str], Compiled] = {}
     counts: dict[StepKey, int] = {}
     for k in spec_tokens:
-        loaded = load(directory, options.dtype, k > 0, options.wiring, headers_only=True)
+        given = (directory, options.dtype, k > 0, options.wiring)
+        loaded = load(*given, headers_only=True, draft=options.draft)
         chosen = replace(options, spec_tokens=k)
         compiler = StepCompiler(loaded, chosen, backend, listener, Layout.reserve)
         compiler.weights.defers = True

@@ -15,6 +15,7 @@ import torch
 from mtpc.backends.package import signature
 from mtpc.store.key import hash_of
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 _PROVENANCE = ("_name_or_path", "transformers_version")
 """Config entries that say where a model comes from; they do not affect its graphs."""
@@ -32,6 +33,7 @@ def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
         "model.source": "checkpoint",
         **_config_fields(checkpoint.config),
         **_tensor_fields("model.weights", tensors),
+        **_draft_fields(checkpoint),
     }
 
 
@@ -53,7 +55,16 @@ def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] |
             "model.weights", {n: signature(t) for n, t in model.state_dict(keep_vars=True).items()}
         ),
         **_tensor_fields("checkpoint.weights", {name: str(t) for name, t in stored.items()}),
+        **_draft_fields(checkpoint),
     }
+
+
+def _draft_fields(checkpoint: Checkpoint | None) -> dict[str, str]:
+    """The config of a drafter that has a checkpoint of its own; its headers are the pair's."""
+    if not isinstance(checkpoint, PairedCheckpoint):
+        return {}
+    fields = _config_fields(checkpoint.draft.config)
+    return {f"{DRAFT}{name}": value for name, value in fields.items()}
 
 
 def _is_patched(module: torch.nn.Module) -> bool:

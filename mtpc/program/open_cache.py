@@ -13,7 +13,8 @@ from mtpc.errors import OptionError
 from mtpc.program.model_key import checkpoint_fields, object_fields
 from mtpc.program.step_cache import StepCache, program_fields
 from mtpc.store.entries import EntryStore
-from mtpc.weights.checkpoint import Checkpoint, checkpoint_of
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.paired_checkpoint import checkpoint_of
 
 
 def open_store(options: CompileOptions) -> EntryStore:
@@ -55,7 +56,7 @@ def open_cache(
                 f"backend={PACKAGING!r}"
             )
         return None
-    model = _model_fields(source)
+    model = _model_fields(source, options)
     if model is None:
         if frozen:
             raise OptionError(
@@ -67,9 +68,9 @@ def open_cache(
     return StepCache(open_store(options), program_fields(PACKAGING, model, options), frozen, tell)
 
 
-def _model_fields(source: Any) -> dict[str, str] | None:
+def _model_fields(source: Any, options: CompileOptions) -> dict[str, str] | None:
     if isinstance(source, Checkpoint):
         return checkpoint_fields(source)
     if not isinstance(source, torch.nn.Module) or not hasattr(source, "name_or_path"):
         return {}  # It is no transformers model; loading it raises the error.
-    return object_fields(source, checkpoint_of(source, is_needed=False))
+    return object_fields(source, checkpoint_of(source, False, options.drafter))

@@ -30,6 +30,7 @@ from mtpc.program.page_identity import page_identity
 from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
+from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -120,8 +121,11 @@ def open_steps(
     interrupts = HeldInterrupts(progress)
     report = line_reporter(interrupts.tell)
     parsed = CompileOptions.parse(options)
-    source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
-    if parsed.kv_offload_dir is not None and not isinstance(source, Checkpoint):
+    source = model
+    if isinstance(model, (str, Path)):
+        source = open_checkpoint(Path(model), parsed.drafter)
+        _say_which_drafts(source, report)
+    elif parsed.kv_offload_dir is not None:
         raise OptionError(
             "kv_offload_dir with a model object, whose weights may be other ones tomorrow; "
             "expected a checkpoint's directory"
@@ -146,6 +150,12 @@ def open_steps(
     for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
         opened.fallbacks.update(notes)
     return opened
+
+
+def _say_which_drafts(source: Checkpoint, report: Callable[[str], None]) -> None:
+    """Say that a drafter takes the place of MTP layers that the target has."""
+    if isinstance(source, PairedCheckpoint) and source.replaces_mtp:
+        report(f"{source.draft.directory} drafts in the place of the target's own MTP layers")
 
 
 def _open_ranked(opener: _Opener[T]) -> Opened[T]:
@@ -316,7 +326,10 @@ class _Opener(Generic[T]):
 
         options = self.options
         needs_mtp = options.spec_tokens > 0
-        loaded = load(self.source, options.dtype, needs_mtp, options.wiring, headers_only)
+        loaded = load(
+            *(self.source, options.dtype, needs_mtp, options.wiring, headers_only),
+            draft=options.drafter,
+        )
         return place(loaded, backend.device)
 
     def _compiler(

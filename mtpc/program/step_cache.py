@@ -20,6 +20,7 @@ from mtpc.store.key import Difference, Fields, digest, hash_of
 from mtpc.store.lookup import KEY, find, key_bytes, nearest
 from mtpc.store.machine import environment_fields
 from mtpc.store.scratch import Scratch
+from mtpc.weights.paired_checkpoint import DRAFT
 from mtpc.wiring import rule_text
 
 _SHOWN = 4
@@ -88,7 +89,11 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
 
 def _has_rings(model: Fields) -> bool:
     """Whether layers may keep rings of a sliding window. A prefill step's rows size them."""
-    entries = {name.rpartition(".")[2]: value for name, value in model.items()}
+    entries = {
+        name.rpartition(".")[2]: value
+        for name, value in model.items()
+        if not name.startswith(DRAFT)  # A drafter in a checkpoint of its own has pages.
+    }
     if entries.get("use_sliding_window") == "false":
         return False
     return any(

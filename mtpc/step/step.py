@@ -52,6 +52,9 @@ class StepPieces(nn.Module):
     record: nn.Module
     drafts: nn.ModuleList
     draft_heads: nn.ModuleList
+    draft_entry: nn.Module  # This piece and the next two: only of a drafter of its own.
+    draft_tokens: nn.Module
+    draft_logits: nn.Module
     chain_metadata: nn.Module
     pick: nn.Module
     widen: nn.Module  # This piece and the next two: only with several MTP layers.
@@ -114,14 +117,21 @@ class Step(nn.Module):
     def forward(self) -> None:
         begun = self._begin()
         metadata = self.publish(begun, begun, self.key.bucket.num_tokens)
-        features = self.pieces.target(begun.ids, *metadata)
+        features, fed = self._run_target(begun, metadata)
         accepted = self._accept(features, begun, metadata)
         masks = sampling.draft_masks(self, accepted) if self.samples else None
-        rows = (metadata, accepted.next_ids, features, accepted.anchors)
+        rows = (metadata, accepted.next_ids, fed, accepted.anchors)
         drafts = self._propose(DraftInputs(begun, accepted, masks, *rows))
         last_token = aten.index_select.default(accepted.next_ids, 0, accepted.anchors)
         next_token_ids = aten.stack.default([last_token, *drafts], 1)
         self._advance(begun, accepted, next_token_ids)
+
+    def _run_target(self, begun: Begun, metadata: Metadata) -> tuple[Tensor, Tensor]:
+        """The target's features [T, ...], and what the first draft is fed."""
+        features = self.pieces.target(begun.ids, *metadata)
+        if not hasattr(self.pieces, "draft_entry"):
+            return features, features
+        return features[0], self.pieces.draft_entry(features[1])
 
     def _begin(self) -> Begun:
         """Gather the batch's requests, and the tokens to verify."""
@@ -246,10 +256,13 @@ class Step(nn.Module):
         return features, following
 
     def _pick(self, step: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
-        """Draft `step` of each request, from its row of logits: [R, V] -> [R]."""
+        """Draft `step` of each request, from its row of logits: [R, V] or [R, V_d] -> [R]."""
+        has_own = hasattr(self.pieces, "draft_tokens")
         if self.samples:
+            logits = self.pieces.draft_logits(logits) if has_own else logits
             return sampling.pick(self, step, logits, inputs)
-        return self.pieces.pick(logits)
+        token = self.pieces.pick(logits)
+        return self.pieces.draft_tokens(token) if has_own else token
 
     def _advance(self, begun: Begun, accepted: Accepted, next_token_ids: Tensor) -> None:
         """Write the state that the next step starts from."""

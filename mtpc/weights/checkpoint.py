@@ -21,7 +21,6 @@ from mtpc.weights.checkpoint_files import CheckpointFiles
 from mtpc.weights.formats import QuantisedWeight, find_quantised
 from mtpc.weights.fused_qkv import find_fused_qkv
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
-from mtpc.weights.hub import find_directory
 from mtpc.weights.json_file import GENERATION, check_ids, read_json
 from mtpc.weights.tensor_file import dtype_code
 
@@ -40,6 +39,7 @@ class Checkpoint(CheckpointFiles):
             codes stand for, by its own name ("X.weight"), with its shape and the model's dtype. A
             projection of queries, keys or values that is stored within a fused tensor is there by
             its own name (`fused_qkv`).
+        target_tensors: those of them that are no drafter's of a checkpoint of its own.
         dequantised: names of the quantised weights that were read as values so far.
 
     Raises:
@@ -67,6 +67,7 @@ class Checkpoint(CheckpointFiles):
             self.tensors[name] = replace(whole, shape=(part.count, *whole.shape[1:]))
         for fused in {part.fused for part in self._parts.values()}:
             del self.tensors[fused]
+        self.target_tensors = self.tensors
 
     def _add_quantised(self, weight: QuantisedWeight) -> None:
         """Put a weight in the place of the tensors that it is stored as."""
@@ -76,6 +77,11 @@ class Checkpoint(CheckpointFiles):
         self.tensors[weight.name] = replace(
             codes, dtype=dtype_code(self._read_dtype), shape=weight.shape
         )
+
+    @property
+    def mtp_directory(self) -> Path:
+        """Where the MTP layers are, for messages."""
+        return self.directory
 
     @property
     def is_quantised(self) -> bool:
@@ -128,7 +134,7 @@ class Checkpoint(CheckpointFiles):
     def _usual_dtype(self) -> str:
         """The floating-point dtype of most bytes."""
         sizes = Counter[str]()
-        for stored in self.tensors.values():
+        for stored in self.target_tensors.values():
             if stored.is_floating_point:
                 sizes[stored.dtype_name] += stored.nbytes
         return sizes.most_common(1)[0][0] if sizes else "float32"
@@ -219,35 +225,6 @@ def stored_dtype(source: Any) -> str | None:
         return source.dtype
     dtype = getattr(source, "dtype", None)
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
-
-
-def checkpoint_of(model: Any, is_needed: bool) -> Checkpoint | None:
-    """The checkpoint that a model object was loaded from: a directory, or a hub id in the cache.
-
-    Args:
-        model: a transformers model object.
-        is_needed: whether MTP tensors are read from it.
-
-    Returns:
-        None if there is no such checkpoint, and none is needed.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged, and it is needed.
-    """
-    name = model.name_or_path
-    try:
-        if not name:
-            raise CheckpointError("a model that is made from a config has none")
-        revision = getattr(model.config, "_commit_hash", None)
-        return Checkpoint(find_directory(name, revision))
-    except CheckpointError as error:
-        if not is_needed:
-            return None
-        raise CheckpointError(
-            f"the model's name_or_path is {name!r}; expected a local directory or a hub id to "
-            f"read the MTP tensors from, because transformers drops them: {error}; load the model "
-            "from its checkpoint, or use spec_tokens=0"
-        ) from None
 
 
 def as_ids(ids: Any) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from mtpc.weights.hub import download_again, find_directory, is_directory
 from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
+MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Config entries that give the number of MTP layers; the first one present counts."""
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 """Entries that multimodal configs may have outside of the language model's config."""
 

@@ -82,6 +82,7 @@ NOT_IN_THE_KEY: list[dict[str, Any]] = [
     {"busy_prefill_chunk": 2},
     {"async_scheduling": True},
     {"build_in_background": True},
+    {"draft": Path("/elsewhere")},  # Its config and headers are: models/test_eagle3.py.
 ]
 
 

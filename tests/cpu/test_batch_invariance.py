@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.compiled import run_on
-from helpers.families import CPU_FAMILY_NAMES, NEAR_FAMILIES, TINY
+from helpers.families import CPU_FAMILY_NAMES, DRAFTED, NEAR_FAMILIES, TINY
 from helpers.oracles import Oracle
 from helpers.small_graphs import small_graph
 from helpers.theorem import poison
-from helpers.tiny import logits_of
+from helpers.tiny import drafter, logits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -69,7 +69,8 @@ def build(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[..., Spe
 
     def get(family: str, **options: Any) -> SpecModel:
         fixed = dict(dtype="bfloat16", backend="cpu", cache_dir=cpu_cache)
-        spec = mtpc.compile(checkpoint(family), **{**TINY, **fixed, **options})
+        directory = checkpoint(family)
+        spec = mtpc.compile(directory, **{**TINY, **fixed, **drafter(directory), **options})
         poison(spec)
         return spec
 
@@ -102,7 +103,10 @@ def best_by(plain: Oracle, prompt: list[int], text: list[int]) -> list[bool]:
 
 @pytest.mark.parametrize(
     "family",
-    [*CPU_FAMILY_NAMES, *(pytest.param(n, marks=pytest.mark.slow) for n in NEAR_FAMILIES)],
+    [
+        *CPU_FAMILY_NAMES,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (*NEAR_FAMILIES, *DRAFTED)),
+    ],
 )
 def test_every_pass_keeps_plain_decoding(
     family: str, build: Callable[..., SpecModel], oracle: Callable[..., Oracle]
@@ -112,13 +116,14 @@ def test_every_pass_keeps_plain_decoding(
     And plain decoding is the model's: float64 chooses the same, but for near ties of logits or of
     experts.
     """
-    spec = build(family, batch_buckets=(2,), **EVERY_PASS)
+    every = {**EVERY_PASS, "draft_vocab": ()} if family in DRAFTED else EVERY_PASS
+    spec = build(family, batch_buckets=(2,), **every)
     programs = Programs({"plain": build(family, **PROGRAMS["plain"]), "K=3": spec})
     check_invariance(programs, ("K=3",), 25)
     prompts = list(map(list, programs.known))[:6]
     same = [s for p in prompts for s in best_by(oracle(family), p, programs.alone(p))]
     assert sum(same) > 0.95 * len(same)
-    again = build(family, batch_buckets=(2,), frozen=True, **EVERY_PASS)
+    again = build(family, batch_buckets=(2,), frozen=True, **every)
     assert decode(again, prompts) == [programs.alone(prompt) for prompt in prompts]
 
 

@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import nn
 
+from helpers import eagle
+from helpers.families import DRAFTED
 from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer, final_norm_of, model_class
 from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
@@ -107,7 +109,14 @@ _LATENT: dict[str, Any] = dict(
     qk_nope_head_dim=16,
     v_head_dim=12,
 )
+_DENSE: dict[str, Any] = {
+    **{k: v for k, v in _COMMON.items() if k != "num_nextn_predict_layers"},
+    **dict(num_hidden_layers=4, num_key_value_heads=2, head_dim=16),
+}
 CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _DENSE,
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
     "mimo": {**_COMMON, "num_key_value_heads": 2},
     "glm4_moe": {**_COMMON, **_MOE, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True},
     "deepseek_v3": {**_COMMON, **_MOE, **_LATENT},
@@ -231,7 +240,7 @@ def text_config(target: Any) -> Any:
 def num_layers(name: str) -> int:
     """MTP layers of a tiny model."""
     config = CONFIGS[name]
-    return config.get("text_config", config)["num_nextn_predict_layers"]
+    return config.get("text_config", config).get("num_nextn_predict_layers", 1)
 
 
 def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -303,10 +312,20 @@ def save_checkpoint(name: str, target: Any, layers: Sequence[MTPLayer], director
 def make_checkpoint(
     name: str, directory: Path, seed: int = 0, mtp: bool = True, **changes: Any
 ) -> Path:
-    """A random checkpoint of a family, with or without MTP layer."""
+    """A random checkpoint of a family, with or without MTP layer.
+
+    Of a family in `DRAFTED`, its EAGLE-3 head is in the directory `draft`.
+    """
     target = build_target(name, seed, **changes)
-    layers = build_mtp_layers(name, target, seed + 1) if mtp else []
+    if name in DRAFTED and mtp:
+        eagle.save_head(eagle.new_head(eagle.CONFIG, 64), eagle.CONFIG, directory / "draft")
+    layers = build_mtp_layers(name, target, seed + 1) if mtp and name not in DRAFTED else []
     return save_checkpoint(name, target, layers, directory)
+
+
+def drafter(directory: Path) -> dict[str, Path]:
+    """The option `draft` of a checkpoint that `make_checkpoint` wrote, where it has a drafter."""
+    return {"draft": directory / "draft"} if (directory / "draft").is_dir() else {}
 
 
 def cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -444,14 +463,18 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
     """A checkpoint trained for seconds, so that drafts are accepted in part."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = build_target(name, seed, **eager, **changes)
-    layers = build_mtp_layers(name, target, seed + 1)
+    layers = [] if name in DRAFTED else build_mtp_layers(name, target, seed + 1)
     with torch.no_grad():
         for layer in layers:
             if layer.head is not None:  # A head of its own that has not gone far in a few seconds.
                 head = target.get_output_embeddings().weight
                 layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
-    steps = 16 if name == "deepseek_v4" else 18
+    steps = {"deepseek_v4": 16, **dict.fromkeys(DRAFTED, 30)}.get(name, 18)
     train(name, target, layers, steps)
+    if name in DRAFTED:
+        head = eagle.new_head(eagle.CONFIG, target.config.hidden_size)
+        head = eagle.train_head(head, eagle.CONFIG, target, cyclic_text)
+        eagle.save_head(head, eagle.CONFIG, directory / "draft")
     return save_checkpoint(name, target, layers, directory)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.tiny import drafter
 from helpers.watched_host import OPTIONS
 
 import mtpc
@@ -21,7 +22,9 @@ def hosted(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.HostedModel]:
         key = (family, spec_tokens, *sorted(changes.items()))
         if key not in made:
             options = {**OPTIONS, **changes, "spec_tokens": spec_tokens}
-            made[key] = mtpc.compile_host(checkpoint(family), form="both", **options)
+            directory = checkpoint(family)
+            options = {**drafter(directory), **options}
+            made[key] = mtpc.compile_host(directory, form="both", **options)
         return made[key]
 
     return get

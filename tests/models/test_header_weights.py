@@ -12,16 +12,26 @@ from torch import Tensor
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
+
+READ: list[str] = []
+"""Names of the tensors that a `Watched` checkpoint reads."""
 
 
 class Watched(Checkpoint):
-    """A checkpoint that keeps the names of the tensors that are read."""
-
-    names_read: tuple[str, ...] = ()
+    """A checkpoint that notes which tensors are read."""
 
     def read(self, name: str) -> Tensor:
-        self.names_read += (name,)
+        READ.append(name)
         return super().read(name)
+
+
+class WatchedPair(PairedCheckpoint, Watched):
+    """The same of two; of a drafter's, the map of tokens is read when it is opened."""
+
+    def __init__(self, directory: Path, draft: Path):
+        super().__init__(directory, draft)
+        self.draft = Watched(draft)
 
 
 @pytest.mark.parametrize("family", [name for name in tiny.CONFIGS if "@" not in name])
@@ -30,15 +40,20 @@ def test_a_model_of_headers_is_the_model(family: str, checkpoint: Callable[..., 
 
     Tensors are cast on the way, so that a recipe cannot rest on a tensor that is passed on.
     """
-    directory, source = checkpoint(family, "random"), Watched(checkpoint(family, "random"))
-    loaded, headers = load(directory, "bfloat16", True), load(source, "bfloat16", True, (), True)
+    directory = checkpoint(family, "random")
+    draft = tiny.drafter(directory)
+    source = WatchedPair(directory, **draft) if draft else Watched(directory)
+    READ.clear()
+    loaded = load(directory, "bfloat16", True, **draft)
+    headers = load(source, "bfloat16", True, headers_only=True)
     found = {name: _form(tensor) for name, tensor in headers.weights().items()}
     assert found == {name: _form(tensor) for name, tensor in loaded.weights().items()}
     exact, recipes = weight_recipes(loaded), weight_recipes(headers)
     assert {name: recipes.get(name) for name in exact} == exact
-    assert source.names_read == ()
+    assert READ == []
     source.tensor(source.names()[0])
-    assert len(source.names_read) == 1
+    source.tensor(source.names()[-1])
+    assert len(READ) == 2
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny
+from helpers.families import DRAFTED
 
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N, P
@@ -34,6 +35,7 @@ HEADS_AND_WIDTHS = {
     "step3p5": 2 * 2 * (16 + 16),
     "step3p7": 2 * 2 * (16 + 16),
     "mimo_v2": 1 * 1 * (24 + 16),
+    **dict.fromkeys(DRAFTED, 4 * 2 * (16 + 16) + 1 * (24 + 24)),
 }
 """Values a token in all layers together, those of MTP included: layers that see the whole text
 times key/value heads times key and value width; or latents. The others hold a fixed number."""
@@ -42,7 +44,8 @@ times key/value heads times key and value width; or latents. The others hold a f
 @pytest.mark.parametrize("family", HEADS_AND_WIDTHS)
 def test_bytes_per_token(family: str, checkpoint: Callable[..., Path]) -> None:
     """Page pools of one page of one token: what `mtpc inspect` prints as cost of a token."""
-    loaded = load(checkpoint(family, "random"), "bfloat16", needs_mtp=True)
+    directory = checkpoint(family, "random")
+    loaded = load(directory, "bfloat16", needs_mtp=True, **tiny.drafter(directory))
     paged = [s for s in loaded.state_specs() if s.dims[:2] == (N, P)]
     layout = Layout(paged, {N: 1, P: 1})
     assert sum(layout.nbytes(name) for name in layout) == 2 * HEADS_AND_WIDTHS[family]

@@ -50,6 +50,7 @@ STEP = "step/step.py"
 CHAINING = "step/chaining.py"
 CACHES = "models/caches.py"
 HF = "models/hf.py"
+EAGLE3 = "models/eagle3.py"
 RECURRENCE = "ops/recurrence.py"
 
 FAULTS = (
@@ -353,6 +354,42 @@ FAULTS = (
         "inputs = replace(inputs, ids=ids)",
         "inputs = replace(inputs, ids=inputs.ids)",
         _CHAINS,
+    ),
+    # A drafter in a checkpoint of its own.
+    Fault(
+        "a drafter is fed what enters the layer before",
+        EAGLE3,
+        "layers[index] = self._watched(layers[index])",
+        "layers[index - 1] = self._watched(layers[index - 1])",
+        f"{_DRAFTS}[llama-trained]",
+    ),
+    Fault(
+        "a drafter's rows stand for the tokens after theirs",
+        EAGLE3,
+        "return rows + self.offsets[rows]",
+        "return rows + self.offsets[rows] + 1",
+        f"{_DRAFTS}[llama-trained]",
+    ),
+    Fault(
+        "a drafter is fed its own output after the norm",
+        EAGLE3,
+        'next_features="before",',
+        'next_features="after",',
+        f"{_DRAFTS}[llama-trained]",
+    ),
+    Fault(
+        "a drafter adds its attention to the normed features",
+        EAGLE3,
+        "residual = normed if self.config.norm_first else features",
+        "residual = normed",
+        f"{_DRAFTS}[llama-trained]",
+    ),
+    Fault(
+        "a drafter attends with the features before the embedding",
+        EAGLE3,
+        "rows = torch.cat([self.embedding_norm(embedding), normed], -1)[None]",
+        "rows = torch.cat([normed, self.embedding_norm(embedding)], -1)[None]",
+        f"{_DRAFTS}[llama-trained]",
     ),
     # Caches.
     Fault(

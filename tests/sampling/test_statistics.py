@@ -94,6 +94,7 @@ class TableModel(nn.Module):
         self.draft_heads = nn.ModuleList([self.target_head])
         self.vocab_size = TOKENS
         self.feeds_target = False
+        self.draft_entry = self.draft_tokens = self.draft_logits = None
 
     def draft_index(self, step: int) -> int:
         return 0

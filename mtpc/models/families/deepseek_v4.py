@@ -217,6 +217,7 @@ DEEPSEEK_V4 = ModelFamily(
         hidden_projection="h_proj",
         final_norm="norm",
         stream_head=("hc_head_", "hc_"),
+        only_rules=("zero_first_embedding", "head", "embedding"),
     ),
     num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",

@@ -18,12 +18,7 @@ import torch
 
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs
-from mtpc.models.family import (
-    MTP_COUNT_NAMES,
-    ModelFamily,
-    MTPWiring,
-    layers_after,
-)
+from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.gated_delta import (
     GatedDelta,
     gated_delta_specs,
@@ -31,6 +26,7 @@ from mtpc.models.gated_delta import (
     separate_projections,
 )
 from mtpc.models.recurrent import RecurrentState
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 
 
 def num_mtp_layers(config: Any) -> int:

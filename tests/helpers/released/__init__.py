@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from helpers.released.base import ReleasedMTP
 from helpers.released.deepseek_v4 import DeepseekV4
+from helpers.released.eagle3 import Eagle3
 from helpers.released.ernie import Ernie
 from helpers.released.mimo import Mimo
 from helpers.released.mimo_v2 import MimoV2
@@ -19,7 +20,7 @@ from helpers.released.nextn import GlmDsa, NextN
 from helpers.released.qwen import Exaone, Qwen
 from helpers.released.step import Step
 
-PAGES: Mapping[str, type[ReleasedMTP]] = {
+PAGES: Mapping[str, type[ReleasedMTP | Eagle3]] = {
     "mimo": Mimo,
     "glm4_moe": NextN,
     "deepseek_v3": NextN,
@@ -36,6 +37,9 @@ PAGES: Mapping[str, type[ReleasedMTP]] = {
     "step3p5": Step,
     "step3p7": Step,
     "deepseek_v4": DeepseekV4,
+    "llama": Eagle3,
+    "qwen2": Eagle3,
+    "qwen3": Eagle3,
 }
 
 __all__ = ["PAGES", "ReleasedMTP"]

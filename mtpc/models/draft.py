@@ -1,0 +1,70 @@
+"""Drafters in checkpoints of their own: an EAGLE-3 head, or MTP layers that a target comes without.
+
+Both make of a target's family one that says how the drafter is loaded and stepped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mtpc.errors import CheckpointError
+from mtpc.models.eagle3 import ARCHITECTURES, eagle3_family
+from mtpc.models.family import ModelFamily
+from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
+
+
+def drafted_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
+    """The family of a target with the drafter of its checkpoint.
+
+    Args:
+        family: the target's.
+        checkpoint: the target's, with the drafter's.
+        target: the target's config, of its language model.
+
+    Raises:
+        CheckpointError: the drafter does not fit the target.
+        UnsupportedModelError: mtpc does not know the drafter, or not for this target.
+    """
+    names = checkpoint.draft.config.get("architectures") or []
+    if set(names) & set(ARCHITECTURES):
+        return eagle3_family(family, checkpoint, target)
+    return _mtp_family(family, checkpoint, target)
+
+
+def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
+    """The family with MTP layers of the drafter's checkpoint, under the names of a full one.
+
+    Or under those of a model that has no other layers, as exporters write them.
+    """
+    draft, layers = checkpoint.draft, target.num_hidden_layers
+    start = next(
+        (n for n in (layers, 0) if any(_is_layer(name, family, n) for name in draft.tensors)), None
+    )
+    for entry in ("hidden_size", "vocab_size"):
+        found, expected = draft.text_config.get(entry), getattr(target, entry)
+        if start is not None and found not in (None, expected):
+            raise CheckpointError(
+                f"{draft.directory}: {entry} is {found}, and the target's is {expected}; use the "
+                "MTP layers of this target's base"
+            )
+    if start is None:
+        prefix = family.layer_prefix(layers, 0)
+        raise CheckpointError(
+            f"{draft.directory} is no drafter for {family.name}: its architectures are "
+            f"{draft.config.get('architectures')}, and "
+            f"{f'no tensor is named {prefix}*' if prefix else 'the target has no MTP layers'}; "
+            f"expected an EAGLE-3 head ({ARCHITECTURES[0]}) or MTP layers of the target's family"
+        )
+    first = start
+
+    def layer_prefix(num_hidden_layers: int, index: int) -> str:
+        return DRAFT + family.layer_prefix(first, index)
+
+    return replace(family, layer_prefix=layer_prefix, num_mtp_layers=lambda config: None)
+
+
+def _is_layer(name: str, family: ModelFamily, layers: int) -> bool:
+    prefix = family.layer_prefix(layers, 0)
+    joints = tuple(f"{prefix}{joint}." for joint in family.wiring.joints().values())
+    return bool(joints) and name.startswith(joints)

@@ -1,0 +1,170 @@
+"""A target's checkpoint together with a drafter's, read as one.
+
+The drafter's tensors have their own names behind `DRAFT`. So headers, recipes, the graph cache's
+key and the binding of weights see one checkpoint, whoever holds a tensor.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpc.errors import CheckpointError
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
+from mtpc.weights.hub import find_directory
+
+DRAFT = "draft."
+"""Prefix of the names of the drafter's tensors."""
+TOKEN_MAP, _INVERSE_MAP = "d2t", "t2d"
+"""Names of an EAGLE-3 head's map: what to add to a row of its head for the token id, int [V_d]; and
+which tokens have a row, bool [V], which says no more and is not read."""
+
+
+class PairedCheckpoint(Checkpoint):
+    """The weights of a target and of its drafter; all else is the target's.
+
+    Args:
+        directory: the target's path, or its id in the local hub cache.
+        draft: the drafter's.
+
+    Attributes, besides those of `Checkpoint`:
+        draft: the drafter's checkpoint, under the names that it has.
+
+    Raises:
+        CheckpointError: as `Checkpoint`, of either; or the map of the drafter's vocabulary names
+            tokens that the target lacks, or a token twice.
+    """
+
+    def __init__(self, directory: Path, draft: Path):
+        super().__init__(directory)
+        self.draft = Checkpoint(draft)
+        names = [name for name in self.draft.tensors if name != _INVERSE_MAP]
+        theirs = {DRAFT + name: self.draft.tensors[name] for name in names}
+        self.tensors = {**self.target_tensors, **theirs}
+        if TOKEN_MAP in self.draft.tensors:
+            self._check_token_map(self.draft.peek(TOKEN_MAP))
+
+    def _check_token_map(self, offsets: Tensor) -> None:
+        """Refuse a map that would name wrong tokens, before any step reads it."""
+        size = self.text_config.get("vocab_size", 0)
+        is_row = offsets.dim() == 1 and not offsets.is_floating_point()
+        ids = offsets.long() + torch.arange(len(offsets)) if is_row else offsets
+        if (
+            not is_row
+            or len(ids.unique()) < len(ids)
+            or not bool(((ids >= 0) & (ids < size)).all())
+        ):
+            raise CheckpointError(
+                f"{self.draft.directory}: {TOKEN_MAP} must name {len(offsets)} different tokens of "
+                f"the target's {size}; it has {offsets.dtype} {tuple(offsets.shape)}, and its ids "
+                f"are {_span(ids)}; use the drafter that was trained for this target"
+            )
+
+    @property
+    def replaces_mtp(self) -> bool:
+        """Whether the target's config announces MTP layers, which are not used."""
+        return any(self.text_config.get(name) for name in MTP_COUNT_NAMES)
+
+    @property
+    def mtp_directory(self) -> Path:
+        """As `Checkpoint.mtp_directory`."""
+        return self.draft.directory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that hold tensors of either."""
+        return super().nbytes + self.draft.nbytes
+
+    @cached_property
+    def specs(self) -> dict[str, GroupSpec]:
+        """As `Checkpoint.specs`, of both."""
+        theirs = {DRAFT + name: spec for name, spec in self.draft.specs.items()}
+        return {**super().specs, **theirs}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As `Checkpoint.notes`, of both."""
+        return (*super().notes, *(f"draft: {note}" for note in self.draft.notes))
+
+    def tensor(self, name: str) -> Tensor:
+        """As `Checkpoint.tensor`."""
+        own = self._in_draft(name)
+        return super().tensor(name) if own is None else self.draft.tensor(own)
+
+    def peek(self, name: str) -> Tensor:
+        """As `Checkpoint.peek`."""
+        own = self._in_draft(name)
+        return super().peek(name) if own is None else self.draft.peek(own)
+
+    def grouped(self, name: str) -> GroupedRows:
+        """As `Checkpoint.grouped`."""
+        own = self._in_draft(name)
+        return super().grouped(name) if own is None else self.draft.grouped(own)
+
+    def meta_tensor(self, name: str) -> Tensor:
+        """As `Checkpoint.meta_tensor`."""
+        own = self._in_draft(name)
+        return super().meta_tensor(name) if own is None else self.draft.meta_tensor(own)
+
+    def release(self, name: str) -> None:
+        """As `Checkpoint.release`."""
+        own = self._in_draft(name)
+        if own is None:
+            super().release(name)
+        else:
+            self.draft.release(own)
+
+    def _in_draft(self, name: str) -> str | None:
+        """The name of a tensor in the drafter's checkpoint; None if it is the target's."""
+        return name.removeprefix(DRAFT) if name not in self.target_tensors else None
+
+
+def _span(ids: Tensor) -> str:
+    return f"{int(ids.min())}..{int(ids.max())}" if ids.numel() else "none"
+
+
+def open_checkpoint(directory: Path, draft: Path | None = None) -> Checkpoint:
+    """A target's checkpoint, with a drafter's where there is one.
+
+    Raises:
+        CheckpointError: as `PairedCheckpoint`.
+    """
+    return Checkpoint(directory) if draft is None else PairedCheckpoint(directory, draft)
+
+
+def checkpoint_of(model: Any, is_needed: bool, draft: Path | None = None) -> Checkpoint | None:
+    """The checkpoint that a model object was loaded from: a directory, or a hub id in the cache.
+
+    Args:
+        model: a transformers model object.
+        is_needed: whether MTP tensors are read from it.
+        draft: the checkpoint of a drafter that has their place.
+
+    Returns:
+        None if there is no such checkpoint, and none is needed.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged, and it is needed.
+    """
+    name = model.name_or_path
+    if draft is not None:
+        Checkpoint(draft)  # Its errors are its own.
+    try:
+        if not name:
+            raise CheckpointError("a model that is made from a config has none")
+        revision = getattr(model.config, "_commit_hash", None)
+        return open_checkpoint(find_directory(name, revision), draft)
+    except CheckpointError as error:
+        if not is_needed:
+            return None
+        raise CheckpointError(
+            f"the model's name_or_path is {name!r}; expected a local directory or a hub id to "
+            f"read the MTP tensors from, because transformers drops them: {error}; load the model "
+            "from its checkpoint, or use spec_tokens=0"
+        ) from None
