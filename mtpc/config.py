@@ -289,18 +289,20 @@ class CompileOptions:
         return rows, tokens // rows
 
     def _check_ranks(self) -> None:
+        """Ranks must not fall back to another backend one by one, so "auto" is settled here."""
         size, refused = self.tensor_parallel_size, ("quantize", "draft_vocab", "enabled_passes")
-        kept = ("frozen", "require_sha256", "build_in_background")
+        apart = ("require_sha256", "build_in_background")
         check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:
-            object.__setattr__(self, "backend", "eager")
-        others = [name for name in (*refused, *kept) if getattr(self, name)]
-        others += ["backend"] if self.backend != "eager" else []
+            object.__setattr__(self, "backend", "cpu")
+        others = [name for name in (*refused, *apart) if getattr(self, name)]
+        others += ["backend"] if self.backend not in ("cpu", "eager") else []
         others += ["kv_cache_dtype"] if self.kv_cache_dtype != KV_CACHE_DTYPES[0] else []
         if size > 1 and others:
             raise OptionError(
                 f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "
-                f"several ranks run the checkpoint's weights on backend='eager': leave it out"
+                f"several ranks run the checkpoint's weights on backend 'cpu' or 'eager': leave it "
+                "out"
             )
 
     def _check_cache(self) -> None:
