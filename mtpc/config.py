@@ -440,6 +440,12 @@ def api_key() -> str | None:
     return os.environ.get("MTPC_API_KEY")
 
 
+def launched_ranks() -> tuple[int, int]:
+    """(rank, number of ranks) by which torchrun started this process; (0, 1) if it did not."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() else (0, 1)
+
+
 def cxx_compiler() -> str:
     """The C++ compiler to call: `CXX`, which Inductor also reads, or g++."""
     return os.environ.get("CXX", "g++")

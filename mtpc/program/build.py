@@ -72,10 +72,12 @@ class Built:
     Attributes:
         step: its entry.
         was_there: it had been built before.
+        ranks: whose part it is; None: the whole.
     """
 
     step: CachedStep
     was_there: bool
+    ranks: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _report(
         )
         for k in sorted({task.spec_tokens for task in tasks if task.ranks is None})
     }
-    built = tuple(Built(step, task in there) for task, step in steps.items())
+    built = tuple(Built(step, task in there, task.ranks) for task, step in steps.items())
     return BuildReport(root, kernels, built, pins, elapsed_s)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import mtpc
 from mtpc.config import CompileOptions
-from mtpc.errors import MtpcError, OptionError, RankError
+from mtpc.errors import LostRankError, OptionError, RankError
 from mtpc.program.model_key import checkpoint_fields, sample_digest
 from mtpc.store.sources import source_fields
 from mtpc.weights.checkpoint import Checkpoint
@@ -90,11 +90,16 @@ class Ranks:
         try:
             dist.all_gather_object(every, told, group=self.control)
         except Exception as error:
-            raise RankError(
+            raise LostRankError(
                 f"rank {self.rank} of {self.size} has lost the others before the first step: one "
                 f"has ended: {error}"
             ) from error
         return every
+
+
+def all_parts(size: int) -> tuple[Ranks | None, ...]:
+    """The ranks of a default process group of that size; None alone, where one has all."""
+    return tuple(Ranks(rank, size) for rank in range(size)) if size > 1 else (None,)
 
 
 def join_ranks(size: int) -> Ranks:
