@@ -101,8 +101,9 @@ class CompileOptions:
             quantised stay as they are, and so do embeddings, routers and the joints of MTP layers.
             See docs/quantised.md.
         tensor_parallel_size: how many ranks share the model, each with its part of the weights and
-            of the KV cache. Every rank of a process group of torch.distributed compiles; rank 0
-            generates, and the others follow (`SpecModel.follow`). See docs/scale.md.
+            of the KV cache; on the backends "cpu" and "eager". Every rank of a process group of
+            torch.distributed compiles; rank 0 generates, and the others follow
+            (`SpecModel.follow`). Commands start their ranks themselves. See docs/scale.md.
         synthetic_acceptance_rates: accept drafts as these shares say, whatever the drafts are, to
             measure what K is worth at a given acceptance. Entry i is the share of steps that accept
             draft i and all before it, as in vLLM. The text is then not the model's; the stats say
@@ -442,7 +443,7 @@ def api_key() -> str | None:
 
 def launched_ranks() -> tuple[int, int]:
     """(rank, number of ranks) by which torchrun started this process; (0, 1) if it did not."""
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() else (0, 1)
 
 

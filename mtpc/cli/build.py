@@ -51,9 +51,7 @@ def command(args: argparse.Namespace) -> int:
         listener = stage_listener(tell)
         form: Form = "both" if args.split else "fused"
         parts = all_parts(options.tensor_parallel_size)
-        report = build(
-            checkpoint, options, tuple(tiers), form, args.jobs, listener, parts=parts
-        )
+        report = build(checkpoint, options, tuple(tiers), form, args.jobs, listener, parts=parts)
     _print(report)
     return 0
 

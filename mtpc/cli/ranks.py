@@ -1,7 +1,7 @@
 """The ranks of a command: rank 0 starts the other processes, watches them, and ends with them.
 
-    rank 0: mtpc serve ... --tensor-parallel-size 2      | torchrun --nproc-per-node 2 -m mtpc serve ...
-    rank 1: a child of rank 0 with the same arguments    | both are torchrun's, which watches them
+    rank 0: mtpc run .. --tensor-parallel-size 2       | torchrun --nproc-per-node 2 -m mtpc run ..
+    rank 1: a child of rank 0 with the same arguments  | both are torchrun's, which watches them
 
 Other ranks than 0 run the same command. They print nothing, and follow rank 0 where it generates.
 A child whose parent ends in any way is ended by the system.
@@ -173,7 +173,8 @@ def _children(size: int, argv: Sequence[str]) -> Iterator[None]:
     import torch.distributed as dist
 
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import work; work(*sys.argv[1:])"
+    start = f"from {__name__} import work; work(*sys.argv[1:])"
+    code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
     command = [sys.executable, "-c", code, str(os.getpid()), str(store.port), str(size)]
     children: list[_Child] = []
     watch = _Watch(children)

@@ -69,7 +69,7 @@ def open_cache(
             )
         tell("the model object has hooks or replaced forwards, so its steps are not cached")
         return None
-    part = "1" if ranks is None else ranks.part
+    part = "" if ranks is None else ranks.part
     fields = program_fields(PACKAGING, model, options, part)
     return StepCache(open_store(options), fields, frozen, tell)
 

@@ -59,7 +59,7 @@ Steps = Mapping[tuple[StepKey, Part], CachedStep]
 
 
 def program_fields(
-    backend: str, model: Fields, options: CompileOptions, part: str = "1"
+    backend: str, model: Fields, options: CompileOptions, part: str = ""
 ) -> dict[str, str]:
     """Key fields that all steps of a program share: backend, model, options, versions, machine.
 
@@ -67,7 +67,7 @@ def program_fields(
         backend: its name.
         model: fields of the model.
         options: of the program.
-        part: which rank it is, of how many.
+        part: of which rank they are a part; "": the whole.
     """
     return {
         "kind": KIND,
@@ -87,7 +87,7 @@ def program_fields(
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
         "options.quantize": options.quantize or "none",
-        "options.tensor_parallel_size": part,
+        "options.tensor_parallel_size": part or str(options.tensor_parallel_size),
         "options.synthetic_acceptance": str(bool(options.synthetic_acceptance_rates)),
         "options.wiring": rule_text(options.wiring) or "the family's",
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),

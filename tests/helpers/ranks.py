@@ -90,7 +90,7 @@ def group_of(size: int, directory: Path) -> Iterator[Group]:
         yield group
         group.close()
         dist.broadcast_object_list([None, None, None], 0)
-        assert [child.wait(30) for child in others] == [0] * (size - 1)
+        assert [child.wait(120) for child in others] == [0] * (size - 1)
     finally:
         for child in others:
             child.kill()

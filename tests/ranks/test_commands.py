@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from helpers.oracles import Oracle
 
-SHAPE = ["--dtype=bfloat16", "--spec-tokens=1", "--max-len=512", "--prefill-chunk=16"]
-TWO = [*SHAPE, "--batch-buckets=1", "--tensor-parallel-size=2"]
 LIMIT_S = 10.0
 """No process may be there any more so long after one was killed."""
 LONG = ["--ids", " ".join(map(str, [5, 6, 7, 8] * 120)), "-n20", "--ignore-eos"]
@@ -28,20 +27,6 @@ STAGES = {
     "decode": ("generate up to", []),
 }
 """Stage -> the line of rank 0 after which it begins, and further options."""
-
-
-@pytest.fixture(scope="module")
-def built(checkpoint: Callable[..., Path], cpu_cache: Path) -> list[str]:
-    """Arguments of a model on two ranks whose steps `mtpc build` has made for both."""
-    arguments = [str(checkpoint("mimo")), *TWO]
-    done = subprocess.run(
-        [sys.executable, "-m", "mtpc", "build", *arguments, "--jobs=1", f"--out={cpu_cache}"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):  # A prefill and a decode step each.
-        assert done.stdout.count(f"], rank {rank} ") == 2, done.stdout
-    return [*arguments, f"--cache-dir={cpu_cache}"]
 
 
 @dataclass
@@ -118,6 +103,49 @@ def kill_at(stage: str, rank: int, delay_s: float, built: list[str]) -> None:
             last = said.splitlines()[-1]
             assert last.startswith("error: rank 1 of 2 was ended by SIGKILL"), said
             assert sum(line.startswith("error:") for line in said.splitlines()) == 1
+
+
+def test_a_command_runs_on_ranks(
+    built: list[str], checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
+) -> None:
+    """It finds what was built, and prints the text of plain decoding, once."""
+    wanted = oracle("mimo").generate([5, 6, 7], 40, stop=False)
+    done = mtpc_of("run", *built, "--ids=5 6 7", "-n40", "--ignore-eos", "--frozen")
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()).count(" ".join(map(str, wanted))) == 1
+    assert done.stderr.count("generate up to 40 tokens") == 1
+
+
+def test_what_is_wrong_is_said_once(built: list[str], checkpoint: Callable[..., Path]) -> None:
+    for change, message in (
+        (["--tensor-parallel-size=4"], "2 key/value heads for 4 ranks"),
+        (["--quantize=int8"], "quantize is 'int8' with tensor_parallel_size 2"),
+    ):
+        done = mtpc_of("run", *built, "--ids=5", *change, "--no-cache")
+        assert done.returncode == 2, done.stderr
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+        assert [message in line for line in errors] == [True], done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun(built: list[str], oracle: Callable[..., Oracle]) -> None:
+    """The number of ranks is torchrun's."""
+    wanted = oracle("mimo").generate([5, 6, 7], 40, stop=False)
+    shared = [argument for argument in built if "tensor-parallel" not in argument]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mtpc", "run", *shared]
+    done = run_python(*command, "--ids=5 6 7", "-n40", "--ignore-eos", "--frozen")
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()).count(" ".join(map(str, wanted))) == 1
+
+
+def mtpc_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "mtpc", *arguments)
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,31 +47,35 @@ def test_rows_are_taken_before_tensors_are_joined() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def options(cpu_cache: Path, checkpoint: Callable[..., Path]) -> CompileOptions:
-    """Of steps that are built for both ranks, and for one that has all."""
-    given: dict[str, Any] = dict(dtype="bfloat16", spec_tokens=0, batch_buckets=(1,), page_size=16)
-    alone = CompileOptions(**given, max_len=64, prefill_chunk=8, cache_dir=cpu_cache)
-    ranked = replace(alone, tensor_parallel_size=2)
-    build(checkpoint("mimo"), ranked, (0,), jobs=1, parts=all_parts(2))
-    build(checkpoint("mimo"), alone, (0,), jobs=1)
-    return ranked
+@pytest.fixture
+def options(built: list[str], cpu_cache: Path) -> CompileOptions:
+    """Of the steps that are built."""
+    return CompileOptions(
+        dtype="float64", spec_tokens=1, max_len=512, prefill_chunk=16, batch_buckets=(1,),
+        tensor_parallel_size=2, cache_dir=cpu_cache,
+    )  # fmt: skip
 
 
 def restored(directory: Path, options: CompileOptions, part: Ranks | None) -> Restored:
     source = Checkpoint(directory)
-    cache = open_cache(source, replace(options, backend="cpu"), print, part)
+    cache = open_cache(source, options, print, part)
     assert cache is not None
     found = restore(source, options, cache, graph_keys(options, "fused"))
     assert found is not None
     return found
 
 
-def test_each_rank_holds_its_share(options: CompileOptions, checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.slow
+def test_each_rank_holds_its_share(
+    options: CompileOptions, checkpoint: Callable[..., Path]
+) -> None:
     """Weights and pages of a rank are half of all, but for norms."""
+    build(checkpoint("mimo"), replace(options, tensor_parallel_size=1), (1,), jobs=1)
     held = []
     for part in (None, *all_parts(2)):
-        found = restored(checkpoint("mimo"), options, part)
+        size = 1 if part is None else 2
+        shared = replace(options, tensor_parallel_size=size)
+        found = restored(checkpoint("mimo"), shared, part)
         weights = WeightTable({})
         program = bind_program(found.steps, weights, found.source)
         pages = [tensor for name, tensor in program.shared.items() if name.startswith("kv.")]

@@ -161,13 +161,18 @@ def test_a_step_costs_one_short_message(two: Group, checkpoint: Callable[..., Pa
     assert max(size for size, _ in steps) < 2048
 
 
-def test_what_is_wrong_is_said_on_every_rank(two: Group, checkpoint: Callable[..., Path]) -> None:
-    """Another checkpoint, a rank that fails, heads that do not divide, what a part cannot run."""
+def test_what_is_wrong_is_said_on_every_rank(
+    two: Group, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Another model, other weights, a rank that fails, heads that do not divide, what a part cannot
+    run."""
     options = {**OPTIONS, "spec_tokens": 1}
     with pytest.raises(RankError, match=r"rank 1 of 2 has model.* and rank 0 has .*on every rank"):
         two.compile(checkpoint("mimo"), checkpoint("glm4_moe"), **options)
     with pytest.raises(RankError, match=r"rank 1 of 2 failed: CheckpointError: "):
-        two.compile(checkpoint("mimo"), checkpoint("mimo", "plain"), **options)
+        two.compile(checkpoint("mimo"), tmp_path / "none", **options)
+    with pytest.raises(RankError, match=r"rank 1 of 2 has model.values .*on every rank"):
+        two.compile(checkpoint("mimo"), checkpoint("mimo", "random"), **options)
     with pytest.raises(OptionError, match=r"1 key/value heads for 2 ranks: more ranks than heads"):
         two.compile(checkpoint("mimo_v2", "random"), **options)
     with pytest.raises(UnsupportedModelError, match=r"aten.stack.default .* reads dimension 1"):
