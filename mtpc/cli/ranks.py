@@ -35,7 +35,7 @@ SHARING = ("run", "serve", "bench")
 STEP_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for another one within a step: one that does not answer has stopped. One
 that ends closes its connections, which the others notice at once."""
-_POLL_S, _GRACE_S, _END_S = 0.1, 2.0, 5.0
+_POLL_S, _GRACE_S, _END_S = 0.1, 1.0, 5.0
 """Between two looks at children; for rank 0 to notice by itself that one has ended; for a process
 to end after SIGTERM."""
 _HOST = "127.0.0.1"
@@ -116,6 +116,11 @@ class _Child:
     process: subprocess.Popen[bytes]
     said: IO[bytes]
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it ended before its work was done."""
+        return self.process.poll() not in (None, 0)
+
     def last_line(self) -> str:
         self.said.seek(0)
         lines = [line.strip() for line in self.said.read().decode(errors="replace").splitlines()]
@@ -137,7 +142,7 @@ class _Watch:
     def run(self) -> None:
         """Until the block is left."""
         while not self.closed.wait(_POLL_S):
-            if all(child.process.poll() is None for child in self.children):
+            if not any(child.is_lost for child in self.children):
                 continue
             if self.closed.wait(_GRACE_S):
                 return
@@ -150,15 +155,12 @@ class _Watch:
                 os._exit(2)
 
     def reason(self) -> str:
-        """Which rank ended, and how; "" if all are there."""
+        """Which rank was lost, and how; "" if none was."""
         until = time.monotonic() + _GRACE_S
-        while True:
-            ended = [child for child in self.children if child.process.poll() is not None]
-            if ended or time.monotonic() > until:
-                break
+        while not (ended := [child for child in self.children if child.is_lost]):
+            if time.monotonic() > until:
+                return ""
             time.sleep(_POLL_S)
-        if not ended:
-            return ""
         # The first to end may be one that only lost another.
         first = min(ended, key=lambda child: (child.process.returncode > 0, child.rank))
         status, line = first.process.returncode, first.last_line()

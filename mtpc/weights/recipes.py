@@ -345,8 +345,9 @@ def parts_read(recipe: Recipe) -> Iterator[str | Rows]:
 
 def rows_in_place(recipe: Recipe) -> tuple[int, int] | None:
     """(start, stop) of a recipe that is adjacent rows of a named tensor; None of another one."""
-    is_run = isinstance(recipe, Rows) and isinstance(recipe.part, str) and recipe.dim == 0
-    return recipe.runs[0] if is_run and len(recipe.runs) == 1 else None
+    if not isinstance(recipe, Rows) or not isinstance(recipe.part, str) or recipe.dim:
+        return None
+    return recipe.runs[0] if len(recipe.runs) == 1 else None
 
 
 def names(recipe: Recipe) -> Iterator[str]:

@@ -105,9 +105,7 @@ def kill_at(stage: str, rank: int, delay_s: float, built: list[str]) -> None:
             assert sum(line.startswith("error:") for line in said.splitlines()) == 1
 
 
-def test_a_command_runs_on_ranks(
-    built: list[str], checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
-) -> None:
+def test_a_command_runs_on_ranks(built: list[str], oracle: Callable[..., Oracle]) -> None:
     """It finds what was built, and prints the text of plain decoding, once."""
     wanted = oracle("mimo").generate([5, 6, 7], 40, stop=False)
     done = mtpc_of("run", *built, "--ids=5 6 7", "-n40", "--ignore-eos", "--frozen")
@@ -116,15 +114,13 @@ def test_a_command_runs_on_ranks(
     assert done.stderr.count("generate up to 40 tokens") == 1
 
 
-def test_what_is_wrong_is_said_once(built: list[str], checkpoint: Callable[..., Path]) -> None:
-    for change, message in (
-        (["--tensor-parallel-size=4"], "2 key/value heads for 4 ranks"),
-        (["--quantize=int8"], "quantize is 'int8' with tensor_parallel_size 2"),
-    ):
-        done = mtpc_of("run", *built, "--ids=5", *change, "--no-cache")
-        assert done.returncode == 2, done.stderr
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-        assert [message in line for line in errors] == [True], done.stderr
+@pytest.mark.slow
+def test_what_is_wrong_is_said_once(built: list[str]) -> None:
+    """All four ranks find it, and end."""
+    done = mtpc_of("run", *built, "--ids=5", "--tensor-parallel-size=4", "--no-cache")
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert ["2 key/value heads for 4 ranks" in line for line in errors] == [True], done.stderr
 
 
 @pytest.mark.slow
