@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from mtpc.config import launched_ranks
 from mtpc.errors import LostRankError, RankError
@@ -194,7 +194,7 @@ def _children(size: int, argv: Sequence[str]) -> Iterator[None]:
         threading.Thread(target=watch.run, name="mtpc-ranks", daemon=True).start()
         while not store.check([_ready(rank) for rank in range(1, size)]):
             time.sleep(_POLL_S)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=size, timeout=STEP_TIMEOUT)
+        _join(store, 0, size)
         yield
         if watch.is_lost:  # A server has ended in peace, because it was told to.
             raise LostRankError("another rank has ended")
@@ -248,6 +248,12 @@ def work(parent: str, port: str, size: str, rank: str, *argv: str) -> None:
 
     store = dist.TCPStore(_HOST, int(port), is_master=False)
     store.set(_ready(int(rank)), "")
-    place = {"rank": int(rank), "world_size": int(size)}
-    dist.init_process_group("gloo", store=store, timeout=STEP_TIMEOUT, **place)
+    _join(store, int(rank), int(size))
     sys.exit(main(argv))
+
+
+def _join(store: Any, rank: int, size: int) -> None:
+    """Enter the default process group; all ranks do so within seconds of each other."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
