@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,8 +15,6 @@ from pathlib import Path
 
 import pytest
 from helpers.oracles import Oracle
-
-import mtpc
 
 LIMIT_S = 10.0
 """No process may be there any more so long after one was killed."""
@@ -139,36 +132,6 @@ def test_torchrun(built: list[str], oracle: Callable[..., Oracle]) -> None:
     done = run_python(*command, "--ids=5 6 7", "-n40", "--ignore-eos", "--frozen")
     assert done.returncode == 0, done.stderr
     assert " ".join(done.stdout.split()).count(" ".join(map(str, wanted))) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_answers_and_ends(number: int, built: list[str], tmp_path: Path) -> None:
-    """A request that runs when a rank is killed, or hangs, gets an error; then the server ends."""
-    directory = tmp_path / "served"
-    shutil.copytree(built[0], directory)
-    demo = Path(mtpc.__file__).parent / "demo"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(demo / name, directory / name)
-    arguments = ["serve", str(directory), *built[1:], "--no-sampling", "--port=0", "--frozen"]
-    with started(*arguments) as run:
-        assert run.process.stdout is not None
-        url = run.process.stdout.readline().rpartition(" on ")[2].strip()
-        (run.other,) = children(run.process.pid)
-        body = {"model": "served", "prompt": [5, 6, 7], "max_tokens": 500, "temperature": 0}
-        data = json.dumps({**body, "ignore_eos": True}).encode()
-        request = urllib.request.Request(
-            f"{url}/completions", data, {"content-type": "application/json"}
-        )
-        threading.Timer(0.2, os.kill, (run.other, number)).start()
-        with pytest.raises(urllib.error.HTTPError) as raised:
-            urllib.request.urlopen(request, timeout=60)
-        assert raised.value.code == 503
-        assert b"the engine failed: LostRankError" in raised.value.read()
-        if number == signal.SIGKILL:
-            _, said = run.process.communicate(timeout=LIMIT_S)
-            assert run.process.returncode == 2
-            assert said.splitlines()[-1].startswith("error: rank 1 of 2 was ended by SIGKILL")
 
 
 def mtpc_of(*arguments: str) -> subprocess.CompletedProcess[str]:
