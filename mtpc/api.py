@@ -87,12 +87,12 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         CacheError: another user could have written the cache; or it is frozen, and lacks a step.
     """
     opened = open_steps(model, options, _ProgramAssembler(progress), progress)
-    opened.check()
     opened.made.identity = opened.identity
-    spec = SpecModel(opened.served, opened.options, opened.made, opened.loaded)
+    program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
+    spec = SpecModel(opened.served, opened.options, program, opened.loaded)
     spec.stats.fallbacks.update(opened.fallbacks)
     if opened.rest is not None:
-        background = Background(opened.rest, opened.made, progress)
+        background = Background(opened.rest, program, progress)
         spec._end_building = weakref.finalize(spec, background.close)
     return spec
 
@@ -110,9 +110,8 @@ class _ProgramAssembler:
         return bind_program(steps, weights, source, self.listener)
 
     def compile(self, compiler: StepCompiler) -> Program:
-        """A program that this process compiles; as one of several ranks, its part."""
-        program = compiler.compile()
-        return program if compiler.share is None else ranked(program, compiler.share.ranks)
+        """A program that this process compiles."""
+        return compiler.compile()
 
 
 class SpecModel:

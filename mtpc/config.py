@@ -109,8 +109,9 @@ class CompileOptions:
             quantised stay as they are, and so do embeddings, routers and the joints of MTP layers.
             See docs/quantised.md.
         tensor_parallel_size: how many ranks share the model, each with its part of the weights and
-            of the KV cache. Every rank of a process group of torch.distributed compiles; rank 0
-            generates, and the others follow (`SpecModel.follow`). See docs/scale.md.
+            of the KV cache; on the backends "cpu" and "eager". Every rank of a process group of
+            torch.distributed compiles; rank 0 generates, and the others follow
+            (`SpecModel.follow`). Commands start their ranks themselves. See docs/scale.md.
         synthetic_acceptance_rates: accept drafts as these shares say, whatever the drafts are, to
             measure what K is worth at a given acceptance. Entry i is the share of steps that accept
             draft i and all before it, as in vLLM. The text is then not the model's; the stats say
@@ -308,18 +309,20 @@ class CompileOptions:
         return rows, tokens // rows
 
     def _check_ranks(self) -> None:
+        """Ranks must not fall back to another backend one by one, so "auto" is settled here."""
         size, refused = self.tensor_parallel_size, _NOT_ON_RANKS
-        kept = ("frozen", "require_sha256", "build_in_background")
+        apart = ("require_sha256", "build_in_background")
         check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:
-            object.__setattr__(self, "backend", "eager")
-        others = [name for name in (*refused, *kept) if getattr(self, name)]
-        others += ["backend"] if self.backend != "eager" else []
+            object.__setattr__(self, "backend", "cpu")
+        others = [name for name in (*refused, *apart) if getattr(self, name)]
+        others += ["backend"] if self.backend not in ("cpu", "eager") else []
         others += ["kv_cache_dtype"] if self.kv_cache_dtype != KV_CACHE_DTYPES[0] else []
         if size > 1 and others:
             raise OptionError(
                 f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "
-                f"several ranks run the checkpoint's weights on backend='eager': leave it out"
+                f"several ranks run the checkpoint's weights on backend 'cpu' or 'eager': leave it "
+                "out"
             )
 
     def _check_offload(self) -> None:
@@ -475,6 +478,12 @@ def cache_directory() -> Path:
 def api_key() -> str | None:
     """The key that clients of `mtpc serve` must send, in `MTPC_API_KEY`; None if it is not set."""
     return os.environ.get("MTPC_API_KEY")
+
+
+def launched_ranks() -> tuple[int, int]:
+    """(rank, number of ranks) by which torchrun started this process; (0, 1) if it did not."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() else (0, 1)
 
 
 def cxx_compiler() -> str:

@@ -53,6 +53,10 @@ class RankError(MtpcError):
     """Another of the ranks that share a model has failed, has ended, or has other inputs."""
 
 
+class LostRankError(RankError):
+    """Another rank no longer answers: as a rule its process has ended."""
+
+
 class NumericsError(MtpcError):
     """The model computed logits that are not finite."""
 

@@ -13,6 +13,7 @@ from mtpc.cli.compile_arguments import (
     add_cache_options,
     add_checkpoint,
     add_compile_options,
+    add_ranks,
     add_threads,
 )
 from mtpc.cli.file_arguments import add_graft, add_quantize, add_vocab
@@ -106,6 +107,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     _add_sampling(parser)
     add_threads(parser)
+    add_ranks(parser)
     add_compile_options(parser, batch_buckets="the number of prompts")
     add_cache_options(parser)
 
@@ -138,6 +140,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_server_options(parser)
     add_threads(parser)
+    add_ranks(parser)
     add_compile_options(parser, spec_tokens="auto, built while it serves; without a cache 3")
     add_cache_options(parser)
 
@@ -172,6 +175,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="FILE", help="draw speed and acceptance by K: PNG or SVG"
     )
     add_threads(parser)
+    add_ranks(parser)
     add_compile_options(
         parser,
         several_k=True,
@@ -292,6 +296,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "machine can use the kernels only with the same wheel of Triton and the same Python",
     )
     add_threads(parser)
+    add_ranks(parser)
     add_compile_options(parser, several_k=True, backend="cpu")
 
 

@@ -17,6 +17,7 @@ from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.plot import Bar, check_plot, draw_plot
 from mtpc.cli.progress import Tell, show_progress
+from mtpc.cli.ranks import follow
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads, stage_listener
 from mtpc.config import AUTO
 from mtpc.errors import OptionError, RequestError
@@ -99,12 +100,14 @@ def command(args: argparse.Namespace) -> int:
         tell("import torch")
         for variant in variants:
             _check(_options_of(variant, options))
-        set_threads(args.threads, checkpoint)
+        set_threads(args.threads, checkpoint, args.tensor_parallel_size)
         for turn in range(1, args.repeats + 1):
             for variant in variants:
                 tell(f"round {turn} of {args.repeats}: {variant}")
                 taken = _take(checkpoint, prompts, _options_of(variant, options), args, tell)
-                samples[variant].append(taken)
+                samples[variant] += [] if taken is None else [taken]
+        if not all(samples.values()):
+            return 0  # Rank 0 has measured.
         # This comes last: the profiler's hooks would slow down later measurements.
         kernels = {
             variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
@@ -170,12 +173,18 @@ def _take(
     options: dict[str, Any],
     args: argparse.Namespace,
     tell: Tell,
-) -> Sample:
-    """Compile, warm up, and run once. The model is freed, so that variants do not share memory."""
+) -> Sample | None:
+    """Compile, warm up, and run once. The model is freed, so that variants do not share memory.
+
+    None where this is another rank than 0.
+    """
     model = mtpc.compile(checkpoint, progress=stage_listener(tell), **options)
+    if follow(model):
+        return None
     model.generate(prompts, WARM_UP_TOKENS, ignore_eos=True)
     earlier = deepcopy(model.stats)
     results = model.generate(prompts, args.max_new_tokens, ignore_eos=True)
+    model.close()
     stats = model.stats
     counts = stats.decode_counts() - earlier.decode_counts()
     if not counts.steps:

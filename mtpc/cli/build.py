@@ -45,11 +45,13 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
         from mtpc.program.build import build
+        from mtpc.program.ranks import all_parts
 
         set_threads(args.threads, checkpoint)
         listener = stage_listener(tell)
         form: Form = "both" if args.split else "fused"
-        report = build(checkpoint, options, tuple(tiers), form, args.jobs, listener)
+        parts = all_parts(options.tensor_parallel_size)
+        report = build(checkpoint, options, tuple(tiers), form, args.jobs, listener, parts=parts)
     _print(report)
     return 0
 
@@ -141,7 +143,7 @@ def _rows(report: BuildReport) -> Iterator[tuple[str, ...]]:
         record, entry = built.step.record, built.step.entry
         assert entry is not None  # `build` has read each step from the cache.
         yield (
-            record.name,
+            record.name if built.ranks is None else f"{record.name}, rank {built.ranks.rank}",
             entry.digest[:8],
             str(record.history[0].nodes_before),
             str(record.history[-1].nodes_after),

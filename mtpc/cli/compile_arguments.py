@@ -166,6 +166,17 @@ def add_compile_options(
         group.add_argument(flag, action="store_true", default=None, help=text)
 
 
+def add_ranks(parser: Any) -> None:
+    """Add `--tensor-parallel-size`."""
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=positive,
+        metavar="N",
+        help="processes that share the model, each with its part of the weights (default: 1, or "
+        "torchrun's)",
+    )
+
+
 def _add_vllm_options(group: Any, several_k: bool) -> None:
     """Options of vLLM's that are others here, in another form."""
     group.add_argument(

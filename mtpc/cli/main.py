@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mtpc.cli.arguments import parse
+from mtpc.cli.ranks import ranks_of
 from mtpc.errors import MtpcError
 from mtpc.program.processes import ended_by_sigterm
 
@@ -28,10 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         pipe.
     """
     _print_any_character()
+    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     module = args.command.replace("-", "_")
     try:
-        with ended_by_sigterm():
+        with ended_by_sigterm(), ranks_of(args, argv):
             code: int = import_module(f"mtpc.cli.{module}").command(args)
         sys.stdout.flush()
         return code

@@ -13,6 +13,7 @@ from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
 from mtpc.cli.progress import Tell, show_progress
+from mtpc.cli.ranks import follow
 from mtpc.errors import RequestError
 
 if TYPE_CHECKING:
@@ -37,9 +38,11 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr) as tell:
         tell("import torch")
         compile_model = mtpc.compile
-        set_threads(args.threads, checkpoint)
+        set_threads(args.threads, checkpoint, args.tensor_parallel_size)
         tell(f"load {checkpoint}")
         model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+        if follow(model):
+            return 0
         tell(f"generate up to {args.max_new_tokens} tokens for {len(prompts)} prompt(s)")
         results = model.generate(
             prompts, args.max_new_tokens, ignore_eos=args.ignore_eos, sampling=sampling
@@ -49,17 +52,19 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def set_threads(requested: int | None, checkpoint: Path) -> None:
+def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = None) -> None:
     """Set torch's number of threads: the requested one, or 1 for a small checkpoint.
 
-    A small model runs fastest on one thread. Only commands set the number, because the process is
-    theirs; the library never changes it.
+    A small model runs fastest on one thread. Ranks divide the cores among them. Only commands set
+    the number, because the process is theirs; the library never changes it.
     """
     import torch
 
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     if requested is not None or weights < SMALL_BYTES:
         torch.set_num_threads(requested or 1)
+    elif ranks is not None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
 
 
 def check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:

@@ -13,6 +13,7 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.progress import show_progress
+from mtpc.cli.ranks import follow, is_other
 from mtpc.cli.run import set_threads, stage_listener
 from mtpc.cli.serve_arguments import server_fields
 from mtpc.config import AUTO, api_key
@@ -43,11 +44,13 @@ def command(args: argparse.Namespace) -> int:
             from mtpc.server.run import bind, run_server
 
             # A port that is in use gives an error now, before a compilation that takes minutes.
-            listener = stack.enter_context(closing(bind(server)))
-            set_threads(args.threads, checkpoint)
+            listener = None if is_other() else stack.enter_context(closing(bind(server)))
+            set_threads(args.threads, checkpoint, args.tensor_parallel_size)
             tell(f"load {checkpoint}")
             options = {**adaptive(options), **options}
             model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+            if follow(model):
+                return 0
         for reason in model.stats.fallbacks:
             _say(f"note: {reason}")
         stack.callback(model.close)
@@ -60,13 +63,13 @@ def adaptive(given: dict[str, Any]) -> dict[str, Any]:
     """The default of K: by load, and built while the server serves.
 
     Where no package can be built apart, a fixed K serves: other backends than cpu's, no cache, or
-    one that may only be read.
+    one that may only be read. So it is with several ranks.
     """
     from mtpc.backends import first_choice
 
     row = first_choice(given.get("backend", mtpc.CompileOptions.backend))
     is_kept = given.get("use_cache", True) and row is not None and row.has_packages
-    is_fixed = given.get("spec_tokens", AUTO) != AUTO
+    is_fixed = given.get("spec_tokens", AUTO) != AUTO or given.get("tensor_parallel_size", 1) > 1
     if is_fixed or not is_kept or given.keys() & {"frozen", "require_sha256"}:
         return {}
     return {"spec_tokens": AUTO, "build_in_background": True}

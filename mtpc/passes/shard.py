@@ -131,7 +131,9 @@ class _Cutter:
         elif name in weights:
             cut = weights[name]
             with self.fx.inserting_after(node):
-                part = emit_weight(self.graph, f"shard.{name}", Rows(cut.runs, name, cut.dim), node)
+                # As of any derived weight, the name after the first dot has none.
+                own, recipe = f"shard.{name.replace('.', '_')}", Rows(cut.runs, name, cut.dim)
+                part = emit_weight(self.graph, own, recipe, node)
             self._replace(node, part, cut.dim)
             self.steps[part] = cut.step
             self.gathered |= {part} if cut.is_gathered or cut.step else set()

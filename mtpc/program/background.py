@@ -96,7 +96,9 @@ class Background:
         directory = rest.begun.checkpoint.directory.absolute()
         with building_child() as (process, pipe):
             with suppress(OSError):  # It has died already; its status says how.
-                pipe.send((torch.get_num_threads(), directory, rest.options, graphs, None, True))
+                pipe.send(
+                    (torch.get_num_threads(), directory, rest.options, graphs, None, True, None)
+                )
             done = 0
             while not self._closed.is_set():
                 if not pipe.poll(_POLL_S):

@@ -22,7 +22,18 @@ from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
 from mtpc.weights.packing import Fill
 from mtpc.weights.quantise import quantised_rows
-from mtpc.weights.recipes import Grouped, GroupedMaker, Recipe, make, names, substitute
+from mtpc.weights.recipes import (
+    Grouped,
+    GroupedMaker,
+    Recipe,
+    Rows,
+    make,
+    names,
+    parts_read,
+    rows_in_place,
+    substitute,
+    take_early,
+)
 
 _FIRST_ROWS = 16
 """Rows of two embeddings or heads that are compared first: other ones differ there."""
@@ -110,8 +121,8 @@ class WeightSource:
     """Makes the weights of steps from the tensors of a checkpoint.
 
     It packs and joins weights straight from the mapped files. So plain weights that no step reads
-    are never in memory. An embedding or a head that a checkpoint stores once more for its MTP
-    layers is made once.
+    are never in memory, and of a tensor of which a rank has some rows, these alone are read. An
+    embedding or a head that a checkpoint stores once more for its MTP layers is made once.
 
     Args:
         checkpoint: holds the tensors.
@@ -120,7 +131,7 @@ class WeightSource:
 
     def __init__(self, checkpoint: Checkpoint, fill: Fill):
         self._checkpoint, self._fill = checkpoint, fill
-        self._finite: dict[str, bool] = {}
+        self._finite: dict[str | Rows, bool] = {}
         self._maker, self._dtypes = GroupedMaker(self._grouped, fill), dict[str, torch.dtype]()
         # What was read to trace the model is gone, and is no longer of interest.
         checkpoint.dequantised.clear()
@@ -150,8 +161,17 @@ class WeightSource:
             self._dtypes |= dtypes
             made = self._maker.make(recipe)
         else:
-            tensors = {name: self._read(name, dtype) for name, dtype in dtypes.items()}
-            made = make(recipe, tensors.__getitem__, self._fill)
+            early = take_early(recipe, self._checkpoint.meta_tensor)
+            tensors = {
+                next(names(part)): self._read(part, dtypes[next(names(part))])
+                for part in parts_read(early)
+            }
+            view = rows_in_place(early)
+            made = (
+                make(early, tensors.__getitem__, self._fill)
+                if view is None
+                else tensors[next(names(early))][slice(*view)]
+            )
         # A copy needs its parts no longer. Of an embedding a step reads a few rows.
         if not isinstance(recipe, str) or recipe in self._ends:
             for name in dtypes:
@@ -199,14 +219,17 @@ class WeightSource:
         Raises:
             CheckpointError: tensors hold NaN or infinity.
         """
-        bad = [name for name, finite in self._finite.items() if not finite]
-        refuse_not_finite(bad, str(self._checkpoint.directory))
+        bad = {next(names(part)): None for part, finite in self._finite.items() if not finite}
+        refuse_not_finite([*bad], str(self._checkpoint.directory))
 
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a tensor and check it now, while it is in the processor's caches."""
-        tensor = self._checkpoint.tensor(name).to(dtype)
-        if name not in self._finite:
-            self._finite[name] = is_finite(tensor)
+    def _read(self, part: str | Rows, dtype: torch.dtype) -> Tensor:
+        """The tensor of which a part is read; the part is checked now, while caches have it."""
+        tensor = self._checkpoint.tensor(next(names(part))).to(dtype)
+        if part not in self._finite:
+            looked = [tensor]
+            if isinstance(part, Rows):
+                looked = [tensor.narrow(part.dim, a, b - a) for a, b in part.runs]
+            self._finite[part] = all(map(is_finite, looked))
         return tensor
 
 

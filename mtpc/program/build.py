@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from mtpc.program.processes import (
     ended_by_sigterm,
     how_it_ended,
 )
+from mtpc.program.ranks import Ranks
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
 from mtpc.store.entries import Entry
@@ -51,11 +52,17 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Task:
-    """One entry to build: for which K, which step, which part of it."""
+    """One entry to build: for which K, which step, which part of it, for which rank."""
 
     spec_tokens: int
     key: StepKey
     part: Part = "step"
+    ranks: Ranks | None = None
+
+    @property
+    def program(self) -> tuple[int, Ranks | None]:
+        """What has a key of its own in the cache."""
+        return self.spec_tokens, self.ranks
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,12 @@ class Built:
     Attributes:
         step: its entry.
         was_there: it had been built before.
+        ranks: whose part it is; None: the whole.
     """
 
     step: CachedStep
     was_there: bool
+    ranks: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ def build(
     listener: Listener = lambda progress: None,
     check: Check | None = None,
     graphs: Graphs | None = None,
+    parts: Sequence[Ranks | None] = (None,),
 ) -> BuildReport:
     """Compile every step of a checkpoint into the cache.
 
@@ -111,6 +121,7 @@ def build(
         listener: hears of progress.
         check: sees each model before it is traced, and may refuse it.
         graphs: only these, in this order; None is all of `form`.
+        parts: the ranks whose parts of the steps to build; None is the whole.
 
     Raises:
         CacheWriteError: the cache cannot be written.
@@ -123,14 +134,15 @@ def build(
     job = _Job(directory, options, torch.get_num_threads(), check)
     tell = _Teller(listener, start)
     tasks = [
-        Task(k, key, part)
+        Task(k, key, part, ranks)
+        for ranks in parts
         for k in spec_tokens
         for key, part in graphs or graph_keys(replace(options, spec_tokens=k), form)
     ]
-    caches = {k: job.cache(k) for k in spec_tokens}
-    there = {t for t in tasks if caches[t.spec_tokens].find(t.key, t.part)}
+    caches = {task.program: job.cache(*task.program) for task in tasks}
+    there = {t for t in tasks if caches[t.program].find(t.key, t.part)}
     todo = [task for task in tasks if task not in there]
-    store = caches[spec_tokens[0]].store
+    store = caches[tasks[0].program].store
     if todo:
         store.prepare()
     kernels = build_kernels(store, tell.line)
@@ -144,16 +156,16 @@ def build(
 
 
 def _report(
-    caches: dict[int, StepCache],
+    caches: dict[tuple[int, Ranks | None], StepCache],
     tasks: list[Task],
     there: set[Task],
     kernels: Entry | Path,
     elapsed_s: float,
 ) -> BuildReport:
     """Read the cache back: what is reported is what a warm start will find."""
-    found = {task: caches[task.spec_tokens].find(task.key, task.part) for task in tasks}
+    found = {task: caches[task.program].find(task.key, task.part) for task in tasks}
     missing = [task for task, step in found.items() if step is None]
-    root = caches[tasks[0].spec_tokens].store.root
+    root = caches[tasks[0].program].store.root
     if missing or not isinstance(kernels, Entry):
         raise CacheWriteError(
             f"{len(missing)} of {len(tasks)} steps were built but are not in the cache {root}: "
@@ -166,12 +178,12 @@ def _report(
             {
                 (t.key, t.part): s
                 for t, s in steps.items()
-                if t.spec_tokens == k and t.part == "step"
+                if t.program == (k, None) and t.part == "step"
             },
         )
-        for k in sorted({task.spec_tokens for task in tasks})
+        for k in sorted({task.spec_tokens for task in tasks if task.ranks is None})
     }
-    built = tuple(Built(step, task in there) for task, step in steps.items())
+    built = tuple(Built(step, task in there, task.ranks) for task, step in steps.items())
     return BuildReport(root, kernels, built, pins, elapsed_s)
 
 
@@ -213,10 +225,15 @@ class _Job:
     threads: int
     check: Check | None
 
-    def cache(self, spec_tokens: int, tell: Callable[[str], None] = lambda line: None) -> StepCache:
-        """The cache of the program for one K."""
+    def cache(
+        self,
+        spec_tokens: int,
+        ranks: Ranks | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> StepCache:
+        """The cache of the program for one K, and one rank."""
         options = replace(self.options, spec_tokens=spec_tokens)
-        cache = open_cache(open_checkpoint(self.directory, options.drafter), options, tell)
+        cache = open_cache(open_checkpoint(self.directory, options.drafter), options, tell, ranks)
         if cache is None:
             raise OptionError("building ahead of time needs the cache; drop use_cache=False")
         return cache
@@ -224,11 +241,11 @@ class _Job:
     def run(self, tasks: Iterator[Task], tell: Any) -> None:
         """Build tasks until there are none left."""
         torch.set_num_threads(self.threads)
-        compilers: dict[int, CachingCompiler] = {}
+        compilers: dict[tuple[int, Ranks | None], CachingCompiler] = {}
         models: dict[bool, LoadedModel] = {}
         for task in tasks:
             k = task.spec_tokens
-            if k not in compilers:
+            if task.program not in compilers:
                 if (k > 0) not in models:
                     tell("load the model", task)
                     options = self.options
@@ -237,16 +254,18 @@ class _Job:
                         headers_only=True,
                         draft=options.draft,
                     )
-                compilers[k] = self._compiler(k, models[k > 0], tell)
-            compilers[k].compiler.listener = partial(_pass_on, tell, task)
-            compilers[k].obtain(task.key, task.part)
+                compilers[task.program] = self._compiler(task, models[k > 0], tell)
+            compiler = compilers[task.program]
+            compiler.compiler.listener = partial(_pass_on, tell, task)
+            compiler.obtain(task.key, task.part)
             tell.finished()
 
-    def _compiler(self, spec_tokens: int, loaded: LoadedModel, tell: Any) -> CachingCompiler:
-        cache = self.cache(spec_tokens, tell.line)
+    def _compiler(self, task: Task, loaded: LoadedModel, tell: Any) -> CachingCompiler:
+        cache = self.cache(*task.program, tell.line)
         backend = make_backend(PACKAGING, tell.line, cache.store)
-        options = replace(self.options, spec_tokens=spec_tokens)
-        compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)
+        options = replace(self.options, spec_tokens=task.spec_tokens)
+        reserve, ranks = Layout.reserve, task.ranks
+        compiler = StepCompiler(loaded, options, backend, new_buffer=reserve, ranks=ranks)
         if self.check is not None:
             self.check(compiler)
         return CachingCompiler(compiler, cache)

@@ -30,6 +30,7 @@ from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.program.host_memory import check_model
 from mtpc.program.processes import end_children, how_it_ended
+from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -48,6 +49,7 @@ def build_in_child(
     cache: StepCache,
     listener: Listener,
     owns_buffers: bool,
+    ranks: Ranks | None = None,
 ) -> bool:
     """Have what the cache lacks built into it, if the checkpoint is large.
 
@@ -58,6 +60,7 @@ def build_in_child(
         cache: of this checkpoint and these options.
         listener: hears of progress.
         owns_buffers: whether the steps' user wants memory for state from this process.
+        ranks: whose part of the steps this is; None: the whole.
 
     Returns:
         Whether the cache has all of it now. It has not, too, where the cache cannot be written or
@@ -78,7 +81,7 @@ def build_in_child(
     except (CacheWriteError, BackendError):
         return False
     check = partial(check_model, owns_buffers=owns_buffers)
-    _build(source, (source.directory.absolute(), options, graphs, check, False), listener)
+    _build(source, (source.directory.absolute(), options, graphs, check, False, ranks), listener)
     return True
 
 
@@ -141,14 +144,15 @@ def serve(handle: int) -> None:
     from mtpc.program.build import build
 
     pipe = Connection(handle)
-    threads, directory, options, graphs, check, in_background = pipe.recv()
+    threads, directory, options, graphs, check, in_background, ranks = pipe.recv()
     torch.set_num_threads(threads)
     if in_background:
         os.nice(BACKGROUND_NICE)
     jobs = 1 if in_background else None
     caller = _Caller(pipe)
     try:
-        build(directory, options, (options.spec_tokens,), "fused", jobs, pipe.send, check, graphs)
+        tiers, parts = (options.spec_tokens,), (ranks,)
+        build(directory, options, tiers, "fused", jobs, pipe.send, check, graphs, parts)
     except MtpcError as error:
         caller.is_waiting = False
         pipe.send(error)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpc.errors import RankError, RequestError
+from mtpc.errors import LostRankError, RankError, RequestError
 from mtpc.layout import StepKey
 from mtpc.program.program import Program
 from mtpc.program.ranks import Ranks
@@ -99,7 +99,7 @@ class LeadingProgram(Program):
                 f"rank 0 of {self.ranks.size}: a step failed, and the ranks are apart now: "
                 f"{error}; start all of them again"
             )
-            raise RankError(self._failure) from error
+            raise LostRankError(self._failure) from error
 
     def close(self) -> None:
         """Let the other ranks return from `follow`."""
@@ -154,7 +154,7 @@ class FollowingProgram(Program):
                     self._repeat(tensors, place, told)
                 super().run(keys[message[0]])
         except Exception as error:
-            raise RankError(
+            raise LostRankError(
                 f"rank {self.ranks.rank} of {self.ranks.size} has lost the others, of which one "
                 f"has ended: {error}"
             ) from error

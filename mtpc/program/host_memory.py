@@ -123,7 +123,8 @@ def _copies(compiler: StepCompiler) -> int:
         if spec is not None:
             total += spec.nbytes(tensor.numel())
         elif can_pack(tensor) or (headers is not None and headers.origin(tensor) is None):
-            total += tensor.nbytes
+            share = compiler.share
+            total += tensor.nbytes if share is None else share.nbytes(name, tensor)
     return total
 
 

@@ -19,6 +19,8 @@ from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 _PROVENANCE = ("_name_or_path", "transformers_version")
 """Config entries that say where a model comes from; they do not affect its graphs."""
+_SAMPLED = 256
+"""Bytes of each tensor that tell checkpoints of one architecture apart."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -35,6 +37,12 @@ def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
         **_tensor_fields("model.weights", tensors),
         **_draft_fields(checkpoint),
     }
+
+
+def sample_digest(checkpoint: Checkpoint) -> str:
+    """A digest of some bytes of each tensor: another one for a checkpoint with other weights."""
+    names = sorted(checkpoint.stored)
+    return hash_of(checkpoint.sample(name, _SAMPLED) for name in names)
 
 
 def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] | None:

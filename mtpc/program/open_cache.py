@@ -11,6 +11,7 @@ from mtpc.backends import PACKAGING, first_choice
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import OptionError
 from mtpc.program.model_key import checkpoint_fields, object_fields
+from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache, program_fields
 from mtpc.store.entries import EntryStore
 from mtpc.weights.checkpoint import Checkpoint
@@ -34,7 +35,10 @@ def kernel_store(options: CompileOptions, cache: StepCache | None) -> EntryStore
 
 
 def open_cache(
-    source: Any, options: CompileOptions, tell: Callable[[str], None]
+    source: Any,
+    options: CompileOptions,
+    tell: Callable[[str], None],
+    ranks: Ranks | None = None,
 ) -> StepCache | None:
     """The cached steps of one model and its options; None if they are not cached.
 
@@ -42,6 +46,7 @@ def open_cache(
         source: a `Checkpoint` or a transformers model object.
         options: options of `mtpc.compile`.
         tell: is called with a line when the cache waits, or finds a damaged entry.
+        ranks: those that share the model; each has steps of its own.
 
     Raises:
         OptionError: the options ask for `frozen`, but the backend has no cached steps, or the model
@@ -65,7 +70,9 @@ def open_cache(
             )
         tell("the model object has hooks or replaced forwards, so its steps are not cached")
         return None
-    return StepCache(open_store(options), program_fields(PACKAGING, model, options), frozen, tell)
+    part = "" if ranks is None else ranks.part
+    fields = program_fields(PACKAGING, model, options, part)
+    return StepCache(open_store(options), fields, frozen, tell)
 
 
 def _model_fields(source: Any, options: CompileOptions) -> dict[str, str] | None:

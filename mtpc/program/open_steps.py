@@ -89,6 +89,7 @@ class Opened(Generic[T]):
             until they are bound.
         rest: the steps that are still to be built, with `build_in_background`; None: none.
         identity: of what fills pages, for `kv_offload_dir`; "" without that option.
+        ranks: the processes that share the model; None: this one has all of it.
     """
 
     made: T
@@ -101,6 +102,7 @@ class Opened(Generic[T]):
     cache: StepCache | None = None
     rest: Rest | None = None
     identity: str = ""
+    ranks: Ranks | None = None
 
 
 def open_steps(
@@ -116,40 +118,17 @@ def open_steps(
         progress: called at each stage.
 
     Raises:
-        MtpcError: as `mtpc.compile`.
+        MtpcError: as `mtpc.compile`; the weights are checked.
     """
-    interrupts = HeldInterrupts(progress)
-    report = line_reporter(interrupts.tell)
     parsed = CompileOptions.parse(options)
-    source = model
-    if isinstance(model, (str, Path)):
-        source = open_checkpoint(Path(model), parsed.drafter)
-        _say_which_drafts(source, report)
-    elif parsed.kv_offload_dir is not None:
-        raise OptionError(
-            "kv_offload_dir with a model object, whose weights may be other ones tomorrow; "
-            "expected a checkpoint's directory"
-        )
-    parsed = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
-    graphs = tuple(graph_keys(parsed, assembler.form))
-    opener = _Opener(
-        source, parsed, assembler, interrupts.tell, report, interrupts, graphs, parsed.tiers
-    )
-    if parsed.tensor_parallel_size > 1:
-        return _open_ranked(opener)
-    cache = open_cache(source, parsed, report)
-    opened = opener.restored(cache)
-    if opened is None and parsed.build_in_background:
-        opener = opener.beginning(cache)
-        opened = opener.restored(cache)
-    if opened is None and opener.build_in_child(cache):
-        opened = opener.restored(cache)
-    if opened is None:
-        opened = opener.compiled(cache)
-    checkpoint = opened.loaded.checkpoint if opened.loaded else source
-    for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
-        opened.fallbacks.update(notes)
-    return opened
+    if parsed.tensor_parallel_size == 1:
+        return _prepare(model, parsed, assembler, progress).open()
+    from mtpc.program.ranks import join_ranks
+
+    ranks = join_ranks(parsed.tensor_parallel_size)
+    opener = ranks.all_succeed(lambda: _prepare(model, parsed, assembler, progress, ranks))
+    ranks.compare(opener.source, opener.options)
+    return ranks.all_succeed(opener.open)
 
 
 def _say_which_drafts(source: Checkpoint, report: Callable[[str], None]) -> None:
@@ -158,17 +137,31 @@ def _say_which_drafts(source: Checkpoint, report: Callable[[str], None]) -> None
         report(f"{source.draft.directory} drafts in the place of the target's own MTP layers")
 
 
-def _open_ranked(opener: _Opener[T]) -> Opened[T]:
-    """One rank's part of the steps, which no cache keeps; all ranks open theirs, or none does.
-
-    Raises:
-        MtpcError: this rank fails, or another one.
-    """
-    from mtpc.program.ranks import join_ranks
-
-    ranks = join_ranks(opener.options.tensor_parallel_size)
-    opener = replace(opener, ranks=ranks)
-    return ranks.agree(lambda: opener.compiled(None), opener.source, opener.options)
+def _prepare(
+    model: Any,
+    options: CompileOptions,
+    assembler: Assembler[T],
+    progress: Listener,
+    ranks: Ranks | None = None,
+) -> _Opener[T]:
+    """Open the checkpoint and settle what follows from it; no step is looked for yet."""
+    interrupts = HeldInterrupts(progress)
+    report = line_reporter(interrupts.tell)
+    source = model
+    if isinstance(model, (str, Path)):
+        source = open_checkpoint(Path(model), options.drafter)
+        _say_which_drafts(source, report)
+    elif options.kv_offload_dir is not None:
+        raise OptionError(
+            "kv_offload_dir with a model object, whose weights may be other ones tomorrow; "
+            "expected a checkpoint's directory"
+        )
+    settled = settle_prefill(_on_its_device(options, source), stored_dtype(source))
+    graphs = tuple(graph_keys(settled, assembler.form))
+    return _Opener(
+        *(source, settled, assembler, interrupts.tell, report, interrupts, graphs, settled.tiers),
+        ranks=ranks,
+    )
 
 
 def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
@@ -193,6 +186,24 @@ class _Opener(Generic[T]):
     tiers: tuple[int, ...]
     rest: Graphs = ()
     ranks: Ranks | None = None
+
+    def open(self) -> Opened[T]:
+        """From the cache, or compiled; with several ranks, this rank's part of each step."""
+        opener, source = self, self.source
+        cache = open_cache(source, self.options, self.report, self.ranks)
+        opened = opener.restored(cache)
+        if opened is None and self.options.build_in_background:
+            opener = opener.beginning(cache)
+            opened = opener.restored(cache)
+        if opened is None and opener.build_in_child(cache):
+            opened = opener.restored(cache)
+        if opened is None:
+            opened = opener.compiled(cache)
+        opened.check()
+        checkpoint = opened.loaded.checkpoint if opened.loaded else source
+        for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
+            opened.fallbacks.update(notes)
+        return replace(opened, ranks=self.ranks)
 
     def beginning(self, cache: StepCache | None) -> _Opener[T]:
         """This, for the steps with which a program can begin; the others are its `rest`.
@@ -263,8 +274,10 @@ class _Opener(Generic[T]):
         """Fill the cache in a process of its own, which pays for a large checkpoint."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return False
-        graphs, owns = self.graphs, self.assembler.owns_buffers
-        return build_in_child(self.source, self.options, graphs, cache, self.progress, owns)
+        graphs, owns, rank = self.graphs, self.assembler.owns_buffers, self.ranks
+        return build_in_child(
+            self.source, self.options, graphs, cache, self.progress, owns, rank and rank.place
+        )
 
     def compiled(self, cache: StepCache | None) -> Opened[T]:
         """Trace and lower what the cache lacks."""

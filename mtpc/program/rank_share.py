@@ -48,6 +48,14 @@ class RankShare:
         runs = shard.ranges(length, rank, size)
         return CutWeight(shard.dim, runs, step, plan.is_gathered(name))
 
+    def nbytes(self, name: str, tensor: Tensor) -> int:
+        """Bytes of this rank's part of a weight."""
+        cut = self._weights.get(name)
+        if cut is None:
+            return tensor.nbytes
+        held = sum(stop - start for start, stop in cut.runs)
+        return tensor.nbytes * held // tensor.shape[cut.dim]
+
     def cuts(self, spec: BufferSpec) -> bool:
         """Whether each rank holds its own key/value heads of a buffer only."""
         return spec.name.startswith("kv.") and self._plan.cuts_cache(spec.name)

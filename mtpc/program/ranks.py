@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,11 +13,14 @@ import torch.distributed as dist
 
 import mtpc
 from mtpc.config import CompileOptions
-from mtpc.errors import MtpcError, OptionError, RankError
-from mtpc.program.model_key import checkpoint_fields
+from mtpc.errors import LostRankError, OptionError, RankError
+from mtpc.program.model_key import checkpoint_fields, sample_digest
+from mtpc.store.sources import source_fields
 from mtpc.weights.checkpoint import Checkpoint
 
 T = TypeVar("T")
+DEFAULT_GROUP = "0"
+"""torch's name of the default process group."""
 _IDLE = timedelta(days=365)
 """How long a rank waits for rank 0's next step. One that ends closes its connections at once."""
 
@@ -34,49 +38,68 @@ class Ranks:
 
     rank: int
     size: int
-    group: str
+    group: str = DEFAULT_GROUP
     control: Any = field(default=None, repr=False)
 
-    def agree(self, make: Callable[[], T], source: Any, options: CompileOptions) -> T:
-        """What `make` gives, if all ranks succeed, with the same model, options and versions.
+    @property
+    def part(self) -> str:
+        """Whose part of the steps this is, in the cache's keys."""
+        return f"rank {self.rank} of {self.size} in group {self.group!r}"
+
+    @property
+    def place(self) -> Ranks:
+        """This without the means to talk; another process can have it, to build for this one."""
+        return replace(self, control=None)
+
+    def compare(self, source: Any, options: CompileOptions) -> None:
+        """Check that all ranks have the same versions, model and options.
 
         Raises:
-            MtpcError: what `make` raises here.
-            RankError: another rank failed or differs; the message says which, and how.
+            RankError: a rank differs; the message says which, and in what.
         """
-        failure, made = None, None
+        facts = _facts(source, options)
+        for rank, other in enumerate(self._tell_all(facts)):
+            names = [name for name, value in other.items() if facts.get(name) != value]
+            if names:
+                name = names[0]
+                raise RankError(
+                    f"rank {rank} of {self.size} has {name} {other[name]!r}, and rank {self.rank} "
+                    f"has {facts.get(name)!r}; expected the same on every rank"
+                )
+
+    def all_succeed(self, make: Callable[[], T]) -> T:
+        """What `make` gives, if it succeeds on every rank.
+
+        Raises:
+            Exception: what `make` raises here.
+            RankError: another rank failed; the message says which, and why.
+        """
         try:
             made = make()
-            told: dict[str, Any] = {"facts": _facts(source, options)}
-        except MtpcError as error:
-            failure, told = error, {"error": f"{type(error).__name__}: {error}"}
-        every = self._tell_all(told)
-        if failure is not None:
-            raise failure
-        assert made is not None
-        for rank, other in enumerate(every):
-            if "error" in other:
-                raise RankError(f"rank {rank} of {self.size} failed: {other['error']}")
-            facts = other["facts"].items()
-            differing = [n for n, value in facts if told["facts"].get(n) != value]
-            if differing:
-                name = differing[0]
-                raise RankError(
-                    f"rank {rank} of {self.size} has {name} {other['facts'][name]!r}, and rank "
-                    f"{self.rank} has {told['facts'].get(name)!r}; expected the same on every rank"
-                )
+        except Exception as error:
+            with suppress(RankError):  # Others have ended; the reason here is this rank's own.
+                self._tell_all(f"{type(error).__name__}: {error}")
+            raise
+        for rank, other in enumerate(self._tell_all("")):
+            if other:
+                raise RankError(f"rank {rank} of {self.size} failed: {other}")
         return made
 
-    def _tell_all(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+    def _tell_all(self, told: T) -> list[T]:
         every: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(every, told, group=self.control)
         except Exception as error:
-            raise RankError(
+            raise LostRankError(
                 f"rank {self.rank} of {self.size} has lost the others before the first step: one "
                 f"has ended: {error}"
             ) from error
         return every
+
+
+def all_parts(size: int) -> tuple[Ranks | None, ...]:
+    """The ranks of a default process group of that size; None alone, where one has all."""
+    return tuple(Ranks(rank, size) for rank in range(size)) if size > 1 else (None,)
 
 
 def join_ranks(size: int) -> Ranks:
@@ -101,6 +124,7 @@ def join_ranks(size: int) -> Ranks:
 
 def _facts(source: Any, options: CompileOptions) -> dict[str, str]:
     """What must be the same on every rank."""
-    model = checkpoint_fields(source) if isinstance(source, Checkpoint) else {}
-    versions = {"mtpc": mtpc.__version__, "torch": torch.__version__}
-    return {**versions, **{n: str(v) for n, v in model.items()}, "options": repr(options)}
+    facts = {"mtpc": mtpc.__version__, "torch": torch.__version__, **source_fields()}
+    if isinstance(source, Checkpoint):
+        facts |= checkpoint_fields(source) | {"model.values": sample_digest(source)}
+    return {**facts, "options": repr(options)}

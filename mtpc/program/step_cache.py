@@ -59,8 +59,17 @@ Steps = Mapping[tuple[StepKey, Part], CachedStep]
 """Entries of one program, by step and part."""
 
 
-def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict[str, str]:
-    """Key fields that all steps of a program share: backend, model, options, versions, machine."""
+def program_fields(
+    backend: str, model: Fields, options: CompileOptions, part: str = ""
+) -> dict[str, str]:
+    """Key fields that all steps of a program share: backend, model, options, versions, machine.
+
+    Args:
+        backend: its name.
+        model: fields of the model.
+        options: of the program.
+        part: of which rank they are a part; "": the whole.
+    """
     return {
         "kind": KIND,
         "format": str(FORMAT),
@@ -79,6 +88,7 @@ def program_fields(backend: str, model: Fields, options: CompileOptions) -> dict
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
         "options.quantize": options.quantize or "none",
+        "options.tensor_parallel_size": part or str(options.tensor_parallel_size),
         "options.synthetic_acceptance": str(bool(options.synthetic_acceptance_rates)),
         "options.wiring": rule_text(options.wiring) or "the family's",
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),

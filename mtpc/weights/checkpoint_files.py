@@ -137,6 +137,10 @@ class CheckpointFiles(ConfigFile):
         """One tensor of the files, by its name there and as it is stored, in the memory map."""
         return self._files[self.stored[name].path].tensor(name)
 
+    def sample(self, name: str, nbytes: int) -> bytes:
+        """Some bytes from the middle of a tensor of the files."""
+        return self._files[self.stored[name].path].sample(name, nbytes)
+
     def release_stored(self, name: str) -> None:
         """Give back the memory of a tensor of the files; if it is used again, it is read again."""
         self._files[self.stored[name].path].release(name)

@@ -301,6 +301,55 @@ class GroupedMaker:
         return self._last[1][recipe.piece]
 
 
+def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
+    """The recipe with rows taken before tensors are joined, so that no more than these are read.
+
+    Args:
+        recipe: whose tensor stays the same.
+        tensor_of: name -> tensor; only shapes and dtypes are read.
+    """
+    if isinstance(recipe, str):
+        return recipe
+    if isinstance(recipe, Join):
+        return replace(recipe, parts=tuple(take_early(part, tensor_of) for part in recipe.parts))
+    part = take_early(recipe.part, tensor_of)
+    if not isinstance(recipe, Rows) or not isinstance(part, Join):
+        return replace(recipe, part=part)
+    joined = {"cat": 0, "cat_rows": 1, "stack": -1}[part.op]
+    if part.op == "stack" and recipe.dim == 0:
+        return replace(recipe, part=part)
+    if recipe.dim != joined:
+        dim = recipe.dim - (part.op == "stack")
+        of_each = tuple(Rows(recipe.runs, each, dim) for each in part.parts)
+        return replace(part, parts=tuple(take_early(each, tensor_of) for each in of_each))
+    start, taken = 0, []
+    for each in part.parts:
+        size = _extent(each, tensor_of)[0][joined]
+        own = [(max(a, start), min(b, start + size)) for a, b in recipe.runs]
+        runs = tuple((a - start, b - start) for a, b in own if a < b)
+        taken += [take_early(Rows(runs, each, joined), tensor_of)] if runs else []
+        start += size
+    return taken[0] if len(taken) == 1 else Join(part.op, tuple(taken))
+
+
+def parts_read(recipe: Recipe) -> Iterator[str | Rows]:
+    """All tensors that a recipe reads: names of whole ones, and rows of named ones."""
+    if isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str)):
+        yield recipe
+    elif isinstance(recipe, Join):
+        for part in recipe.parts:
+            yield from parts_read(part)
+    else:
+        yield from parts_read(recipe.part)
+
+
+def rows_in_place(recipe: Recipe) -> tuple[int, int] | None:
+    """(start, stop) of a recipe that is adjacent rows of a named tensor; None of another one."""
+    if not isinstance(recipe, Rows) or not isinstance(recipe.part, str) or recipe.dim:
+        return None
+    return recipe.runs[0] if len(recipe.runs) == 1 else None
+
+
 def names(recipe: Recipe) -> Iterator[str]:
     """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):

@@ -149,6 +149,12 @@ class TensorFile:
         flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.begin)
         return flat.view(stored.shape)
 
+    def sample(self, name: str, nbytes: int) -> bytes:
+        """Bytes from the middle of a tensor, as stored."""
+        stored = self.tensors[name]
+        begin = stored.begin + max(stored.nbytes - nbytes, 0) // 2
+        return self._map[begin : min(begin + nbytes, stored.begin + stored.nbytes)]
+
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; using it again reads the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):  # This system cannot do it.

@@ -56,6 +56,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
     ({"quantize": "int8"}, {"options.quantize"}),
     ({"kv_cache_dtype": "int8"}, {"options.kv_cache_dtype"}),
+    ({"tensor_parallel_size": 2}, {"options.tensor_parallel_size"}),
     ({"wiring": {"first_features": "after"}}, {"options.wiring"}),
     ({"synthetic_acceptance_rates": (0.5, 0.2, 0.1)}, {"options.synthetic_acceptance"}),
     ({"synthetic_acceptance_length": 2.0}, {"options.synthetic_acceptance"}),
@@ -111,7 +112,7 @@ def test_a_prefill_chunk_sizes_rings(checkpoint: Callable[..., Path], tmp_path: 
 
 def test_every_option_is_known_to_be_in_the_key_or_not() -> None:
     known = {next(iter(change)) for change in (*(c for c, _ in IN_THE_KEY), *NOT_IN_THE_KEY)}
-    without_a_cache = {"use_cache", "tensor_parallel_size"}
+    without_a_cache = {"use_cache"}
     assert known | without_a_cache == {field.name for field in dataclasses.fields(CompileOptions)}
 
 

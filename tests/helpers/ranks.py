@@ -90,7 +90,7 @@ def group_of(size: int, directory: Path) -> Iterator[Group]:
         yield group
         group.close()
         dist.broadcast_object_list([None, None, None], 0)
-        assert [child.wait(30) for child in others] == [0] * (size - 1)
+        assert [child.wait(120) for child in others] == [0] * (size - 1)
     finally:
         for child in others:
             child.kill()
@@ -114,8 +114,8 @@ def main(store: str, size: str, rank: str) -> None:
             model = mtpc.compile(directory, **options)
         except MtpcError:
             continue  # Rank 0 has the same error, or names this rank's.
-        for step in model.program.steps.values():
-            assert step.graph is not None
+        for step in model.program.steps.values() if noise else ():
+            assert step.graph is not None, "steps of a cache have no weights to disturb"
             norm = step.graph.weights["model.norm.weight"]
             norm.data = norm * (1 + noise * torch.linspace(-1, 1, len(norm), dtype=norm.dtype))
         model.follow()

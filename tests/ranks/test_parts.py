@@ -56,5 +56,5 @@ def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
         assert found["all_reduce"] == 1 + 2 + 2 + 2
         assert built.shared["kv.0.latent"].shape[-1] == 40, "latents are whole"
     assert shapes[0] == shapes[ranks - 1]
-    assert shapes[0]["shard.lm_head.weight"] == (96 // ranks, 64)
-    assert shapes[0]["shard.model.layers.1.mlp.experts.down_proj"] == (4, 64, 32 // ranks)
+    assert shapes[0]["shard.lm_head_weight"] == (96 // ranks, 64)
+    assert shapes[0]["shard.model_layers_1_mlp_experts_down_proj"] == (4, 64, 32 // ranks)

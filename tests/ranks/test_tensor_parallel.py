@@ -15,6 +15,9 @@ from helpers.theorem import PROMPTS, check_drafts, check_theorem
 import mtpc
 from mtpc.errors import OptionError, RankError, UnsupportedModelError
 from mtpc.program.follow import LeadingProgram
+from mtpc.program.open_cache import open_cache
+from mtpc.program.ranks import Ranks
+from mtpc.weights.checkpoint import Checkpoint
 
 SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
 OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
@@ -35,7 +38,18 @@ def check_text_and_drafts(spec: mtpc.SpecModel, plain: Oracle, max_examples: int
         assert check_drafts(spec, DraftOracle(plain), [PROMPTS[4], PROMPTS[9]], 8) > 3
 
 
-@pytest.mark.parametrize(("family", "spec_tokens"), [("mimo", 1), ("glm4_moe", 3)])
+def passes_of(spec: mtpc.SpecModel, directory: Path) -> set[str]:
+    """The passes that changed something in rank 0's steps, which the cache has."""
+    place = Ranks(0, 2)
+    cache = open_cache(Checkpoint(directory), spec.options, print, place)
+    assert cache is not None
+    steps = [cache.find(key) for key in spec.program.steps]
+    return {done.name for step in steps if step for done in step.record.history if done.rewrites}
+
+
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"), [("mimo", 1), pytest.param("glm4_moe", 3, marks=pytest.mark.slow)]
+)
 def test_text_is_that_of_plain_decoding(
     family: str,
     spec_tokens: int,
@@ -59,6 +73,63 @@ def test_the_same_of_all_families(
 ) -> None:
     spec = two.compile(checkpoint(family), spec_tokens=spec_tokens, **SLOW)
     check_text_and_drafts(spec, oracle(family), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_of_tapes(
+    family: str,
+    spec_tokens: int,
+    two: Group,
+    checkpoint: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+    cpu_cache: Path,
+) -> None:
+    cpu: dict[str, Any] = {**OPTIONS, "backend": "cpu", "cache_dir": cpu_cache}
+    spec = two.compile(checkpoint(family), spec_tokens=spec_tokens, **cpu)
+    assert not spec.stats.fallbacks
+    check_text_and_drafts(spec, oracle(family), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_bfloat16_text_depends_on_neither_drafts_nor_batch(
+    family: str, two: Group, checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    """With all passes of the cpu backend, which pack, fuse and leave out rows."""
+    cpu: dict[str, Any] = {**SLOW, "dtype": "bfloat16", "backend": "cpu", "cache_dir": cpu_cache}
+    texts = []
+    for spec_tokens in (0, 1, 3):
+        spec = two.compile(checkpoint(family), spec_tokens=spec_tokens, **cpu)
+        ran = passes_of(spec, checkpoint(family))
+        assert {"shard", "pack-weights", "fuse-linear-chains", "skip-idle-rows"} <= ran
+        texts.append(spec.generate(PROMPTS, 24, ignore_eos=True))
+        texts.append([spec.generate(prompt, 24, ignore_eos=True) for prompt in PROMPTS])
+    assert all(text == texts[0] for text in texts)
+
+
+@pytest.mark.parametrize("family", ["mimo", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_sampling_preemption_and_reuse(
+    family: str, two: Group, checkpoint: Callable[..., Path]
+) -> None:
+    """Sampled texts are those of one rank, where requests wait for pages and share beginnings."""
+    options = {**OPTIONS, "spec_tokens": 1, "sampling": True, "num_pages": 20}
+    alone = mtpc.compile(checkpoint(family), backend="eager", **options)
+    spec = two.compile(checkpoint(family), **options)
+    prompts = [PROMPTS[9] + [7, 8, 9, token] for token in range(3, 9)]
+    params = [
+        mtpc.SamplingParams(temperature=0.9, top_p=0.9, seed=seed, repetition_penalty=1.2)
+        if seed % 2
+        else mtpc.SamplingParams()
+        for seed in range(6)
+    ]
+    for _ in range(2):
+        texts = [m.generate(prompts, 16, sampling=params, ignore_eos=True) for m in (alone, spec)]
+        assert texts[0] == texts[1]
+    assert spec.stats.preemptions > 0 < spec.stats.reused_tokens
+    first, second = two.close()
+    assert first == second
 
 
 @pytest.mark.parametrize("family", ["mimo", pytest.param("step3p5", marks=pytest.mark.slow)])
@@ -90,13 +161,18 @@ def test_a_step_costs_one_short_message(two: Group, checkpoint: Callable[..., Pa
     assert max(size for size, _ in steps) < 2048
 
 
-def test_what_is_wrong_is_said_on_every_rank(two: Group, checkpoint: Callable[..., Path]) -> None:
-    """Another checkpoint, a rank that fails, heads that do not divide, what a part cannot run."""
+def test_what_is_wrong_is_said_on_every_rank(
+    two: Group, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Another model, other weights, a rank that fails, heads that do not divide, what a part cannot
+    run."""
     options = {**OPTIONS, "spec_tokens": 1}
     with pytest.raises(RankError, match=r"rank 1 of 2 has model.* and rank 0 has .*on every rank"):
         two.compile(checkpoint("mimo"), checkpoint("glm4_moe"), **options)
     with pytest.raises(RankError, match=r"rank 1 of 2 failed: CheckpointError: "):
-        two.compile(checkpoint("mimo"), checkpoint("mimo", "plain"), **options)
+        two.compile(checkpoint("mimo"), tmp_path / "none", **options)
+    with pytest.raises(RankError, match=r"rank 1 of 2 has model.values .*on every rank"):
+        two.compile(checkpoint("mimo"), checkpoint("mimo", "random"), **options)
     with pytest.raises(OptionError, match=r"1 key/value heads for 2 ranks: more ranks than heads"):
         two.compile(checkpoint("mimo_v2", "random"), **options)
     with pytest.raises(UnsupportedModelError, match=r"aten.stack.default .* reads dimension 1"):
@@ -106,7 +182,7 @@ def test_what_is_wrong_is_said_on_every_rank(two: Group, checkpoint: Callable[..
 def test_what_several_ranks_cannot_have(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(OptionError, match=r"tensor_parallel_size is 3 with .*expected one of 3"):
         mtpc.compile(checkpoint("mimo"), tensor_parallel_size=3)
-    refused: dict[str, Any] = {"backend": "cpu", "quantize": "int8", "draft_vocab": 8}
+    refused: dict[str, Any] = {"backend": "cuda", "quantize": "int8", "draft_vocab": 8}
     for name, value in refused.items():
         with pytest.raises(
             OptionError, match=rf"{name} is .* with tensor_parallel_size 2; .*leave"

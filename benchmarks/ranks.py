@@ -1,0 +1,267 @@
+"""Two ranks of one thread beside one rank of two threads: time, collectives, messages, memory.
+
+    python -m benchmarks.ranks                          # the 0.5B shape, K = 0 and 3, batch 1 and 8
+    python -m benchmarks.ranks --shape tiny --ranks 4 --repeats 1
+
+Each sample is a group of processes of its own; one rank with all threads and several with their
+share take turns. Ranks meet over gloo on this machine. After the timed steps the same prompts are
+decoded once more under torch's profiler, which says what part of a step is in collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mtpc
+from benchmarks import ROOT
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import field_bytes
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import Record, Table, publish
+from mtpc.backends import settle_prefill
+from mtpc.config import CompileOptions
+from mtpc.layout import graph_keys
+from mtpc.program.follow import LeadingProgram
+from mtpc.program.host_memory import need_of_steps
+from mtpc.program.open_cache import open_cache
+from mtpc.program.program import Program
+from mtpc.program.ranks import all_parts
+from mtpc.weights.checkpoint import Checkpoint
+
+MIB = 2**20
+COLLECTIVES = ("all_reduce", "all_gather", "vocab_embedding", "vocab_max", "first_rank")
+COLUMNS = ("K", "batch", "ranks", "threads each", "ms a step", "collectives ms", "of a step",
+           "calls a step", "bytes sent a step", "in idle steps", "resident MiB a rank",
+           "weights and pool MiB", "samples")  # fmt: skip
+NOTES = (
+    "ms a step: of decode steps, rank 0's, medians of samples.",
+    "collectives ms: mean time of rank 0 in collectives, waiting for the others included, under the"
+    " profiler; of a step: of a profiled step.",
+    "bytes sent a step: rank 0's messages to another rank; in idle steps, in which the host writes"
+    " nothing: the step's number alone, in 256 bytes.",
+    "resident: growth of a process since its imports, after decoding; of the largest rank.",
+    "weights and pool: bytes of the weights that a rank's steps are bound to, and of its buffers.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    args = _parse(argv)
+    if args.child:
+        _child(json.loads(args.child))
+        return 0
+    tell = command.teller()
+    samples: list[dict[str, Any]] = []
+    with command.working_directory(args.workdir) as workdir:
+        tell(f"write {workdir / 'mimo'}")
+        write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=True)
+        for turn in range(1, args.repeats + 1):
+            for k, batch in ((k, batch) for k in args.spec_tokens for batch in args.batches):
+                for ranks in (1, args.ranks):
+                    tell(f"round {turn}: K={k}, batch {batch}, {ranks} rank(s)")
+                    samples.append(_sample(workdir.absolute(), args, k, batch, ranks))
+    publish("ranks", args, {"rows": [*_rows(samples)]}, table)
+    return 0
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    return Table("Ranks", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+
+
+def _sample(
+    workdir: Path, args: argparse.Namespace, spec_tokens: int, batch: int, ranks: int
+) -> dict[str, Any]:
+    """One group of processes; what its rank 0 says."""
+    job = {
+        "directory": str(workdir / "mimo"),
+        "size": ranks,
+        "threads": args.threads // ranks,
+        "new_tokens": args.new_tokens,
+        "prompt_tokens": args.prompt_tokens,
+        "options": {
+            "cache_dir": str(workdir / "cache"),
+            "spec_tokens": spec_tokens,
+            "batch_buckets": [batch],
+            "max_len": command.max_len(args),
+            "backend": "cpu",
+            "tensor_parallel_size": ranks,
+        },
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "benchmarks.ranks", "--child"),
+                    json.dumps({**job, "rank": rank, "store": f"{directory}/store"}),
+                ],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            said = [process.communicate()[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{ranks} rank(s) ended with {[p.returncode for p in processes]}")
+    rows = [json.loads(text.splitlines()[-1]) for text in said]
+    largest = {name: max(row[name] for row in rows) for name in ("resident_bytes", "held_bytes")}
+    return {**rows[0], **largest, "spec_tokens": spec_tokens, "batch": batch, "ranks": ranks,
+            "threads": args.threads // ranks}  # fmt: skip
+
+
+def _child(job: dict[str, Any]) -> None:
+    """One rank: decode, and print what it took."""
+    torch.set_num_threads(job["threads"])
+    if job["size"] > 1:
+        place = {"rank": job["rank"], "world_size": job["size"]}
+        dist.init_process_group("gloo", init_method=f"file://{job['store']}", **place)
+    compile_model = mtpc.compile
+    before = field_bytes("/proc/self/status", "VmRSS") or 0
+    model = compile_model(job["directory"], **job["options"])
+    figures: dict[str, float] = {}
+    if job["rank"]:
+        model.follow()
+    else:
+        figures = _decode(model, job)
+        model.close()
+    resident = (field_bytes("/proc/self/status", "VmRSS") or 0) - before
+    figures |= {"resident_bytes": resident, "held_bytes": _held_bytes(model, job)}
+    print(json.dumps(figures))
+    if job["size"] > 1:
+        dist.destroy_process_group()
+
+
+def _decode(model: mtpc.SpecModel, job: dict[str, Any]) -> dict[str, float]:
+    """Timed steps, then profiled ones."""
+    stats = model.stats
+    _run(_steps(model, job))
+    before = stats.decode_counts()
+    told = [told for told in _steps(model, job) if told is not None]
+    timed = stats.decode_counts() - before
+    idle = [size for size, writes in told if not writes]
+    steps, first = _steps(model, job), stats.decode_steps
+    while stats.decode_steps == first:
+        next(steps)
+    before = stats.decode_counts()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _run(steps)
+    profiled = stats.decode_counts() - before
+    names = {f"mtpc::{name}" for name in COLLECTIVES}
+    calls = [e for e in profile.events() if e.name in names and not _is_inside(e, names)]
+    return {
+        "ms_per_step": 1e3 * timed.seconds / timed.steps,
+        "bytes_per_step": sum(size for size, _ in told) / max(1, len(told)),
+        "idle_bytes": sum(idle) / max(1, len(idle)),
+        "collective_ms": 1e-3 * sum(call.cpu_time_total for call in calls) / profiled.steps,
+        "collective_calls": len(calls) / profiled.steps,
+        "profiled_ms": 1e3 * profiled.seconds / profiled.steps,
+    }
+
+
+def _steps(model: mtpc.SpecModel, job: dict[str, Any]) -> Iterator[tuple[int, int] | None]:
+    """Run the prompts; after each step, of a decode step, the bytes that rank 0 sent and the
+    buffers that the host wrote."""
+    program, stats = model.program, model.stats
+    for i in range(job["options"]["batch_buckets"][0]):
+        prompt = [2 + (7 * i + j) % 90 for j in range(job["prompt_tokens"])]
+        model.engine.add(prompt, job["new_tokens"])
+    while model.engine.has_work:
+        before = _sent(program), program.host_writes, stats.decode_steps
+        model.engine.step()
+        told = _sent(program) - before[0], program.host_writes - before[1]
+        yield told if stats.decode_steps > before[2] else None
+
+
+def _run(steps: Iterator[Any]) -> None:
+    for _ in steps:
+        pass
+
+
+def _sent(program: Program) -> int:
+    return program.sent_bytes if isinstance(program, LeadingProgram) else 0
+
+
+def _is_inside(event: Any, names: set[str]) -> bool:
+    """Whether an event is part of another collective."""
+    while (event := event.cpu_parent) is not None:
+        if event.name in names:
+            return True
+    return False
+
+
+def _held_bytes(model: mtpc.SpecModel, job: dict[str, Any]) -> int:
+    """Bytes of weights and buffers of this rank's steps, by the cache's records."""
+    options = {**job["options"], "batch_buckets": tuple(job["options"]["batch_buckets"])}
+    source = Checkpoint(Path(job["directory"]))
+    parsed = settle_prefill(CompileOptions.parse(options), source.dtype)
+    part = all_parts(job["size"])[job["rank"]]
+    cache = open_cache(source, parsed, lambda line: None, part)
+    steps = cache.find_all(graph_keys(parsed, "fused")) if cache else None
+    assert steps is not None
+    need = need_of_steps(steps, model.options, owns_buffers=True)
+    return need.weights + need.buffers
+
+
+def _rows(samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row for each K, batch and number of ranks: medians of its samples."""
+    names = ("spec_tokens", "batch", "ranks", "threads")
+    for place in dict.fromkeys(tuple(sample[name] for name in names) for sample in samples):
+        own = [s for s in samples if tuple(s[name] for name in names) == place]
+        figures = {n: median(s[n] for s in own) for n in own[0] if n not in names}
+        yield {**dict(zip(names, place, strict=True)), **figures, "samples": len(own)}
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    alone = row["ranks"] == 1
+    return [
+        *(str(row[name]) for name in ("spec_tokens", "batch", "ranks", "threads")),
+        f"{row['ms_per_step']:.2f}",
+        "-" if alone else f"{row['collective_ms']:.2f}",
+        "-" if alone else f"{row['collective_ms'] / row['profiled_ms']:.0%}",
+        "-" if alone else f"{row['collective_calls']:.0f}",
+        "-" if alone else f"{row['bytes_per_step']:.0f}",
+        "-" if alone else f"{row['idle_bytes']:.0f}",
+        f"{row['resident_bytes'] / MIB:.0f}",
+        f"{row['held_bytes'] / MIB:.0f}",
+        str(row["samples"]),
+    ]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("ranks", __doc__)
+    add = parser.add_argument
+    command.add_model(parser)
+    add("--ranks", type=positive, default=2, metavar="N", help="how many beside one")
+    add("--threads", type=positive, default=2, metavar="N", help="of all ranks together")
+    add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")
+    add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
+    add("--prompt-tokens", type=positive, default=32, metavar="N")
+    add("--new-tokens", type=positive, default=64, metavar="N")
+    add("--repeats", type=positive, default=3, metavar="N", help="samples of each row")
+    command.add_files(parser)
+    add("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.threads % args.ranks or args.ranks < 2:
+        parser.error(f"{args.threads} threads for {args.ranks} ranks; expected an equal share each")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A rank reads its slices of a checkpoint, and holds its share of weights and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtpc.capture.graph import WeightTable
+from mtpc.config import CompileOptions
+from mtpc.errors import CheckpointError
+from mtpc.layout import graph_keys
+from mtpc.program.binding import bind_program
+from mtpc.program.build import build
+from mtpc.program.open_cache import open_cache
+from mtpc.program.ranks import Ranks, all_parts
+from mtpc.program.restore import Restored, restore
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.recipes import Join, Rows, make, take_early
+
+
+def test_rows_are_taken_before_tensors_are_joined() -> None:
+    """The same tensor, of which no more is read."""
+    tensors = {name: torch.arange(24.0).reshape(4, 6) + 100 * i for i, name in enumerate("abcd")}
+    both = Join("cat_rows", (Join("stack", ("a", "b")), Join("stack", ("c", "d"))))
+    recipes = [
+        Rows(((1, 3), (5, 7)), both, 1),
+        Rows(((2, 5),), both, 2),
+        Rows(((1, 2),), both, 0),
+        Rows(((1, 6),), Join("cat", ("a", "b"))),
+        Rows(((0, 2), (5, 6)), Join("cat", ("a", "b", "c"))),
+        Rows(((1, 3),), Join("cat", ("a", "b")), 1),
+    ]
+    for recipe in recipes:
+        early = take_early(recipe, tensors.__getitem__)
+        assert torch.equal(make(early, tensors.__getitem__), make(recipe, tensors.__getitem__))
+    assert take_early(recipes[0], tensors.__getitem__) == Join(
+        "cat_rows",
+        tuple(
+            Join("stack", tuple(Rows((run,), name) for name in names))
+            for names, run in (("ab", (1, 3)), ("cd", (1, 3)))
+        ),
+    )
+
+
+@pytest.fixture
+def options(built: list[str], cpu_cache: Path) -> CompileOptions:
+    """Of the steps that are built."""
+    return CompileOptions(
+        dtype="float64", spec_tokens=1, max_len=512, prefill_chunk=16, batch_buckets=(1,),
+        tensor_parallel_size=2, cache_dir=cpu_cache,
+    )  # fmt: skip
+
+
+def restored(directory: Path, options: CompileOptions, part: Ranks | None) -> Restored:
+    source = Checkpoint(directory)
+    cache = open_cache(source, options, print, part)
+    assert cache is not None
+    found = restore(source, options, cache, graph_keys(options, "fused"))
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+def test_each_rank_holds_its_share(
+    options: CompileOptions, checkpoint: Callable[..., Path]
+) -> None:
+    """Weights and pages of a rank are half of all, but for norms."""
+    build(checkpoint("mimo"), replace(options, tensor_parallel_size=1), (1,), jobs=1)
+    held = []
+    for part in (None, *all_parts(2)):
+        size = 1 if part is None else 2
+        shared = replace(options, tensor_parallel_size=size)
+        found = restored(checkpoint("mimo"), shared, part)
+        weights = WeightTable({})
+        program = bind_program(found.steps, weights, found.source)
+        pages = [tensor for name, tensor in program.shared.items() if name.startswith("kv.")]
+        held.append(sum(tensor.nbytes for tensor in (*dict(weights.items()).values(), *pages)))
+    whole, *parts = held
+    assert parts[0] == parts[1]
+    assert whole / 2 <= parts[0] <= 1.08 * whole / 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_reads_the_slices_of_others(
+    rank: int, options: CompileOptions, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What is damaged in another rank's slices is not noticed; in its own it is."""
+    source = checkpoint("mimo")
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][:, -1] = torch.nan  # Rank 1's.
+    tensors["lm_head.weight"][-1] = torch.nan
+    tensors["model.layers.0.self_attn.q_proj.weight"][-1] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = restored(tmp_path, options, all_parts(2)[rank])
+    bind_program(found.steps, WeightTable({}), found.source)
+    if rank == 0:
+        found.check()
+        return
+    with pytest.raises(CheckpointError, match=r"3 tensor\(s\) hold NaN"):
+        found.check()
