@@ -13,9 +13,9 @@
 namespace mtpc {
 namespace {
 
-/// Up to 32 rows from `row` on times one tile; kBoth of more than 16. A step takes kQuads groups of 32
-/// bits of a row. Codes of 4 bits that are kSigned have the zero point 8 taken away before they are
-/// multiplied.
+/// Up to 32 rows from `row` on times one tile; kBoth of more than 16. A step takes kQuads groups of
+/// 32 bits of a row. Codes of 4 bits that are kSigned have the zero point 8 taken away before they
+/// are multiplied.
 ///
 /// Who reads what was just written waits for its way to memory. So codes become bytes some steps
 /// before their use, and a few groups' sums are scaled while those of the next are made.
@@ -60,8 +60,8 @@ class RegisterProduct {
  private:
   static constexpr int64_t kQuad = 4, kFew = kBoth ? 2 : 4, kRows = kBoth ? kMostRows : kTileRows;
 
-  /// A step's codes as bytes, and a group's sums. A line lies between one and the next, so that they
-  /// are not at the same places of the first-level cache.
+  /// A step's codes as bytes, and a group's sums. A line lies between one and the next, so that
+  /// they are not at the same places of the first-level cache.
   using Bytes = Group[kQuads][kFeatures];
   using Sums = int32_t[kRows * kFeatures + kTileRows];
 

@@ -12,19 +12,18 @@ namespace mtpc {
 
 #if defined(__AMX_TILE__)
 /// Groups of 32 bits that a step of tile registers takes of each row, for a weight of this form; 0
-/// where there is none: a group of inputs must be one step, or a multiple of two.
+/// where its groups of inputs are no multiple of a step.
 inline int64_t step_quads(const GroupForm& form) {
   constexpr int64_t kQuad = 4;
   if (form.kind == CodeKind::kFloat8) return 0;
   for (const int64_t quads : {kTileRows, kTileRows / 2}) {
-    const int64_t inputs = kQuad * quads;
-    if (form.group == inputs || form.group % (2 * inputs) == 0) return quads;
+    if (form.group % (kQuad * quads) == 0) return quads;
   }
   return 0;
 }
 
-/// Whether so many rows are faster by tile registers than by vectors. The way of sums to memory takes
-/// half of the time where groups are short.
+/// Whether so many rows are faster by tile registers than by vectors. Sums of short groups take
+/// long for their way to memory.
 inline bool go_by_registers(int64_t rows, const GroupForm& form) {
   constexpr int64_t kFewestRows = 6, kFewestOfShort = 9, kShort = 32;
   return rows >= (form.group <= kShort ? kFewestOfShort : kFewestRows) && step_quads(form) > 0;
