@@ -129,9 +129,7 @@ def read_result(output: str) -> float:
 
 
 def _run(command: list[object]) -> str:
-    done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.splitlines()[-8:])
         raise LlamaError(f"{command[0]} ended with status {done.returncode}:\n{tail}")
