@@ -11,7 +11,8 @@ the next. GLM-4 is there for `generate(use_mtp=True)`, which transformers has fo
 mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for. Shapes with
 experts, and with latent attention, run on demand: `--workloads glm4-moe-random deepseek-random`;
 so does the model that ships with mtpc, `--workloads demo`, whose drafts text decides upon.
-llama.cpp decodes dense MiMo plainly: its K is 0.
+llama.cpp decodes dense MiMo plainly: its K is 0. For Qwen3.5 it drafts, as llama-server, each K:
+`--workloads qwen3_5-accepting --quantize int4-g32 --llama-bench DIRECTORY --no-peers --no-int8`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
 from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
 from benchmarks.harness.models import (
+    HYBRID_SHAPES,
     MOE_SHAPES,
     SHAPES,
     Checkpoint,
+    Shape,
     demo,
     text_prompts,
     write_checkpoint,
@@ -42,6 +45,7 @@ from benchmarks.harness.models import (
 from benchmarks.harness.results import new_record, write_results
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
+from benchmarks.peers.llama_drafts import ServerDecoder, server_decoders
 from benchmarks.peers.vllm_decoder import vllm_decoders
 from benchmarks.report import table
 from mtpc.cli.parsing import acceptance_length
@@ -66,13 +70,13 @@ class Workload:
         model: family name.
         weights: "random", "accepting", or "demo": those that ship with mtpc, and text as prompts.
         is_peer: it exists for the peers' sake: transformers drafts here, one token, at batch 1.
-        has_experts: of `MOE_SHAPES`, not of `SHAPES`.
+        shapes: its sizes by name.
     """
 
     model: str
     weights: str
     is_peer: bool = False
-    has_experts: bool = False
+    shapes: Mapping[str, Shape] = field(default_factory=lambda: SHAPES)
 
     def spec_tokens(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Numbers of drafts to run of those asked for."""
@@ -84,10 +88,12 @@ WORKLOADS = {
     "mimo-accepting": Workload("mimo", "accepting"),
     "glm4-random": Workload("glm4_moe", "random", is_peer=True),
     "glm4-accepting": Workload("glm4_moe", "accepting", is_peer=True),
-    "glm4-moe-random": Workload("glm4_moe", "random", has_experts=True),
-    "glm4-moe-accepting": Workload("glm4_moe", "accepting", has_experts=True),
-    "deepseek-random": Workload("deepseek_v3", "random", has_experts=True),
-    "deepseek-accepting": Workload("deepseek_v3", "accepting", has_experts=True),
+    "glm4-moe-random": Workload("glm4_moe", "random", shapes=MOE_SHAPES),
+    "glm4-moe-accepting": Workload("glm4_moe", "accepting", shapes=MOE_SHAPES),
+    "deepseek-random": Workload("deepseek_v3", "random", shapes=MOE_SHAPES),
+    "deepseek-accepting": Workload("deepseek_v3", "accepting", shapes=MOE_SHAPES),
+    "qwen3_5-random": Workload("qwen3_5", "random", shapes=HYBRID_SHAPES),
+    "qwen3_5-accepting": Workload("qwen3_5", "accepting", shapes=HYBRID_SHAPES),
     "demo": Workload("glm4_moe", "demo"),
 }
 DEFAULT = ("mimo-random", "mimo-accepting", "glm4-random")
@@ -143,7 +149,7 @@ def _measure(
 
 def _step_bytes(checkpoint: Checkpoint, decoder: Decoder, batch: int) -> int:
     """What a decoder's step reads."""
-    if isinstance(decoder, LlamaDecoder):
+    if isinstance(decoder, LlamaDecoder | ServerDecoder):
         return decoder.step_bytes(checkpoint.embedding_bytes)
     scheme = decoder.engine.removeprefix(QUANTISED)
     weights = checkpoint.quantised(scheme) if scheme in SCHEMES else checkpoint
@@ -158,7 +164,7 @@ def _prepare(
     if workload.weights == "demo":
         checkpoint = demo()
         return checkpoint, text_prompts(checkpoint.directory, count, plan.prompt_tokens)
-    shape = (MOE_SHAPES if workload.has_experts else SHAPES)[args.shape]
+    shape = workload.shapes[args.shape]
     tell(f"write {directory}")
     accepting = workload.weights == "accepting"
     checkpoint = write_checkpoint(directory, workload.model, shape, accepting, args.seed)
@@ -192,6 +198,9 @@ def _decoders(
     if args.llama_bench and workload.model == "mimo":
         tell("write GGUF files")
         yield from llama_decoders(args.llama_bench, args.gguf_python, checkpoint.directory)
+    if args.llama_bench and workload.model == "qwen3_5":
+        tell("write GGUF files")
+        yield from server_decoders(args.llama_bench, checkpoint.directory, numbers)
     if args.vllm_python:
         tell("start vLLM")
         sizes = (command.max_len(args), max(args.batches), workdir, args.vllm_relaunch)

@@ -1,6 +1,7 @@
 """Where a decode step's time goes, largest first: its memory limit, and what comes on top.
 
     python -m benchmarks.waterfall --spec-tokens 0 3 --batches 1 8
+    python -m benchmarks.waterfall --quantize int4-g32
 
 The step as a whole is timed without a profiler, between two readings of the bandwidth. A second
 run under torch's profiler gives each operator's share, which is then scaled to the time without.
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,13 +30,15 @@ from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Plan, Tell
+from mtpc.config import SCHEMES
 
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(
     f"mtpc_cpu::{name}"
     for name in ("packed_linear", "packed_linear_max", "packed_gated_linear", "linear_chain",
                  "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
-                 "quantised_linear_max", "quantised_experts")
+                 "quantised_linear_max", "quantised_experts", "grouped_linear",
+                 "grouped_linear_max", "grouped_gated_linear", "grouped_experts")
 )  # fmt: skip
 PROMPT_TOKENS, HEADROOM, WARM_UP_STEPS = 32, 8, 3
 NOTES = (
@@ -63,8 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
+        source = checkpoint.directory
+        if args.quantize:
+            source = checkpoint.write_quantised(args.quantize, workdir)
+            checkpoint = checkpoint.quantised(args.quantize)
         for k in args.spec_tokens:
-            parts += _measure(checkpoint, k, args, probe, tell)
+            parts += _measure(source, checkpoint, k, args, probe, tell)
     publish("waterfall", args, {"rows": [asdict(part) for part in parts]}, table)
     return 0
 
@@ -79,12 +87,17 @@ def table(record: Record) -> Table:
 
 
 def _measure(
-    checkpoint: Checkpoint, k: int, args: argparse.Namespace, probe: BandwidthProbe, tell: Tell
+    source: Path,
+    checkpoint: Checkpoint,
+    k: int,
+    args: argparse.Namespace,
+    probe: BandwidthProbe,
+    tell: Tell,
 ) -> list[Part]:
     tell(f"compile K={k}")
     int8 = "quantise-draft" in args.enable
     model = mtpc.compile(
-        checkpoint.directory,
+        source,
         spec_tokens=k,
         batch_buckets=tuple(args.batches),
         max_len=PROMPT_TOKENS + (k + 1) * (args.steps * 2 + WARM_UP_STEPS + HEADROOM),
@@ -163,6 +176,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
     command.add_passes(parser)
+    add("--quantize", choices=SCHEMES, metavar="SCHEME", help="measure a quantised copy")
     add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
     command.add_disturbance(parser)
     command.add_files(parser)

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
+from mtpc.weights.grouped import GroupForm, Kind, pack_codes, pack_scales
 from mtpc.weights.packing import pack, quantise, row_scales
 
 LENGTHS = ((37, 4), (1, 1), (0, 3), (130, 2))
@@ -190,6 +191,44 @@ def _quantised_experts(new: Inputs) -> Iterator[Arguments]:
         yield new.normal(tokens, 256), *packed, *choices, *limit
 
 
+def _grouped(new: Inputs, kind: Kind, group: int, *shape: int, zeros: bool = False) -> Arguments:
+    """Codes over their whole range, scales that make the weight's numbers small, zero points."""
+    form = GroupForm(kind, group, has_zeros=zeros)
+    top = max(2 * form.default_zero, 1)
+    if kind == "float8":
+        codes = torch.randn(shape, generator=new.generator).to(torch.float8_e4m3fn)
+    else:
+        codes = torch.randint(0, top, shape, generator=new.generator, dtype=torch.uint8)
+    groups = (*shape[:-1], shape[-1] // group)
+    scales = (torch.rand(groups, generator=new.generator) + 0.5) / (top * shape[-1] ** 0.5)
+    points = torch.randint(0, top, groups, generator=new.generator, dtype=torch.uint8)
+    return (
+        pack_codes(codes, kind),
+        pack_scales(scales.half()),
+        pack_scales(points) if zeros else None,
+    )
+
+
+def _grouped_linear(new: Inputs) -> Iterator[Arguments]:
+    for kind, group, zeros in _GROUPED_FORMS:
+        parts = _grouped(new, kind, group, 90, 256, zeros=zeros)
+        yield new.normal(5, 256), *parts, 90, new.normal(90)
+
+
+def _grouped_gated_linear(new: Inputs) -> Iterator[Arguments]:
+    yield new.normal(5, 256), *_grouped(new, "int4", 32, 128, 256), 128
+
+
+def _grouped_experts(new: Inputs) -> Iterator[Arguments]:
+    for kind, group, zeros in _GROUPED_FORMS:
+        sizes = ((8, 256, 256), (8, 256, 128))
+        parts = [part for size in sizes for part in _grouped(new, kind, group, *size, zeros=zeros)]
+        yield new.normal(5, 256), *parts, new.distinct(2, 8, 5), new.uniform(5, 2)
+
+
+_GROUPED_FORMS: tuple[tuple[Kind, int, bool], ...] = (
+    ("int4", 32, False), ("int4", 128, True), ("int8", 64, False), ("float8", 128, False),
+)  # fmt: skip
 _VOCAB, _SLOTS = 1500, 7
 _ASKED: tuple[dict[str, float], ...] = (
     {},
@@ -281,6 +320,9 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "quantised_linear": (_quantised_linear, ALL),
     # In float32 one activation that is rounded the other way is more than the tolerance.
     "quantised_experts": (_quantised_experts, HALVES),
+    "grouped_linear": (_grouped_linear, ALL),
+    "grouped_gated_linear": (_grouped_gated_linear, HALVES),
+    "grouped_experts": (_grouped_experts, HALVES),
     "sample": (_sample, ALL),
     "count_tokens": (_count_tokens, (torch.int32,)),
     "write_logprobs": (_write_logprobs, (torch.float32,)),

@@ -70,6 +70,12 @@ MOE_SHAPES = {
     "0.5b": Shape(1024, 10, 4096, 32768, 16, 4, Experts(32, 4, 512)),
 }
 """Of the names in `SHAPES`, with experts."""
+HYBRID_SHAPES = {
+    "tiny": Shape(64, 4, 128, 512, 4, 2),
+    "0.5b": Shape(1024, 24, 3584, 32768, 8, 2),
+}
+"""The same of Qwen3.5, which has full attention in each fourth layer; "0.5b" is its 0.8B with a
+smaller vocabulary."""
 LATENT: dict[str, int | None] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 512,
@@ -165,7 +171,7 @@ def write_checkpoint(
 
     Args:
         directory: where to; created if it is not there.
-        family_name: a name in mtpc's family table: "mimo", "glm4_moe" or "deepseek_v3".
+        family_name: a name in mtpc's family table: "mimo", "glm4_moe", "deepseek_v3" or "qwen3_5".
         shape: sizes; with experts for "deepseek_v3".
         accepting: weights of which every greedy draft is accepted, instead of random ones.
         seed: of the random weights.
@@ -234,6 +240,8 @@ def make_config(family: ModelFamily, shape: Shape) -> Any:
     if family.name == "deepseek_v3":
         heads = dict(num_key_value_heads=shape.num_attention_heads)
         sizes |= dict(**LATENT, **heads, n_group=1, topk_group=1, topk_method="noaux_tc")
+    if family.name == "qwen3_5":
+        sizes |= _hybrid_sizes(shape)
     return getattr(transformers, family.hf_config_class)(
         **sizes,
         max_position_embeddings=MAX_POSITIONS,
@@ -245,11 +253,26 @@ def make_config(family: ModelFamily, shape: Shape) -> Any:
     )
 
 
+def _hybrid_sizes(shape: Shape) -> dict[str, Any]:
+    """Qwen3.5's linear attention beside full attention; the layer too many has the latter."""
+    every, kinds = 4, ("linear_attention", "full_attention")
+    layers = [kinds[(i + 1) % every == 0] for i in range(shape.num_hidden_layers)]
+    heads, width = 2 * shape.num_attention_heads, shape.hidden_size // 8
+    return dict(
+        layer_types=[*layers, "full_attention"],
+        head_dim=2 * shape.hidden_size // shape.num_attention_heads,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+    )
+
+
 @torch.no_grad()
 def make_successor_model(model: Any) -> None:
     """Make a model that maps every token to its successor in a random permutation."""
     for name, parameter in model.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
+        if any(end in name for end in ("o_proj", "out_proj", "down_proj")):
             parameter.zero_()
     embedding = model.get_input_embeddings().weight
     model.get_output_embeddings().weight.copy_(embedding[torch.randperm(embedding.shape[0])])

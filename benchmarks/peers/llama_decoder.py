@@ -54,12 +54,16 @@ class LlamaFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
         plain, file = self.directory / "BF16.gguf", self.directory / f"{kind}.gguf"
         if not plain.is_file():
-            # Not resolved: an environment's interpreter is a link, and known by its place.
-            _run([self.python.absolute(), WRITER, self.checkpoint, plain])
+            _run(self.plain_command(plain))
         if not file.is_file():
             keep = ("--token-embedding-type", "bf16")
             _run([self.programs / QUANTIZE, *keep, plain, file, kind])
         return file
+
+    def plain_command(self, plain: Path) -> list[object]:
+        """What writes the file in bfloat16."""
+        # Not resolved: an environment's interpreter is a link, and known by its place.
+        return [self.python.absolute(), WRITER, self.checkpoint, plain]
 
 
 class LlamaDecoder(OneLaunch):
@@ -86,13 +90,13 @@ class LlamaDecoder(OneLaunch):
         """Decode steps of as many requests, of `new_tokens` each."""
         batch, length = len(prompts), len(prompts[0])
         threads, context = str(self._threads), batch * (length + new_tokens)
-        before = _child_seconds()
+        before = child_seconds()
         sizes = ("-c", context, "-npp", length, "-ntg", new_tokens, "-npl", batch)
         how = ("-t", threads, "-tb", threads, "--output-format", "jsonl")
         command = [self._program, "-m", self._file, *sizes, *how]
         told = (output for _ in range(ATTEMPTS) if "{" in (output := _run(command)))
         found = read_result(next(told, ""))
-        cpu_s = _child_seconds() - before
+        cpu_s = child_seconds() - before
         return Decoded(new_tokens, batch * new_tokens, found, None, cpu_s)
 
 
@@ -125,13 +129,14 @@ def read_result(output: str) -> float:
 
 
 def _run(command: list[object]) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.splitlines()[-8:])
         raise LlamaError(f"{command[0]} ended with status {done.returncode}:\n{tail}")
     return done.stdout
 
 
-def _child_seconds() -> float:
+def child_seconds() -> float:
+    """CPU seconds of all processes that this one has started and that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

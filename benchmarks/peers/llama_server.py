@@ -1,4 +1,4 @@
-"""llama.cpp's server with one slot, which keeps what its last request has computed."""
+"""llama.cpp's server, a process of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.llama_decoder import LlamaError
 
@@ -25,16 +27,27 @@ class LlamaServer:
         context: tokens of a request at most.
         threads: of its own.
         log: what it writes.
+        slots: requests that run at once; a slot keeps what its last request has computed.
+        options: of its command line, beside these.
 
     Raises:
         LlamaError: it did not start.
     """
 
-    def __init__(self, programs: Path, file: Path, context: int, threads: int, log: Path) -> None:
+    def __init__(
+        self,
+        programs: Path,
+        file: Path,
+        context: int,
+        threads: int,
+        log: Path,
+        slots: int = 1,
+        options: Sequence[str] = (),
+    ) -> None:
         self._log, self._port = log, _free_port()
-        sizes = ("-c", context, "-np", 1, "-t", threads, "-tb", threads)
+        sizes = ("-c", context, "-np", slots, "-t", threads, "-tb", threads)
         place = ("--host", "127.0.0.1", "--port", self._port)
-        command = [programs / SERVER, "-m", file, *sizes, *place]
+        command = [programs / SERVER, "-m", file, *sizes, *place, *options]
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [str(part) for part in command], stdout=output, stderr=output
@@ -43,7 +56,8 @@ class LlamaServer:
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.close()
-                raise LlamaError(f"{SERVER} did not start; its log is {log}")
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+                raise LlamaError(f"{SERVER} did not start:\n{tail}")
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -61,9 +75,30 @@ class LlamaServer:
         Raises:
             LlamaError: the server refuses it, or ends.
         """
+        told = self.complete(prompt, new_tokens, cache_prompt=True)
+        tokens, timings = told["tokens"], told["timings"]
+        if len(tokens) != new_tokens:
+            raise LlamaError(
+                f"{SERVER} gave {len(tokens)} tokens; expected {new_tokens}: its log is {self._log}"
+            )
+        return 1e-3 * timings["prompt_ms"], tokens, len(prompt) - int(timings["prompt_n"])
+
+    def complete(
+        self, prompt: Sequence[int], new_tokens: int, cache_prompt: bool = False
+    ) -> dict[str, Any]:
+        """The server's whole answer to a greedy request.
+
+        Args:
+            prompt: token ids.
+            new_tokens: how many it gives.
+            cache_prompt: whether it may reuse what its slot has computed.
+
+        Raises:
+            LlamaError: the server refuses it.
+        """
         body = dict(
-            prompt=prompt, n_predict=new_tokens, temperature=0.0, ignore_eos=True,
-            cache_prompt=True, return_tokens=True,
+            prompt=list(prompt), n_predict=new_tokens, temperature=0.0, ignore_eos=True,
+            cache_prompt=cache_prompt, return_tokens=True,
         )  # fmt: skip
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
         with closing(connection):
@@ -72,13 +107,8 @@ class LlamaServer:
             data = response.read()
         if response.status != 200:
             raise LlamaError(f"{SERVER} answers {response.status}: {data[:200]!r}")
-        told = json.loads(data)
-        tokens, timings = told["tokens"], told["timings"]
-        if len(tokens) != new_tokens:
-            raise LlamaError(
-                f"{SERVER} gave {len(tokens)} tokens; expected {new_tokens}: its log is {self._log}"
-            )
-        return 1e-3 * timings["prompt_ms"], tokens, len(prompt) - int(timings["prompt_n"])
+        answer: dict[str, Any] = json.loads(data)
+        return answer
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._port)

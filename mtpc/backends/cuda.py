@@ -29,6 +29,7 @@ from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.merge_projections import MergeProjections
+from mtpc.passes.pack_groups import PackGroups
 from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
@@ -40,12 +41,13 @@ INDUCTOR = {
 
 
 ENABLES = (
+    PackGroups.name,
     MergeProjections.name,
     FuseCacheWrite.name,
     FuseElementwise.name,
     FuseDraftEntry.name,
 )
-"""Passes that leave fewer launches in a GPU's step."""
+"""Passes that read weights as they are stored, and leave fewer launches in a GPU's step."""
 
 
 class CudaBackend:

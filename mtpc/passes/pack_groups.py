@@ -32,8 +32,8 @@ class PackGroups:
 
     These are weights that the checkpoint stores so and, with a scheme, all others but embeddings,
     routers and the joints of MTP layers. Linears that share an input become one if their weights
-    have the same form. On by default on backends with kernels for them (cpu), and with a scheme on
-    all. What no such op reads stays as it is: later passes pack its values.
+    have the same form. On by default on backends with kernels for them (cpu and cuda), and with a
+    scheme on all. What no such op reads stays as it is: later passes pack its values.
 
     Attributes:
         scheme: of `mtpc.weights.quantise`; None rounds nothing.

@@ -18,6 +18,7 @@ from benchmarks.harness import machine
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded
 from benchmarks.harness.models import (
+    HYBRID_SHAPES,
     MOE_SHAPES,
     SHAPES,
     Checkpoint,
@@ -169,6 +170,14 @@ def test_step_bytes_count_experts_once(family: str, tmp_path: Path) -> None:
     assert checkpoint.step_bytes(1) == everything - expert + one_draft
     model = mtpc.compile(tmp_path, spec_tokens=2, backend="eager", max_len=64, batch_buckets=[2])
     model.generate([[1, 2, 3], [4, 5]], max_new_tokens=8)
+    assert model.stats.acceptance_rate == 1.0
+
+
+@pytest.mark.slow
+def test_accepting_weights_of_a_hybrid_model_accept_all_drafts(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_5", HYBRID_SHAPES["tiny"], accepting=True)
+    model = mtpc.compile(tmp_path, spec_tokens=3, backend="eager", max_len=64, batch_buckets=[2])
+    model.generate([[1, 2, 3], [4, 5]], max_new_tokens=12)
     assert model.stats.acceptance_rate == 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from benchmarks.peers.llama_decoder import (
     LlamaFiles,
     read_result,
 )
+from benchmarks.peers.llama_drafts import ServerDecoder, read_timings
 from benchmarks.peers.llama_server import SERVER, LlamaServer
 from mtpc.weights.write_quantised import quantise_checkpoint
 
@@ -29,6 +31,29 @@ LINE = (
     '"speed": 178.6}\n'
 )
 """As llama-batched-bench of llama.cpp 0.5.0 writes it."""
+TIMINGS = {
+    "cache_n": 0, "prompt_n": 32, "prompt_ms": 21.5, "predicted_n": 64, "predicted_ms": 800.0,
+    "draft_n": 60, "draft_n_accepted": 47,
+}  # fmt: skip
+"""What llama-server of llama.cpp 0.5.0 says of a request, shortened."""
+STAND_IN = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({{}})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        open({asked!r}, "a").write(json.dumps([sys.argv[1:], asked]) + "\\n")
+        self.answer({{"timings": {timings!r}}})
+    def answer(self, value):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+    def log_message(self, *args):
+        pass
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +101,34 @@ def test_a_lost_result_is_measured_again(tmp_path: Path) -> None:
     assert runs.read_text().count("run") == 3
     program.write_text("#!/bin/sh\n")
     with pytest.raises(LlamaError, match="wrote 0 results"):
+        decoder.decode([[1, 2]], 64)
+
+
+def test_timings_of_requests_become_steps() -> None:
+    """The first token is the prompt's; a step emits one token and what it accepts."""
+    plain = {name: value for name, value in TIMINGS.items() if "draft" not in name}
+    one = read_timings([plain], 0.5)
+    assert (one.steps, one.tokens, one.seconds, one.acceptance_rate) == (63, 63, 0.8, None)
+    both = read_timings([TIMINGS, {**TIMINGS, "draft_n_accepted": 43, "predicted_ms": 900.0}], 0.5)
+    assert (both.steps, both.tokens, both.seconds) == (20, 126, 0.9)
+    assert both.acceptance_rate == 0.75
+    with pytest.raises(LlamaError, match="have no 'predicted_n'"):
+        read_timings([{}], 0.0)
+
+
+def test_a_server_is_asked_for_as_many_requests_at_once(tmp_path: Path) -> None:
+    program, asked = tmp_path / SERVER, tmp_path / "asked"
+    told = STAND_IN.format(python=sys.executable, asked=str(asked), timings=TIMINGS)
+    program.write_text(told)
+    program.chmod(0o755)
+    decoder = ServerDecoder(tmp_path, tmp_path / "model.gguf", "Q4_0", spec_tokens=3, threads=1)
+    assert decoder.decode([[1, 2], [3, 4]], 64).steps == 16
+    options, requests = zip(*map(json.loads, asked.read_text().splitlines()), strict=True)
+    assert sorted(r["prompt"] for r in requests) == [[1, 2], [1, 2], [3, 4]]
+    assert [r["n_predict"] for r in requests] == [4, 64, 64]
+    assert options[0][options[0].index("--spec-draft-n-max") + 1] == "3"
+    program.write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
+    with pytest.raises(LlamaError, match="did not start:\nno such model"):
         decoder.decode([[1, 2]], 64)
 
 

@@ -178,6 +178,20 @@ def test_build_for_a_target_prints_a_table(
     assert "gpu-kernel" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_build_for_a_target_reads_codes(
+    checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o755)
+    words = ["--batch-buckets", "2", "--max-len", "64", "--spec-tokens", "1"]
+    words += ["--quantize", "int4-g32", "--out", str(tmp_path / "cache")]
+    assert main(["build", str(checkpoint("glm4_moe")), *words, "--target", "hip:gfx942"]) == 0
+    out = capsys.readouterr().out
+    for name in ("round_groups", "grouped_linear", "grouped_gate_up", "grouped_down"):
+        assert re.search(rf"{name}_kernel +hip:gfx942", out)
+    assert "instead" not in out, "nothing is left to a reference"
+
+
 def _printed_by(program: str) -> Any:
     """What a program among the helpers prints last, as JSON."""
     command = [sys.executable, "-m", f"helpers.{program}"]
@@ -213,6 +227,16 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["integers_ptr", "scales_ptr"],
         ["hidden_ptr"],
         ["integers_ptr", "scales_ptr"],
+        ["part_ptr"],
+        ["out_ptr"],
+        ["integers_ptr", "steps_ptr", "sums_ptr"],
+        ["out_ptr"],
+        ["integers_ptr", "steps_ptr", "sums_ptr"],
+        ["out_ptr"],
+        ["out_ptr"],
+        ["integers_ptr", "steps_ptr", "sums_ptr"],
+        ["hidden_ptr"],
+        ["integers_ptr", "steps_ptr", "sums_ptr"],
         ["part_ptr"],
         ["out_ptr"],
         ["out_ptr"],

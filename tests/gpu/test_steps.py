@@ -77,6 +77,18 @@ def test_int8_drafts_are_the_same(
     _compare(checkpoint(family), options, {"paged_attention", "quantised_linear", *of_layers})
 
 
+@pytest.mark.parametrize(
+    ("family", "of_layers"),
+    [("mimo", set()), pytest.param("glm4_moe", {"experts", "grouped_experts"}, marks=SLOW)],
+)
+def test_steps_on_codes_emit_the_same_tokens(
+    family: str, of_layers: set[str], checkpoint: Callable[..., Path]
+) -> None:
+    """Of all linears and experts that a scheme rounds."""
+    options = replace(OPTIONS, quantize="int4-g32")
+    _compare(checkpoint(family), options, {"paged_attention", "grouped_linear", *of_layers})
+
+
 def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
     """Filters, penalties and log-probabilities, a request's own each, in verify and in drafts."""
     options = replace(OPTIONS, sampling=True)

@@ -75,6 +75,7 @@ def launches() -> list[Launch]:
         *(new(3, dtype=int32), new(2, dtype=int32), new(2, dtype=torch.bool)),
         *(new(3, dtype=int32), new(3, 2, dtype=int64), new(2, dtype=int64)),
     )
+    codes = [new(2, 8, 32, 4, dtype=torch.uint8)]
     turned = (new(8, 4, 64), new(8, 2, 64), new(8, 2, 64))
     made = [
         plan("write_cache", kv, new(8, 2, 64), slots),
@@ -89,6 +90,7 @@ def launches() -> list[Launch]:
             new(2, 16, 32, 4, dtype=torch.uint8),
             new(64, dtype=float32),
         ),
+        plan("grouped_linear", new(8, 64), *codes, new(2, 2, 32), None, 64, None),
         plan("sample", *rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
         plan("count_tokens", tokens[2], *emitted),
         plan("write_logprobs", *reports, rows[0], *emitted, numbers[1]),

@@ -30,7 +30,8 @@ class Step(nn.Module):
 
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, int8, int8_mixture, logits, turned,
-        index, sampled, counted, reported, normed, added, entered, gated, accepted,
+        index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
+        grouped_mixture,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
@@ -47,6 +48,9 @@ class Step(nn.Module):
             stepped,
             ops.quantised_linear(*int8),
             ops.quantised_experts(*int8_mixture),
+            ops.grouped_linear(*grouped, 64),
+            ops.grouped_gated_linear(*grouped, 64),
+            ops.grouped_experts(*grouped_mixture),
             ops.sinkhorn(*logits),
             ops.rotate_and_write(*turned),
             ops.choose_slots(*index, *indices, 8),
@@ -71,6 +75,13 @@ def main() -> None:
         *stack, tiles, _, features, _ = shape
         scales = new(*stack, tiles * features, dtype=torch.float32)
         return new(*shape, dtype=torch.uint8), scales
+
+    def int4(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Groups of 32 inputs with zero points."""
+        *stack, tiles, steps, features, _ = shape
+        groups = (*stack, tiles, steps // 4, features)
+        codes = new(*shape, dtype=torch.uint8)
+        return codes, new(*groups), new(*groups, dtype=torch.uint8)
 
     int32, int64, float64 = torch.int32, torch.int64, torch.float64
     with FakeTensorMode():
@@ -125,6 +136,11 @@ def main() -> None:
                 *(new(8, dtype=dtype) for dtype in (int64, torch.bool, int64)),
                 *(lengths[1], new(2, dtype=int32), new(2, dtype=torch.bool)),
                 *(new(3, dtype=int32), new(3, 2, dtype=int64), slots),
+            ),
+            (new(8, 64), *int4(2, 8, 32, 4)),
+            (
+                *(new(8, 64), *int4(6, 2, 8, 32, 4), *int4(6, 2, 4, 32, 4)),
+                *(new(8, 2, dtype=torch.int64), new(8, 2)),
             ),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)

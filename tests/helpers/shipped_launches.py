@@ -12,6 +12,7 @@ from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.crosscompile import Specialisation
 from mtpc.backends.triton_kernels.launch import Choice, Launch
 from mtpc.backends.triton_kernels.plans import plan
+from mtpc.weights.grouped import PACKED_INPUTS, Kind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -192,6 +193,36 @@ def _int8_experts(
     return plan("quantised_experts", x, *forms[0], *forms[1], ids, shares)[0]
 
 
+def _codes(kind: Kind, group: int, *shape: int) -> tuple[torch.Tensor, ...]:
+    """Codes and scales of a weight, or of a stack of them."""
+    *stack, features, inputs = shape
+    tiles, steps = -(-features // 32), inputs // PACKED_INPUTS[kind]
+    dtype = torch.float8_e4m3fn if kind == "float8" else torch.uint8
+    return (
+        _fake(*stack, tiles, steps, 32, 4, dtype=dtype),
+        _fake(*stack, tiles, inputs // group, 32),
+    )
+
+
+def _grouped(
+    tokens: int, kind: Kind, group: int, shape: tuple[int, int], dtype: torch.dtype = BF16
+) -> list[Launch]:
+    x = _fake(tokens, shape[1], dtype=dtype)
+    return plan("grouped_linear", x, *_codes(kind, group, *shape), None, shape[0])[0]
+
+
+def _grouped_experts(
+    tokens: int, kind: Kind, group: int, sizes: tuple[int, int, int], picks: int = 8
+) -> list[Launch]:
+    """(experts, hidden, inner) = `sizes`."""
+    experts, hidden, inner = sizes
+    wide = _codes(kind, group, experts, 2 * inner, hidden)
+    narrow = _codes(kind, group, experts, hidden, inner)
+    ids, shares = _fake(tokens, picks, dtype=torch.int64), _fake(tokens, picks)
+    x = _fake(tokens, hidden)
+    return plan("grouped_experts", x, *wide, None, *narrow, None, ids, shares)[0]
+
+
 def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plan("sinkhorn", _fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
@@ -271,6 +302,18 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
         1, (128, 4096, 1408), dtype=FP16
     ),
     "int8 experts of DeepSeek-V3, 64 rows": lambda: _int8_experts(64, (256, 7168, 2048)),
+    "int4 projection in groups of 32, 4 rows": lambda: _grouped(4, "int4", 32, (4096, 4096)),
+    "int4 projection in groups of 128, 64 rows, float16": lambda: _grouped(
+        64, "int4", 128, (4096, 4096), FP16
+    ),
+    "int8 projection by channel, 5 rows": lambda: _grouped(5, "int8", 8192, (4096, 8192)),
+    "DeepSeek-V3's float8 projection, 4 rows": lambda: _grouped(4, "float8", 128, (7168, 2048)),
+    "DeepSeek-V3's float8 experts, 5 rows": lambda: _grouped_experts(
+        5, "float8", 128, (256, 7168, 2048)
+    ),
+    "int4 experts of GLM-4.5-Air, 64 rows": lambda: _grouped_experts(
+        64, "int4", 32, (128, 4096, 1408)
+    ),
     "DeepSeek-V3.2's indexer, 4 x 5 rows": lambda: _choose(4, 5),
     "the indexer on float16 keys, 1 x 5 rows": lambda: _choose(1, 5, FP16),
     "acceptance, 1 x 5 rows": lambda: _accept(1, 5),

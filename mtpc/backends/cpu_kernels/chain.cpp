@@ -193,7 +193,8 @@ class Chain {
     }
     if (stage.grouped) {
       return multiply(s, run, to, worker, [&](int64_t tile, const auto& body) {
-        for_grouped_products(rounded_[s], 0, rows_, stage.grouped->from(tile), body);
+        for_grouped_products(
+            rounded_[s], 0, rows_, stage.grouped->from(tile), worker.registers, body);
       });
     }
     const InputRows x{reinterpret_cast<const Group*>(from.first), from.width / Stage::kPair,

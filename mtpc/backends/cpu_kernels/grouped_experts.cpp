@@ -40,23 +40,27 @@ class GroupedExperts {
     const int64_t gates = width / kFeatures;
     // An instruction does twice the work that it does in bfloat16.
     const int64_t work = choices_.slots * gate_up_.form.inputs * width / 2;
-    run_tasks(experts * gates, worker_count(2 * work), [&](int64_t task) {
-      activate(choices_.chosen[task / gates], task % gates);
+    using R = PassRegisters;
+    run_tasks<R>(experts * gates, worker_count(2 * work), [&](int64_t task, R& registers) {
+      activate(choices_.chosen[task / gates], task % gates, registers);
     });
     run_tasks(choices_.slots, worker_count(8 * choices_.slots * width), [&](int64_t slot) {
       rounded_.set(slot, active_.get() + slot * width);
     });
-    run_tasks(narrow_tiles_, worker_count(work), [&](int64_t tile) { combine(tile, out); });
+    run_tasks<R>(narrow_tiles_, worker_count(work), [&](int64_t tile, R& registers) {
+      combine(tile, registers, out);
+    });
   }
 
  private:
   /// silu(gate) * up of the choice's rows, for 32 features.
-  void activate(const Choice<float>& choice, int64_t tile) const {
+  void activate(const Choice<float>& choice, int64_t tile, PassRegisters& registers) const {
     const int64_t rows = choice.rows.size(), width = down_.form.inputs;
     const int64_t gate_tile = choice.expert * wide_tiles_ + tile;
     std::vector<float> gates(rows * kFeatures);
     const auto products = [&](int64_t at, const auto& body) {
-      for_grouped_products(inputs_, choice.first_slot, rows, gate_up_.from(at), body);
+      for_grouped_products(
+          inputs_, choice.first_slot, rows, gate_up_.from(at), registers, body);
     };
     products(gate_tile, [&](int64_t row, const float* sums) {
       std::copy_n(sums, kFeatures, gates.data() + row * kFeatures);
@@ -70,14 +74,15 @@ class GroupedExperts {
   }
 
   /// 32 output features of all rows: the weighted sum over experts, in index order.
-  void combine(int64_t tile, const Tensor& out) const {
+  void combine(int64_t tile, PassRegisters& registers, const Tensor& out) const {
     const int64_t begin = tile * kFeatures, tokens = out.size(0), features = out.size(1);
     const int64_t count = std::min<int64_t>(kFeatures, features - begin);
     std::vector<float> total(tokens * kFeatures);
     for (const Choice<float>& choice : choices_.chosen) {
       for_grouped_products(
           rounded_, choice.first_slot, choice.rows.size(),
-          down_.from(choice.expert * narrow_tiles_ + tile), [&](int64_t row, const float* sums) {
+          down_.from(choice.expert * narrow_tiles_ + tile), registers,
+          [&](int64_t row, const float* sums) {
             float* to = total.data() + choice.rows[row] * kFeatures;
             for (int64_t f = 0; f < count; ++f) to[f] += choice.weights[row] * sums[f];
           });

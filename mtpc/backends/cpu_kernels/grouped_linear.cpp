@@ -41,11 +41,12 @@ int64_t workers(const GroupedWeight& weight, int64_t used) {
 template <class Put>
 void for_results(const Tensor& x, const GroupedWeight& weight, int64_t used, const Put& put) {
   const GroupedRows rows = rounded(x, weight, used);
-  run_stream(weight.tiles, workers(weight, used), [&](int64_t tile) {
+  const auto multiply = [&](int64_t tile, PassRegisters& registers) {
     for_grouped_products(
-        rows, 0, used, weight.from(tile),
+        rows, 0, used, weight.from(tile), registers,
         [&](int64_t row, const float* sums) { put(tile, row, sums); });
-  });
+  };
+  run_stream<PassRegisters>(weight.tiles, workers(weight, used), multiply);
 }
 
 /// Writes results of any dtype but bfloat16.
@@ -109,12 +110,12 @@ MTPC_OPERATOR Tensor grouped_gated_linear(
   const int64_t width = features / 2, tiles = weight.tiles / 2, used = used_rows_of(x, rows);
   const Tensor out = empty_rows(x, width);
   const GroupedRows from = rounded(x, weight, used);
-  run_stream_in_runs<Buffer<float>>(
-      tiles, workers(weight, used), gated_run(used), [&](Tasks run, Buffer<float>& gates) {
+  run_stream_in_runs<GatedWorker>(
+      tiles, workers(weight, used), gated_run(used), [&](Tasks run, GatedWorker& worker) {
         const auto products = [&](int64_t tile, const auto& body) {
-          for_grouped_products(from, 0, used, weight.from(tile), body);
+          for_grouped_products(from, 0, used, weight.from(tile), worker.registers, body);
         };
-        multiply_gated(products, used, tiles, run, gates, data(out), width);
+        multiply_gated(products, used, tiles, run, worker.gates, data(out), width);
       });
   return out;
 }

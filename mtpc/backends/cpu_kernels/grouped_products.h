@@ -9,20 +9,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "grouped_rows.h"
+#include "grouped_scales.h"
+#include "grouped_tiles.h"
 
 namespace mtpc {
-
-/// a * b + c, rounded once where the level has such an instruction.
-inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 /// Registers of a tile's features.
 inline constexpr int kTileRegisters = kFeatures / kLanes<float>;
@@ -42,10 +32,6 @@ inline constexpr int64_t kWindow = 16;
 /// The same of products of floats, whose additions wait for one another: several at a time.
 template <int kRows>
 inline constexpr int kFloatBlock = kRows <= 2 ? kTileRegisters : std::min(2, kTileRegisters);
-
-/// Bytes ahead of the codes in use that are fetched meanwhile, a line at a time as codes are used:
-/// in bursts, or from nearer by, they come too late for more rows than one (docs/performance.md).
-inline constexpr int64_t kCodesAhead = 12288, kLine = 64;
 
 /// Sums of one tile's features, by row.
 using GroupedSums = float[kMostGroupedRows][kFeatures];
@@ -112,59 +98,6 @@ struct Int8Codes {
 
   static Groups add(Groups sums, Groups codes, Groups x) { return Int8Quads::add(sums, codes, x); }
 #endif
-};
-
-/// A register of bytes as int32.
-inline Groups widen_bytes(const uint8_t* from) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes<float>)));
-  Bytes bytes;
-  std::memcpy(&bytes, from, sizeof(bytes));
-  return __builtin_convertvector(bytes, Groups);
-}
-
-/// A tile's scales, and zero points or minima, a register of features at a time.
-class TileScales {
- public:
-  explicit TileScales(const GroupedWeight& tile)
-      : scales_(tile.scales),
-        zeros_(tile.has_mins ? nullptr : reinterpret_cast<const uint8_t*>(tile.zeros)),
-        mins_(tile.has_mins ? tile.zeros : nullptr),
-        type_(tile.scale_type) {}
-
-  Vec<float> scale(int64_t group, int64_t feature) const { return floats(scales_, group, feature); }
-
-  bool has_zeros() const { return zeros_ != nullptr; }
-
-  Groups zero(int64_t group, int64_t feature) const {
-    return widen_bytes(zeros_ + group * kFeatures + feature);
-  }
-
-  bool has_mins() const { return mins_ != nullptr; }
-
-  Vec<float> min(int64_t group, int64_t feature) const { return floats(mins_, group, feature); }
-
-  /// Fetches scales that groups some way after these will need.
-  void fetch(int64_t group, int64_t end) const {
-    constexpr int64_t kAhead = kCodesAhead / 8;
-    const int64_t bytes = kFeatures * (type_ == ScalarType::Float ? 4 : 2);
-    for (int64_t at = group * bytes; at < end * bytes; at += kLine) {
-      __builtin_prefetch(scales_ + at + kAhead, 0, 3);
-      if (has_mins()) __builtin_prefetch(mins_ + at + kAhead, 0, 3);
-    }
-  }
-
- private:
-  Vec<float> floats(const char* from, int64_t group, int64_t feature) const {
-    const int64_t at = group * kFeatures + feature;
-    if (type_ == ScalarType::Half) return load<float>(reinterpret_cast<const Half*>(from) + at);
-    if (type_ == ScalarType::Float) return load<float>(reinterpret_cast<const float*>(from) + at);
-    return load<float>(reinterpret_cast<const BFloat16*>(from) + at);
-  }
-
-  const char* scales_;
-  const uint8_t* zeros_;
-  const char* mins_;
-  ScalarType type_;
 };
 
 /// Integer sums of rows' products with kBlock registers of a tile's features.
@@ -470,19 +403,35 @@ constexpr std::array<std::array<MultiplyGrouped, sizeof...(kRows)>, 3> grouped_t
 }
 
 /// `rows` rows from `first` on times one tile; body(row, its 32 sums), row from 0 on, for each.
+/// Registers are a thread's own.
 template <class Body>
 void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
-                          const GroupedWeight& tile, const Body& body) {
+                          const GroupedWeight& tile, [[maybe_unused]] PassRegisters& registers,
+                          const Body& body) {
   static constexpr auto kMultiply =
       grouped_table(std::make_integer_sequence<int, kMostGroupedRows>{});
   const auto& multiply = kMultiply[static_cast<int>(tile.form.kind)];
-  const int64_t passes = (rows + kMostGroupedRows - 1) / kMostGroupedRows;
-  for (int64_t pass = 0; pass < passes; ++pass) {
-    const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
+  const auto go = [&](int64_t most, auto multiply_pass) {
+    const int64_t passes = (rows + most - 1) / most;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t row = pass * rows / passes, count = (pass + 1) * rows / passes - row;
+      multiply_pass(row, count);
+    }
+  };
+#if defined(__AMX_TILE__)
+  if (go_by_registers(rows, tile.form)) {
+    return go(kMostRows, [&](int64_t row, int64_t count) {
+      alignas(64) float sums[kMostRows][kFeatures];
+      multiply_in_registers(x, first + row, count, tile, registers, sums);
+      for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
+    });
+  }
+#endif
+  go(kMostGroupedRows, [&](int64_t row, int64_t count) {
     GroupedSums sums;
     multiply[count - 1](x, first + row, tile, sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
-  }
+  });
 }
 
 }  // namespace mtpc

@@ -50,12 +50,15 @@ struct alignas(64) TileConfig {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  explicit TileConfig(int64_t count) {
-    const int first = std::min<int64_t>(count, kTileRows), second = count - first;
-    const int used[] = {first, first, second, second, first, second, kTileRows, kTileRows};
+  /// Of so many rows, and groups that a step takes of each.
+  TileConfig(int64_t count, int groups) {
+    const int first = std::min<int64_t>(count, kTileRows);
+    const int second = count > kTileRows ? count - kTileRows : first;
+    const int used[] = {first, first, second, second, first, second, groups, groups};
     for (int i = 0; i < 8; ++i) {
+      const bool are_inputs = i == 4 || i == 5;
       rows[i] = used[i];
-      bytes[i] = used[i] ? 64 : 0;
+      bytes[i] = used[i] ? (are_inputs ? groups : kTileRows) * sizeof(Group) : 0;
     }
   }
 };
@@ -191,16 +194,21 @@ class PassRegisters {
   PassRegisters(const PassRegisters&) = delete;
   ~PassRegisters() { _tile_release(); }
 
-  void set_rows(int64_t rows) {
-    if (rows == rows_) return;
+  /// For so many rows, and groups that a step takes of each.
+  void set_shape(int64_t rows, int groups) {
+    if (rows == rows_ && groups == groups_) return;
     rows_ = rows;
-    const TileConfig config(rows);
+    groups_ = groups;
+    const TileConfig config(rows, groups);
     settle_memory();
     _tile_loadconfig(&config);
   }
 
+  void set_rows(int64_t rows) { set_shape(rows, kTileRows); }
+
  private:
   int64_t rows_ = 0;
+  int groups_ = 0;
 };
 
 }  // namespace mtpc

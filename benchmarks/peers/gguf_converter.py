@@ -1,0 +1,54 @@
+"""A checkpoint of benchmarks.harness.models as a GGUF file in bfloat16, by llama.cpp's converter.
+
+    python -m benchmarks.peers.gguf_converter SOURCES CHECKPOINT FILE
+
+MTP layers come along. SOURCES is llama.cpp's own directory, for the converter is in no package. The
+vocabulary is made up, because prompts are ids.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BYTES = 256
+"""Tokens that a vocabulary of gpt2's kind begins with."""
+
+
+def main(sources: str, checkpoint: str, file: str) -> None:
+    """Write it."""
+    if not (Path(sources) / "conversion").is_dir():
+        raise SystemExit(f"{sources} has no directory conversion; expected llama.cpp's sources")
+    sys.path[:0] = [sources, f"{sources}/gguf-py"]
+    import gguf
+    import torch
+    from conversion import get_model_class
+    from conversion.base import ModelBase, ModelType, get_model_architecture
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    def read_config(directory: Any, *_: Any, **__: Any) -> Any:
+        # As it is: transformers would rename entries that the converter looks up.
+        return json.loads((Path(directory) / "config.json").read_text())
+
+    def set_vocabulary(self: Any) -> None:
+        writer, size = self.gguf_writer, self.hparams["vocab_size"]
+        tokens = [*bytes_to_unicode().values(), *(f"<filler {i}>" for i in range(BYTES, size))]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(tokens[:size])
+        writer.add_token_types([gguf.TokenType.NORMAL] * size)
+        writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+        writer.add_add_bos_token(False)
+
+    ModelBase.load_hparams = staticmethod(read_config)
+    family = get_model_class(get_model_architecture(read_config(checkpoint), ModelType.TEXT))
+    family.set_vocab = set_vocabulary
+    with torch.inference_mode():
+        form = gguf.LlamaFileType.MOSTLY_BF16
+        family(Path(checkpoint), form, Path(file), eager=True).write()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

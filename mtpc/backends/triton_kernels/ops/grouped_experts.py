@@ -1,0 +1,188 @@
+"""Experts on codes of 4 or 8 bits with scales of groups; see `triton_kernels.grouped`.
+
+Programs share the work as in `experts`. Rows are rounded; gate and up, with the activation in
+float32; its rows are rounded; the way down; and the sum over experts. With float8 nothing is
+rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.grouped import (
+    add_group,
+    add_products,
+    byte_codes,
+    form_constants,
+    limit_group,
+    prepare_rows,
+)
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
+from mtpc.backends.triton_kernels.operator import Plan, operator
+from mtpc.backends.triton_kernels.ops.experts import chosen, expert_sum_launch, glu
+from mtpc.weights.grouped import form_of
+from mtpc.weights.packing import TILE
+
+_TILE_ROWS = 64
+"""Rows in a tile at most."""
+_CHOICE = Choice((Change(num_stages=3), Change(threads=64)))
+_TILE: tl.constexpr = tl.constexpr(TILE)
+
+
+@triton.jit
+def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, ids_ptr, hidden_ptr, num_tokens,
+    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr,
+    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr,
+):  # fmt: skip
+    """hidden[t, j] = silu(gate x) * (up x) of row t's expert j.
+
+    A program has a tile of gate's features and the same of up's.
+    """
+    expert = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    j = tl.arange(0, C_PAD)
+    ids_mask = (row < num_tokens)[:, None] & (j < CHOICES)[None]
+    ids = tl.load(ids_ptr + row[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
+    hit, choice = chosen(ids, j, expert)
+    if tl.max(hit.to(tl.int32), 0) == 0:
+        return
+    groups: tl.constexpr = H // GROUP
+    size: tl.constexpr = _TILE // 2 if BITS == 4 else _TILE
+    lane, column = tl.arange(0, BLOCK_K * size), tl.arange(0, _TILE)
+    tile, further = expert * (2 * INNER // _TILE) + tl.program_id(1), INNER // _TILE
+    stream = codes_ptr + tile * (H * size)
+    gate = tl.zeros([BLOCK_T, _TILE], tl.float32)
+    up = tl.zeros([BLOCK_T, _TILE], tl.float32)
+    for group in range(0, groups):
+        gates = tl.zeros([BLOCK_T, _TILE], tl.float32 if BITS == 0 else tl.int32)
+        ups = tl.zeros([BLOCK_T, _TILE], tl.float32 if BITS == 0 else tl.int32)
+        for begin in range(0, GROUP, BLOCK_K):
+            i = begin + tl.arange(0, BLOCK_K)
+            at = x_ptr + row[:, None] * H + (group * GROUP + i)[None]
+            x = tl.load(at, mask=hit[:, None] & (i < GROUP)[None], other=0)
+            at = stream + (group * GROUP + begin) * size + lane
+            is_code = lane < (GROUP - begin) * size
+            packed = tl.load(at, mask=is_code, other=0)
+            gates = add_products(gates, x, packed, BLOCK_K, BITS, WIDEN)
+            packed = tl.load(at + further * (H * size), mask=is_code, other=0)
+            ups = add_products(ups, x, packed, BLOCK_K, BITS, WIDEN)
+        steps = tl.load(steps_ptr + row * groups + group, mask=hit, other=0)
+        inputs = tl.load(sums_ptr + row * groups + group, mask=hit, other=0)
+        at = (tile * groups + group) * _TILE + column
+        scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
+        gate = add_group(gate, gates, steps, inputs, scales, points, BITS, POINTS)
+        at += further * (groups * _TILE)
+        scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
+        up = add_group(up, ups, steps, inputs, scales, points, BITS, POINTS)
+    value = glu(gate, up, LIMIT, LIMIT_INPUT)
+    feature = tl.program_id(1) * _TILE + column
+    out = hidden_ptr + (row * CHOICES + choice)[:, None] * INNER + feature[None]
+    tl.store(out, value, mask=hit[:, None] & (feature < INNER)[None])
+
+
+@triton.jit
+def grouped_down_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, ids_ptr, share_ptr, part_ptr,
+    num_tokens,
+    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """part[t, j] = (down x[t, j]) * share[t, j], float32."""
+    expert = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    j = tl.arange(0, C_PAD)
+    ids_mask = (token < num_tokens)[:, None] & (j < CHOICES)[None]
+    ids = tl.load(ids_ptr + token[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
+    hit, choice = chosen(ids, j, expert)
+    if tl.max(hit.to(tl.int32), 0) == 0:
+        return
+    row = token * CHOICES + choice
+    groups: tl.constexpr = INNER // GROUP
+    size: tl.constexpr = _TILE // 2 if BITS == 4 else _TILE
+    lane, column = tl.arange(0, BLOCK_K * size), tl.arange(0, _TILE)
+    tile = expert * tl.num_programs(1) + tl.program_id(1)
+    stream = codes_ptr + tile * (INNER * size)
+    total = tl.zeros([BLOCK_T, _TILE], tl.float32)
+    for group in range(0, groups):
+        sums = tl.zeros([BLOCK_T, _TILE], tl.float32 if BITS == 0 else tl.int32)
+        for begin in range(0, GROUP, BLOCK_K):
+            i = begin + tl.arange(0, BLOCK_K)
+            at = x_ptr + row[:, None] * INNER + (group * GROUP + i)[None]
+            x = tl.load(at, mask=hit[:, None] & (i < GROUP)[None], other=0)
+            at = stream + (group * GROUP + begin) * size + lane
+            packed = tl.load(at, mask=lane < (GROUP - begin) * size, other=0)
+            sums = add_products(sums, x, packed, BLOCK_K, BITS, WIDEN)
+        steps = tl.load(steps_ptr + row * groups + group, mask=hit, other=0)
+        inputs = tl.load(sums_ptr + row * groups + group, mask=hit, other=0)
+        at = (tile * groups + group) * _TILE + column
+        scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
+        total = add_group(total, sums, steps, inputs, scales, points, BITS, POINTS)
+    share = tl.load(share_ptr + row, mask=hit, other=0.0).to(tl.float32)
+    feature = tl.program_id(1) * _TILE + column
+    out = part_ptr + row[:, None] * H + feature[None]
+    tl.store(out, total * share[:, None], mask=hit[:, None] & (feature < H)[None])
+
+
+def _limit(call: Mapping[str, Any]) -> str | None:
+    wide, narrow = (
+        [call[name], call[f"{name}_scales"], call.get(f"{name}_zeros")]
+        for name in ("gate_up", "down")
+    )
+    inner = call["gate_up"].shape[1] * TILE // 2
+    return limit_group(call["x"].shape[-1], *wide) or limit_group(inner, *narrow)
+
+
+@operator(limit=_limit)
+def grouped_experts(
+    x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, gate_up_zeros: Tensor | None,
+    down: Tensor, down_scales: Tensor, down_zeros: Tensor | None,
+    expert_ids: Tensor, expert_weights: Tensor, limit: float, limit_input: bool,
+) -> Plan:  # fmt: skip
+    """Five launches, three with float8."""
+    out = x.new_empty(x.shape)
+    if x.shape[0] == 0:
+        return [], out
+    ids, shares = expert_ids.contiguous(), expert_weights.contiguous()
+    (num_tokens, width), picks = x.shape, ids.shape[1]
+    count, inner = down.shape[0], gate_up.shape[1] * TILE // 2
+    hidden = x.new_empty((num_tokens * picks, inner), dtype=torch.float32)
+    part = x.new_empty((num_tokens, picks, width), dtype=torch.float32)
+    wide_form = form_of(width, gate_up, gate_up_scales, gate_up_zeros)
+    narrow_form = form_of(inner, down, down_scales, down_zeros)
+    rows, inner_rows = prepare_rows(x, wide_form), prepare_rows(hidden, narrow_form)
+    tile = power_of_two(min(num_tokens, _TILE_ROWS), 16)
+    sizes = dict(H=width, INNER=inner, CHOICES=picks, C_PAD=power_of_two(picks), BLOCK_T=tile)
+    bounded = dict(sizes, LIMIT=float(limit), LIMIT_INPUT=limit_input)
+    first = rows.arguments() | _pieces(gate_up, gate_up_scales, gate_up_zeros)
+    first |= dict(ids_ptr=ids, hidden_ptr=hidden, num_tokens=num_tokens)
+    second = inner_rows.arguments() | _pieces(down, down_scales, down_zeros)
+    second |= dict(ids_ptr=ids, share_ptr=shares, part_ptr=part, num_tokens=num_tokens)
+    bounded |= form_constants(grouped_gate_up_kernel, rows.x, wide_form)
+    sizes |= form_constants(grouped_down_kernel, inner_rows.x, narrow_form)
+    row_tiles = -(-num_tokens // tile)
+    grid_up, grid_down = (count, inner // TILE, row_tiles), (count, -(-width // TILE), row_tiles)
+    launches = [
+        *rows.launches,
+        Launch(grouped_gate_up_kernel, grid_up, first, bounded, threads=128, choice=_CHOICE),
+        *inner_rows.launches,
+        Launch(grouped_down_kernel, grid_down, second, sizes, threads=128, choice=_CHOICE),
+        expert_sum_launch(part, ids, out, count),
+    ]
+    return launches, out
+
+
+def _pieces(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
+    """A stack's operands."""
+    scales = scales.contiguous()
+    points = scales if zeros is None else zeros.contiguous()
+    return dict(codes_ptr=byte_codes(codes), scales_ptr=scales, zeros_ptr=points)
