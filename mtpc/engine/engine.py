@@ -111,6 +111,8 @@ class Engine:
         stats, scheduler = self._stats, self.scheduler
         stats.replays = self.program.replays.copy()
         stats.host_writes, stats.building = self.program.host_writes, self.program.building
+        if self.program.build_failure:
+            stats.fallbacks[self.program.build_failure] = 1
         stats.tiers = self.tiers.tiers
         stats.preemptions = scheduler.num_preemptions
         stats.reused_tokens = scheduler.reused_tokens

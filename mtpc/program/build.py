@@ -237,7 +237,9 @@ class _Job:
                     )
                 compilers[k] = self._compiler(k, models[k > 0], tell)
             compilers[k].compiler.listener = partial(_pass_on, tell, task)
-            compilers[k].obtain(task.key, task.part)
+            if compilers[k].obtain(task.key, task.part).entry is None:
+                # The next one would be lost, too, after minutes.
+                raise CacheWriteError("; ".join(compilers[k].cache.notes))
             tell.finished()
 
     def _compiler(self, spec_tokens: int, loaded: LoadedModel, tell: Any) -> CachingCompiler:
