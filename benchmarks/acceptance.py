@@ -32,7 +32,14 @@ from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Record,
+    Table,
+    new_record,
+    sample_counts,
+    write_results,
+)
 from benchmarks.harness.sampling import Case, Plan, Tell, sample_in_turns
 from benchmarks.harness.sampling import summarise as summarise_case
 from benchmarks.peers.llama_decoder import llama_decoders
@@ -262,7 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += _measure(group, args, plan, prompts, probe, tell)
             group.clear()  # Or its models would live until the next group is made.
             gc.collect()
-    publish("acceptance", args, {"rows": [asdict(row) for row in rows]}, table)
+            record = new_record("acceptance", args, {"rows": [asdict(row) for row in rows]})
+            write_results(args, record, table(record))  # A peer may fail; what is there stays.
+    table(record).print()
     return 0
 
 
