@@ -9,18 +9,20 @@ The weights are random. The engine accepts each draft with a given probability, 
 speed-up over K = 0 says from which acceptance K pays.
 
 Peers run beside it: vLLM, whose CPU build refuses synthetic acceptance, so that its rows are those
-of random weights; and llama.cpp, which decodes this model plainly.
+of random weights; and llama.cpp, which decodes this model plainly. One process of a peer lives at a
+time, and mtpc's models are freed before the first one starts: all of it fits 12 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,21 @@ from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Record,
+    Table,
+    new_record,
+    sample_counts,
+    write_results,
+)
 from benchmarks.harness.sampling import Case, Plan, Tell, sample_in_turns
 from benchmarks.harness.sampling import summarise as summarise_case
 from benchmarks.peers.llama_decoder import llama_decoders
 from benchmarks.peers.vllm_decoder import vllm_decoders
 
 COLUMNS = ("engine", "K", "batch", "synthetic acceptance", "tokens/step", "ms/step", "tokens/s",
-           "over K=0", "pays from", "samples")  # fmt: skip
+           "over K=0", "pays from", "GB/s", "samples")  # fmt: skip
 NOTES = (
     "SYNTHETIC acceptance: the probability with which the engine accepts a draft, given that all "
     "before it are accepted. It is dictated; the weights are random.",
@@ -45,6 +54,8 @@ NOTES = (
     "tokens/s: this times the batch, over the measured time of a step.",
     "over K=0: tokens/s over the same engine's at K=0.",
     "pays from: the acceptance at which K is as fast as K=0, between two measured ones.",
+    "GB/s: bandwidth of reading memory around the samples. It drifts, and bounds a step: compare "
+    "rows of different engines only where it agrees.",
     "Engines but mtpc: nothing is dictated. vLLM accepts what random weights happen to agree on.",
     SAMPLES_NOTE,
 )
@@ -83,6 +94,7 @@ class Row:
         discarded: dropped, for others used the CPU.
         disturbed: whether all were, so that none was dropped.
         taken: every sample.
+        bandwidth_gb_s: around the samples; None in records that do not say.
     """
 
     engine: str
@@ -96,6 +108,7 @@ class Row:
     discarded: int
     disturbed: bool
     taken: tuple[Any, ...]
+    bandwidth_gb_s: float | None = None
 
     @property
     def case(self) -> tuple[str, int, int]:
@@ -120,6 +133,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
         tokens_per_step=1 + sum(rates) if rates else emitted,
         ms_per_step=found.ms_per_step,
         accepted=found.acceptance_rate,
+        bandwidth_gb_s=found.bandwidth_gb_s,
         **case.counts(max_foreign),
     )
 
@@ -162,6 +176,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
                 f"{row.tokens_per_s:.1f}",
                 f"{over_plain(rows, row):.2f}x",
                 "-" if row.synthetic_acceptance is None else share(start),
+                "-" if row.bandwidth_gb_s is None else f"{row.bandwidth_gb_s:.1f}",
                 sample_counts(row),
             ]
         )
@@ -183,26 +198,35 @@ def table(record: Record) -> Table:
     return Table("Speed by synthetic acceptance", COLUMNS, cells(rows_of(record)), NOTES)
 
 
-def decoders(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Decoder]:
-    """On one set of weights: K = 0 and every K at every acceptance, then the peers."""
+def groups(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[list[Decoder]]:
+    """What is sampled in turns, on one set of weights: each scheme of mtpc, each peer's process.
+
+    A group is made when the one before it has been closed.
+    """
     directory = workdir / "random"
     tell(f"write {directory}")
     checkpoint = write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
-    sources: dict[str, Any] = {"mtpc": checkpoint.load_target()}
+    yield list(_ours("mtpc", checkpoint.load_target(), args, tell))
     for scheme in args.quantize:
-        sources[f"mtpc {scheme}"] = checkpoint.write_quantised(scheme, workdir)
-    for (engine, source), k in product(sources.items(), (0, *args.spec_tokens)):
+        source = checkpoint.write_quantised(scheme, workdir)
+        yield list(_ours(f"mtpc {scheme}", source, args, tell))
+    if args.llama_bench:  # A process a sample.
+        tell("write GGUF files")
+        kinds = ("BF16", "Q4_0") if args.quantize else ("BF16",)
+        yield list(llama_decoders(args.llama_bench, args.gguf_python, directory, kinds))
+    if args.vllm_python:
+        sizes = (command.max_len(args), max(args.batches), workdir)
+        for k in (0, *args.spec_tokens):
+            tell(f"start vLLM K={k}")
+            yield list(vllm_decoders(args.vllm_python, directory, (k,), *sizes))
+
+
+def _ours(engine: str, source: Any, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
+    """K = 0, and every K at every acceptance."""
+    for k in (0, *args.spec_tokens):
         tell(f"compile {engine} K={k}")
         decoder = _compile(source, k, engine, args)
         yield from [SyntheticDecoder(decoder, p) for p in args.acceptance] if k else [decoder]
-    if args.llama_bench:
-        tell("write GGUF files")
-        kinds = ("BF16", "Q4_0")
-        yield from llama_decoders(args.llama_bench, args.gguf_python, directory, kinds)
-    if args.vllm_python:
-        tell("start vLLM")
-        sizes = (command.max_len(args), max(args.batches), workdir)
-        yield from vllm_decoders(args.vllm_python, directory, (0, *args.spec_tokens), *sizes)
 
 
 def _compile(source: Any, spec_tokens: int, engine: str, args: argparse.Namespace) -> MtpcDecoder:
@@ -216,20 +240,38 @@ def _compile(source: Any, spec_tokens: int, engine: str, args: argparse.Namespac
     return MtpcDecoder(model, time.perf_counter() - start, engine)
 
 
+def _measure(
+    group: Sequence[Decoder],
+    args: argparse.Namespace,
+    plan: Plan,
+    prompts: Prompts,
+    probe: BandwidthProbe,
+    tell: Tell,
+) -> list[Row]:
+    """The rows of a group, whose processes end with it."""
+    with ExitStack() as closing:
+        for decoder in group:
+            closing.callback(decoder.close)
+        cases = [Case("mimo", "random", d, batch, 0) for d in group for batch in args.batches]
+        sample_in_turns(cases, plan, prompts, probe, tell)
+        return [summarise(case, args.max_foreign) for case in cases]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
     tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
     plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
-    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
-        cases = []
-        for decoder in decoders(args, workdir, tell):
-            closing.callback(decoder.close)
-            cases += [Case("mimo", "random", decoder, batch, 0) for batch in args.batches]
-        prompts = plan.prompts(max(args.batches), SHAPES[args.shape].vocab_size)
-        sample_in_turns(cases, plan, prompts, probe, tell)
-    rows = [summarise(case, args.max_foreign) for case in cases]
-    publish("acceptance", args, {"rows": [asdict(row) for row in rows]}, table)
+    prompts = plan.prompts(max(args.batches), SHAPES[args.shape].vocab_size)
+    rows: list[Row] = []
+    with command.working_directory(args.workdir) as workdir:
+        for group in groups(args, workdir, tell):
+            rows += _measure(group, args, plan, prompts, probe, tell)
+            group.clear()  # Or its models would live until the next group is made.
+            gc.collect()
+            record = new_record("acceptance", args, {"rows": [asdict(row) for row in rows]})
+            write_results(args, record, table(record))  # A peer may fail; what is there stays.
+    table(record).print()
     return 0
 
 

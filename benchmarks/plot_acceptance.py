@@ -43,7 +43,7 @@ def _figure(record: Record) -> Figure:
     batches = sorted({row.batch for row in rows})
     engines = {row.engine for row in rows}
     kinds = [kind for kind, those in WEIGHTS.items() if engines & set(those)]
-    size = (4.1 * len(batches), 0.6 + 3.4 * len(kinds))
+    size = (5.2 * len(batches), 0.6 + 4.2 * len(kinds))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(kinds), len(batches), squeeze=False)
     for kind, line in zip(kinds, panels, strict=True):
@@ -88,7 +88,8 @@ def _draw(rows: Sequence[Row], axes: Axes) -> None:
         )
     axes.set_ylim(bottom=0)
     axes.set_xticks(range(1, longest + 1))
-    axes.legend(frameon=False, fontsize=7)
+    below = dict(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, columnspacing=1)
+    axes.legend(frameon=False, fontsize=6.5, **below)
     axes.spines[["top", "right"]].set_visible(False)
 
 

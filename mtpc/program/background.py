@@ -16,12 +16,13 @@ import torch
 
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
-from mtpc.errors import BackendError, MtpcError
+from mtpc.errors import BackendError, CapacityError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, line_reporter
 from mtpc.program.binding import StepBinder
 from mtpc.program.child_process import building_child
-from mtpc.program.processes import how_it_ended
+from mtpc.program.free_memory import free_bytes
+from mtpc.program.processes import WORKER, how_it_ended
 from mtpc.program.program import Program
 from mtpc.program.restore import Restored
 from mtpc.program.step_cache import StepCache
@@ -53,8 +54,8 @@ class Rest:
 class Background:
     """Builds what is missing, in a process, and hands it to a program, from a thread.
 
-    `Program.building` says how far it is, and why it failed. A program whose build failed goes on
-    with the steps that it has.
+    `Program.building` says how far it is. A program whose build failed goes on with the steps that
+    it has, and `Program.build_failure` says why.
 
     Args:
         rest: what is missing.
@@ -88,12 +89,15 @@ class Background:
             if self._closed.is_set() and self._missing:
                 self._program.building = "the build was closed"
         except Exception as error:  # It serves on: a thread that dies unheard would hide this.
-            self._say(f"building more failed: {type(error).__name__}: {error}")
+            what = f"building more failed: {type(error).__name__}: {error}"
+            self._program.build_failure = what
+            self._say(what)
 
     def _build(self) -> None:
         rest = self._rest
         graphs = [graph for graphs in self._missing.values() for graph in graphs]
         directory = rest.begun.checkpoint.directory.absolute()
+        _check_memory()
         with building_child() as (process, pipe):
             with suppress(OSError):  # It has died already; its status says how.
                 pipe.send(
@@ -138,3 +142,13 @@ class Background:
             program.arrived.append((tuple(self._ready), bound))
             self._say(f"K = {tier} was bound in {time.perf_counter() - start:.2f} s")
         program.building = ""
+
+
+def _check_memory() -> None:
+    """Start no process that the system would have to kill, or another one for it."""
+    free = free_bytes()
+    if free is not None and free < WORKER:
+        raise CapacityError(
+            f"{free / 2**30:.1f} GiB of memory are free, and a building process takes some "
+            f"{WORKER / 2**30:.1f}: free memory and start again, or build ahead with `mtpc build`"
+        )

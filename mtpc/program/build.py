@@ -257,7 +257,9 @@ class _Job:
                 compilers[task.program] = self._compiler(task, models[k > 0], tell)
             compiler = compilers[task.program]
             compiler.compiler.listener = partial(_pass_on, tell, task)
-            compiler.obtain(task.key, task.part)
+            if compiler.obtain(task.key, task.part).entry is None:
+                # The next one would be lost, too, after minutes.
+                raise CacheWriteError("; ".join(compiler.cache.notes))
             tell.finished()
 
     def _compiler(self, task: Task, loaded: LoadedModel, tell: Any) -> CachingCompiler:

@@ -154,7 +154,7 @@ class StepCache:
     ):
         self.store, self.program, self.frozen = store, program, frozen
         self.notes: Counter[str] = Counter()
-        self._tell = tell
+        self._tell, self._told_miss = tell, ""
         self._scratch = Scratch("steps")
 
     def find(self, key: StepKey, part: Part = "step") -> CachedStep | None:
@@ -183,7 +183,9 @@ class StepCache:
             step = self.find(key, part)
             if step is None:
                 self._refuse_if_frozen(key, part)
-                self._tell(self.miss(key, part))
+                if (why := self.miss(key, part)) != self._told_miss:
+                    self._tell(why)
+                self._told_miss = why
                 return None
             found[key, part] = step
         return found

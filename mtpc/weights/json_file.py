@@ -117,7 +117,7 @@ def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int) -> Non
         if isinstance(value, bool) or not isinstance(value, int):
             raise _wrong(path, name, value, "a whole number")
         if not 0 <= value <= num_tensors:
-            raise _wrong(path, name, value, f"at most the {num_tensors} tensors of the checkpoint")
+            raise _wrong(path, name, value, f"0 to {num_tensors}, the tensors of the checkpoint")
 
 
 def check_ids(ids: Any, path: Path, name: str) -> None:

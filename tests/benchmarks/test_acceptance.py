@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import acceptance, decode, plot_acceptance
+from benchmarks.harness.decoders import Decoded, OneLaunch
 
 
 def row(spec_tokens: int, probability: float | None, tokens: float, ms: float) -> acceptance.Row:
@@ -28,16 +30,45 @@ def test_figures() -> None:
     assert "SYNTHETIC" in acceptance.NOTES[0]
 
 
-def test_the_whole_benchmark(tmp_path: Path) -> None:
-    """A draft that is accepted with certainty is: the samples' own counts say so."""
+class Peer(OneLaunch):
+    """Takes a second for ten steps; knows how many like it live."""
+
+    engine, build_s, living = "vLLM", 0.0, 0
+
+    def __init__(self, spec_tokens: int):
+        self.spec_tokens = spec_tokens
+        Peer.living += 1
+        assert Peer.living == 1, "each may take a quarter of the memory"
+
+    def decode(self, prompts: Any, new_tokens: int) -> Decoded:
+        return Decoded(10, 10 * len(prompts), 1.0, 0.0 if self.spec_tokens else None)
+
+    def close(self) -> None:
+        Peer.living -= 1
+
+
+def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is accepted with certainty is: the samples' own counts say so.
+
+    One process of a peer lives at a time.
+    """
+
+    def peers(python: Path, directory: Path, numbers: Any, *sizes: Any) -> Any:
+        return map(Peer, numbers)
+
+    monkeypatch.setattr(acceptance, "vllm_decoders", peers)
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "2", "--spec-tokens", "2"]
     few = ["--repeats", "1", "--max-foreign", "1", "--new-tokens", "16", "--probe-mib", "1"]
-    assert acceptance.main([*arguments, *few, "--acceptance", "0", "1", "--out", str(out)]) == 0
+    wanted = ["--acceptance", "0", "1", "--vllm-python", "python", "--out", str(out)]
+    assert acceptance.main([*arguments, *few, *wanted]) == 0
+    assert Peer.living == 0
     rows = json.loads(out.read_text())["rows"]
     found = [(r["spec_tokens"], r["synthetic_acceptance"], r["accepted"]) for r in rows]
-    assert found == [(0, None, None), (2, 0.0, 0.0), (2, 1.0, 1.0)]
-    assert [r["tokens_per_step"] for r in rows] == [1, 1, 3]
+    ours, theirs = [(0, None, None), (2, 0.0, 0.0), (2, 1.0, 1.0)], [(0, None, None), (2, None, 0)]
+    assert found == [*ours, *theirs]
+    assert [r["tokens_per_step"] for r in rows] == [1, 1, 3, 1, 1]
+    assert [r["ms_per_step"] for r in rows[3:]] == [100, 100]
     assert plot_acceptance.main([str(out), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 

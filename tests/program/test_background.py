@@ -102,14 +102,42 @@ def test_a_build_that_dies_leaves_what_serves(start: Callable[..., Any]) -> None
     expected = _text(spec)
     for pid in _builder(others):
         os.kill(pid, signal.SIGKILL)
-    end = time.monotonic() + 30
-    while "failed" not in spec.stats.building:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    assert "SIGKILL" in spec.stats.building or "-9" in spec.stats.building
+    _wait_for_failure(spec, "-9")
     assert _text(spec) == expected
     assert spec.stats.tiers == (0,)
     assert 'spec_decode_tiers_ready{spec_tokens="0"} 1' in spec.stats.prometheus()
+
+
+def _wait_for_failure(spec: mtpc.SpecModel, why: str) -> None:
+    """It is a fallback, and the only one."""
+    end = time.monotonic() + 60
+    while "failed" not in spec.stats.building:
+        assert time.monotonic() < end, spec.stats.building
+        time.sleep(0.05)
+    assert why in spec.stats.building
+    assert list(spec.stats.fallbacks) == [spec.stats.building]
+    assert "failed" in spec.stats.prometheus()
+
+
+def test_a_full_disk_ends_the_build_at_its_first_step(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    (tmp_path / "cache" / "tmp").rmdir()
+    (tmp_path / "cache" / "tmp").write_text("here nothing can be written")
+    _wait_for_failure(spec, "cannot write the graph cache")
+    assert "Not a directory" in spec.stats.building
+    assert spec.stats.tiers == (0,)
+
+
+def test_without_memory_no_process_is_started(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = _children()
+    monkeypatch.setattr("mtpc.program.background.free_bytes", lambda: 900 * 2**20)
+    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    _wait_for_failure(spec, "0.9 GiB of memory are free, and a building process takes some 1.0")
+    assert _children() <= others
 
 
 def test_closing_ends_the_build(start: Callable[..., Any]) -> None:

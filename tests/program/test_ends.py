@@ -121,3 +121,34 @@ def test_remains_are_removed_at_the_next_start(
     assert Path(held.name).exists()
     assert other.exists()
     held.cleanup()
+
+
+COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo "compiler 1"; exit;; esac
+sleep 40 & wait
+"""
+
+
+CALLER = """
+import signal, sys
+from pathlib import Path
+from mtpc.backends.cpu_kernels.build import build_kernels
+from mtpc.store.entries import EntryStore
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Else as in the shell that runs tests.
+build_kernels(EntryStore(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_compilers_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
+    """And the compilers' children, at once: Ctrl-C waits for no compiler."""
+    compiler, store = tmp_path / "cxx", tmp_path / "cache"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    words = ["-c", CALLER, str(store)]
+    with start(words, tmp_path / "tmp", CXX=str(compiler)) as caller:
+        wait_for(lambda: any("sleep" in name for name in members(caller.pid)))
+        caller.send_signal(number)
+        assert caller.wait(10) == -number
+        wait_for(lambda: members(caller.pid) == [], 10)

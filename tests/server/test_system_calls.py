@@ -19,5 +19,6 @@ def test_every_call_of_the_start(
     """ENOSPC, EIO, EINTR and ENOMEM: one error of one line, no descriptor left, no hang."""
     checkpoint = str(word_spec.served.directory)
     tried, told = run_failing(tmp_path, "server", checkpoint, str(stride), seconds=seconds)
+    print(f"{tried} faults, {told} of them told as an error")
     assert tried > 500 / stride
     assert told > tried / 3

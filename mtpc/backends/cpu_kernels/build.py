@@ -11,16 +11,17 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from mtpc.backends.cpu_kernels.compilers import Compilers
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.backends.cpu_kernels.shipped import SHIPPED, find_shipped, keep_shipped
@@ -59,6 +60,8 @@ _DECISIVE_IF_NATIVE = ("machine.cpu", "machine.instruction_sets")
 _ERROR_LINES = 20
 _MOST_COMPILERS = 8
 """At once: each takes half a gigabyte."""
+_Run = Callable[[list[str]], None]
+"""Runs one compiler."""
 _ADVICE = "install g++ >= 12 or clang++ >= 15, set CXX to it, or use backend='eager'"
 
 
@@ -197,61 +200,61 @@ class _Build:
         with (
             Scratch("objects") as scratch,
             ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
+            Compilers() as compilers,
         ):
-            objects = Path(scratch)
+            objects, run = Path(scratch), partial(_run, compilers)
             sources = [*_sources(), _write_generated(objects)]
             flags = (*_FLAGS, *self.level.flags)
             # The runner takes longest and needs no precompiled header, so it begins.
-            runner = pool.submit(self._object, _RUNNER_SOURCE, _RUNNER_FLAGS, objects)
+            runner = pool.submit(self._object, _RUNNER_SOURCE, _RUNNER_FLAGS, objects, run)
             try:
-                flags = (*flags, *self._precompiled(flags, objects))
-                kernels = [pool.submit(self._object, source, flags, objects) for source in sources]
+                flags = (*flags, *self._precompiled(flags, objects, run))
+                kernels = [pool.submit(self._object, s, flags, objects, run) for s in sources]
                 jobs = (runner, *kernels)
                 for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
                     self.report(f"compiling {what}: {done} of {len(jobs)} sources")
-            finally:
-                pool.shutdown(cancel_futures=True)
-            self._link([job.result() for job in kernels], into / LIBRARY)
-            self._link([runner.result()], into / RUNNER)
+            finally:  # An interrupt waits for no compiler: `compilers` ends them.
+                pool.shutdown(wait=False, cancel_futures=True)
+            self._link([job.result() for job in kernels], into / LIBRARY, run)
+            self._link([runner.result()], into / RUNNER, run)
         self.report(f"compiled the cpu kernels to {into / LIBRARY}")
 
-    def _precompiled(self, flags: tuple[str, ...], into: Path) -> tuple[str, ...]:
+    def _precompiled(self, flags: tuple[str, ...], into: Path, run: _Run) -> tuple[str, ...]:
         """The headers that all kernels share, compiled; returns the flags that include them.
 
         Reading torch's headers is half the work of most kernels. Both compilers find the compiled
         file by its name, beside the header.
         """
         header = Path(shutil.copy(_PRELUDE, into))
-        self._run_compiler(header, (*flags, "-x", "c++-header"), Path(f"{header}.gch"))
+        self._compile_one(header, (*flags, "-x", "c++-header"), Path(f"{header}.gch"), run)
         return "-include", str(header)
 
-    def _object(self, source: Path, flags: tuple[str, ...], into: Path) -> Path:
+    def _object(self, source: Path, flags: tuple[str, ...], into: Path, run: _Run) -> Path:
         output = into / f"{source.stem}.o"
-        self._run_compiler(source, (*flags, f"-I{into}", "-c"), output)
+        self._compile_one(source, (*flags, f"-I{into}", "-c"), output, run)
         return output
 
-    def _run_compiler(self, source: Path, flags: tuple[str, ...], output: Path) -> None:
+    def _compile_one(self, source: Path, flags: tuple[str, ...], output: Path, run: _Run) -> None:
         # Imported here: it takes half a second, and a library in the cache needs none of it.
         from torch.utils.cpp_extension import include_paths
 
         includes = [f"-I{path}" for path in (SOURCE_DIR, *include_paths())]
-        _run([self.compiler, *flags, *includes, str(source), "-o", str(output)])
+        run([self.compiler, *flags, *includes, str(source), "-o", str(output)])
 
-    def _link(self, objects: list[Path], library: Path) -> None:
+    def _link(self, objects: list[Path], library: Path, run: _Run) -> None:
         libraries = Path(torch.__file__).parent / "lib"
         # A kernel that is not defined as it is declared is an error here, not when it is loaded.
         checks = "-Wl,--no-undefined"
         link = ("-shared", checks, f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
-        _run([self.compiler, *map(str, objects), "-o", str(library), *link])
+        run([self.compiler, *map(str, objects), "-o", str(library), *link])
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(compilers: Compilers, command: list[str]) -> None:
+    done = compilers.run(command)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.splitlines()[-_ERROR_LINES:]) or "(it printed nothing)"
         raise BackendError(
             f"the C++ compiler {command[0]} failed with exit status {done.returncode} on the cpu "
             f"kernels; {_ADVICE}. It ended with:\n{tail}"
         )
-    return done.stdout
