@@ -45,12 +45,13 @@ from mtpc.engine.tiers import TierPolicy
 
 WEIGHTS = ("accepting", "random")
 AUTO = "auto"
-COLUMNS = ("weights", "load", "K", "tokens/s", "of best fixed", "ms/token p50", "tokens by K",
-           "samples")  # fmt: skip
+COLUMNS = ("weights", "load", "K", "tokens/s", "of best fixed", "of K=0", "ms/token p50",
+           "tokens by K", "samples")  # fmt: skip
 NOTES = (
     "tokens/s: all new tokens, over the seconds in which there was work: at a low load most are "
     "spent waiting for requests.",
-    "of best fixed: over the tokens/s of the better fixed K, for the same weights and load.",
+    "of best fixed, of K=0: over the tokens/s of the best fixed K, and of K=0, for the same "
+    "weights and load.",
     "tokens by K: where the engine chooses, the share of tokens by the K of their decode step; "
     "each request's first token comes with its prompt, and is not among them.",
     "Samples of auto have what it costs to learn; with synthetic acceptance, each one all of it.",
@@ -154,13 +155,13 @@ def summarise(case: Case, max_foreign: float) -> Row:
     )
 
 
-def best_fixed(rows: Sequence[Row], row: Row) -> float:
-    """Tokens per second of the better fixed K, for a row's weights and load."""
-    return max(
-        other.tokens_per_s
+def fixed(rows: Sequence[Row], row: Row) -> dict[int | str, float]:
+    """Tokens per second by fixed K, for a row's weights and load."""
+    return {
+        other.spec_tokens: other.tokens_per_s
         for other in rows
         if (other.weights, other.load) == (row.weights, row.load) and other.spec_tokens != AUTO
-    )
+    }
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -171,7 +172,8 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             row.load,
             str(row.spec_tokens),
             f"{row.tokens_per_s:.1f}",
-            f"{row.tokens_per_s / best_fixed(rows, row):.2f}",
+            f"{row.tokens_per_s / max(fixed(rows, row).values()):.2f}",
+            f"{row.tokens_per_s / fixed(rows, row)[0]:.2f}",
             f"{row.ms_per_token_p50:.1f}",
             shares(row.tokens_by_k) if row.spec_tokens == AUTO else "-",
             sample_counts(row),

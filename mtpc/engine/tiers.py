@@ -8,73 +8,41 @@ when reading the weights dominates the cost of a step. They do not when the proc
 or when the text is hard to predict. The engine measures T and L as it runs. L is the mean of the
 requests that run, each by what it accepted itself where requests differ.
 
-Costs are measured per *cell*: a bucket, and the magnitude of the requests' lengths. A K without a
-measurement is predicted: on the line through two measured K of the cell, or else from the nearest
-cell. Trying a K that is not the best one costs time. The policy counts the time lost so, and tries
-others only while that stays a small share of all decode time.
+Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). Trying a
+K that is not the best one costs time. The policy counts the time lost so. It tries others only
+where they may be better, for all that is known, and while that stays a small share of all time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from mtpc.engine.accepted import Acceptance, Experience
+from mtpc.engine.costs import StepCosts
 
 if TYPE_CHECKING:
     from mtpc.engine.request import Request
 
-GAIN = 1.02
-"""The policy switches only if it expects tokens per second to grow by this factor, because
-measurements are noisy."""
+GAIN = 0.02
+"""A K is tried if it may give more tokens per second by this share."""
 BUDGET = 0.01
 """The share of decode time that trials may lose."""
 CREDIT = 1.0
 """Steps that trials may lose before any time has passed."""
 PROBE = 24
 """Steps without a verified draft after which the policy tries one draft, because texts change."""
-_COST_MEMORY = 0.9
-"""Weight of the old value in the moving average of a cost."""
 DOUBT = 1.0
-"""Standard errors by which an acceptance may be larger than it seems, where a trial is weighed."""
-REFRESH = 128
-"""A K that was measured this many steps ago is measured again; one that gives half of the preferred
-one's tokens per second, after four times as many."""
-_SPIKE = 1.1
-"""A sample counts as at most this multiple of the cost, and at least its inverse: other processes
-use the processor, too."""
+"""Standard errors by which a K may be better than it seems, where a trial is weighed."""
+TRIAL = 3
+"""Steps of a trial: the first one with more drafts than before verifies no more of them."""
 _CLASS_TOKENS = 512
 """Tokens per request of the first class of lengths; each class after it ends at twice as many."""
 
 Cell = tuple[int, int]
 """Rows of a bucket, and the class of the requests' mean length."""
-
-
-@dataclass
-class Cost:
-    """The moving average of a K's seconds, over `count` samples; the last was of step `step`."""
-
-    seconds: float
-    step: int
-    count: int = 1
-
-    def add(self, seconds: float, step: int) -> None:
-        """Enter a sample of a step.
-
-        The second one replaces the first, which warmed up caches, and any one replaces old ones.
-        """
-        if step - self.step >= REFRESH:
-            self.count = 1
-        if self.count == 1:
-            self.seconds = seconds
-        else:
-            memory = min(_COST_MEMORY, 1 - 1 / self.count)
-            within = min(max(seconds, self.seconds / _SPIKE), self.seconds * _SPIKE)
-            self.seconds = memory * self.seconds + (1 - memory) * within
-        self.count += 1
-        self.step = step
 
 
 class TierPolicy:
@@ -87,7 +55,7 @@ class TierPolicy:
         tiers: the same, ascending.
         current: the K that the policy prefers.
         switches: number of times that `current` changed.
-        steps: number of decode steps.
+        steps: number of decode steps with a choice.
         spent: seconds in decode steps.
         lost: seconds that trials took, beyond what their tokens take at the preferred K.
     """
@@ -97,16 +65,18 @@ class TierPolicy:
         self.current = self.tiers[0]
         self.switches = self.steps = 0
         self.spent = self.lost = 0.0
-        self._costs: dict[Cell, dict[int, Cost]] = {}
+        self._costs: dict[Cell, StepCosts] = {}
         self.experience = Experience(self.tiers[-1])
-        self._unverified = 0
+        self._unverified, self._waited = 0, 0.0
         self._trial: int | None = None
+        self._left = 0
         self._gained = self._verified = 0.0
         self._lengths = self._doubted = self.experience.lengths(())
 
     def use(self, tiers: Sequence[int]) -> None:
-        """Choose among these K from the next step on; what was learnt stays."""
+        """Choose among these K from the next step on; what drafts are accepted stays known."""
         self.tiers = tuple(sorted(set(tiers)))
+        self._costs.clear()
         self.experience.count = self.tiers[-1]
         self._lengths = self._doubted = self.experience.lengths(())
         self._trial = None
@@ -124,40 +94,54 @@ class TierPolicy:
         if len(self.tiers) == 1:
             return self.current
         cell = _cell(num_reqs, context)
+        costs = self._known(cell)
         self._lengths = self.experience.lengths(each)
+        if costs is None:
+            return self.current
+        costs.age(self.steps)
         self._doubted = self.experience.lengths(each, DOUBT)
-        rates = {tier: self.rate(cell, tier) for tier in self.tiers}
-        best = max(self.tiers, key=rates.__getitem__)
-        # In doubt the policy takes fewer drafts, so that it does not lose to plain decoding.
-        gain = 1.0 if best < self.current else GAIN
-        if rates[best] > gain * rates[self.current]:
-            self.current = best
+        gains = {tier: self._gain(costs, tier) for tier in self.tiers}
+        best = max(self.tiers, key=gains.__getitem__)
+        # The policy changes K when not doing it has lost as much as going there and back does.
+        lost = costs.seconds(self.current) * (1 - math.exp(gains[self.current] - gains[best]))
+        self._waited = self._waited + lost if best != self.current else 0.0
+        if best != self.current and self._waited >= self._change_cost(costs, best):
+            self.current, self._waited = best, 0.0
             self.switches += 1
-        self._trial = self._next_trial(cell, rates)
+        self._trial = self._next_trial(costs)
         return self.current if self._trial is None else self._trial
 
-    def _next_trial(self, cell: Cell, rates: dict[int, float]) -> int | None:
+    def _next_trial(self, costs: StepCosts) -> int | None:
         """Another K than the preferred one to try now, or None."""
-        best = rates[self.current]
-        if self._trial is not None and self._pays():
+        if self._trial not in (None, self.current) and (self._left > 0 or self._pays()):
+            self._left -= 1
             return self._trial
-        costs = self._costs.get(cell, {})
-        if self.current not in costs or costs[self.current].count < 2:
-            return None  # The preferred K must be known first, to compare with.
-        allowed = BUDGET * self.spent + CREDIT * costs[self.current].seconds
         place = self.tiers.index(self.current)
-        for tier in (*self.tiers[place + 1 : place + 2], *self.tiers[max(place - 1, 0) : place]):
-            known = costs.get(tier)
-            is_known = known is not None and known.count > 1
+        if costs.counts[place] < 2 or costs.last[place] < max(costs.last):
+            return None  # The preferred K must be known now, to compare with.
+        allowed = BUDGET * self.spent + CREDIT * costs.seconds(self.current)
+        near = {max(place - 1, 0), min(place + 1, len(self.tiers) - 1)} - {place}
+        for other in sorted(near, key=costs.last.__getitem__):  # The one that waits longest.
+            tier = self.tiers[other]
             is_stale = tier > self.current == 0 and self._unverified >= PROBE
-            if known is not None:
-                is_stale |= (self.steps - known.step) * (rates[tier] / best) ** 2 >= REFRESH
-            if not is_stale and self._at_best(cell, tier, is_known) <= GAIN * best:
+            if not is_stale and self._at_best(costs, tier) <= GAIN:
                 continue
-            seconds = self.cost(cell, tier)
-            if self.lost + max(seconds - self._lengths[tier] / best, 0.0) <= allowed:
-                return tier
+            self._left = TRIAL - 1
+            return tier if self.lost + self._trial_cost(costs, tier) <= allowed else None
         return None
+
+    def _trial_cost(self, costs: StepCosts, tier: int) -> float:
+        """The seconds that a trial is expected to lose."""
+        each = costs.seconds(tier) * (1 - math.exp(min(self._relative(costs, tier), 0.0)))
+        return TRIAL * each + self._change_cost(costs, tier)
+
+    def _change_cost(self, costs: StepCosts, tier: int) -> float:
+        """The seconds lost by going from one K to another and back.
+
+        The first step of the larger K verifies no more drafts than the smaller one proposes.
+        """
+        low, high = sorted((tier, self.current))
+        return costs.seconds(high) * (1 - self._lengths[low] / self._lengths[high])
 
     def _pays(self) -> bool:
         """Whether a trial of drafts at K = 0 goes on: what it verified was accepted, or is still
@@ -175,17 +159,23 @@ class TierPolicy:
             seconds: duration of the replay.
             context: tokens of all its requests.
         """
-        cell = _cell(num_reqs, context)
-        costs = self._costs.setdefault(cell, {})
-        if tier in costs:
-            costs[tier].add(seconds, self.steps)
-        else:
-            costs[tier] = Cost(seconds, self.steps)
-        self.steps += 1
         self.spent += seconds
+        if len(self.tiers) == 1:
+            return
+        cell = _cell(num_reqs, context)
+        costs = self._costs.get(cell)
+        if costs is None:
+            near = self._nearest(cell)
+            self._costs[cell] = costs = StepCosts(self.tiers, tier, seconds, self.steps, near)
+        else:
+            costs.add(tier, seconds, self.steps)
+        self.steps += 1
         if self._trial is not None and tier == self._trial:
             tokens = 1 + (self._gained / num_reqs if self._verified else 0.0)
-            self.lost += max(seconds - tokens / self.rate(cell, self.current), 0.0)
+            plain = costs.seconds(self.current) / self._lengths[self.current]
+            self.lost += max(seconds - tokens * plain, 0.0)
+            if tier < self.current and self._left == TRIAL - 1:
+                self.lost += self._change_cost(costs, tier)
         self._unverified = 0 if self._verified else self._unverified + 1
 
     def observe_drafts(
@@ -198,6 +188,8 @@ class TierPolicy:
                 step that proposed fewer) and the number accepted.
             each: what these requests accepted so far; this adds to it.
         """
+        if len(self.tiers) == 1:
+            return
         self._gained = self._verified = 0.0
         for (verified, accepted), own in zip_longest(drafts, each):
             self._gained += accepted
@@ -205,51 +197,31 @@ class TierPolicy:
             if verified:
                 self.experience.add(verified, accepted, own)
 
-    def rate(self, cell: Cell, tier: int) -> float:
-        """The expected tokens per second for each request: L(K) / T(K)."""
-        return self._lengths[tier] / self.cost(cell, tier)
+    def _gain(self, costs: StepCosts, tier: int) -> float:
+        """The logarithm of L(K) / T(K)."""
+        return math.log(self._lengths[tier]) - costs.log(tier)
 
-    def _at_best(self, cell: Cell, tier: int, is_known: bool) -> float:
-        """The largest tokens per second that a K may have, as far as is known.
+    def _relative(self, costs: StepCosts, tier: int) -> float:
+        """How much more tokens per second a K gives than the preferred one, as a logarithm."""
+        return self._gain(costs, tier) - self._gain(costs, self.current)
 
-        More drafts take no less time, and no more than in proportion to a request's rows. Of more
-        drafts more may be accepted than of the few that were verified.
+    def _at_best(self, costs: StepCosts, tier: int) -> float:
+        """The same at most, as far as is known.
+
+        Of more drafts more may be accepted than of the few that were verified.
         """
-        costs = self._costs[cell]
-        least = max(
-            cost.seconds * min(1.0, (tier + 1) / (other + 1)) for other, cost in costs.items()
-        )
-        tokens = self._doubted[tier] if tier > self.current else self._lengths[tier]
-        return tokens / (self.cost(cell, tier) if is_known else least)
+        more = self._relative(costs, tier) + DOUBT * costs.doubt(tier, self.current)
+        if tier > self.current:
+            more += math.log(self._doubted[tier] / self._lengths[tier])
+        return more
 
-    def cost(self, cell: Cell, tier: int) -> float:
-        """T(K): measured, or predicted."""
-        costs = self._costs.get(cell, {})
-        if tier in costs:  # Fewer drafts take no more time, whatever noise says.
-            return min(cost.seconds for other, cost in costs.items() if other >= tier)
-        if len(costs) > 1:
-            return self._on_line(costs, tier)
-        near = self._nearest(cell)
-        if near is None:
-            # Nothing is known. Half of a step's time for its weights is a middling guess.
-            (known, cost), *_ = costs.items() or [(0, Cost(1.0, 0))]
-            return cost.seconds * (3 + tier) / (3 + known)
-        found = self.cost(near, tier)
-        if costs:
-            (known, cost), *_ = costs.items()
-            found *= cost.seconds / self.cost(near, known)
-        return found
+    def _known(self, cell: Cell) -> StepCosts | None:
+        """The costs of a cell, or of the nearest one."""
+        return self._costs.get(cell) or self._nearest(cell)
 
-    def _on_line(self, costs: dict[int, Cost], tier: int) -> float:
-        """A cost on the line through the two nearest measured K."""
-        low, high = sorted(sorted(costs, key=lambda known: abs(known - tier))[:2])
-        slope = (costs[high].seconds - costs[low].seconds) / (high - low)
-        return max(costs[low].seconds + slope * (tier - low), 0.5 * costs[low].seconds)
-
-    def _nearest(self, cell: Cell) -> Cell | None:
-        """The cell nearest to this one, of those with two measured K; None: there is none."""
-        known = [other for other, costs in self._costs.items() if len(costs) > 1 and other != cell]
-        return min(known, key=lambda other: _distance(cell, other), default=None)
+    def _nearest(self, cell: Cell) -> StepCosts | None:
+        near = min(self._costs, key=lambda other: _distance(cell, other), default=None)
+        return None if near is None else self._costs[near]
 
 
 def context_of(requests: Iterable[Request]) -> int:

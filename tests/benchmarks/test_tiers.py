@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import serving, tiers
+from benchmarks import ROOT, plot_tiers, serving, tiers
 from benchmarks.harness.arrivals import Arrival
 
 
@@ -25,11 +25,19 @@ def test_figures() -> None:
     with pytest.raises(ValueError, match="how long there was work"):
         tiers.tokens_per_s(serving.Sample([0.0], [[(1.0, 1)]], 0.0))
     rows = [row(0, 20.0), row(3, 10.0), row("auto", 15.0), row(0, 99.0, "high")]
-    assert tiers.best_fixed(rows, rows[2]) == 20.0
+    assert tiers.fixed(rows, rows[2]) == {0: 20.0, 3: 10.0}
     table = tiers.cells(rows)
     assert [line[4] for line in table] == ["1.00", "0.50", "0.75", "1.00"]
-    assert [line[6] for line in table] == ["-", "-", "0: 75%, 3: 25%", "-"]
-    assert {line[7] for line in table} == {"2+1"}
+    assert [line[5] for line in tiers.cells([row(0, 5.0), row(3, 10.0)])] == ["1.00", "2.00"]
+    assert [line[7] for line in table] == ["-", "-", "0: 75%, 3: 25%", "-"]
+    assert {line[8] for line in table} == {"2+1"}
+
+
+def test_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "tiers.png"
+    record = ROOT / "benchmarks" / "results" / "xeon-amx" / "tiers-0.5b.json"
+    assert plot_tiers.main([str(record), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_tokens_are_counted_by_the_k_of_their_step(compiled: Callable[..., Any]) -> None:

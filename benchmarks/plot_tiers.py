@@ -1,0 +1,66 @@
+"""K by load as a picture: "auto" beside every fixed K.
+
+    python -m benchmarks.plot_tiers benchmarks/results/xeon-amx/tiers-0.5b.json PICTURE.png
+
+One panel a load. Bars are tokens per second of work, over those of K = 0 with the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.harness import command
+from benchmarks.harness.results import Record
+from benchmarks.tiers import AUTO, Row, fixed
+
+AUTO_COLOUR, SHADES = "#c8553d", ("#b9cdd4", "#8fb2bf", "#5f93a6", "#1f6f8b")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw."""
+    args = command.new_plot_parser("plot_tiers", __doc__, "tiers").parse_args(argv)
+    mpl.rcParams["font.size"] = 9
+    _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)
+    return 0
+
+
+def _figure(record: Record) -> Figure:
+    rows = [Row(**row) for row in record["rows"]]
+    loads = list(dict.fromkeys(row.load for row in rows))
+    figure = Figure(figsize=(5.2 * len(loads), 3.6), layout="constrained")
+    for load, axes in zip(loads, figure.subplots(1, len(loads), squeeze=False)[0], strict=True):
+        _draw([row for row in rows if row.load == load], axes)
+        axes.set_title(load)
+        axes.set_ylabel("tokens/s over those of K = 0")
+    machine, versions = record["machine"], record["versions"]
+    figure.suptitle(
+        f"{record['arguments']['shape']} MiMo shape, {machine['cpu']}, {machine['threads']} "
+        f"threads, commit {versions['commit']}"
+    )
+    return figure
+
+
+def _draw(rows: Sequence[Row], axes: Axes) -> None:
+    weights = list(dict.fromkeys(row.weights for row in rows))
+    counts = list(dict.fromkeys(row.spec_tokens for row in rows))
+    width = 0.8 / len(counts)
+    for number, k in enumerate(counts):
+        shown = [row for row in rows if row.spec_tokens == k]
+        places = [weights.index(row.weights) + (number + 0.5) * width - 0.4 for row in shown]
+        heights = [row.tokens_per_s / fixed(rows, row)[0] for row in shown]
+        colour = AUTO_COLOUR if k == AUTO else SHADES[min(number, len(SHADES) - 1)]
+        axes.bar(places, heights, width, color=colour, label=str(k) if k == AUTO else f"K = {k}")
+    axes.axhline(1, color="#2b2b2b", linewidth=0.6)
+    axes.set_xticks(range(len(weights)), weights)
+    axes.legend(frameon=False, fontsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
