@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 def _planned(job: dict[str, Any]) -> int:
     """What mtpc expects of the steps that are in the cache now."""
-    from mtpc.backends import settle_prefill
+    from mtpc.backends import settle_prefill, settle_requests
     from mtpc.config import CompileOptions
     from mtpc.layout import graph_keys
     from mtpc.program.host_memory import need_of_steps
@@ -127,11 +126,12 @@ def _planned(job: dict[str, Any]) -> int:
     source = Checkpoint(Path(job["directory"]))
     asked = {**job["options"], "cache_dir": job["cache"], "backend": "cpu"}
     options = settle_prefill(CompileOptions.parse(asked), source.dtype)
+    options = settle_requests(options, owns_buffers=True)
     cache = open_cache(source, options, lambda line: None)
     steps = cache.find_all(graph_keys(options, "fused")) if cache else None
     assert steps is not None
-    record = next(iter(steps.values())).record
-    need = need_of_steps(steps, replace(options, max_len=record.max_len), owns_buffers=True)
+    settled = next(iter(steps.values())).options
+    need = need_of_steps(steps, settled, owns_buffers=True)
     return need.weights + need.buffers
 
 

@@ -29,6 +29,9 @@ and every draft costs a full pass of the draft layer."""
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 """Value of `spec_tokens` for K by load, and the default of `spec_tiers` with it."""
 DEFAULT_MAX_LEN = 4096
+LEAST_ROWS = 8
+"""Rows of a prefill step, at least, where those that are not used cost nothing. One prefill step
+then serves all programs of up to so many requests."""
 SHARING_PROMPTS = 4
 """A prefill step may have this many rows even if fewer requests could decode in it."""
 DEFAULT_PREFILL_CHUNK = 64
@@ -48,6 +51,9 @@ SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` says what they are."""
+
+_OPEN_SWITCHES = ("sampling", "token_mask")
+"""Options that are True, False or None; see `CompileOptions.for_requests`."""
 
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
@@ -78,7 +84,8 @@ class CompileOptions:
             together; a divisor of `prefill_chunk`. With 1, prompts run one by one, and decoding
             waits for each chunk. None chooses a divisor: enough for the largest bucket if each
             request can have K + 1 tokens, but less than twice as many; otherwise fewer, if possible
-            four.
+            four. Where kernels leave out unused rows, it chooses as for a bucket of 8 at least, so
+            that a larger bucket needs no other prefill step.
         prefix_caching: reuse KV pages, and snapshots of state that is not in pages, of prompts and
             outputs that begin with the same tokens; see docs/engine.md.
         snapshot_bytes: the most bytes of snapshots. Only models with state outside of pages take
@@ -110,11 +117,12 @@ class CompileOptions:
         synthetic_acceptance_length: the same as a mean number of tokens per step, 1..K + 1, or a
             name of `mtpc.acceptance.GOLDEN_LENGTHS`. This field becomes the rates above.
         sampling: compile sampling: temperature, filters, penalties, masks and log-probabilities.
-            Without it, every request is decoded greedily.
+            Without it, every request is decoded greedily. None is True for `mtpc.compile` on the
+            cpu backend, so that the same steps serve every kind of request; otherwise False.
         max_logprobs: with `sampling`, the largest number of most probable tokens that a request may
             have reported, 1..64.
         token_mask: with `sampling`, a mask for each token to choose (`batch.token_mask`), which
-            grammars need.
+            grammars need. None is as `sampling`, but False with synthetic acceptance.
         verify_passes: run the verifier with fake-tensor propagation after every pass instead of
             only after the last.
         strict: raise an error for every fallback instead of counting it in the stats.
@@ -158,9 +166,9 @@ class CompileOptions:
     tensor_parallel_size: int = 1
     synthetic_acceptance_rates: tuple[float, ...] = ()
     synthetic_acceptance_length: float | str | None = None
-    sampling: bool = False
+    sampling: bool | None = None
     max_logprobs: int = 5
-    token_mask: bool = False
+    token_mask: bool | None = None
     verify_passes: bool = False
     strict: bool = False
     disabled_passes: tuple[str, ...] = ()
@@ -183,7 +191,7 @@ class CompileOptions:
         if self.prefill_chunk is not None:
             check_int("prefill_chunk", self.prefill_chunk, low=1)
         check_int("max_logprobs", self.max_logprobs, low=1, high=64)
-        if self.token_mask and not self.sampling:
+        if self.token_mask and self.sampling is False:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.num_pages is not None:
             check_int("num_pages", self.num_pages, low=2)
@@ -215,7 +223,8 @@ class CompileOptions:
         """Anything but True and False is refused: "no" would count as yes."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(field.default, bool) and not isinstance(value, bool):
+            is_switch = isinstance(field.default, bool) or field.name in _OPEN_SWITCHES
+            if is_switch and value is not field.default and not isinstance(value, bool):
                 raise OptionError(f"{field.name} is {value!r}; expected True or False")
 
     def _settle_tiers(self) -> None:
@@ -320,14 +329,28 @@ class CompileOptions:
             )
 
     def for_weights(self, dtype: str | None, skips_idle_rows: bool) -> CompileOptions:
-        """These options with the default of `prefill_chunk` for weights of a dtype.
+        """These options with the defaults of `prefill_chunk` and `prefill_rows` for weights of a
+        dtype.
 
-        It must be set before a lookup in the cache, because keys contain the chunk.
+        They must be set before a lookup in the cache, because keys contain them.
         """
         skips = skips_idle_rows and SKIP_IDLE_ROWS not in self.disabled_passes
-        if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
-            return replace(self, prefill_chunk=LARGE_PREFILL_CHUNK)
-        return self
+        if not skips or (self.dtype or dtype) != "bfloat16":
+            return self
+        options = replace(self, prefill_chunk=self.prefill_chunk or LARGE_PREFILL_CHUNK)
+        wide = replace(options, batch_buckets=(*options.batch_buckets, LEAST_ROWS))
+        return replace(options, prefill_rows=wide.prefill_shape[0])
+
+    def for_requests(self, of_all_kinds: bool) -> CompileOptions:
+        """These options with the defaults of `sampling` and `token_mask`.
+
+        Args:
+            of_all_kinds: whether a request may ask for either unless an option says no.
+        """
+        sampling = of_all_kinds if self.sampling is None else self.sampling
+        masks = of_all_kinds and sampling and not self.synthetic_acceptance_rates
+        masks = masks if self.token_mask is None else self.token_mask
+        return replace(self, sampling=sampling, token_mask=masks)
 
     def for_gpu(self) -> CompileOptions:
         """These options with a GPU's defaults of `prefill_chunk` and `busy_prefill_chunk`.

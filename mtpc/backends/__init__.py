@@ -80,6 +80,16 @@ def settle_prefill(options: CompileOptions, dtype: str | None) -> CompileOptions
     return options.for_weights(dtype, row is not None and row.skips_idle_rows)
 
 
+def settle_requests(options: CompileOptions, owns_buffers: bool) -> CompileOptions:
+    """Options with what requests may ask for settled.
+
+    Where the graph cache keeps steps, they are for requests of all kinds, so that one build serves
+    all commands. A host has the buffers that it asks for and no more.
+    """
+    row = first_choice(options.backend)
+    return options.for_requests(owns_buffers and row is not None and row.has_packages)
+
+
 def choose_backend(
     name: str, strict: bool, report: Report, store: EntryStore | None = None
 ) -> tuple[Backend, str | None]:
@@ -139,4 +149,5 @@ __all__ = [
     "first_choice",
     "make_backend",
     "settle_prefill",
+    "settle_requests",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.backends import PACKAGING, settle_prefill
+from mtpc.backends import PACKAGING, settle_prefill, settle_requests
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
@@ -206,7 +206,7 @@ def _why(args: argparse.Namespace) -> int:
     options = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
     source = Checkpoint(checkpoint)
-    options = settle_prefill(options, source.dtype)
+    options = settle_requests(settle_prefill(options, source.dtype), owns_buffers=True)
     cache = open_cache(source, options, console.print)
     if cache is None:
         raise OptionError(f"backend {options.backend!r} has no cache; use {PACKAGING}")

@@ -31,7 +31,8 @@ def command(args: argparse.Namespace) -> int:
     checkpoint = chosen_checkpoint(args.checkpoint)
     options = {"batch_buckets": (1,), **compile_options(args)}
     sampling = mtpc.SamplingParams(**sampling_fields(args))
-    options["sampling"] = not sampling.is_plain
+    if not sampling.is_plain:
+        options["sampling"] = True
     mtpc.CompileOptions.parse(options)
     require_packages("mtpc chat", ("jinja2",))
     check_tokenizer(checkpoint, ["text"])

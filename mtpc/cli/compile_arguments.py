@@ -109,6 +109,12 @@ _SWITCHES = (
 )
 
 
+_WITHOUT = (
+    ("--no-sampling", "sampling", "compile for greedy decoding only; other requests are refused"),
+    ("--no-structured-outputs", "token_mask", "compile no token masks; grammars are refused"),
+)
+
+
 def add_compile_options(
     parser: argparse.ArgumentParser, several_k: bool = False, **defaults: object
 ) -> None:
@@ -150,6 +156,7 @@ def add_compile_options(
             f"what pages of K and V hold: {', '.join(KV_CACHE_DTYPES)}",
         ),
         ("quantize", str, "SCHEME", f"quantise weights: {', '.join(SCHEMES)}"),
+        ("max_logprobs", int, "N", "most probable tokens that a request may ask to report"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
         shown = "" if default in (None, ()) else f" (default: {_listed(default)})"
@@ -161,6 +168,8 @@ def add_compile_options(
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     for flag, text in _SWITCHES:
         group.add_argument(flag, action="store_true", default=None, help=text)
+    for flag, dest, text in _WITHOUT:
+        group.add_argument(flag, action="store_false", default=None, dest=dest, help=text)
 
 
 def _add_vllm_options(group: Any, several_k: bool) -> None:

@@ -29,9 +29,10 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
-    options = {"batch_buckets": (len(prompts),), **compile_options(args)}
+    options = {"batch_buckets": (bucket_of(len(prompts)),), **compile_options(args)}
     sampling = mtpc.SamplingParams(**sampling_fields(args))
-    options["sampling"] = not sampling.is_plain
+    if not sampling.is_plain:
+        options["sampling"] = True
     mtpc.CompileOptions.parse(options)
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr) as tell:
@@ -46,6 +47,11 @@ def command(args: argparse.Namespace) -> int:
         )
     _print_results(prompts, results, model)
     return 0
+
+
+def bucket_of(count: int) -> int:
+    """The batch bucket for a number of prompts: a power of two, as those of `mtpc.compile` are."""
+    return 1 << (count - 1).bit_length()
 
 
 def set_threads(requested: int | None, checkpoint: Path) -> None:

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand until the server stops, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
-    options = compile_options(args)
-    if not args.sampling:  # Masks are part of sampling.
-        options["token_mask"] = False
+    options = {"sampling": True, **compile_options(args)}
+    options.setdefault("token_mask", options["sampling"])
     if "spec_tiers" in options:
         options.setdefault("spec_tokens", AUTO)
     mtpc.CompileOptions.parse(options)

@@ -63,7 +63,6 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         shown = text if name == "max_tokens" else f"{text} {_default(name)}"
         flag = f"--{name.replace('_', '-')}"
         limits.add_argument(flag, type=kind, metavar=metavar, help=shown)
-    _add_sampling(parser)
 
 
 def _add_formats(add: Callable[..., Any]) -> None:
@@ -79,28 +78,6 @@ def _add_formats(add: Callable[..., Any]) -> None:
         add(f"--{name}", choices=known, metavar="NAME", help=f"{text} {shown}")
     text = "accepted, as vLLM's users give it: tools are on where the format of calls is known"
     add("--enable-auto-tool-choice", action="store_true", help=text)
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--no-sampling",
-        action="store_false",
-        dest="sampling",
-        help="compile for greedy decoding only; the server refuses other requests",
-    )
-    sampling.add_argument(
-        "--no-structured-outputs",
-        action="store_false",
-        dest="token_mask",
-        help="compile no token masks; the server refuses JSON formats and required tools",
-    )
-    sampling.add_argument(
-        "--max-logprobs",
-        type=int,
-        metavar="N",
-        help="most probable tokens that a request may ask to report (default: 5)",
-    )
 
 
 def _origins(text: str) -> tuple[str, ...]:

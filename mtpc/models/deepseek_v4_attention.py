@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from mtpc import ops
 from mtpc.layout import NO_SLOT
-from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks
+from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks, rows_of
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class WindowedAttention(nn.Module):
             else:
                 compress(indexer, hidden, rows, SlotRing(state.index_raw), state.index_entries)
                 chosen = choose_entries(indexer, hidden, low, rows, state.index_entries)
-                keys.append(state.entries.flatten(0, 1)[rows.slot[:, None] * count + chosen])
+                keys.append(rows_of(state.entries)[rows.slot[:, None] * count + chosen])
                 seen.append(visible.gather(1, chosen))
         return torch.cat(keys, 1), torch.cat(seen, 1)
 

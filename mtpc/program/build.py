@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mtpc import errors
-from mtpc.backends import PACKAGING, make_backend, settle_prefill
+from mtpc.backends import PACKAGING, make_backend, settle_prefill, settle_requests
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
@@ -120,6 +120,7 @@ def build(
     source = Checkpoint(directory)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
+    options = settle_requests(options, owns_buffers=form == "fused")
     job = _Job(directory, options, torch.get_num_threads(), check)
     tell = _Teller(listener, start)
     tasks = [

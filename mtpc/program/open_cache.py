@@ -64,7 +64,8 @@ def open_cache(
             )
         tell("the model object has hooks or replaced forwards, so its steps are not cached")
         return None
-    return StepCache(open_store(options), program_fields(PACKAGING, model, options), frozen, tell)
+    fields = program_fields(PACKAGING, model, options)
+    return StepCache(open_store(options), fields, options, frozen, tell)
 
 
 def _model_fields(source: Any) -> dict[str, str] | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from mtpc.backends import choose_backend, settle_prefill
+from mtpc.backends import choose_backend, settle_prefill, settle_requests
 from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
@@ -118,10 +118,11 @@ def open_steps(
     report = line_reporter(interrupts.tell)
     parsed = CompileOptions.parse(options)
     source = Checkpoint(Path(model)) if isinstance(model, (str, Path)) else model
-    parsed = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
+    asked = settle_prefill(_on_its_device(parsed, source), stored_dtype(source))
+    parsed = settle_requests(asked, assembler.owns_buffers)
     graphs = tuple(graph_keys(parsed, assembler.form))
     opener = _Opener(
-        source, parsed, assembler, interrupts.tell, report, interrupts, graphs, parsed.tiers
+        source, parsed, assembler, interrupts.tell, report, interrupts, graphs, parsed.tiers, asked
     )
     if parsed.tensor_parallel_size > 1:
         return _open_ranked(opener)
@@ -173,6 +174,7 @@ class _Opener(Generic[T]):
     interrupts: HeldInterrupts
     graphs: tuple[tuple[StepKey, Part], ...]
     tiers: tuple[int, ...]
+    asked: CompileOptions
     rest: Graphs = ()
     ranks: Ranks | None = None
 
@@ -246,8 +248,11 @@ class _Opener(Generic[T]):
         # The backend comes first: a missing GPU must be reported before minutes of loading.
         options, store = self.options, kernel_store(self.options, cache)
         backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
+        plain = self.asked.for_requests(of_all_kinds=False)
+        # Without a compiler, sampling is slow: who did not ask for it does not wait for it.
+        opener = self if backend.package is not None else replace(self, options=plain)
         with self.interrupts:
-            opened = self._compiled(cache, backend)
+            opened = opener._compiled(cache, backend)
         opened.fallbacks.update(backend.notes + Counter([fallback] if fallback else []))
         return opened
 

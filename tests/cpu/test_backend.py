@@ -107,7 +107,7 @@ def test_no_copy_of_the_cache(family: str, cpu_built: Callable[..., CpuBuilt]) -
     for key in built.spec.program.steps:
         step = built.compiler.obtain(key)
         entries = json.loads((step.directory / TAPE).read_text())["entries"]
-        layout = step.record.layout()
+        layout = step.layout
         pools = [layout.allocate(name).nbytes for name in layout if layout[name].is_paged]
         made = [entry[-1] for entry in entries if entry[0] in ("planned", "returned")]
         assert len(made) > 1

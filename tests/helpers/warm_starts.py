@@ -38,6 +38,9 @@ def option_words(**changes: object) -> list[str]:
     """CPU_OPTIONS as they are typed."""
     words: list[str] = []
     for name, value in {**CPU_OPTIONS, **changes}.items():
+        if name == "sampling":
+            words += [] if value else ["--no-sampling"]
+            continue
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         words += [f"--{name.replace('_', '-')}", text]
     return words
