@@ -106,8 +106,8 @@ def test_a_larger_bucket_builds_its_own_step_alone(
     assert {DECODE, PREFILL, StepKey.decode(3, 3)} == steps_of(spec)
     # Three requests first, so that the last two run in request slots that the others left.
     for prompts in ([prompt_of(n) for n in (9, 14, 5)], [prompt_of(n) for n in (17, 11)]):
-        wanted = [oracle(family).generate(p, 12, stop=False) for p in prompts]
-        assert spec.generate(prompts, 12, ignore_eos=True) == wanted
+        wanted = [oracle(family).generate(p, 24, stop=False) for p in prompts]
+        assert spec.generate(prompts, 24, ignore_eos=True) == wanted
     assert spec.stats.replays[DECODE]
     assert spec.stats.replays[StepKey.decode(3, 3)]
 
