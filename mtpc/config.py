@@ -191,7 +191,7 @@ class CompileOptions:
         if self.prefill_chunk is not None:
             check_int("prefill_chunk", self.prefill_chunk, low=1)
         check_int("max_logprobs", self.max_logprobs, low=1, high=64)
-        if self.token_mask and self.sampling is False:
+        if self.token_mask and not self.sampling:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.num_pages is not None:
             check_int("num_pages", self.num_pages, low=2)
