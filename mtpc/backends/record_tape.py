@@ -234,7 +234,7 @@ class TapeRecorder:
         return pool_bytes(placed), [*made, *self.tensors, *calls]
 
 
-def size_text(value: Tensor, size: Any) -> Size:
+def size_text(value: Any, size: Any) -> Size:
     """A size of a fake tensor as a tape has it: a number, or text where it has open sizes."""
     return size if isinstance(size, int) else text_of(dim_of(value.fake_mode, size))
 
