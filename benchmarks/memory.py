@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +129,8 @@ def _planned(job: dict[str, Any]) -> int:
     cache = open_cache(source, options, lambda line: None)
     steps = cache.find_all(graph_keys(options, "fused")) if cache else None
     assert steps is not None
-    record = next(iter(steps.values())).record
-    need = need_of_steps(steps, replace(options, max_len=record.max_len), owns_buffers=True)
+    settled = next(iter(steps.values())).options
+    need = need_of_steps(steps, settled, owns_buffers=True)
     return need.weights + need.buffers
 
 

@@ -29,6 +29,9 @@ and every draft costs a full pass of the draft layer."""
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 """Value of `spec_tokens` for K by load, and the default of `spec_tiers` with it."""
 DEFAULT_MAX_LEN = 4096
+LEAST_ROWS = 8
+"""Rows of a prefill step, at least, where those that are not used cost nothing. One prefill step
+then serves all programs of up to so many requests."""
 SHARING_PROMPTS = 4
 """A prefill step may have this many rows even if fewer requests could decode in it."""
 DEFAULT_PREFILL_CHUNK = 64
@@ -82,7 +85,8 @@ class CompileOptions:
             together; a divisor of `prefill_chunk`. With 1, prompts run one by one, and decoding
             waits for each chunk. None chooses a divisor: enough for the largest bucket if each
             request can have K + 1 tokens, but less than twice as many; otherwise fewer, if possible
-            four.
+            four. Where kernels leave out unused rows, it chooses as for a bucket of 8 at least, so
+            that a larger bucket needs no other prefill step.
         prefix_caching: reuse KV pages, and snapshots of state that is not in pages, of prompts and
             outputs that begin with the same tokens; see docs/engine.md.
         snapshot_bytes: the most bytes of snapshots. Only models with state outside of pages take
@@ -362,14 +366,17 @@ class CompileOptions:
             )
 
     def for_weights(self, dtype: str | None, skips_idle_rows: bool) -> CompileOptions:
-        """These options with the default of `prefill_chunk` for weights of a dtype.
+        """These options with the defaults of `prefill_chunk` and `prefill_rows` for weights of a
+        dtype.
 
-        It must be set before a lookup in the cache, because keys contain the chunk.
+        They must be set before a lookup in the cache, because keys contain them.
         """
         skips = skips_idle_rows and SKIP_IDLE_ROWS not in self.disabled_passes
-        if self.prefill_chunk is None and skips and (self.dtype or dtype) == "bfloat16":
-            return replace(self, prefill_chunk=LARGE_PREFILL_CHUNK)
-        return self
+        if not skips or (self.dtype or dtype) != "bfloat16":
+            return self
+        options = replace(self, prefill_chunk=self.prefill_chunk or LARGE_PREFILL_CHUNK)
+        wide = replace(options, batch_buckets=(*options.batch_buckets, LEAST_ROWS))
+        return replace(options, prefill_rows=wide.prefill_shape[0])
 
     def for_gpu(self) -> CompileOptions:
         """These options with a GPU's defaults of `prefill_chunk` and `busy_prefill_chunk`.

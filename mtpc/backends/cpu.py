@@ -13,8 +13,11 @@ from mtpc.backends.base import Report, Run
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.package import TAPE, Package, open_package, signature
+from mtpc.backends.record_tape import fake_signature
 from mtpc.backends.tape import write_tape
-from mtpc.capture.graph import StepGraph, get_tensor
+from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
+from mtpc.capture.inline import fake_mode_of
+from mtpc.capture.step_mode import StepMode
 from mtpc.passes.base import Pass, Policy
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
@@ -84,7 +87,8 @@ class CpuBackend:
         """Compile to a temporary package, open it, and bind the graph's tensors."""
         directory = Path(tempfile.mkdtemp(prefix=graph.name, dir=self._scratch.name))
         package = self.package(graph, directory)
-        return open_package(directory, package, partial(get_tensor, graph.module))
+        sizes = {str(symbol): number for symbol, number in graph.layout.sizes.items()}
+        return open_package(directory, package, partial(get_tensor, graph.module), sizes)
 
     def package(self, graph: StepGraph, directory: Path) -> Package:
         """Compile a graph to the files of a package.
@@ -101,7 +105,17 @@ class CpuBackend:
         """
         (directory / TAPE).write_text(write_tape(*lower_to_tape(graph)))
         held = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
-        return Package({name: signature(get_tensor(graph.module, name)) for name in held})
+        tensors = {name: signature(get_tensor(graph.module, name)) for name in held}
+        mode = fake_mode_of(graph.graph)
+        if not isinstance(mode, StepMode):
+            return Package(tensors)
+        values = {str(n.target): n.meta["val"] for n in graph.graph.nodes if n.op == "get_attr"}
+        for name in filter(is_buffer_name, held):
+            tensors[name] = fake_signature(values[name])
+        least = {str(symbol): number for symbol, number in mode.open_sizes.items()}
+        sizes = {str(symbol): graph.layout.sizes[symbol] for symbol in graph.layout.open_sizes}
+        fixed = {name: number for name, number in sizes.items() if name not in least}
+        return Package(tensors, fixed, least)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
         """No capture: a package already is fixed work on fixed addresses."""

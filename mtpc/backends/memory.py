@@ -7,55 +7,20 @@ that all steps share.
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
+from mtpc.backends.placing import Live
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 
 GRANULE = 512
 """torch's allocator rounds sizes up to a multiple of this many bytes."""
-
-
-@dataclass(frozen=True)
-class Live:
-    """Memory that a step allocates: a temporary value, or scratch memory of an operator.
-
-    Attributes:
-        name: name of the node that allocates it.
-        nbytes: size, as torch's allocator rounds it.
-        first: index of the node that allocates it.
-        last: index of the last node that reads it or a view of it.
-    """
-
-    name: str
-    nbytes: int
-    first: int
-    last: int
-
-    def meets(self, other: Live) -> bool:
-        """Whether both are live at the same node."""
-        return self.first <= other.last and other.first <= self.last
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Live memory and its place in a pool: bytes `offset` to `end`, the latter excluded."""
-
-    live: Live
-    offset: int
-
-    @property
-    def end(self) -> int:
-        """The first byte after it."""
-        return self.offset + self.live.nbytes
 
 
 def live_memory(graph: StepGraph) -> list[Live]:
@@ -93,29 +58,6 @@ def peak_bytes(live: Iterable[Live]) -> int:
         changes[item.first] += item.nbytes
         changes[item.last + 1] -= item.nbytes
     return max(accumulate((changes[index] for index in sorted(changes)), initial=0))
-
-
-def place_live(live: Iterable[Live]) -> list[Placed]:
-    """Give each an offset, so that memory which is live at the same time does not overlap.
-
-    The largest is placed first, each in the lowest gap that holds it.
-    """
-    placed: list[Placed] = []  # Sorted by offset.
-    for item in sorted(live, key=lambda item: (-item.nbytes, item.first)):
-        offset = 0
-        for other in placed:
-            if not item.meets(other.live):
-                continue
-            if offset + item.nbytes <= other.offset:
-                break
-            offset = max(offset, other.end)
-        insort(placed, Placed(item, offset), key=lambda other: other.offset)
-    return placed
-
-
-def pool_bytes(placed: Iterable[Placed]) -> int:
-    """Bytes of a pool that holds all of them."""
-    return max((item.end for item in placed), default=0)
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

@@ -5,16 +5,19 @@ A warm start needs no other part of the cpu backend: no tracing and no compiler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mtpc.backends.base import Run
 from mtpc.backends.tape import open_tape
 from mtpc.errors import BackendError
 from mtpc.layout import dtype_name
+from mtpc.layout.open_sizes import NO_SIZES, Size, size_of
 
 TAPE = "step.tape.json"
 """File of a package: see `mtpc.backends.tape`."""
@@ -28,12 +31,32 @@ class Package:
 
     Attributes:
         tensors: name -> `signature` (dtype, shape, strides) of each tensor; the tape relies on it.
+            Open sizes are text.
+        fixed: open sizes of other packages -> the only number that this one is right for.
+        least: open sizes -> the least number that it is right for.
     """
 
     tensors: Mapping[str, str]
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+
+    def refusal(self, sizes: Mapping[str, int]) -> str | None:
+        """Why the package is not right for sizes; None if it is."""
+        for name, number in self.fixed.items():
+            if sizes.get(name) != number:
+                return f"{name} is {sizes.get(name)}, and it was compiled for {number} alone"
+        for name, number in self.least.items():
+            if sizes.get(name, -1) < number:
+                return f"{name} is {sizes.get(name)}, and it was compiled for {number} or more"
+        return None
 
 
-def open_package(directory: Path, package: Package, tensor_of: Callable[[str], Tensor]) -> Run:
+def open_package(
+    directory: Path,
+    package: Package,
+    tensor_of: Callable[[str], Tensor],
+    sizes: Mapping[str, int] = NO_SIZES,
+) -> Run:
     """Load a package and bind it to tensors, which it uses in place.
 
     The kernels must be loaded before (`cpu_kernels.load_kernels`). The returned callable releases
@@ -43,12 +66,16 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
         directory: holds TAPE.
         package: what it is bound to.
         tensor_of: name -> tensor.
+        sizes: numbers for the sizes that the package leaves open.
 
     Raises:
-        BackendError: the tape is damaged, or a tensor does not fit the package.
+        BackendError: the tape is damaged, or a tensor or a size does not fit the package.
     """
+    refusal = package.refusal(sizes)
+    if refusal is not None:
+        raise BackendError(f"a step does not fit: {refusal}; build it for these options")
     tensors = {name: tensor_of(name).detach() for name in package.tensors}
-    _check_signatures(package, tensors)
+    _check_signatures(package, tensors, sizes)
 
     def named(name: str) -> Tensor:
         if name not in tensors:
@@ -58,13 +85,15 @@ def open_package(directory: Path, package: Package, tensor_of: Callable[[str], T
             )
         return tensors[name]
 
-    return open_tape((directory / TAPE).read_bytes(), named)
+    return open_tape((directory / TAPE).read_bytes(), named, sizes)
 
 
-def _check_signatures(package: Package, tensors: Mapping[str, Tensor]) -> None:
+def _check_signatures(
+    package: Package, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> None:
     """Compare tensors with what the package was compiled for."""
-    for name, wanted in package.tensors.items():
-        found = signature(tensors[name])
+    for name, form in package.tensors.items():
+        found, wanted = signature(tensors[name]), sized(form, sizes)
         if found != wanted:
             raise BackendError(
                 f"{name} is {found}; the package was compiled for {wanted}; pass the tensors of "
@@ -74,5 +103,27 @@ def _check_signatures(package: Package, tensors: Mapping[str, Tensor]) -> None:
 
 def signature(tensor: Tensor) -> str:
     """A tensor's dtype, shape and strides as text: `bfloat16[64,32](32,1)`."""
-    shape, stride = ",".join(map(str, tensor.shape)), ",".join(map(str, tensor.stride()))
-    return f"{dtype_name(tensor.dtype)}[{shape}]({stride})"
+    return signature_text(tensor.dtype, tensor.shape, tensor.stride())
+
+
+def signature_text(dtype: torch.dtype, shape: Sequence[Size], strides: Sequence[Size]) -> str:
+    """A `signature`, which may have open sizes: `int32[1*S,1*M](1*M,1)`."""
+    listed = (",".join(map(str, row)) for row in (shape, strides))
+    return "{}[{}]({})".format(dtype_name(dtype), *listed)
+
+
+def sized(form: str, sizes: Mapping[str, int]) -> str:
+    """A signature with numbers for its open sizes.
+
+    Raises:
+        BackendError: it is no signature.
+    """
+    found = re.fullmatch(r"(\w+)\[([^\]]*)\]\(([^)]*)\)", form)
+    if found is None:
+        raise BackendError(f"{form[:60]!r} is no signature of a tensor; run `mtpc cache verify`")
+    dtype, *rows = found.groups()
+    numbers = (
+        ",".join(n if n.isdigit() else str(size_of(n, sizes)) for n in row.split(",") if n)
+        for row in rows
+    )
+    return "{}[{}]({})".format(dtype, *numbers)

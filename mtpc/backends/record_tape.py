@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mtpc.backends.memory import Live, place_live, pool_bytes
+from mtpc.backends.package import signature_text
+from mtpc.backends.placing import Live, place_live, pool_bytes
 from mtpc.backends.tape import (
     BOOLEAN,
     DOUBLES,
@@ -29,8 +30,12 @@ from mtpc.backends.tape import (
     TENSOR,
     TEXT,
     Entry,
+    round_up,
 )
+from mtpc.capture.step_mode import dim_of
 from mtpc.errors import BackendError
+from mtpc.layout.buffers import text_of
+from mtpc.layout.open_sizes import Size
 
 _DTYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
@@ -38,8 +43,6 @@ _DTYPES = {
     torch.float8_e4m3fn: 24,
 }  # fmt: skip
 """torch's numbers of dtypes in C++."""
-_LINE = 64
-"""Planned memory begins at multiples of this many bytes, a line of the processor's caches."""
 
 
 @dataclass
@@ -95,7 +98,8 @@ class TapeRecorder:
 
     def new(self, kind: str, value: Tensor) -> None:
         """Memory of a call's result: "planned" or "returned"."""
-        nbytes = value.untyped_storage().nbytes()
+        nbytes = size_text(value, value.untyped_storage().nbytes())
+        kind = "grown" if kind == "planned" and isinstance(nbytes, str) else kind
         self._add(value.untyped_storage()._cdata, _Storage([kind, nbytes]))
 
     def _add(self, key: int, storage: _Storage) -> None:
@@ -105,18 +109,19 @@ class TapeRecorder:
     def slot(self, value: Tensor) -> int:
         """The number of a tensor of the tape."""
         storage = self._storage_of[value.untyped_storage()._cdata]
-        offset = int(value.storage_offset()) - self.storages[storage].base
-        return self._tensor(storage, value.dtype, tuple(value.shape), value.stride(), offset)
+        offset = size_text(value, value.storage_offset() - self.storages[storage].base)
+        sizes, strides = ([size_text(value, n) for n in of] for of in (value.shape, value.stride()))
+        return self._tensor(storage, value.dtype, sizes, strides, offset)
 
     def _tensor(
         self,
         storage: int,
         dtype: torch.dtype,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        offset: int,
+        shape: list[Size],
+        stride: list[Size],
+        offset: Size,
     ) -> int:
-        entry = ("tensor", storage, _DTYPES[dtype], list(shape), list(stride), offset)
+        entry = ("tensor", storage, _DTYPES[dtype], shape, stride, offset)
         key = repr(entry)
         if key not in self._number_of:
             self._number_of[key] = len(self.tensors)
@@ -206,13 +211,16 @@ class TapeRecorder:
     def entries(self) -> tuple[int, list[Entry]]:
         """Bytes of the arena, and all entries."""
         live = [
-            Live(str(number), -(-storage.entry[1] // _LINE) * _LINE, storage.first, storage.last)
+            Live(str(number), round_up(storage.entry[1]), storage.first, storage.last)
             for number, storage in enumerate(self.storages)
             if storage.entry[0] == "planned"
         ]
         placed = place_live(live)
         for place in placed:
             self.storages[int(place.live.name)].entry.insert(1, place.offset)
+        for storage in self.storages:
+            if storage.entry[0] == "grown":
+                storage.entry += [storage.first, storage.last]
         ending: dict[int, list[int]] = {}
         for number, storage in enumerate(self.storages):
             if storage.entry[0] == "returned":
@@ -224,6 +232,17 @@ class TapeRecorder:
                 calls.append(["release", ending[number]])
         made = [storage.entry for storage in self.storages]
         return pool_bytes(placed), [*made, *self.tensors, *calls]
+
+
+def size_text(value: Any, size: Any) -> Size:
+    """A size of a fake tensor as a tape has it: a number, or text where it has open sizes."""
+    return size if isinstance(size, int) else text_of(dim_of(value.fake_mode, size))
+
+
+def fake_signature(value: Tensor) -> str:
+    """A fake tensor's `signature`, with its open sizes."""
+    rows = ([size_text(value, n) for n in of] for of in (value.shape, value.stride()))
+    return signature_text(value.dtype, *rows)
 
 
 def bits(value: float) -> int:

@@ -7,14 +7,16 @@ a method of the runner's object and arguments for it, which the runner checks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtpc.backends.base import Run
-from mtpc.errors import BackendError
+from mtpc.backends.placing import Live, place_live, pool_bytes
+from mtpc.errors import BackendError, CacheError
+from mtpc.layout.open_sizes import NO_SIZES, size_of
 
 FUNCTIONS = (
     "copy", "neg", "not", "logical_not", "isfinite", "cos", "sin", "exp", "sqrt", "rsqrt",
@@ -32,6 +34,8 @@ NOTHING, TENSOR, INTEGER, REAL, BOOLEAN, TEXT, LIST = range(7)
 """Tags of arguments: `Tag` of `cpu_kernels/runner.cpp`."""
 _METHODS = ("bound", "planned", "returned", "numbers", "tensor", "kernel", "aten", "map", "fold",
             "move_rows", "release")  # fmt: skip
+LINE = 64
+"""Planned memory begins at multiples of this many bytes, a line of the processor's caches."""
 _SHOWN = 80
 """Characters of an entry that an error shows."""
 
@@ -45,7 +49,9 @@ def write_tape(arena_bytes: int, entries: Sequence[Entry]) -> str:
     return f'{{"arena": {arena_bytes}, "entries": [\n{lines}\n]}}\n'
 
 
-def open_tape(text: str | bytes, tensor_of: Callable[[str], Tensor]) -> Run:
+def open_tape(
+    text: str | bytes, tensor_of: Callable[[str], Tensor], sizes: Mapping[str, int] = NO_SIZES
+) -> Run:
     """Load a tape and bind it to tensors, which it uses in place.
 
     The kernels must be loaded before (`cpu_kernels.load_kernels`). The returned callable releases
@@ -54,6 +60,7 @@ def open_tape(text: str | bytes, tensor_of: Callable[[str], Tensor]) -> Run:
     Args:
         text: of the tape's file.
         tensor_of: name -> tensor.
+        sizes: numbers for the sizes that the tape leaves open.
 
     Raises:
         BackendError: the text is no tape of this version, or a tensor does not fit it.
@@ -61,18 +68,60 @@ def open_tape(text: str | bytes, tensor_of: Callable[[str], Tensor]) -> Run:
     entry: Any = None
     try:
         value = json.loads(text)
-        tape = torch.classes.mtpc_runner.Tape(value["arena"])
-        for entry in value["entries"]:
+        arena, entries = _sized(value["arena"], value["entries"], sizes)
+        tape = torch.classes.mtpc_runner.Tape(arena)
+        for entry in entries:
             method, *arguments = entry
             if method not in _METHODS:
                 raise ValueError(f"{method!r} is none of {', '.join(_METHODS)}")
             if method == "bound":
                 arguments = [tensor_of(*arguments)]
             getattr(tape, method)(*arguments)
-    except (ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, CacheError) as error:
         raise BackendError(
             f"a step's tape does not fit at {json.dumps(entry)[:_SHOWN]}: "
             f"{str(error).splitlines()[0]}; run `mtpc cache verify`, and build the step again"
         ) from error
     run: Run = tape.run
     return run
+
+
+def _sized(
+    arena: int, entries: Sequence[Entry], sizes: Mapping[str, int]
+) -> tuple[int, Iterator[Entry]]:
+    """Bytes of the arena, and the entries with numbers for open sizes.
+
+    "grown" memory has open sizes. It is placed here, behind what was planned when the tape was
+    written.
+    """
+    start = round_up(arena)
+    live = [
+        Live(str(number), round_up(size_of(size, sizes)), first, last)
+        for number, (method, size, first, last) in _grown(entries)
+    ]
+    placed = place_live(live)
+    offsets = {int(place.live.name): start + place.offset for place in placed}
+
+    def numbered() -> Iterator[Entry]:
+        for number, (method, *given) in enumerate(entries):
+            if method == "grown":
+                yield "planned", offsets[number], size_of(given[0], sizes)
+            elif method == "returned":
+                yield method, size_of(given[0], sizes)
+            elif method == "tensor":
+                storage, dtype, shape, strides, offset = given
+                resolved = ([size_of(n, sizes) for n in of] for of in (shape, strides))
+                yield method, storage, dtype, *resolved, size_of(offset, sizes)
+            else:
+                yield method, *given
+
+    return (start + pool_bytes(placed) if placed else arena), numbered()
+
+
+def _grown(entries: Sequence[Entry]) -> Iterable[tuple[int, Entry]]:
+    return ((number, entry) for number, entry in enumerate(entries) if entry[0] == "grown")
+
+
+def round_up(nbytes: int) -> int:
+    """The next multiple of LINE."""
+    return -(-nbytes // LINE) * LINE

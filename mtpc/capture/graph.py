@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from mtpc.capture.step_mode import dim_of
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
 from mtpc.weights.quantise import quantised_rows
@@ -267,7 +268,9 @@ def _line(node: fx.Node) -> str:
     value = node.meta.get("val")
     kind = ""
     if isinstance(value, Tensor):
-        kind = f": {dtype_name(value.dtype)}{list(value.shape)}"
+        mode = getattr(value, "fake_mode", None)
+        sizes = [n if mode is None else dim_of(mode, n) for n in value.shape]
+        kind = f": {dtype_name(value.dtype)}{sizes}"
     args = ", ".join([*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())])
     target = "" if node.op == "get_attr" else f"({args})"
     return f"%{node.name}{kind} = {node.op.removeprefix('call_')} {node.target}{target}"

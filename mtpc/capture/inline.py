@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mtpc.capture.graph import StepGraph, WeightTable, get_tensor, set_tensor
+from mtpc.capture.step_mode import StepMode, fake_of, settled
 from mtpc.errors import GraphError
 from mtpc.ops.signatures import value_of
 
@@ -60,7 +61,8 @@ class Inliner:
     def __init__(self, source: StepGraph, buffer_names: Mapping[int, str]):
         self.source, self.buffer_names = source, buffer_names
         self.weights: WeightTable = source.weights
-        self.mode = FakeTensorMode()
+        layout = source.layout
+        self.mode = StepMode(layout) if layout.open_sizes else FakeTensorMode()
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.attributes: dict[str, fx.Node] = {}
@@ -125,7 +127,7 @@ class Inliner:
         if name not in self.attributes:
             set_tensor(self.root, name, tensor, buffer=not isinstance(tensor, nn.Parameter))
             node = self.graph.get_attr(name)
-            node.meta["val"] = self.mode.from_tensor(tensor, static_shapes=True)
+            node.meta["val"] = fake_of(self.mode, name, tensor)
             self.attributes[name] = node
         return self.attributes[name]
 
@@ -139,9 +141,9 @@ class Inliner:
         if getattr(target, "__name__", "").split(".")[0] in _SHAPE_GUARDS:
             return None
         meta = fake_call(self.mode, target, args, kwargs)
-        if isinstance(meta["val"], (int, float, bool)):
+        if isinstance(meta["val"], (int, float, bool, torch.SymInt, torch.SymBool)):
             return meta["val"]
-        new = self.graph.call_function(target, args, kwargs)
+        new = self.graph.call_function(target, settled(args), settled(kwargs))
         new.meta = {**meta, "piece": piece}
         return new
 

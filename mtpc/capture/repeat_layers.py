@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, set_tensor
 from mtpc.capture.inline import fake_call, fake_mode_of
+from mtpc.capture.step_mode import fake_of
 from mtpc.weights.recipes import substitute
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class _Writer:
             is_parameter = isinstance(tensor, nn.Parameter)
             set_tensor(self.root, name, tensor, buffer=not is_parameter)
             new = self.graph.get_attr(name)
-            new.meta = {"val": self.mode.from_tensor(tensor, static_shapes=True)}
+            new.meta = {"val": fake_of(self.mode, name, tensor)}
             self.attributes[name] = new
         return self.attributes[name]
 

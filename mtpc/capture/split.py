@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from mtpc.capture.effects import Effects, analyse, eliminate_dead_nodes
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
+from mtpc.capture.step_mode import dim_of, nominal
 from mtpc.errors import GraphError
 from mtpc.layout import VERIFY, BufferSpec
 
@@ -76,10 +77,11 @@ def split_step(graph: StepGraph) -> SplitStep:
     kept = [n for n in graph.graph.nodes if n not in free and n not in propose_side]
     crossing = [n for n in kept if n.users.keys() & propose_side]
     names = {node: f"cross.{node.name}" for node in crossing}
+    mode = fake_mode_of(graph.graph)
     specs = tuple(
         BufferSpec(
             name,
-            tuple(node.meta["val"].shape),
+            tuple(dim_of(mode, size) for size in node.meta["val"].shape),
             node.meta["val"].dtype,
             0,
             VERIFY,
@@ -155,8 +157,13 @@ def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scal
 
 
 def _nbytes(value: Any) -> float:
-    """Bytes of a tensor; infinite for a tuple, which does not fit in a buffer."""
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else float("inf")
+    """Bytes of a tensor; infinite for a tuple, which does not fit in a buffer.
+
+    They do not depend on open sizes, so that both halves are cut alike whatever they are built for.
+    """
+    if not isinstance(value, Tensor):
+        return float("inf")
+    return nominal(value.numel()) * value.element_size()
 
 
 def _effect_order(graph: fx.Graph, effects: Effects) -> list[tuple[fx.Node, fx.Node]]:

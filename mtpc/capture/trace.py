@@ -10,6 +10,7 @@ records `Step.forward` with all pieces as leaves. Its result is a StepGraph of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -45,14 +46,15 @@ class ModelTraces(nn.Module):
         device = next(model.target.parameters()).device
         metadata = tuple(_example_metadata(layout, device))
         ids = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=device)
-        self.target = export_piece(model.target, (ids, *metadata))
+        given = _symbolic(layout)
+        self.target = export_piece(model.target, (ids, *metadata), ({0}, *given))
         features = fed = _example(self.target)
         if model.draft_entry is not None:
             self.draft_entry = export_piece(model.draft_entry, (_example(self.target, 1),))
             fed = _example(self.draft_entry)
         self.target_head = export_piece(model.target_head, (features,))
         self.drafts = nn.ModuleList(
-            export_piece(draft, (ids, fed, *metadata)) for draft in model.drafts
+            export_piece(draft, (ids, fed, *metadata), ({0}, {0}, *given)) for draft in model.drafts
         )
         self.draft_heads = nn.ModuleList(
             self.target_head if head is model.target_head else export_piece(head, (fed,))
@@ -84,6 +86,12 @@ def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
     )
 
 
+def _symbolic(layout: Layout) -> tuple[set[int], ...]:
+    """Dimensions of metadata that are symbolic: rows or requests, and a request's blocks."""
+    blocks = {0, 1} if layout.shape("state.block_table")[1] > 1 else {0}  # 1 would be a constant.
+    return tuple(blocks if field.name == "block_table" else {0} for field in fields(Metadata))
+
+
 def _example(piece: Any, place: int = 0) -> Tensor:
     """Zeros of the shape and dtype of one result of a traced piece."""
     output = next(n for n in piece.graph.nodes if n.op == "output").args[0]
@@ -92,18 +100,26 @@ def _example(piece: Any, place: int = 0) -> Tensor:
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
-def export_piece(module: nn.Module, example: Sequence[Tensor]) -> fx.GraphModule:
-    """Non-strict export, with the first size of each argument symbolic.
+def export_piece(
+    module: nn.Module, example: Sequence[Tensor], symbolic: Sequence[set[int]] | None = None
+) -> fx.GraphModule:
+    """Non-strict export, with some sizes of each argument symbolic.
+
+    Args:
+        module: the piece.
+        example: its arguments.
+        symbolic: for each argument, the dimensions with symbolic sizes; None: the first of each.
 
     The get_attr nodes of the result refer to the module's own tensors, which are named as in
     `module`, below "inner.".
     """
     wrapped = _Positional(module)
+    symbolic = symbolic or [{0}] * len(example)
     with torch.no_grad():
         program = torch.export.export(
             wrapped,
             tuple(example),
-            dynamic_shapes=(tuple({0: Dim.DYNAMIC} for _ in example),),
+            dynamic_shapes=(tuple(dict.fromkeys(dims, Dim.DYNAMIC) for dims in symbolic),),
             strict=False,
         )
     traced = program.module(check_guards=False)

@@ -108,7 +108,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_sampling(parser)
     add_threads(parser)
     add_ranks(parser)
-    add_compile_options(parser, batch_buckets="the number of prompts")
+    add_compile_options(parser, batch_buckets="a power of two that holds the prompts")
     add_cache_options(parser)
 
 

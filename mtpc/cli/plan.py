@@ -31,7 +31,7 @@ def command(args: argparse.Namespace) -> int:
     device = _device(args)
     shapes = load_shapes(args.checkpoint, args.dtype, max(args.spec_tokens) > 0)
     scheme = args.quantize or shapes.scheme
-    most = getattr(shapes.loaded.config, "max_position_embeddings", None) or DEFAULT_LEN
+    most = shapes.loaded.max_positions or DEFAULT_LEN
     models = [
         RankModel(
             shapes.loaded,

@@ -30,7 +30,7 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
-    options = {"batch_buckets": (len(prompts),), **compile_options(args)}
+    options = {"batch_buckets": (bucket_of(len(prompts)),), **compile_options(args)}
     sampling = mtpc.SamplingParams(**sampling_fields(args))
     options["sampling"] = not sampling.is_plain
     mtpc.CompileOptions.parse(options)
@@ -50,6 +50,11 @@ def command(args: argparse.Namespace) -> int:
         model.close()
     _print_results(prompts, results, model)
     return 0
+
+
+def bucket_of(count: int) -> int:
+    """The batch bucket for a number of prompts: a power of two, as those of `mtpc.compile` are."""
+    return 1 << (count - 1).bit_length()
 
 
 def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = None) -> None:

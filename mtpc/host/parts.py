@@ -69,7 +69,8 @@ class PackagePart:
         def tensor_of(name: str) -> Tensor:
             return tensors[name] if name in tensors else self.weights[name]
 
-        return open_package(Path(self.directory.name), self.package, tensor_of)
+        sizes = {str(symbol): number for symbol, number in self.layout.sizes.items()}
+        return open_package(Path(self.directory.name), self.package, tensor_of, sizes)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class CachedPart:
 
     @property
     def layout(self) -> Layout:
-        return self.step.record.layout()
+        return self.step.layout
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
         """Open the package, and read the weights that the table lacks."""

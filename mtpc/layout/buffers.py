@@ -18,6 +18,7 @@ from mtpc.layout import (
     StepKey,
     Writer,
 )
+from mtpc.layout.open_sizes import Size
 from mtpc.layout.specs import Dim
 from mtpc.sampling_params import FLOATS, INTS
 
@@ -28,12 +29,26 @@ K_MAX = sympy.Symbol("K_max", integer=True, nonnegative=True)
 C = sympy.Symbol("C", integer=True, nonnegative=True)
 """Most rows of one request that a step may write to a layer: a prefill chunk or K_max + 1, and what
 true chaining computes again."""
+OPEN_SIZES = (M, N, S)
+"""Sizes of shared state alone, which a step may leave open; `open_sizes` has their names."""
 T = R * Q
 """Flat tokens of a bucket: num_reqs * query_len."""
 V, B, L = sympy.symbols("V B L", integer=True, nonnegative=True)
 """Vocabulary, entries of a logit bias, most probable tokens that can be reported."""
 W = (V + 31) // 32
 """Words of a mask with a bit a token."""
+
+
+def text_of(dim: Dim) -> Size:
+    """A dimension as a number or, with open sizes in it, as `open_sizes` writes it."""
+    if isinstance(dim, int) or not dim.free_symbols:
+        return int(dim)
+    terms = sympy.Poly(dim, *OPEN_SIZES).terms()
+    factors = [
+        (int(number), *(s for s, n in zip(OPEN_SIZES, powers, strict=True) for _ in range(n)))
+        for powers, number in terms
+    ]
+    return "+".join("*".join(map(str, term)) for term in factors)
 
 
 def ring_pages(window: int) -> sympy.Expr:

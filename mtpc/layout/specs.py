@@ -96,11 +96,22 @@ class BufferSpec:
 
 
 class Layout(Mapping[str, BufferSpec]):
-    """The buffers of one step and the numbers behind their symbols (immutable)."""
+    """The buffers of one step and the numbers behind their symbols (immutable).
 
-    def __init__(self, specs: Iterable[BufferSpec], sizes: Mapping[sympy.Symbol, int]):
+    Args:
+        specs: of the buffers.
+        sizes: symbol -> number.
+        open_sizes: symbols that the step is to leave open, so that it serves other numbers, too.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[BufferSpec],
+        sizes: Mapping[sympy.Symbol, int],
+        open_sizes: Iterable[sympy.Symbol] = (),
+    ):
         self._specs = {spec.name: spec for spec in specs}
-        self.sizes = dict(sizes)
+        self.sizes, self.open_sizes = dict(sizes), tuple(open_sizes)
 
     def __getitem__(self, name: str) -> BufferSpec:
         return self._specs[name]
@@ -133,11 +144,11 @@ class Layout(Mapping[str, BufferSpec]):
         """A layout in which one buffer has other dimensions."""
         specs = dict(self._specs)
         specs[name] = replace(specs[name], dims=dims)
-        return Layout(specs.values(), self.sizes)
+        return Layout(specs.values(), self.sizes, self.open_sizes)
 
     def extended(self, specs: Iterable[BufferSpec]) -> Layout:
         """A layout with further buffers."""
-        return Layout([*self._specs.values(), *specs], self.sizes)
+        return Layout([*self._specs.values(), *specs], self.sizes, self.open_sizes)
 
     def allocate(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor for one buffer, filled with its padding value.

@@ -179,7 +179,8 @@ def ring_metadata(metadata: Metadata, pages: int, page_size: int) -> Metadata:
     """
     slots = metadata.state_slots
     first = torch.where(slots == SCRATCH_SLOT, 0, (slots - 1) * pages + 1)
-    block = torch.arange(metadata.block_table.shape[1], device=slots.device)
+    # Counted, not `arange(M)`: no number of a step may depend on M.
+    block = torch.ones_like(metadata.block_table[0], dtype=torch.int64).cumsum(0) - 1
     absent = (slots == SCRATCH_SLOT)[:, None] | (metadata.block_table == NULL_PAGE)
     table = torch.where(absent, NULL_PAGE, first[:, None] + block[None] % pages).int()
     token = torch.arange(metadata.positions.shape[0], device=slots.device)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.layout import NO_SLOT
-from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks
+from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks, rows_of
 from mtpc.ops.choose_slots import choose_slots
 
 
@@ -199,7 +199,7 @@ class WindowedAttention(nn.Module):
             else:
                 compress(indexer, hidden, rows, SlotRing(state.index_raw), state.index_entries)
                 chosen = choose_entries(indexer, hidden, low, rows, state.index_entries)
-                keys.append(state.entries.flatten(0, 1)[chosen.clamp(min=0)])
+                keys.append(rows_of(state.entries)[chosen.clamp(min=0)])
                 seen.append(chosen >= 0)
         return torch.cat(keys, 1), torch.cat(seen, 1)
 

@@ -79,6 +79,11 @@ class LoadedModel:
         return self.target.config.get_text_config(decoder=True)
 
     @property
+    def max_positions(self) -> int | None:
+        """The config's max_position_embeddings, where it has any."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.target.get_input_embeddings().weight.dtype
 

@@ -69,6 +69,11 @@ class Rows:
         )
 
 
+def rows_of(state: Tensor) -> Tensor:
+    """State [S, n, D] as rows [S * n, D]; no number of a step may depend on S."""
+    return state.view(-1, state.shape[-1])
+
+
 @dataclass(frozen=True)
 class SlotRing:
     """The rings of a layer by request slot, [S, places, ...]."""
@@ -109,7 +114,7 @@ class SlotRing:
         place = rows.request_slot[request][:, None] * self.places
         place = place + torch.remainder(position, self.places)
         is_new = (position >= context)[..., None]
-        return torch.where(is_new, fresh[index], self.tensor.flatten(0, 1)[place])
+        return torch.where(is_new, fresh[index], rows_of(self.tensor)[place])
 
 
 @dataclass(frozen=True)

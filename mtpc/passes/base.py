@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
 from mtpc.capture.inline import fake_call, fake_mode_of
+from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
 from mtpc.ops.signatures import value_of
 from mtpc.weights.recipes import Recipe
@@ -121,7 +122,7 @@ def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             tensor = get_tensor(graph.module, str(node.target))
-            env[node] = mode.from_tensor(tensor, static_shapes=True)
+            env[node] = fake_of(mode, str(node.target), tensor)
         elif node.op == "call_function":
             args = fx.node.map_arg(node.args, env.__getitem__)
             kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)

@@ -64,7 +64,7 @@ class StepBinder:
         start = time.perf_counter()
         self.weights.settle()
         own = {} if own is None else own
-        layout = step.record.layout()
+        layout = step.layout
         for name in layout:
             if name not in self.shared and name not in own:
                 own[name] = layout.allocate(name)
@@ -75,7 +75,7 @@ class StepBinder:
                 self._add_weight(name, step)
             return buffers[name] if name in buffers else self.weights[name]
 
-        replay = open_package(step.directory, step.record.package, tensor_of)
+        replay = open_package(step.directory, step.record.package, tensor_of, step.sizes)
         seconds = time.perf_counter() - start
         return CapturedStep(step.record.step, layout, buffers, replay, seconds)
 
@@ -107,7 +107,7 @@ def bind_program(
         listener: hears of each step.
     """
     start = time.perf_counter()
-    layout = next(iter(steps.values())).record.layout()
+    layout = next(iter(steps.values())).layout
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
     binder = StepBinder(shared, weights, source)
     bound = {}

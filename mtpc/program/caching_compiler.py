@@ -17,8 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 from mtpc.capture.graph import StepGraph, is_buffer_name
+from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.split import split_step
+from mtpc.capture.step_mode import StepMode
 from mtpc.layout import Part, StepKey, dtype_name
+from mtpc.layout.buffers import text_of
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.step_cache import (
@@ -28,7 +31,7 @@ from mtpc.program.step_cache import (
     Steps,
     graph_file,
 )
-from mtpc.program.step_record import StepRecord, numbered
+from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.weights.recipes import Recipe, names
 
 
@@ -67,6 +70,8 @@ class CachingCompiler:
             make_package = self.compiler.backend.package
             assert make_package is not None, "the cache is for backends that make packages"
             package = make_package(graph, directory)
+        mode = fake_mode_of(graph.graph)
+        assert isinstance(mode, StepMode), "steps of packages leave sizes open"
         held = [name for name in package.tensors if not is_buffer_name(name)]
         constants = self._constants(held)
         self._save_constants(constants, directory)
@@ -77,13 +82,13 @@ class CachingCompiler:
         return StepRecord(
             step=key,
             part=part,
-            buffers=numbered(graph.layout),
+            buffers=settled_buffers(graph.layout, lambda dim: text_of(mode.form(dim))),
             package=package,
             derived=derived,
             stored=stored,
             dtypes={n: dtype_name(self.compiler.weights[n].dtype) for n in stored},
             unexplained=tuple(sorted(base - self._recipes.keys() - constants)),
-            max_len=self.compiler.options.sequence_limit,
+            max_positions=loaded.max_positions,
             vocab_size=loaded.served().vocab_size,
             history=tuple(graph.history),
             seconds=timer.seconds,

@@ -21,13 +21,12 @@ from mtpc.errors import CapacityError, OptionError
 from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, largest_first, step_keys
 from mtpc.layout.buffers import (
     K_MAX,
+    OPEN_SIZES,
     B,
     C,
     E,
     K,
     L,
-    M,
-    N,
     P,
     Q,
     R,
@@ -38,6 +37,7 @@ from mtpc.layout.buffers import (
     state_specs,
     synthetic_specs,
 )
+from mtpc.layout.open_sizes import shared_sizes
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.layer_pattern import LayerPattern, find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
@@ -74,10 +74,9 @@ class StepCompiler:
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
         ranks: Ranks | None = None,
     ):
-        positions = getattr(loaded.config, "max_position_embeddings", None)
         self.loaded = loaded.with_layers(options.spec_tokens).with_kv_cache(options.kv_cache_dtype)
         self.backend = backend
-        self.options = options.for_model(positions)
+        self.options = options.for_model(loaded.max_positions)
         self._check_draft_vocab()
         self.keys = step_keys(options)
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
@@ -120,8 +119,7 @@ class StepCompiler:
             whole: with all key/value heads, whatever this rank holds of them.
         """
         options = self.options
-        blocks = options.blocks_per_request(options.sequence_limit)
-        pages = options.page_count
+        shared, pages = shared_sizes(options), options.page_count
         if pages - 1 < options.blocks_per_request(2):
             raise CapacityError(
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "
@@ -133,10 +131,8 @@ class StepCompiler:
             K: key.spec_tokens,
             K_MAX: options.spec_tokens,
             C: max(map(_rows_of_one_request, self.keys)) + self.loaded.chain_window,
-            M: blocks,
+            **{symbol: shared[str(symbol)] for symbol in OPEN_SIZES},
             P: options.page_size,
-            N: pages,
-            S: max(options.batch_buckets) + 1,
             E: MAX_STOP_IDS,
             V: self.loaded.vocab_size,
             B: MAX_LOGIT_BIAS,
@@ -149,8 +145,8 @@ class StepCompiler:
         if options.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if options.sampling:
-            specs += sampling_specs(key, options.token_mask)
-        return Layout(specs, sizes)
+            specs += sampling_specs(key, bool(options.token_mask))
+        return Layout(specs, sizes, OPEN_SIZES if self.backend.package is not None else ())
 
     def _make_shared(
         self, new_buffer: Callable[[Layout, str, torch.device], Tensor]

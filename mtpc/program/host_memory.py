@@ -84,7 +84,7 @@ def need_of_steps(steps: Steps, options: CompileOptions, owns_buffers: bool) -> 
         for name, signature in record.package.tensors.items():
             if name in record.derived or name in made:
                 weights[name] = held_bytes(_bytes(signature))
-    layouts = [step.record.layout() for step in steps.values()]
+    layouts = [step.layout for step in steps.values()]
     buffers = _buffers(layouts, options) if owns_buffers else 0
     return HostNeed(sum(weights.values()), buffers)
 

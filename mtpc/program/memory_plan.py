@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtpc.backends.base import Backend, Report
-from mtpc.backends.memory import live_memory, peak_bytes, place_live, pool_bytes
+from mtpc.backends.memory import live_memory, peak_bytes
+from mtpc.backends.placing import place_live, pool_bytes
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
@@ -80,7 +81,7 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: Backend) 
         backend: whose kernels the steps are bound to.
     """
     notes = backend.notes.copy()
-    options = options.for_model(getattr(loaded.config, "max_position_embeddings", None))
+    options = options.for_model(loaded.max_positions)
     few = options.blocks_per_request(options.sequence_limit) + 1
     compiler = StepCompiler(loaded, replace(options, num_pages=few), backend)
     live = {str(key): live_memory(compiler.rewritten(key)) for key in compiler.keys}
@@ -128,7 +129,7 @@ def settle_pages(
         return options
     plan = plan_memory(loaded, options, backend)
     gc.collect()  # Its graphs are cycles, and hold weights that passes have made.
-    settled = options.for_model(getattr(loaded.config, "max_position_embeddings", None))
+    settled = options.for_model(loaded.max_positions)
     return fit_pages(plan, settled, free, report, backend.notes)
 
 

@@ -72,7 +72,7 @@ def open_cache(
         return None
     part = "" if ranks is None else ranks.part
     fields = program_fields(PACKAGING, model, options, part)
-    return StepCache(open_store(options), fields, frozen, tell)
+    return StepCache(open_store(options), fields, options, frozen, tell)
 
 
 def _model_fields(source: Any, options: CompileOptions) -> dict[str, str] | None:

@@ -6,7 +6,7 @@ what is about to run, and mapping the weights into memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
@@ -41,8 +41,8 @@ class Restored:
         return ServedModel(str(directory), vocab_size, self.checkpoint.stop_ids(), directory)
 
     def settled(self, options: CompileOptions) -> CompileOptions:
-        """Options as the steps were compiled with them, `max_len` settled."""
-        return replace(options, max_len=self._first.record.max_len)
+        """Options for this model, `max_len` settled."""
+        return options.for_model(self._first.record.max_positions)
 
     @property
     def device(self) -> str:

@@ -206,7 +206,7 @@ class RankModel:
 
     def largest_context(self, memory: int) -> int:
         """Tokens of one request that fit, up to what the model's positions allow."""
-        most = getattr(self.loaded.config, "max_position_embeddings", None)
+        most = self.loaded.max_positions
         most = most or self.options.sequence_limit
         free = self.free(memory) - self.request_bytes
         if free < 0 or not self.token_bytes:

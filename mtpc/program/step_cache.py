@@ -6,14 +6,15 @@ import hashlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
-from mtpc.layout import Part, StepKey, step_name
+from mtpc.layout import Layout, Part, StepKey, step_name
+from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
@@ -28,6 +29,11 @@ _SHOWN = 4
 RECORD = "step.record.json"
 CONSTANTS = "constants.safetensors"
 KIND = "step"
+ANY = "any"
+"""A key's value of an option that only decides sizes which a step leaves open."""
+_FIXED: tuple[frozenset[str], ...] = (frozenset(), frozenset((BLOCKS,)), frozenset(SIZES))
+"""Sizes that an entry may fix, as far as keys tell: those of a step are put into the first set that
+holds them."""
 
 
 def graph_file(index: int, name: str) -> str:
@@ -48,11 +54,28 @@ class CachedStep:
         record: how to bind and call the package.
         entry: their checked entry; None if the cache could not be written, so that the files are
             temporary.
+        options: of the program that it is for, settled for the model.
     """
 
     directory: Path
     record: StepRecord
     entry: Entry | None
+    options: CompileOptions
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The program's numbers for the sizes that the step leaves open."""
+        return shared_sizes(self.options)
+
+    @property
+    def layout(self) -> Layout:
+        """The step's buffers at these sizes."""
+        return self.record.layout(self.sizes)
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Names of the sizes that the step does not leave open."""
+        return frozenset(self.record.package.fixed)
 
 
 Steps = Mapping[tuple[StepKey, Part], CachedStep]
@@ -76,15 +99,12 @@ def program_fields(
         "backend": backend,
         **model,
         "options.spec_tokens": str(options.spec_tokens),
-        "options.largest_bucket": str(max(options.batch_buckets)),
         "options.rows_in_rings": str(options.prefill_tokens) if _has_rings(model) else "none",
-        "options.max_len": str(options.max_len or "the model's"),
         "options.page_size": str(options.page_size),
         "options.kv_cache_dtype": options.kv_cache_dtype,
-        "options.num_pages": str(options.num_pages or "enough"),
-        "options.sampling": str(options.sampling),
+        "options.sampling": str(bool(options.sampling)),
         "options.max_logprobs": str(options.max_logprobs) if options.sampling else "none",
-        "options.token_mask": str(options.token_mask),
+        "options.token_mask": str(bool(options.token_mask)),
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
         "options.quantize": options.quantize or "none",
@@ -94,6 +114,20 @@ def program_fields(
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),
         **environment_fields(),
+    }
+
+
+def size_fields(options: CompileOptions, fixed: Collection[str]) -> dict[str, str]:
+    """Key fields of the options that decide open sizes, for a step that fixes some of the sizes."""
+    given = {
+        "options.max_len": (str(options.max_len or "the model's"), BLOCKS),
+        "options.num_pages": (str(options.num_pages or "enough"), PAGES),
+        "options.largest_bucket": (str(max(options.batch_buckets)), SLOTS),
+    }
+    # The number of pages follows from all three options.
+    return {
+        field: text if size in fixed or PAGES in fixed else ANY
+        for field, (text, size) in given.items()
     }
 
 
@@ -137,6 +171,7 @@ class StepCache:
     Args:
         store: where the entries are.
         program: the result of `program_fields`.
+        options: of the program.
         frozen: whether building is an error.
         tell: is called with a line when the cache waits, or finds a damaged entry.
 
@@ -149,10 +184,11 @@ class StepCache:
         self,
         store: EntryStore,
         program: Fields,
+        options: CompileOptions,
         frozen: bool = False,
         tell: Callable[[str], None] = lambda line: None,
     ):
-        self.store, self.program, self.frozen = store, program, frozen
+        self.store, self.program, self.options, self.frozen = store, program, options, frozen
         self.notes: Counter[str] = Counter()
         self._tell, self._told_miss = tell, ""
         self._scratch = Scratch("steps")
@@ -165,7 +201,7 @@ class StepCache:
                 cache is frozen.
         """
         try:
-            return self._look_up(step_fields(self.program, key, part))
+            return self._look_up(key, part)
         except DamagedEntryError as error:
             if self.frozen:
                 raise
@@ -203,35 +239,57 @@ class StepCache:
         if found is not None:
             return found
         self._refuse_if_frozen(key, part)
-        fields = step_fields(self.program, key, part)
         with ExitStack() as held:
             try:
-                held.enter_context(self.store.lock(digest(fields), self._tell))
+                name = digest(self.fields(key, part))
+                held.enter_context(self.store.lock(name, self._tell))
             except CacheWriteError as error:
                 self.note(f"not kept in the cache: {error}")
-            return self._built_meanwhile(fields) or self._build(fields, build)
+            return self._built_meanwhile(key, part) or self._build(key, part, build)
 
-    def _built_meanwhile(self, fields: Fields) -> CachedStep | None:
+    def _built_meanwhile(self, key: StepKey, part: Part) -> CachedStep | None:
         """The step, if another process built it while this one waited for the lock."""
         try:
-            return self._look_up(fields)
+            return self._look_up(key, part)
         except DamagedEntryError:
             return None  # `find` has noted the damage.
 
-    def _look_up(self, fields: Fields) -> CachedStep | None:
-        entry = find(self.store, fields)
-        if entry is None:
-            return None
-        step = _read(entry)
-        own = step_fields({}, step.record.step, step.record.part)
-        if any(fields[name] != value for name, value in own.items()):
-            raise DamagedEntryError(f"{entry.directory}: {RECORD} is that of {step.record.name}")
-        return step
+    def fields(
+        self, key: StepKey, part: Part = "step", fixed: Collection[str] = ()
+    ) -> dict[str, str]:
+        """The key of a step that fixes some sizes; by default it leaves all open."""
+        return {**step_fields(self.program, key, part), **size_fields(self.options, fixed)}
+
+    def _look_up(self, key: StepKey, part: Part) -> CachedStep | None:
+        """A step for the program's sizes: one that leaves them open, or one that fixes these."""
+        for fixed in _FIXED:
+            entry = find(self.store, self.fields(key, part, fixed))
+            if entry is None:
+                continue
+            step = self._read(entry)
+            if (step.record.step, step.record.part) != (key, part) or not step.fixed <= fixed:
+                raise DamagedEntryError(
+                    f"{entry.directory}: {RECORD} is that of {step.record.name}, for "
+                    f"{step.record.package.fixed or 'any sizes'}"
+                )
+            if step.record.package.refusal(step.sizes) is None:
+                return step
+        return None
+
+    def _read(self, entry: Entry) -> CachedStep:
+        if RECORD not in entry.files:
+            raise DamagedEntryError(f"{entry.directory} has no {RECORD}")
+        return self._step(entry.directory, read_record(entry), entry)
+
+    def _step(self, directory: Path, record: StepRecord, entry: Entry | None) -> CachedStep:
+        return CachedStep(directory, record, entry, self.options.for_model(record.max_positions))
 
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
         """Differences between a step's key and the nearest entry; empty if the cache is empty."""
-        row = nearest(self.store, step_fields(self.program, key, part))
-        return row.differences if row else []
+        rows = (nearest(self.store, self.fields(key, part, fixed)) for fixed in _FIXED)
+        found = [row.differences for row in rows if row is not None]
+        # Where some are equally near, the one that says by which size the entry differs.
+        return min(found, key=lambda rows: (len(rows), sum(map(_is_open, rows))), default=[])
 
     def miss(self, key: StepKey, part: Part = "step") -> str:
         """One line that says why a step is not in the cache."""
@@ -248,18 +306,20 @@ class StepCache:
                 "same options first"
             )
 
-    def _build(self, fields: Fields, build: Build) -> CachedStep:
+    def _build(self, key: StepKey, part: Part, build: Build) -> CachedStep:
         directory = Path(tempfile.mkdtemp(dir=self._scratch.name))
         record = build(directory)
         (directory / RECORD).write_text(record.to_json())
+        own = frozenset(record.package.fixed)
+        fields = self.fields(key, part, next(fixed for fixed in _FIXED if own <= fixed))
         (directory / KEY).write_bytes(key_bytes(fields))
         try:
             entry = self.store.write(digest(fields), lambda into: _copy_files(directory, into))
         except CacheWriteError as error:
             self.note(f"not kept in the cache: {error}")
-            return CachedStep(directory, record, None)
+            return self._step(directory, record, None)
         shutil.rmtree(directory)
-        return _read(entry)
+        return self._read(entry)
 
     def note(self, line: str) -> None:
         """Report and count that the cache could not serve or keep something."""
@@ -267,10 +327,9 @@ class StepCache:
         self._tell(line)
 
 
-def _read(entry: Entry) -> CachedStep:
-    if RECORD not in entry.files:
-        raise DamagedEntryError(f"{entry.directory} has no {RECORD}")
-    return CachedStep(entry.directory, read_record(entry), entry)
+def _is_open(difference: Difference) -> bool:
+    """Whether a wanted size is any, and the entry's is not."""
+    return difference.wanted == ANY
 
 
 def read_record(entry: Entry) -> StepRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args
 
@@ -11,12 +11,14 @@ import torch
 
 from mtpc.backends.package import Package
 from mtpc.capture.graph import PassRecord
+from mtpc.errors import CacheError
 from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, step_name
 from mtpc.layout.keys import Phase
+from mtpc.layout.open_sizes import Size, is_size_text, size_of
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
-FORMAT = 3
+FORMAT = 4
 """Version of the record's format; part of the key."""
 _LARGEST = 2**40
 """No size in a record exceeds this."""
@@ -29,14 +31,14 @@ class StepRecord:
     Attributes:
         step: phase, bucket and K.
         part: the whole step, or one half of a split step.
-        buffers: its buffers, with numbers as sizes.
+        buffers: its buffers, with numbers as sizes, or text where sizes are open.
         package: how to call the compiled package.
         derived: weights that passes made, as recipes over other weights.
         stored: weights that a checkpoint holds, as recipes over its tensors. A weight that is
             neither derived nor stored is a constant in a file of the entry.
         dtypes: dtype of each weight in `stored`.
         unexplained: weights that only transformers can load from a checkpoint.
-        max_len: longest sequence, in tokens.
+        max_positions: the model's max_position_embeddings, where it has any.
         vocab_size: every token id is smaller.
         history: passes that ran.
         seconds: duration of each stage of the build.
@@ -52,7 +54,7 @@ class StepRecord:
     stored: Mapping[str, Recipe]
     dtypes: Mapping[str, str]
     unexplained: tuple[str, ...]
-    max_len: int
+    max_positions: int | None
     vocab_size: int
     history: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
@@ -64,9 +66,9 @@ class StepRecord:
         """Name of the step."""
         return step_name(self.step, self.part)
 
-    def layout(self) -> Layout:
-        """The layout of its buffers."""
-        return Layout(self.buffers, {})
+    def layout(self, sizes: Mapping[str, int]) -> Layout:
+        """The layout of its buffers, with numbers for the sizes that the step leaves open."""
+        return Layout((replace(s, dims=_numbers(s.dims, sizes)) for s in self.buffers), {})
 
     def to_json(self) -> str:
         """The record as JSON; equal records give equal text."""
@@ -80,7 +82,7 @@ class StepRecord:
             "stored": {name: recipes.to_json(recipe) for name, recipe in self.stored.items()},
             "dtypes": dict(self.dtypes),
             "unexplained": list(self.unexplained),
-            "max_len": self.max_len,
+            "max_positions": self.max_positions,
             "vocab_size": self.vocab_size,
             "history": [asdict(passed) for passed in self.history],
             "seconds": dict(self.seconds),
@@ -116,8 +118,15 @@ class StepRecord:
         return made
 
 
+def _numbers(dims: Iterable[Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    numbers = tuple(size_of(dim, sizes) for dim in dims)
+    if not all(0 <= number <= _LARGEST for number in numbers):
+        raise CacheError(f"a step has a buffer of {numbers}; run `mtpc cache verify`")
+    return numbers
+
+
 def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST
+    return is_size_text(value) or (type(value) is int and 0 <= value <= _LARGEST)
 
 
 def _is_text(value: Any) -> bool:
@@ -131,6 +140,8 @@ def _is_number(value: Any) -> bool:
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "str": _is_text,
     "int": lambda value: type(value) is int and abs(value) <= _LARGEST,
+    "int | None": lambda value: value is None or _is_size(value),
+    "Mapping[str, int]": lambda value: all(map(_is_size, dict(value).values())),
     "bool": lambda value: isinstance(value, bool),
     "float": _is_number,
     "torch.dtype": lambda value: isinstance(value, torch.dtype),
@@ -157,9 +168,9 @@ def _check_types(part: Any) -> None:
             raise TypeError(f"{type(part).__name__}.{field.name} is {str(value)[:60]!r}")
 
 
-def numbered(layout: Layout) -> tuple[BufferSpec, ...]:
-    """The buffers of a layout, with numbers in the place of symbols."""
-    return tuple(replace(spec, dims=layout.shape(name)) for name, spec in layout.items())
+def settled_buffers(layout: Layout, settle: Callable[[Any], Size]) -> tuple[BufferSpec, ...]:
+    """The buffers of a layout, with what `settle` makes of each dimension."""
+    return tuple(replace(s, dims=tuple(map(settle, s.dims))) for s in layout.values())
 
 
 def _recipes_from_json(value: dict[str, Any]) -> dict[str, Recipe]:

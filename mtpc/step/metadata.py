@@ -42,7 +42,8 @@ def flat_metadata(
     in_batch = request < context_lens.shape[0]
     request = request.clamp(max=context_lens.shape[0] - 1)
     position = context_lens[request].long() + token - query_start_loc[request].long()
-    blocks = block_table.shape[1]
+    # Counted, not `block_table.shape[1]`: no number of a step may depend on M.
+    blocks = torch.ones_like(block_table[0]).sum(0)
     live = active[request] & in_batch & (position < blocks * page_size)
     position = torch.where(live, position, 0)
     page = block_table[request, position // page_size].long()

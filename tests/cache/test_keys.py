@@ -24,7 +24,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import StepKey
 from mtpc.program.open_cache import open_cache
-from mtpc.program.step_cache import StepCache, step_fields
+from mtpc.program.step_cache import ANY, StepCache
 from mtpc.store.sources import ENTRIES, imports, source_fields, source_files
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -34,7 +34,7 @@ def fields_of(directory: Path, **changes: Any) -> dict[str, str]:
     options = CompileOptions(**{**CPU_OPTIONS, **changes})
     cache = open_cache(Checkpoint(directory), options, print)
     assert cache is not None
-    return step_fields(cache.program, StepKey.decode(2, options.spec_tokens))
+    return cache.fields(StepKey.decode(2, options.spec_tokens))
 
 
 def changed_fields(before: dict[str, str], after: dict[str, str]) -> set[str]:
@@ -43,10 +43,7 @@ def changed_fields(before: dict[str, str], after: dict[str, str]) -> set[str]:
 
 IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ({"spec_tokens": 2}, {"options.spec_tokens", "step.spec_tokens", "step.query_len"}),
-    ({"batch_buckets": (2, 4)}, {"options.largest_bucket"}),
-    ({"max_len": 48}, {"options.max_len"}),
     ({"page_size": 8}, {"options.page_size"}),
-    ({"num_pages": 64}, {"options.num_pages"}),
     ({"dtype": "float32"}, {"options.dtype"}),
     ({"sampling": True}, {"options.sampling", "options.max_logprobs"}),
     (
@@ -74,6 +71,9 @@ NOT_IN_THE_KEY: list[dict[str, Any]] = [
     {"prefill_chunk": 16},  # These two are in the key of prefill steps only, but for rings.
     {"prefill_rows": 2},
     {"batch_buckets": (1, 2)},
+    {"max_len": 48},  # This and the next two size what steps leave open.
+    {"num_pages": 64},
+    {"batch_buckets": (2, 4)},
     {"spec_tiers": (0, 3)},  # Each has a step of its own.
     {"prefix_caching": False},  # And these are the engine's.
     {"snapshot_bytes": 0},
@@ -99,6 +99,22 @@ def test_options_in_the_key(
 def test_options_not_in_the_key(change: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint("mimo")
     assert fields_of(directory) == fields_of(directory, **change)
+
+
+def test_sizes_that_a_step_fixes_are_in_its_key(checkpoint: Callable[..., Path]) -> None:
+    """The number of pages follows from all three options; that of blocks from one."""
+    source = Checkpoint(checkpoint("mimo"))
+    cache = open_cache(source, CompileOptions(**CPU_OPTIONS), print)
+    assert cache is not None
+    names = ("options.max_len", "options.num_pages", "options.largest_bucket")
+    said = {
+        fixed: [cache.fields(DECODE, fixed=fixed)[name] for name in names]
+        for fixed in ("", "M", "MN", "S")
+    }
+    assert said[""] == [ANY, ANY, ANY]
+    assert said["M"] == ["64", ANY, ANY]
+    assert said["MN"] == ["64", "89", "2"]
+    assert said["S"] == [ANY, ANY, "2"]
 
 
 def test_a_prefill_chunk_sizes_rings(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -322,7 +338,8 @@ def test_every_field_is_said_where_it_differs(
     for name in cache.program:
         if name == "kind":
             continue
-        other = StepCache(cache.store, {**cache.program, name: "something else"})
+        program = {**cache.program, name: "something else"}
+        other = StepCache(cache.store, program, cache.options)
         assert other.find(DECODE) is None, name
         (difference,) = other.reasons(DECODE)
         assert (difference.field, difference.wanted) == (name, "something else")

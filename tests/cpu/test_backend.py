@@ -25,6 +25,7 @@ from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 
 Tensors = Callable[[str], torch.Tensor]
+Opened = tuple[Path, Package, Tensors, dict[str, int]]
 DECODE = StepKey.decode(2, 3)
 IN_FLOAT64 = [
     *FAMILY_NAMES[:2],
@@ -107,7 +108,7 @@ def test_no_copy_of_the_cache(family: str, cpu_built: Callable[..., CpuBuilt]) -
     for key in built.spec.program.steps:
         step = built.compiler.obtain(key)
         entries = json.loads((step.directory / TAPE).read_text())["entries"]
-        layout = step.record.layout()
+        layout = step.layout
         pools = [layout.allocate(name).nbytes for name in layout if layout[name].is_paged]
         made = [entry[-1] for entry in entries if entry[0] in ("planned", "returned")]
         assert len(made) > 1
@@ -115,8 +116,8 @@ def test_no_copy_of_the_cache(family: str, cpu_built: Callable[..., CpuBuilt]) -
 
 
 @pytest.fixture
-def decode_step(cpu_built: Callable[..., CpuBuilt]) -> tuple[Path, Package, Tensors]:
-    """A compiled decode step: where it is, how it is called, and the tensors it is called on."""
+def decode_step(cpu_built: Callable[..., CpuBuilt]) -> Opened:
+    """A compiled decode step: where it is, how it is called, its tensors and sizes."""
     built = cpu_built("mimo")
     step = built.compiler.obtain(DECODE)
     buffers, weights = built.spec.program.steps[DECODE].buffers, built.compiler.compiler.weights
@@ -124,27 +125,27 @@ def decode_step(cpu_built: Callable[..., CpuBuilt]) -> tuple[Path, Package, Tens
     def tensor_of(name: str) -> torch.Tensor:
         return buffers[name] if name in buffers else weights[name]
 
-    return step.directory, step.record.package, tensor_of
+    return step.directory, step.record.package, tensor_of, step.sizes
 
 
-def test_tensors_are_all_accounted_for(decode_step: tuple[Path, Package, Tensors]) -> None:
+def test_tensors_are_all_accounted_for(decode_step: Opened) -> None:
     """A record that lacks a tensor of its tape is refused."""
-    directory, package, tensor_of = decode_step
-    open_package(directory, package, tensor_of)
+    directory, package, tensor_of, sizes = decode_step
+    open_package(directory, package, tensor_of, sizes)
     fewer = {n: t for n, t in package.tensors.items() if n != "state.token_ids"}
     with pytest.raises(BackendError, match=r"reads state.token_ids, which its record does not"):
-        open_package(directory, replace(package, tensors=fewer), tensor_of)
+        open_package(directory, replace(package, tensors=fewer), tensor_of, sizes)
 
 
-def test_tensors_of_another_layout_are_refused(decode_step: tuple[Path, Package, Tensors]) -> None:
+def test_tensors_of_another_layout_are_refused(decode_step: Opened) -> None:
     """A tape has the strides that it was made for; it would read nonsense."""
-    directory, package, tensor_of = decode_step
+    directory, package, tensor_of, sizes = decode_step
 
     def transposed(name: str) -> torch.Tensor:
         return tensor_of(name).t() if name == "lm_head.weight" else tensor_of(name)
 
     with pytest.raises(BackendError, match=r"lm_head.weight is float64\[64,96\]\(1,64\); the pack"):
-        open_package(directory, package, transposed)
+        open_package(directory, package, transposed, sizes)
 
 
 def test_auto_falls_back_visibly(

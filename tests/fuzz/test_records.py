@@ -21,7 +21,7 @@ from mtpc.cli.cache import examine
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, DamagedEntryError, MtpcError
 from mtpc.layout import BufferSpec, StepKey
-from mtpc.program.step_cache import KIND, RECORD, StepCache, step_fields
+from mtpc.program.step_cache import KIND, RECORD, StepCache
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import EntryStore
 from mtpc.store.key import digest
@@ -30,6 +30,7 @@ from mtpc.store.machine import cpu_flags
 from mtpc.weights.recipes import Convert, Join, Rows
 
 KEY_OF_STEP = StepKey.decode(2, 3)
+OPTIONS = CompileOptions(max_len=32)
 PROGRAM = {**FIELDS, "kind": KIND, "format": str(FORMAT)}
 DEEP = b'{"kind": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 VALUES: tuple[Any, ...] = (
@@ -44,14 +45,16 @@ def record() -> StepRecord:
         "lowering": "0" * 32,
         "step": KEY_OF_STEP,
         "part": "step",
-        "buffers": (BufferSpec("state.lens", (4,), torch.int64),),
-        "package": Package({"state.lens": "int64[4](1)", "w": "float32[2](1)"}),
+        "buffers": (BufferSpec("state.lens", (4, "1*M"), torch.int64),),
+        "package": Package(
+            {"state.lens": "int64[4,1*M](1*M,1)", "w": "float32[2](1)"}, {}, {"M": 2}
+        ),
         "derived": {"w": Convert("pack", Join("cat", ("a", Rows(((0, 2),), "b"))))},
         "stored": {"a": "model.a", "b": "model.b"},
         "dtypes": {"a": "float32", "b": "float32"},
         "unexplained": (),
         "repeats": {},
-        "max_len": 64,
+        "max_positions": 64,
         "vocab_size": 96,
         "history": (),
         "seconds": {"trace": 1.0},
@@ -67,12 +70,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceW
 
 @pytest.fixture
 def cache(tmp_path: Path) -> StepCache:
-    return StepCache(EntryStore(tmp_path / "store"), PROGRAM)
+    return StepCache(EntryStore(tmp_path / "store"), PROGRAM, OPTIONS)
 
 
 def forge(cache: StepCache, data: bytes) -> str:
     """An entry of the step with these bytes as its record; returns its name."""
-    fields = step_fields(PROGRAM, KEY_OF_STEP)
+    fields = cache.fields(KEY_OF_STEP)
 
     def fill(into: Path) -> None:
         (into / KEY).write_bytes(key_bytes(fields))
@@ -92,7 +95,7 @@ def test_forged_records(cache: StepCache, data: bytes) -> None:
     name = forge(cache, data)
     assert cache.find(KEY_OF_STEP) is None
     assert f"{name}: {RECORD} is not a record" in next(iter(cache.notes))
-    frozen = StepCache(cache.store, PROGRAM, frozen=True)
+    frozen = StepCache(cache.store, PROGRAM, OPTIONS, frozen=True)
     with pytest.raises(DamagedEntryError, match=f"{name}: {RECORD} is not a record"):
         frozen.find(KEY_OF_STEP)
     assert [row.entry for row in examine(cache.store)] == [None]
@@ -102,7 +105,7 @@ def test_the_record_of_another_step(cache: StepCache) -> None:
     other = dataclasses.replace(record(), step=StepKey.decode(4, 3))
     forge(cache, other.to_json().encode())
     with pytest.raises(DamagedEntryError, match=r"step\.record\.json is that of decode"):
-        StepCache(cache.store, PROGRAM, frozen=True).find(KEY_OF_STEP)
+        StepCache(cache.store, PROGRAM, OPTIONS, frozen=True).find(KEY_OF_STEP)
     forge(cache, record().to_json().encode())
     assert cache.find(KEY_OF_STEP) is not None
 
@@ -132,7 +135,7 @@ def test_a_neighbours_key(cache: StepCache, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["c" * 300, "c/" * 3000])
 def test_path_names_that_are_too_long(name: str, tmp_path: Path) -> None:
-    cache = StepCache(EntryStore(tmp_path / name), PROGRAM)
+    cache = StepCache(EntryStore(tmp_path / name), PROGRAM, OPTIONS)
     with pytest.raises(CacheError, match=r"cannot read the graph cache .*: .*too long.*cache_dir"):
         cache.find(KEY_OF_STEP)
     with pytest.raises(CacheError, match="too long"):
@@ -181,7 +184,7 @@ def test_random_records(cache: StepCache, chances: Callable[..., Any]) -> None:
             continue
         accepted += 1
         assert step.record.to_json(), chance
-        assert step.record.layout() is not None, chance
+        assert step.layout is not None, chance
     assert refused > accepted / 10 > 0, (refused, accepted)
 
 

@@ -70,9 +70,9 @@ def test_the_call_decides_what_is_compiled(generator: Any, monkeypatch: pytest.M
     with pytest.raises(RequestError, match="5004 tokens"):
         generator.model.generate(ids, **seam, max_new_tokens=5000)
     assert asked == [
-        {"spec_tokens": 3, "batch_buckets": (4,), "sampling": False},
+        {"spec_tokens": 3, "batch_buckets": (4,)},
         {"spec_tokens": "auto", "batch_buckets": (1,), "sampling": True},
-        {"spec_tokens": 3, "batch_buckets": (4,), "sampling": False, "max_len": 5004},
+        {"spec_tokens": 3, "batch_buckets": (4,), "max_len": 5004},
     ]
     assert all(CompileOptions.parse(options) for options in asked)
 

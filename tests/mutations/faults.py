@@ -105,6 +105,28 @@ FAULTS = (
         "left = torch.where(emits & (reason == RUNNING), remaining - 1, 0)",
         _ACCEPT,
     ),
+    # Sizes that a step leaves open.
+    Fault(
+        "a number of a step is that of one max_len",
+        METADATA,
+        "blocks = torch.ones_like(block_table[0]).sum(0)",
+        "blocks = block_table.shape[1]",
+        "cache/test_other_sizes.py::test_which_sizes_are_open[mimo]",
+    ),
+    Fault(
+        "a size that a step computes with is said to be open",
+        "capture/step_mode.py",
+        "return {s: n for s, n in least.items() if self._open[s] not in fixed}",
+        "return least",
+        "program/test_open_sizes.py::test_what_fixes_a_size",
+    ),
+    Fault(
+        "a step is opened for sizes that it is not right for",
+        "backends/package.py",
+        "if refusal is not None:",
+        "if False:",
+        "cache/test_other_sizes.py::test_what_is_bound_is_compared",
+    ),
     # Rows without a slot, padding, pages.
     Fault(
         "rows of requests that are off write the cache",

@@ -60,6 +60,19 @@ def test_a_gpu_computes_prompts_in_large_chunks(
 
 
 @pytest.mark.parametrize(
+    ("buckets", "rows"), [((1,), 8), ((1, 2, 4, 8), 8), ((3,), 8), ((16,), 16), ((24,), 32)]
+)
+def test_one_prefill_step_serves_small_programs(buckets: tuple[int, ...], rows: int) -> None:
+    """Where rows that are not used cost nothing; elsewhere each program has its own."""
+    skips, all_run = (
+        settle_prefill(CompileOptions(batch_buckets=buckets, dtype=dtype), None)
+        for dtype in ("bfloat16", "float32")
+    )
+    assert skips.prefill_shape == (rows, 512 // rows)
+    assert all_run.prefill_shape[0] == CompileOptions(batch_buckets=buckets).prefill_shape[0]
+
+
+@pytest.mark.parametrize(
     ("options", "shape"),
     [
         ({}, (8, 8)),

@@ -133,7 +133,8 @@ class Generator:
                 "give one of them"
             )
         if spec is None:
-            options.setdefault("sampling", _asks_for_sampling(model.generation_config))
+            if _asks_for_sampling(model.generation_config):
+                options.setdefault("sampling", True)
             spec = compile(model, progress=progress, **options)
         _check_same_model(spec, model)
         self.model, self.spec = model, spec
@@ -268,9 +269,9 @@ def _options_for(job: Job) -> dict[str, Any]:
     """Options that one call needs. They take few values, so that the graph cache has hits."""
     rows, length = len(job.prompts), job.input_ids.shape[1] + job.plan.max_new_tokens
     bucket = min(1 << (rows - 1).bit_length(), LARGEST_BUCKET)
-    needs = not job.sampling.is_plain
+    needs = {} if job.sampling.is_plain else {"sampling": True}
     limit = {"max_len": length} if length > DEFAULT_MAX_LEN else {}
-    return {"batch_buckets": (bucket,), "sampling": needs, **limit}
+    return {"batch_buckets": (bucket,), **needs, **limit}
 
 
 _MASKS = ("suppress_tokens", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens")

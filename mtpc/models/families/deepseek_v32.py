@@ -114,7 +114,7 @@ class SparseLatentAttention(nn.Module):
         seen = (slots >= 0).sum(1, dtype=torch.int32)
         out = ops.expanded_latent_attention(
             query,
-            state.latent.flatten(0, 1).unsqueeze(1),
+            state.latent.view(-1, 1, state.latent.shape[-1]),
             self.kv_b_proj.weight,
             slots,
             seen,
