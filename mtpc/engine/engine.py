@@ -111,10 +111,8 @@ class Engine:
         stats, scheduler = self._stats, self.scheduler
         stats.replays = self.program.replays.copy()
         stats.host_writes, stats.building = self.program.host_writes, self.program.building
-        if self.program.build_failure:
-            stats.fallbacks[self.program.build_failure] = 1
-        stats.tiers = self.tiers.tiers
-        stats.preemptions = scheduler.num_preemptions
+        stats.fallbacks |= self.program.fallbacks
+        stats.tiers, stats.preemptions = self.tiers.tiers, scheduler.num_preemptions
         stats.reused_tokens = scheduler.reused_tokens
         stats.forced_drafts = self._masks.forced_drafts
         stats.num_waiting, stats.num_running = len(self.waiting), len(self.running)
