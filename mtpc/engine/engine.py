@@ -111,8 +111,7 @@ class Engine:
         stats = self._stats
         stats.replays = self.program.replays.copy()
         stats.host_writes, stats.building = self.program.host_writes, self.program.building
-        if self.program.build_failure:
-            stats.fallbacks[self.program.build_failure] = 1
+        stats.fallbacks |= self.program.fallbacks
         stats.tiers, stats.forced_drafts = self.tiers.tiers, self._masks.forced_drafts
         self.scheduler.describe(stats)
         self._states.describe(stats, self.pages.index)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,7 +56,7 @@ class Background:
     """Builds what is missing, in a process, and hands it to a program, from a thread.
 
     `Program.building` says how far it is. A program whose build failed goes on with the steps that
-    it has, and `Program.build_failure` says why.
+    it has, and `Program.fallbacks` says why.
 
     Args:
         rest: what is missing.
@@ -90,7 +91,7 @@ class Background:
                 self._program.building = "the build was closed"
         except Exception as error:  # It serves on: a thread that dies unheard would hide this.
             what = f"building more failed: {type(error).__name__}: {error}"
-            self._program.build_failure = what
+            self._program.fallbacks = Counter([what])
             self._say(what)
 
     def _build(self) -> None:

@@ -47,7 +47,7 @@ class Program:
         replays: number of replays by step.
         host_writes: number of buffer writes by the host.
         building: what is said of steps that another process builds; "" if there are none.
-        build_failure: why these steps will not come; "" while they may.
+        fallbacks: why steps that were asked for will not come, once; part of `Stats.fallbacks`.
         arrived: steps that were bound meanwhile, each time with the K to choose from now on.
         identity: of the weights, the options and the code, on which the content of caches depends;
             "" if it is not known.
@@ -59,7 +59,7 @@ class Program:
     replays: Counter[StepKey] = field(default_factory=Counter)
     host_writes: int = 0
     building: str = ""
-    build_failure: str = ""
+    fallbacks: Counter[str] = field(default_factory=Counter)
     arrived: deque[tuple[tuple[int, ...], list[CapturedStep]]] = field(default_factory=deque)
     identity: str = ""
     _rows: dict[StepKey, list[int]] = field(default_factory=dict, repr=False)
