@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from safetensors import safe_open
@@ -124,13 +123,15 @@ class WeightSource:
         self._maker, self._dtypes = GroupedMaker(self._grouped, fill), dict[str, torch.dtype]()
         # What was read to trace the model is gone, and is no longer of interest.
         checkpoint.dequantised.clear()
-        self._ends = _ends(checkpoint)
         self._copies: dict[str, str] = {}
         self._shared: dict[Hashable, Tensor] = {}
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
         recipe = record.derived.get(name, name)
+        for part in sorted(set(names(recipe)).intersection(record.ends)):
+            for stored in names(record.stored[part]):
+                self._find_copy(stored)
         dtypes = {
             self._first_copy(stored): getattr(torch, record.dtypes[part])
             for part in names(recipe)
@@ -138,7 +139,7 @@ class WeightSource:
         }
         stored_recipe = substitute(recipe, record.stored.__getitem__)
         made_of = substitute(stored_recipe, self._first_copy)
-        if self._ends.isdisjoint(dtypes):
+        if self._copies.keys().isdisjoint(dtypes):
             return self._make(made_of, dtypes)
         key = (made_of, *dtypes.items())
         if key not in self._shared:
@@ -153,7 +154,7 @@ class WeightSource:
             tensors = {name: self._read(name, dtype) for name, dtype in dtypes.items()}
             made = make(recipe, tensors.__getitem__, self._fill)
         # A copy needs its parts no longer. Of an embedding a step reads a few rows.
-        if not isinstance(recipe, str) or recipe in self._ends:
+        if not isinstance(recipe, str) or recipe in self._copies:
             for name in dtypes:
                 self._checkpoint.release(name)
         return made
@@ -174,24 +175,29 @@ class WeightSource:
         return GroupedRows(stored.shape, read)
 
     def _first_copy(self, name: str) -> str:
-        """The first stored embedding or head that equals this one; another tensor is itself."""
-        if name not in self._ends:
-            return name
-        if name not in self._copies:
-            equal = partial(self._is_copy, name)
-            self._copies[name] = next(filter(equal, sorted(self._ends)))
-            if self._copies[name] != name:
-                self._checkpoint.release(name)
-        return self._copies[name]
+        """The stored tensor to read in the place of an embedding or a head; any other is itself."""
+        return self._copies.get(name, name)
+
+    def _find_copy(self, name: str) -> None:
+        """Find the embedding or head, of those that were used so far, that this one equals."""
+        if name in self._copies:
+            return
+        firsts = dict.fromkeys(self._copies.values())
+        self._copies[name] = next((first for first in firsts if self._is_copy(name, first)), name)
+        if self._copies[name] != name:
+            self._checkpoint.release(name)
 
     def _is_copy(self, name: str, other: str) -> bool:
-        headers, specs = self._checkpoint.tensors, self._checkpoint.specs
-        alike = headers[name].shape == headers[other].shape and specs.get(name) == specs.get(other)
-        if name == other or not alike:
-            return name == other
-        one, two = self._checkpoint.peek(name), self._checkpoint.peek(other)
-        alike = one.dtype == two.dtype and torch.equal(one[:_FIRST_ROWS], two[:_FIRST_ROWS])
-        return alike and torch.equal(one, two)
+        """Whether two weights are stored as equal tensors; codes are compared, not their values."""
+        checkpoint = self._checkpoint
+        headers, specs = checkpoint.tensors, checkpoint.specs
+        if headers[name].shape != headers[other].shape or specs.get(name) != specs.get(other):
+            return False
+        ours, theirs = checkpoint.parts_of(name), checkpoint.parts_of(other)
+        return len(ours) == len(theirs) and all(
+            _equal(checkpoint.read(one), checkpoint.read(two))
+            for one, two in zip(ours, theirs, strict=True)
+        )
 
     def check(self) -> None:
         """Check the tensors that were read so far.
@@ -210,12 +216,9 @@ class WeightSource:
         return tensor
 
 
-def _ends(checkpoint: Checkpoint) -> set[str]:
-    """Names of the stored tensors of an embedding's or a head's shape."""
-    config = checkpoint.text_config
-    rows, width = config.get("vocab_size", 0), config.get("hidden_size", 0)
-    return {
-        name
-        for name, stored in checkpoint.tensors.items()
-        if len(stored.shape) == 2 and stored.shape[0] >= rows and stored.shape[1] == width
-    }
+def _equal(one: Tensor, two: Tensor) -> bool:
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    if one.dim() and not torch.equal(one[:_FIRST_ROWS], two[:_FIRST_ROWS]):
+        return False
+    return torch.equal(one, two)

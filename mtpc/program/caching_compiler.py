@@ -83,6 +83,7 @@ class CachingCompiler:
             stored=stored,
             dtypes={n: dtype_name(self.compiler.weights[n].dtype) for n in stored},
             unexplained=tuple(sorted(base - self._recipes.keys() - constants)),
+            ends=tuple(sorted(loaded.ends() & stored.keys())),
             max_len=self.compiler.options.sequence_limit,
             vocab_size=loaded.served().vocab_size,
             history=tuple(graph.history),

@@ -16,7 +16,7 @@ from mtpc.layout.keys import Phase
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
-FORMAT = 3
+FORMAT = 4
 """Version of the record's format; part of the key."""
 _LARGEST = 2**40
 """No size in a record exceeds this."""
@@ -36,6 +36,7 @@ class StepRecord:
             neither derived nor stored is a constant in a file of the entry.
         dtypes: dtype of each weight in `stored`.
         unexplained: weights that only transformers can load from a checkpoint.
+        ends: embeddings and heads among `stored`, of which a checkpoint may store copies.
         max_len: longest sequence, in tokens.
         vocab_size: every token id is smaller.
         history: passes that ran.
@@ -52,6 +53,7 @@ class StepRecord:
     stored: Mapping[str, Recipe]
     dtypes: Mapping[str, str]
     unexplained: tuple[str, ...]
+    ends: tuple[str, ...]
     max_len: int
     vocab_size: int
     history: tuple[PassRecord, ...]
@@ -80,6 +82,7 @@ class StepRecord:
             "stored": {name: recipes.to_json(recipe) for name, recipe in self.stored.items()},
             "dtypes": dict(self.dtypes),
             "unexplained": list(self.unexplained),
+            "ends": list(self.ends),
             "max_len": self.max_len,
             "vocab_size": self.vocab_size,
             "history": [asdict(passed) for passed in self.history],
@@ -108,6 +111,7 @@ class StepRecord:
                 "derived": _recipes_from_json(value["derived"]),
                 "stored": _recipes_from_json(value["stored"]),
                 "unexplained": tuple(value["unexplained"]),
+                "ends": tuple(value["ends"]),
                 "history": tuple(PassRecord(**passed) for passed in value["history"]),
             }
         )

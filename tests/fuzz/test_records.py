@@ -50,6 +50,7 @@ def record() -> StepRecord:
         "stored": {"a": "model.a", "b": "model.b"},
         "dtypes": {"a": "float32", "b": "float32"},
         "unexplained": (),
+        "ends": ("a",),
         "repeats": {},
         "max_len": 64,
         "vocab_size": 96,
