@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mtpc.backends.base import Run
@@ -76,3 +78,11 @@ def signature(tensor: Tensor) -> str:
     """A tensor's dtype, shape and strides as text: `bfloat16[64,32](32,1)`."""
     shape, stride = ",".join(map(str, tensor.shape)), ",".join(map(str, tensor.stride()))
     return f"{dtype_name(tensor.dtype)}[{shape}]({stride})"
+
+
+def signature_bytes(signature: str) -> int:
+    """Bytes of a dense tensor by its `signature`."""
+    dtype, _, rest = signature.partition("[")
+    sizes = rest.partition("]")[0]
+    count = prod(int(size) for size in sizes.split(",") if size)
+    return count * getattr(torch, dtype).itemsize

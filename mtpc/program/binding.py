@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mtpc.backends.package import open_package
-from mtpc.capture.graph import WeightTable
-from mtpc.layout.progress import Listener, Progress
+from mtpc.backends.package import open_package, signature_bytes
+from mtpc.capture.graph import WeightTable, is_buffer_name
+from mtpc.layout import StepKey
+from mtpc.layout.progress import Listener, Progress, left_at
 from mtpc.program.program import CapturedStep, Program
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
@@ -23,6 +24,8 @@ from mtpc.weights.packing import Fill
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.recipes import Grouped, GroupedMaker, Recipe, make, names, substitute
 
+_TELL_S = 0.5
+"""While weights are read, a listener hears of it once in so many seconds."""
 _FIRST_ROWS = 16
 """Rows of two embeddings or heads that are compared first: other ones differ there."""
 
@@ -35,11 +38,13 @@ class StepBinder:
         shared: tensors of state and caches by name.
         weights: the program's weights; the binder adds those that it reads or makes.
         source: where to read weights that the table lacks; None if it lacks none.
+        added: hears the name of each weight that the binder has added.
     """
 
     shared: Mapping[str, Tensor]
     weights: WeightTable
     source: WeightSource | None = None
+    added: Callable[[str], None] = lambda name: None
 
     def bind(self, step: CachedStep, own: dict[str, Tensor] | None = None) -> CapturedStep:
         """Open a step over its tensors.
@@ -61,6 +66,7 @@ class StepBinder:
         def tensor_of(name: str) -> Tensor:
             if name not in buffers and name not in self.weights:
                 self._add_weight(name, step)
+                self.added(name)
             return buffers[name] if name in buffers else self.weights[name]
 
         replay = open_package(step.directory, step.record.package, tensor_of)
@@ -94,15 +100,49 @@ def bind_program(
         source: makes the other weights; None where all are at hand.
         listener: hears of each step.
     """
-    start = time.perf_counter()
     layout = next(iter(steps.values())).record.layout()
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
-    binder = StepBinder(shared, weights, source)
+    loading = _Loading(steps, weights, listener)
+    binder = StepBinder(shared, weights, source, loading.added)
     bound = {}
     for done, ((key, _), step) in enumerate(steps.items()):
-        listener(Progress("load", key, done, len(steps), time.perf_counter() - start))
+        loading.begins(key, done)
         bound[key] = binder.bind(step)
     return Program(bound, shared)
+
+
+class _Loading:
+    """Says which step is bound, and from time to time how much of all weights is there."""
+
+    def __init__(self, steps: Steps, weights: WeightTable, listener: Listener):
+        self._listener, self._start = listener, time.perf_counter()
+        self._sizes = {
+            name: signature_bytes(signature)
+            for step in steps.values()
+            for name, signature in step.record.package.tensors.items()
+            if not is_buffer_name(name) and name not in weights
+        }
+        self._total, self._there, self._steps = sum(self._sizes.values()), 0, len(steps)
+        self._told_s = 0.0
+
+    def begins(self, key: StepKey, done: int) -> None:
+        """A step is bound from now on."""
+        self._key, self._done = key, done
+        self._tell(time.perf_counter() - self._start)
+
+    def added(self, name: str) -> None:
+        """A weight is there."""
+        self._there += self._sizes.get(name, 0)
+        elapsed_s = time.perf_counter() - self._start
+        if elapsed_s > self._told_s + _TELL_S:
+            self._tell(elapsed_s)
+
+    def _tell(self, elapsed_s: float) -> None:
+        self._told_s = elapsed_s
+        fraction = self._there / self._total if self._total else None
+        left_s = left_at(fraction, elapsed_s) if fraction else None
+        place = (self._key, self._done, self._steps, elapsed_s)
+        self._listener(Progress("load", *place, fraction, left_s))
 
 
 class WeightSource:

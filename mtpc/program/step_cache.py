@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from mtpc.layout import Part, StepKey, step_name
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
-from mtpc.store.lookup import KEY, find, key_bytes, nearest
+from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.store.machine import environment_fields
 from mtpc.store.scratch import Scratch
 from mtpc.wiring import rule_text
@@ -213,8 +213,29 @@ class StepCache:
 
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
         """Differences between a step's key and the nearest entry; empty if the cache is empty."""
-        row = nearest(self.store, step_fields(self.program, key, part))
+        row = nearest(peek(self.store), step_fields(self.program, key, part))
         return row.differences if row else []
+
+    def seconds_of_nearest(
+        self, graphs: Iterable[tuple[StepKey, Part]]
+    ) -> Iterator[Mapping[str, float]]:
+        """For each graph the seconds by stage of the nearest entry's build; {} if there is none."""
+        entries, seconds = list(peek(self.store)), dict[str, Mapping[str, float]]()
+        for key, part in graphs:
+            row = nearest(entries, step_fields(self.program, key, part))
+            if row is None:
+                yield {}
+                continue
+            if row.digest not in seconds:
+                seconds[row.digest] = self._seconds_of(row.digest)
+            yield seconds[row.digest]
+
+    def _seconds_of(self, name: str) -> Mapping[str, float]:
+        try:
+            entry = self.store.read(name)
+            return _read(entry).record.seconds if entry else {}
+        except DamagedEntryError:
+            return {}  # Its own lookup says so.
 
     def miss(self, key: StepKey, part: Part = "step") -> str:
         """One line that says why a step is not in the cache."""
