@@ -139,10 +139,9 @@ class _Loading:
 
     def _tell(self, elapsed_s: float) -> None:
         self._told_s = elapsed_s
-        fraction = self._there / self._total if self._total else None
-        left_s = left_at(fraction, elapsed_s) if fraction else None
         place = (self._key, self._done, self._steps, elapsed_s)
-        self._listener(Progress("load", *place, fraction, left_s))
+        fraction = self._there / self._total if self._total else 1.0
+        self._listener(Progress("load", *place, fraction, left_at(fraction, elapsed_s)))
 
 
 class WeightSource:

@@ -49,7 +49,7 @@ class CachingCompiler:
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """The entry of every graph, in order."""
         steps, graphs = {}, tuple(wanted)
-        lacking = [(key, part) for key, part in graphs if not self.cache.find(key, part)]
+        lacking = [graph for graph in graphs if self.cache.lacks(*graph)]
         seconds = self.cache.seconds_of_nearest(lacking)
         names = [(self._spec_tokens, *graph) for graph in lacking]
         self.compiler.forecast = Forecast(dict(zip(names, seconds, strict=True)))

@@ -9,6 +9,8 @@ from mtpc.layout import Part, StepKey
 
 STAGES = ("trace", "rewrite", "split", "lower")
 """The stages that a step's record has seconds of, in the order in which they run."""
+_LONGEST_S = 1e6
+"""No stage took longer."""
 Graph = tuple[int, StepKey, Part]
 """K of the program, the step, and which part of it."""
 
@@ -25,8 +27,8 @@ class Forecast:
     def __init__(
         self, expected: Mapping[Graph, Mapping[str, float]] | None = None, workers: int = 1
     ):
-        known = expected if expected and all(map(any, map(_seconds, expected.values()))) else {}
-        self._left = {graph: _seconds(stages) for graph, stages in known.items()}
+        known = {graph: _seconds(stages) for graph, stages in (expected or {}).items()}
+        self._left = known if all(sum(seconds) for seconds in known.values()) else {}
         self._total_s = sum(map(sum, self._left.values()))
         self._workers, self._start = workers, time.perf_counter()
 
@@ -55,4 +57,6 @@ class Forecast:
 
 
 def _seconds(stages: Mapping[str, float]) -> list[float]:
-    return [float(stages.get(stage, 0.0)) for stage in STAGES]
+    """By stage; a file may say anything."""
+    found = (stages.get(stage, 0.0) for stage in STAGES)
+    return [float(seconds) if 0 <= seconds < _LONGEST_S else 0.0 for seconds in found]

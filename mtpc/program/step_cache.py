@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +157,10 @@ class StepCache:
             self.note(f"a damaged cache entry was not used: {error}")
             return None
 
+    def lacks(self, key: StepKey, part: Part = "step") -> bool:
+        """Whether there is no entry of a step; one that is there may be damaged."""
+        return not self.store.directory(digest(step_fields(self.program, key, part))).exists()
+
     def find_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps | None:
         """All the graphs, or None where one is missing.
 
@@ -219,8 +223,11 @@ class StepCache:
     def seconds_of_nearest(
         self, graphs: Iterable[tuple[StepKey, Part]]
     ) -> Iterator[Mapping[str, float]]:
-        """For each graph the seconds by stage of the nearest entry's build; {} if there is none."""
-        entries, seconds = list(peek(self.store)), dict[str, Mapping[str, float]]()
+        """For each graph the seconds by stage of the nearest entry's build; {} if there is none,
+        or if the cache cannot be trusted, which whoever takes a step from it says."""
+        entries, seconds = list[tuple[str, Fields]](), dict[str, Mapping[str, float]]()
+        with suppress(CacheError):
+            entries += peek(self.store)
         for key, part in graphs:
             row = nearest(entries, step_fields(self.program, key, part))
             if row is None:
@@ -234,8 +241,8 @@ class StepCache:
         try:
             entry = self.store.read(name)
             return _read(entry).record.seconds if entry else {}
-        except DamagedEntryError:
-            return {}  # Its own lookup says so.
+        except CacheError:
+            return {}
 
     def miss(self, key: StepKey, part: Part = "step") -> str:
         """One line that says why a step is not in the cache."""
