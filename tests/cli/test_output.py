@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from helpers.places import ROOT
 from helpers.word_model import SMALL_MODEL
+from safetensors.torch import load_file, save_file
 
 from mtpc.cli.main import main
 
@@ -74,6 +76,20 @@ def test_bench_and_eval_as_json(word_model: Path, capsys: Captured, tmp_path: Pa
     assert json.loads((tmp_path / "out.json").read_text()) == found
 
 
+def test_faults_as_json(word_model: Path, capsys: Captured, tmp_path: Path) -> None:
+    """`check` says the same of tensors that are wrong, and ends with the same code."""
+    directory = Path(shutil.copytree(word_model, tmp_path / "model"))
+    tensors = load_file(directory / "model.safetensors")
+    own = {name for name in tensors if ".mtp_layers." in name}
+    zero = {name: tensors[name] * (name not in own) for name in tensors}
+    save_file(zero, directory / "model.safetensors", metadata={"format": "pt"})
+    found = result(capsys, ["check", str(directory), *SMALL[:4], "--json", "--quiet"], 1)
+    assert [fault["kind"] for fault in found["faults"]] == ["all zero"]
+    assert found["faults"][0]["remedy"]
+    assert (found["wirings"], found["better"]) == ([], None)
+
+
+@pytest.mark.slow
 def test_check_as_json(word_model: Path, capsys: Captured) -> None:
     """The exit code is that of the same command without it."""
     command = ["check", str(word_model), *SMALL[:4], "--ids", "3 4 5", "-n", "6", "--floor", "0"]
