@@ -19,6 +19,8 @@ from mtpc.models.mtp_layers import stored_tensors
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.tensor_file import dtype_code
 
+_SHARD_BYTES = 4 * 10**9
+
 
 def write_hollow(directory: Path, family_name: str, shape: Shape) -> None:
     """Write a bfloat16 checkpoint with one MTP layer, but for its weights.
@@ -38,7 +40,8 @@ def write_hollow(directory: Path, family_name: str, shape: Shape) -> None:
     prefix = family.layer_prefix(shape.num_hidden_layers, 0)
     own = {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
     tensors = {**dict(_one_by_one(model.state_dict(), family)), **own}
-    _write(directory / "model.safetensors", tensors)
+    for number, shard in enumerate(_shards(tensors)):
+        _write(directory / f"model-{number:05}.safetensors", shard)
     says = {"architectures": [family.architectures[0]], "num_nextn_predict_layers": 1}
     config = {**model.config.to_dict(), **says, "dtype": "bfloat16"}
     (directory / CONFIG).write_text(json.dumps(config))
@@ -56,6 +59,19 @@ def _one_by_one(tensors: Mapping[str, Tensor], family: ModelFamily) -> Iterator[
         for index, expert in enumerate(tensor):
             for projection, rows in zip(names, expert.chunk(len(names)), strict=True):
                 yield f"{stem}.{index}.{projection}.weight", rows
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """As released ones: files of a few GB, which a machine maps that could not map all in one."""
+    shard: dict[str, Tensor] = {}
+    left = _SHARD_BYTES
+    for name, tensor in tensors.items():
+        if shard and tensor.nbytes > left:
+            yield shard
+            shard, left = {}, _SHARD_BYTES
+        shard[name] = tensor
+        left -= tensor.nbytes
+    yield shard
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
