@@ -74,7 +74,13 @@ def compile_kernels(names: list[str], into: Path) -> None:
         raise SystemExit(
             f"-C kernels names {unknown[0]!r}; expected {ALL!r} or some of {', '.join(known)}"
         )
-    compile_for([known[n] for n in known if n in names or ALL in names], into, print)
+    compile_for([known[n] for n in known if n in names or ALL in names], into, _say)
+
+
+def _say(line: str, fraction: float | None = None, /) -> None:
+    """Print what begins."""
+    if fraction is None:
+        print(line)
 
 
 def add_kernels(wheel: Path, kernels: Path) -> str:

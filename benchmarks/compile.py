@@ -1,145 +1,311 @@
-"""Seconds and memory of a cold build, stage by stage: by layers, and by options.
+"""Seconds and memory of a cold build, stage by stage: by layers, by options, and of large models.
 
-    python -m benchmarks.compile                           # the 0.5B shape at 7, 14 and 28 layers
-    python -m benchmarks.compile --layers 28 --spec-tokens 0 1 3
+    python -m benchmarks.compile                          # all rows
+    python -m benchmarks.compile --vllm-python VENV/bin/python   # and vLLM's cold start beside them
+    python -m benchmarks.compile --layers 7 28 --large    # two rows, and one start
 
-Every row is a process of its own, which finds the C++ kernels and no step in the graph cache. The
-last row builds nothing: it is the warm start of the case before it.
+Every row is a process of its own, on a cache that holds the C++ kernels and no step. A build reads
+headers alone, so models are built that this machine could not hold. The last rows start a model
+with weights, from the start of a process to its first token.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT
+from benchmarks import ROOT, startup
 from benchmarks.harness import command
+from benchmarks.harness.codes import MIMO_7B
 from benchmarks.harness.command import positive
-from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.hollow import write_hollow
+from benchmarks.harness.machine import tree_bytes
+from benchmarks.harness.models import SHAPES, Experts, Shape, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.startup_child import StartError
+from benchmarks.startup import FamilyWatch
 
 MIB = 2**20
-STAGES = ("trace model", "trace", "rewrite", "lower", "capture", "load")
-COLUMNS = ("build", "layers", "K", "buckets", "steps", "seconds", *STAGES, "other", "peak MiB",
-           "weights MiB", "cache MiB")  # fmt: skip
-NOTES = (
-    "seconds: from the call of mtpc.compile to its return. Stages are summed over all steps; where",
-    "several processes build, the stages of the parent alone are known, and the rest is 'other'.",
-    "peak: the largest resident set of any one process, imports included.",
+LARGE = {
+    "mimo 7b": ("mimo", MIMO_7B),
+    "glm4_moe 30b-a3b": (
+        "glm4_moe",
+        Shape(2048, 48, 6144, 151936, 32, 4, Experts(128, 8, 768)),
+    ),
+}
+"""Released sizes: of MiMo-7B, and Qwen3-30B-A3B's in a family with MTP layers."""
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"spec_tokens": 0},
+    {"spec_tokens": 1},
+    {"batch_buckets": [1]},
+    {"sampling": True},
+    {"quantize": "int4-g32"},
 )
+"""What each row of the second group changes."""
+STAGES = ("trace", "rewrite", "lower")
+COLUMNS = ("what", "model", "layers", "options", "steps", "seconds", *STAGES, "other", "peak MiB",
+           "weights MiB", "cache MiB", "others' CPU")  # fmt: skip
+POLL_S = 0.05
+NOTES = (
+    "seconds: of the whole process, its imports included. trace, rewrite, lower: summed over all"
+    " steps, of which two processes build at the same time; other: what is left of the seconds of"
+    " so many processes.",
+    "peak: the most that the process and its children held at one moment, by their resident sets;"
+    " pages that they share count in each.",
+    "kernels: compiled once for a machine, or carried by the wheel. The other rows find them.",
+    "start: from the start of a process, whose cache holds no step, to the first token.",
+    "others' CPU: share of the machine's CPU time that other processes used meanwhile.",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process does.
+
+    Attributes:
+        what: "kernels", "build" or "start".
+        model: family and shape, for the table.
+        directory: the checkpoint.
+        layers: of the target.
+        options: of `mtpc.compile`.
+        changed: the option that this row is about, for the table.
+    """
+
+    what: str
+    model: str
+    directory: Path
+    layers: int
+    options: dict[str, Any]
+    changed: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     args = _parse(argv)
     if args.child:
-        print(json.dumps(_build(json.loads(args.child))))
+        print(json.dumps(_work(json.loads(args.child))))
         return 0
     tell = command.teller()
     rows: list[dict[str, Any]] = []
     with command.working_directory(args.workdir) as workdir:
-        cache = workdir.absolute() / "cache"
-        tell("the C++ kernels")
-        directory = _checkpoint(workdir, "tiny", 2)
-        rows.append(_measure("kernels", directory, cache, 2, dict(spec_tokens=1)))
-        for layers in args.layers:
-            directory = _checkpoint(workdir, args.shape, layers)
-            for spec_tokens in args.spec_tokens:
-                options = dict(
-                    spec_tokens=spec_tokens, batch_buckets=args.buckets, max_len=args.max_len
-                )
-                tell(f"{layers} layers, K={spec_tokens}")
-                rows.append(_measure("cold", directory, cache, layers, options))
-        tell("warm")
-        rows.append(_measure("warm", directory, cache, layers, options))
+        workdir = workdir.absolute()
+        kernels = workdir / "kernels"
+        for case in _cases(args, workdir):
+            tell(f"{case.what} {case.model} {case.layers} layers {case.changed}")
+            rows.append(measure(case, workdir / "cache", kernels))
+        if args.vllm_python:
+            tell("vLLM's cold start")
+            rows.append(_vllm(args, workdir))
     publish("compile", args, {"rows": rows}, table)
     return 0
 
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("Build", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+    return Table(
+        "Build", COLUMNS, [_cells(row) for row in record["rows"]], [*_growth(record), *NOTES]
+    )
 
 
-def _checkpoint(workdir: Path, shape: str, layers: int) -> Path:
-    directory = workdir.absolute() / f"mimo-{shape}-{layers}"
+def _cases(args: argparse.Namespace, workdir: Path) -> list[Case]:
+    """All rows but vLLM's; their checkpoints are written."""
+    base = dict(spec_tokens=3, batch_buckets=args.buckets, max_len=args.max_len)
+    shape, name = SHAPES[args.shape], f"mimo {args.shape}"
+
+    def hollow(family: str, shape: Shape) -> Path:
+        directory = workdir / f"{family}-{shape.hidden_size}-{shape.num_hidden_layers}"
+        if not directory.is_dir():
+            write_hollow(directory, family, shape)
+        return directory
+
+    cases = []
+    for layers in args.layers:
+        sizes = replace(shape, num_hidden_layers=layers)
+        cases.append(Case("build", name, hollow("mimo", sizes), layers, base))
+    (first, *_) = cases
+    cases.insert(0, replace(first, what="kernels", model="-", layers=0, options={}))
+    whole = hollow("mimo", shape)
+    for change in OPTIONS[: args.options]:
+        options, changed = {**base, **change}, ", ".join(f"{k} {v}" for k, v in change.items())
+        cases.append(Case("build", name, whole, shape.num_hidden_layers, options, changed))
+    for large in args.large:
+        family, sizes = LARGE[large]
+        options = {**base, "spec_tokens": 1, "batch_buckets": [1]}
+        place, layers = hollow(family, sizes), sizes.num_hidden_layers
+        cases.append(Case("build", large, place, layers, options, "spec_tokens 1, batch 1"))
+    full = _full(args, workdir)
+    cases.append(Case("start", name, full, shape.num_hidden_layers, base))
+    return cases
+
+
+def _full(args: argparse.Namespace, workdir: Path) -> Path:
+    """The checkpoint with weights; where `benchmarks.startup` has it, which writes its own."""
+    directory = workdir / f"mimo-{args.shape}"
     if not directory.is_dir():
-        sizes = replace(SHAPES[shape], num_hidden_layers=layers)
-        write_checkpoint(directory, "mimo", sizes, accepting=False)
+        write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
     return directory
 
 
-def _measure(
-    build: str, directory: Path, cache: Path, layers: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    job = {"directory": str(directory), "cache": str(cache), "options": options}
+def measure(case: Case, cache: Path, kernels: Path) -> dict[str, Any]:
+    """A row: what one process does on a cache with kernels alone.
+
+    Args:
+        case: what to do.
+        cache: the directory of its cache, which is made anew.
+        kernels: a cache that holds the kernels, and nothing else.
+    """
+    shutil.rmtree(cache, ignore_errors=True)
+    if case.what != "kernels":
+        shutil.copytree(kernels, cache)
+    place = kernels if case.what == "kernels" else cache
+    job = dict(
+        what=case.what, directory=str(case.directory), cache=str(place), options=case.options
+    )
     child = [sys.executable, "-m", "benchmarks.compile", "--child", json.dumps(job)]
-    done = subprocess.run(child, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return {"build": build, "layers": layers, "options": options,
-            **json.loads(done.stdout.splitlines()[-1])}  # fmt: skip
+    watch, start = FamilyWatch(), time.monotonic()
+    with subprocess.Popen(child, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        peak = _Peak(process.pid)
+        out, _ = process.communicate()
+        seconds, peak_bytes = time.monotonic() - start, peak.stop()
+    if process.returncode:
+        raise SystemExit(f"{case.what} of {case.model} ended with status {process.returncode}")
+    files = [path.stat().st_size for path in place.rglob("*") if path.is_file()]
+    had = [path.stat().st_size for path in kernels.rglob("*") if path.is_file()]
+    weights = sum(path.stat().st_size for path in case.directory.glob("*.safetensors"))
+    return dict(
+        what=case.what,
+        model=case.model,
+        layers=case.layers,
+        options=case.options,
+        changed=case.changed,
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+        weights_bytes=weights if case.what != "kernels" else 0,
+        cache_bytes=sum(files) - (sum(had) if case.what != "kernels" else 0),
+        foreign_share=watch.foreign_share(),
+        **json.loads(out.splitlines()[-1]),
+    )
 
 
-def _build(job: dict[str, Any]) -> dict[str, Any]:
-    """What building, or a warm start, takes in this process."""
+class _Peak(threading.Thread):
+    """The most that a process and its children hold, looked at from time to time."""
+
+    def __init__(self, pid: int):
+        super().__init__(daemon=True)
+        self._pid, self._most, self._ended = pid, 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(POLL_S):
+            self._most = max(self._most, tree_bytes(self._pid))
+
+    def stop(self) -> int:
+        """Bytes."""
+        self._ended.set()
+        self.join()
+        return self._most
+
+
+def _work(job: dict[str, Any]) -> dict[str, Any]:
+    """What one process does, and the stages of what it built."""
+    if job["what"] == "start":
+        return _start(job)
+    from mtpc.backends.cpu_kernels import build_kernels
+    from mtpc.config import CompileOptions
+    from mtpc.program.build import build, default_jobs
+    from mtpc.store.entries import EntryStore
+
+    if job["what"] == "kernels":
+        store = EntryStore(Path(job["cache"]))
+        store.prepare()
+        build_kernels(store)
+        return {"steps": 0, "stages": {}, "processes": 1}
+    options = CompileOptions.parse({**job["options"], "cache_dir": job["cache"]})
+    report = build(Path(job["directory"]), options, (options.spec_tokens,))
+    seconds = [built.step.record.seconds for built in report.steps]
+    stages = {stage: sum(each.get(stage, 0.0) for each in seconds) for stage in STAGES}
+    processes = min(default_jobs(), len(seconds))
+    return {"steps": len(seconds), "stages": stages, "processes": processes}
+
+
+def _start(job: dict[str, Any]) -> dict[str, Any]:
     import mtpc
 
-    reached: list[tuple[float, str]] = []
+    model = mtpc.compile(job["directory"], cache_dir=job["cache"], backend="cpu", **job["options"])
+    model.generate(list(range(2, 34)), 1, ignore_eos=True)
+    return {"steps": len(model.program.steps), "stages": {}, "processes": 1}
 
-    def listen(progress: Any) -> None:
-        reached.append((time.perf_counter(), progress.stage))
 
-    compile_model, start = mtpc.compile, time.perf_counter()
-    model = compile_model(
-        job["directory"], cache_dir=job["cache"], backend="cpu", progress=listen, **job["options"]
-    )
-    end = time.perf_counter()
-    stages = dict.fromkeys((*STAGES, "other"), 0.0)
-    points = [(start, "other"), *reached, (end, "")]
-    for (begin, stage), (until, _) in pairwise(points):
-        stages[stage if stage in stages else "other"] += until - begin
-    files = Path(job["cache"]).rglob("*")
-    weights = Path(job["directory"]).glob("*.safetensors")
-    usage = (resource.getrusage(who).ru_maxrss for who in
-             (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))  # fmt: skip
-    return dict(
-        seconds=end - start,
-        stages=stages,
-        steps=len(model.program.steps),
-        peak_bytes=1024 * max(usage),
-        weights_bytes=sum(file.stat().st_size for file in weights),
-        cache_bytes=sum(file.stat().st_size for file in files if file.is_file()),
-    )
+def _vllm(args: argparse.Namespace, workdir: Path) -> dict[str, Any]:
+    """vLLM's cold start on the same weights, as `benchmarks.startup` takes it."""
+    words = ["--shape", args.shape, "--workloads", "random", "--engines", "vllm", "--max-len",
+             str(args.max_len), "--vllm-python", str(args.vllm_python)]  # fmt: skip
+    asked = startup.parse(words)
+    cases = startup.cases_of("random", asked, workdir, lambda line: None)
+    (case,) = [case for case in cases if case.engine.state == "cold"]
+    row = dict(what="start", model=f"vLLM, mimo {args.shape}", changed="", steps=0, stages={},
+               layers=SHAPES[args.shape].num_hidden_layers, options={"spec_tokens": 3},
+               peak_bytes=0, weights_bytes=0, cache_bytes=0, processes=1)  # fmt: skip
+    try:
+        sample = startup.Starter(asked, workdir).start(case)
+    except StartError as error:
+        return {**row, "seconds": None, "foreign_share": 0.0, "failure": str(error)}
+    return {**row, "seconds": sample.seconds, "foreign_share": sample.foreign_share,
+            "cache_bytes": sample.cache_bytes}  # fmt: skip
+
+
+def _growth(record: Record) -> list[str]:
+    """What a layer more costs, by the first and the last row that differ in layers alone."""
+    rows = [row for row in record["rows"] if row["what"] == "build" and not row["changed"]]
+    if len(rows) < 2:
+        return []
+    first, last = rows[0], rows[-1]
+    each = (last["seconds"] - first["seconds"]) / (last["layers"] - first["layers"])
+    return [f"a layer more costs {each:.2f} s, from {first['layers']} to {last['layers']} layers."]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    options = row["options"]
-    buckets = ", ".join(map(str, options.get("batch_buckets", ["default"])))
-    seconds = [row["seconds"], *(row["stages"][stage] for stage in (*STAGES, "other"))]
+    if row["seconds"] is None:
+        texts = ["not run: " + row["failure"][:80], *"-" * (len(STAGES) + 1)]
+    else:
+        stages = [row["stages"].get(stage) for stage in STAGES]
+        known = [each for each in stages if each is not None]
+        other = row["seconds"] * row["processes"] - sum(known) if known else None
+        texts = [f"{row['seconds']:.1f}", *(_number(each) for each in (*stages, other))]
     sizes = (row[f"{name}_bytes"] / MIB for name in ("peak", "weights", "cache"))
+    options = row["changed"] or ", ".join(f"{k} {v}" for k, v in row["options"].items())
     return [
-        *(row["build"], str(row["layers"]), str(options["spec_tokens"]), buckets),
-        *(str(row["steps"]), *(f"{each:.1f}" for each in seconds)),
-        *(f"{size:.0f}" for size in sizes),
+        *(row["what"], row["model"], str(row["layers"] or "-"), options or "-"),
+        *(str(row["steps"] or "-"), *texts),
+        *(f"{size:.0f}" if size else "-" for size in sizes),
+        f"{row['foreign_share']:.0%}",
     ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("compile", __doc__)
     add = parser.add_argument
     command.add_model(parser)
-    add("--layers", nargs="+", type=positive, default=[7, 14, 28], metavar="N")
-    add("--spec-tokens", nargs="+", type=int, default=[3], metavar="K")
+    add("--layers", nargs="+", type=positive, default=[7, 14, 28, 36], metavar="N")
+    add("--large", nargs="*", choices=LARGE, default=list(LARGE), metavar="NAME",
+        help=f"also build these from headers: {', '.join(LARGE)}")  # fmt: skip
+    add("--options", type=int, default=len(OPTIONS), metavar="N", help="rows of changed options")
     add("--buckets", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--max-len", type=positive, default=512, metavar="N")
+    command.add_vllm(parser)
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -325,10 +325,10 @@ def _cells(row: Row, floor: float | None) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if mtpc failed to start, or said something else warm than cold."""
-    args = _parse(argv)
+    args = parse(argv)
     tell = command.begin(args)
     with command.working_directory(args.workdir) as workdir:
-        cases = [case for name in args.workloads for case in _cases_of(name, args, workdir, tell)]
+        cases = [case for name in args.workloads for case in cases_of(name, args, workdir, tell)]
         sample_in_turns(cases, Starter(args, workdir), tell)
     table(_record(cases, args)).print()
     failed = any(case.failure for case in cases if case.engine.kind == "mtpc")
@@ -336,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed or not alike)
 
 
-def _cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) -> list[Case]:
+def cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) -> list[Case]:
     """Every engine asked for, on one checkpoint."""
     if name == "demo":
         directory = demo_checkpoint()
@@ -363,7 +363,8 @@ def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
     return new_record("startup", args, measured)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = command.new_parser("startup", __doc__)
     add = parser.add_argument
     command.add_model(parser)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,8 @@ from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Form
-from mtpc.layout.progress import Listener, Progress
+from mtpc.layout.display import show_compiling
+from mtpc.layout.progress import Listener
 from mtpc.program.background import Background
 from mtpc.program.binding import WeightSource, bind_program
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
@@ -47,20 +46,7 @@ if TYPE_CHECKING:
     from mtpc.program.compiler import StepCompiler
 
 
-log = logging.getLogger("mtpc")
-
-
-def print_progress(progress: Progress) -> None:
-    """The default listener: a line a stage, on a terminal's stderr or else to the logger `mtpc`."""
-    step = f"{progress.done + 1}/{progress.total} {progress.key} " if progress.key else ""
-    line = f"{progress.elapsed_s:7.1f} s  {step}{progress.stage}"
-    if sys.stderr.isatty():
-        print(f"mtpc {line}", file=sys.stderr)
-    else:
-        log.info(line)
-
-
-def compile(model: Any, progress: Listener = print_progress, **options: Any) -> SpecModel:
+def compile(model: Any, progress: Listener | None = None, **options: Any) -> SpecModel:
     """Compile a model with MTP layers into captured propose-and-verify steps.
 
     Steps that the graph cache holds are loaded, all others are compiled and kept there; see
@@ -69,8 +55,9 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
     Args:
         model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
             model loaded from one; a model object is shared, not copied, and left as it was.
-        progress: called with a `mtpc.Progress` at each stage of each bucket; by default
-            lines on stderr where that is a terminal.
+        progress: called with a `mtpc.Progress` at each stage of each bucket, and meanwhile where a
+            stage is long. By default the logger `mtpc` gets a line a stage; where it is not on for
+            level INFO, a terminal (stderr) or a notebook shows the stage, a bar and the time left.
         **options: fields of `mtpc.config.CompileOptions`, or their aliases
             (`num_speculative_tokens` for `spec_tokens`).
 
@@ -86,13 +73,14 @@ def compile(model: Any, progress: Listener = print_progress, **options: Any) -> 
         RankError: with `tensor_parallel_size`, another rank fails or has other inputs.
         CacheError: another user could have written the cache; or it is frozen, and lacks a step.
     """
-    opened = open_steps(model, options, _ProgramAssembler(progress), progress)
+    with show_compiling(progress) as listener:
+        opened = open_steps(model, options, _ProgramAssembler(listener), listener)
     opened.made.identity = opened.identity
     program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
     spec = SpecModel(opened.served, opened.options, program, opened.loaded)
     spec.stats.fallbacks.update(opened.fallbacks)
     if opened.rest is not None:
-        background = Background(opened.rest, program, progress)
+        background = Background(opened.rest, program, listener)
         spec._end_building = weakref.finalize(spec, background.close)
     return spec
 

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def field_bytes(path: str, name: str) -> int | None:
     """Bytes of a line `name: N kB` in a file of /proc; None where there is no such."""
     found = system_field(path, rf"{name}:\s*(\d+) kB")
     return None if found is None else 1024 * int(found)
+
+
+def tree_bytes(pid: int) -> int:
+    """Resident bytes of a process and of all below it; what they share counts in each."""
+    total, waiting = 0, [pid]
+    while waiting:
+        each = waiting.pop()
+        total += field_bytes(f"/proc/{each}/status", "VmRSS") or 0
+        for path in Path(f"/proc/{each}/task").glob("*/children"):
+            with suppress(OSError):  # It has ended meanwhile.
+                waiting += map(int, path.read_text().split())
+    return total
 
 
 def memory_shortage() -> str | None:

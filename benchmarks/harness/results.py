@@ -101,7 +101,9 @@ def add_result_files(parser: argparse.ArgumentParser) -> None:
 
 
 def write_results(args: argparse.Namespace, record: Record, table: Table) -> None:
-    """Write the files that `add_result_files` has options for."""
+    """Write the files that `add_result_files` has options for, and the folders that they lack."""
+    for path in filter(None, (args.out, args.csv, args.markdown)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if args.out:
         # Without indentation: samples of serving are traces, a line a number.
         args.out.write_text(json.dumps(record))

@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mtpc.backends.base import Backend, Report
+from mtpc.backends.base import Backend
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError
+from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import EntryStore
 
 
@@ -108,9 +109,7 @@ def choose_backend(
         return make_backend(second, report, store), f"{second} backend instead of {first}: {error}"
 
 
-def make_backend(
-    name: str, report: Report = lambda line: None, store: EntryStore | None = None
-) -> Backend:
+def make_backend(name: str, report: Report = silent, store: EntryStore | None = None) -> Backend:
     """The backend of this name.
 
     Args:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 Run = Callable[[], None]
 """Runs one step over the buffers that were bound at lowering."""
-Report = Callable[[str], None]
-"""Is called with a line that says what is being done."""
 
 
 class Backend(Protocol):

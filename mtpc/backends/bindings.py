@@ -8,7 +8,6 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, fx
 
-from mtpc.backends.base import Report
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.signatures import arguments_of
 from mtpc.passes.base import Policy
@@ -75,7 +74,7 @@ class BindKernels:
     """
 
     bindings: Sequence[Binding]
-    note: Report = field(default=lambda line: None)
+    note: Callable[[str], None] = field(default=lambda line: None)
     name: ClassVar[str] = "legalise-gpu"
     policy: ClassVar[Policy] = "required"
 

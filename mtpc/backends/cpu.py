@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from mtpc.backends.base import Report, Run
+from mtpc.backends.base import Run
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.package import TAPE, Package, open_package, signature
@@ -18,6 +18,7 @@ from mtpc.backends.tape import write_tape
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.step_mode import StepMode
+from mtpc.layout.progress import Report, silent
 from mtpc.passes.base import Pass, Policy
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
@@ -70,7 +71,7 @@ class CpuBackend:
     )
     device = "cpu"
 
-    def __init__(self, report: Report = lambda line: None, store: EntryStore | None = None) -> None:
+    def __init__(self, report: Report = silent, store: EntryStore | None = None) -> None:
         load_kernels(store, report)
         self.notes: Counter[str] = Counter()
         self._scratch = Scratch("packages")

@@ -18,12 +18,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpc.backends.base import Report, Run
+from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
+from mtpc.layout.progress import Report, silent
 from mtpc.passes.base import Pass
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_entry import FuseDraftEntry
@@ -99,7 +100,7 @@ class CudaBackend:
         self.notes[line] += 1
 
 
-def open_cuda(report: Report = lambda line: None, store: EntryStore | None = None) -> CudaBackend:
+def open_cuda(report: Report = silent, store: EntryStore | None = None) -> CudaBackend:
     """The backend of this machine's GPU.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
@@ -110,6 +111,14 @@ def signature_text(dtype: torch.dtype, shape: Sequence[Size], strides: Sequence[
     """A `signature`, which may have open sizes: `int32[1*S,1*M](1*M,1)`."""
     listed = (",".join(map(str, row)) for row in (shape, strides))
     return "{}[{}]({})".format(dtype_name(dtype), *listed)
+
+
+def signature_bytes(signature: str) -> int:
+    """Bytes of a dense tensor by its `signature`, which has no open sizes."""
+    dtype, _, rest = signature.partition("[")
+    sizes = rest.partition("]")[0]
+    count = prod(int(size) for size in sizes.split(",") if size)
+    return count * getattr(torch, dtype).itemsize
 
 
 def sized(form: str, sizes: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ from mtpc.cli.compile_arguments import (
     add_cache_options,
     add_checkpoint,
     add_compile_options,
+    add_output_options,
     add_ranks,
     add_threads,
 )
@@ -101,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_output_options(parser)
     _add_prompts(parser, DEFAULT_NEW_TOKENS)
     parser.add_argument(
         "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence ids"
@@ -147,6 +149,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_output_options(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
     parser.add_argument(
         "--compare",
@@ -187,6 +190,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_output_options(parser)
     add = parser.add_argument
     text = "questions (.jsonl), or a task of lm-evaluation-harness: a name, or its .yaml"
     add("--task", required=True, metavar="FILE|NAME", help=text)
@@ -236,6 +240,7 @@ def _add_tune_head(parser: argparse.ArgumentParser) -> None:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_output_options(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
     parser.add_argument(
         "--floor",
@@ -269,6 +274,7 @@ def _add_prompts(parser: argparse.ArgumentParser, new_tokens: int) -> None:
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_output_options(parser)
     parser.add_argument(
         "--out",
         type=Path,

@@ -16,11 +16,11 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.plot import Bar, check_plot, draw_plot
-from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.ranks import follow
-from mtpc.cli.run import Prompt, check_tokenizer, set_threads, stage_listener
+from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.config import AUTO
 from mtpc.errors import OptionError, RequestError
+from mtpc.layout.display import Tell, show_progress, stage_listener
 
 if TYPE_CHECKING:
     from mtpc.layout import StepKey
@@ -96,7 +96,7 @@ def command(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
     samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
-    with show_progress(sys.stderr) as tell:
+    with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
         for variant in variants:
             _check(_options_of(variant, options))
@@ -113,7 +113,12 @@ def command(args: argparse.Namespace) -> int:
             variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
         }
     is_synthetic = any(name.startswith("synthetic") for name in options)
-    _print(samples, kernels, is_synthetic)
+    if args.as_json:
+        (first, *_) = samples.values()
+        rows = [_as_json(v, s, first[0].results, kernels[v]) for v, s in samples.items()]
+        args.result = {"rows": rows, "synthetic": is_synthetic}
+    else:
+        _print(samples, kernels, is_synthetic, args.quiet)
     if args.plot is not None:
         told = ", SYNTHETIC acceptance" * is_synthetic
         title = f"{checkpoint.absolute().name}, {len(prompts)} prompt(s){told}"
@@ -229,8 +234,29 @@ def _kernels(checkpoint: Path, options: dict[str, Any]) -> int | None:
     return count_kernels(mtpc.compile(checkpoint, **options)) if torch.cuda.is_available() else None
 
 
+def _as_json(
+    variant: Variant, taken: list[Sample], results: list[Prompt], kernels: int | None
+) -> dict[str, Any]:
+    """A row of the table as numbers: medians of the rounds."""
+    return {
+        "spec_tokens": variant.spec_tokens,
+        "passes": list(variant.passes),
+        "ms_per_step": median(sample.ms_per_step for sample in taken),
+        "tokens_per_s": median(sample.tokens_per_s for sample in taken),
+        "tokens_per_step": taken[0].tokens_per_step,
+        "acceptance_rate": taken[0].acceptance_rate,
+        "same_text": all(sample.results == results for sample in taken),
+        "replays_per_step": taken[0].replays_per_step,
+        "host_us": median(sample.host_us for sample in taken),
+        "kernels": kernels,
+    }
+
+
 def _print(
-    samples: dict[Variant, list[Sample]], kernels: dict[Variant, int | None], is_synthetic: bool
+    samples: dict[Variant, list[Sample]],
+    kernels: dict[Variant, int | None],
+    is_synthetic: bool,
+    quiet: bool,
 ) -> None:
     from mtpc.cli.tables import output, print_table
 
@@ -242,7 +268,7 @@ def _print(
     ]
     console = output()
     print_table(console, f"Decoding{', SYNTHETIC acceptance' * is_synthetic}", COLUMNS, rows)
-    for note in NOTES + (SYNTHETIC_NOTE,) * is_synthetic:
+    for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
 
 

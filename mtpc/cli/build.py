@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.progress import show_progress
-from mtpc.cli.run import set_threads, stage_listener
+from mtpc.cli.run import set_threads
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
+from mtpc.layout.display import show_progress, stage_listener
 
 if TYPE_CHECKING:
     from mtpc.layout import Form
@@ -42,7 +42,7 @@ def command(args: argparse.Namespace) -> int:
             f"backend {options.backend!r} compiles nothing ahead of time; expected {PACKAGING}"
         )
     checkpoint = chosen_checkpoint(args.checkpoint)
-    with show_progress(sys.stderr) as tell:
+    with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         from mtpc.program.build import build
         from mtpc.program.ranks import all_parts
@@ -52,7 +52,10 @@ def command(args: argparse.Namespace) -> int:
         form: Form = "both" if args.split else "fused"
         parts = all_parts(options.tensor_parallel_size)
         report = build(checkpoint, options, tuple(tiers), form, args.jobs, listener, parts=parts)
-    _print(report)
+    if args.as_json:
+        args.result = _as_json(report)
+    else:
+        _print(report)
     return 0
 
 
@@ -67,7 +70,7 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple
 
     targets = [parse_target(name) for name in args.target]
     checkpoint = chosen_checkpoint(args.checkpoint)
-    with show_progress(sys.stderr) as tell:
+    with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         from mtpc.backends.triton_kernels import load_kernels
 
@@ -76,8 +79,31 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple
 
         set_threads(args.threads, checkpoint)
         report = build_kernels(checkpoint, options, tiers, targets, stage_listener(tell))
-    _print_kernels(report)
+    if args.as_json:
+        args.result = _kernels_as_json(report)
+    else:
+        _print_kernels(report)
     return 0
+
+
+def _kernels_as_json(report: CrossReport) -> dict[str, Any]:
+    rows = [
+        {
+            "kernel": made.kernel,
+            "target": made.target.name,
+            "entry": made.entry.digest,
+            "bytes": made.resources.nbytes,
+            "shared_bytes": made.resources.shared_bytes,
+            "registers": made.resources.registers,
+            "spills": made.resources.spills,
+            "was_there": made.was_there,
+        }
+        for made in report.kernels
+    ]
+    launches = {str(key): count for key, count in report.launches.items()}
+    notes, root = dict(report.notes), str(report.root)
+    return {"root": root, "kernels": rows, "launches": launches, "notes": notes,
+            "elapsed_s": report.elapsed_s}  # fmt: skip
 
 
 def _print_kernels(report: CrossReport) -> None:
@@ -110,6 +136,23 @@ def _print_kernels(report: CrossReport) -> None:
         soft_wrap=True,
     )
     console.print(f"built in {report.elapsed_s:.1f} s")
+
+
+def _as_json(report: BuildReport) -> dict[str, Any]:
+    steps = [
+        {
+            "step": built.step.record.name,
+            "entry": built.step.entry.digest,
+            "bytes": built.step.entry.nbytes,
+            "seconds": dict(built.step.record.seconds),
+            "was_there": built.was_there,
+        }
+        for built in report.steps
+        if built.step.entry is not None
+    ]
+    pins = {str(k): pin for k, pin in report.pins.items()}
+    return {"root": str(report.root), "kernels": report.kernels.digest, "steps": steps,
+            "require_sha256": pins, "elapsed_s": report.elapsed_s}  # fmt: skip
 
 
 def _print(report: BuildReport) -> None:

@@ -15,9 +15,9 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.progress import show_progress
-from mtpc.cli.run import check_tokenizer, set_threads, stage_listener
+from mtpc.cli.run import check_tokenizer, set_threads
 from mtpc.errors import CapacityError, CheckpointError, RequestError
+from mtpc.layout.display import show_progress, stage_listener
 from mtpc.server.options import require_packages
 
 if TYPE_CHECKING:

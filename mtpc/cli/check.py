@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
-from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.errors import OptionError
+from mtpc.layout.display import Tell, show_progress
 from mtpc.wiring import Rules, choices, rule_text
 
 if TYPE_CHECKING:
@@ -50,6 +50,19 @@ class Sample:
     results: list[Prompt]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong.
+
+    Attributes:
+        faults: of the tensors, or that no wiring suits them.
+        better: rules that accept clearly more drafts, as `--wiring` takes them; "" if none do.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    better: str = ""
+
+
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand. Return 0 if nothing is wrong and no other rule accepts clearly more."""
     prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
@@ -58,7 +71,7 @@ def command(args: argparse.Namespace) -> int:
     options = mtpc.CompileOptions.parse(given)
     if options.spec_tokens == 0:
         raise OptionError("spec_tokens is 0; expected at least one draft to check")
-    with show_progress(sys.stderr) as tell:
+    with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         from mtpc.models.mtp_faults import find_draft_faults, find_faults
 
@@ -72,9 +85,12 @@ def command(args: argparse.Namespace) -> int:
         if not faults:
             check_tokenizer(checkpoint, prompts)
             samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
-    if faults:
-        return _print_faults(faults)
-    return _print(samples, options.wiring, args.floor)
+    verdict = _judge(samples, args.floor) if samples else Verdict(tuple(faults))
+    if args.as_json:
+        args.result = _as_json(samples, verdict)
+    else:
+        _print(samples, verdict, options.wiring)
+    return int(bool(verdict.faults or verdict.better))
 
 
 def _measure(
@@ -146,31 +162,59 @@ def _differs(own: Any, end: Any) -> bool:
     return own is not None and own.weight.data_ptr() != end.weight.data_ptr()
 
 
-def _print(samples: list[Sample], given: Rules, floor: float) -> int:
-    from mtpc.cli.tables import output, print_table
-
+def _judge(samples: list[Sample], floor: float) -> Verdict:
+    """What the samples say; the first is that of the given rules."""
     first, best = samples[0], max(samples, key=lambda sample: sample.tokens_per_step)
-    rows = [
-        (
-            rule_text(sample.rules) or "the family's",
-            f"{sample.tokens_per_step:.2f}",
-            f"{sample.accepted} of {sample.drafted}",
-            "  ".join(f"{rate:.1%}" for rate in sample.by_position),
-            "yes" if sample.results == first.results else "no",
-        )
-        for sample in samples
-    ]
-    console = output()
-    print_table(console, "Accepted drafts by wiring", COLUMNS, rows)
     highest = max(sample.by_position[0] for sample in samples)
     if highest < floor:
-        return _print_faults([_foreign(highest, floor)])
-    name = rule_text(given) or "the family's wiring"
+        return Verdict((_foreign(highest, floor),))
     if best.tokens_per_step < first.tokens_per_step + CLEARLY_MORE:
+        return Verdict()
+    return Verdict(better=rule_text(best.rules))
+
+
+def _as_json(samples: list[Sample], verdict: Verdict) -> dict[str, Any]:
+    rows = [
+        {
+            "wiring": rule_text(sample.rules),
+            "tokens_per_step": sample.tokens_per_step,
+            "accepted": sample.accepted,
+            "drafted": sample.drafted,
+            "by_position": sample.by_position,
+            "same_text": sample.results == samples[0].results,
+        }
+        for sample in samples
+    ]
+    faults = [asdict(fault) for fault in verdict.faults]
+    return {"faults": faults, "wirings": rows, "better": verdict.better or None}
+
+
+def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
+    from mtpc.cli.tables import output, print_table
+
+    console = output()
+    if samples:
+        rows = [
+            (
+                rule_text(sample.rules) or "the family's",
+                f"{sample.tokens_per_step:.2f}",
+                f"{sample.accepted} of {sample.drafted}",
+                "  ".join(f"{rate:.1%}" for rate in sample.by_position),
+                "yes" if sample.results == samples[0].results else "no",
+            )
+            for sample in samples
+        ]
+        print_table(console, "Accepted drafts by wiring", COLUMNS, rows)
+    for fault in verdict.faults:
+        text = f"{fault.kind}: {fault.problem}\n  what to do: {fault.remedy}"
+        console.print(text, markup=False, soft_wrap=True)
+    if verdict.faults:
+        return
+    name = rule_text(given) or "the family's wiring"
+    if verdict.better:
+        console.print(f"--wiring {verdict.better} accepts more than {name}")
+    else:
         console.print(f"no other rule accepts clearly more than {name}")
-        return 0
-    console.print(f"--wiring {rule_text(best.rules)} accepts more than {name}")
-    return 1
 
 
 def _foreign(highest: float, floor: float) -> Fault:
@@ -184,13 +228,3 @@ def _foreign(highest: float, floor: float) -> Fault:
         "if the texts suit the model (-p), the MTP layers belong to another model: put those of "
         "this one's base back: mtpc graft BASE CHECKPOINT OUT",
     )
-
-
-def _print_faults(faults: list[Fault]) -> int:
-    from mtpc.cli.tables import output
-
-    console = output()
-    for fault in faults:
-        text = f"{fault.kind}: {fault.problem}\n  what to do: {fault.remedy}"
-        console.print(text, markup=False, soft_wrap=True)
-    return 1

@@ -77,6 +77,15 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--quiet` and `--json`. With the latter a command sets `args.result`."""
+    for flag, dest, text in (
+        (("-q", "--quiet"), "quiet", "print results only: no stages and no statistics"),
+        (("--json",), "as_json", "print one JSON object, and nothing else"),
+    ):
+        parser.add_argument(*flag, action="store_true", dest=dest, help=text)
+
+
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Add `--threads`."""
     parser.add_argument(

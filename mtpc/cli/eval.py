@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.progress import Tell, show_progress
-from mtpc.cli.run import check_tokenizer, set_threads, stage_listener
+from mtpc.cli.run import check_tokenizer, set_threads
 from mtpc.config import AUTO
 from mtpc.errors import OptionError
+from mtpc.layout.display import Tell, show_progress, stage_listener
 
 if TYPE_CHECKING:
     from mtpc.evaluation.compare import Answering, Outcome
@@ -41,7 +41,7 @@ def command(args: argparse.Namespace) -> int:
     for variant in variants:
         mtpc.CompileOptions.parse(variant)
     check_tokenizer(checkpoint, [args.task])
-    with show_progress(sys.stderr) as tell:
+    with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         set_threads(args.threads, checkpoint)
         answering, scores = _task(args, checkpoint)
@@ -49,11 +49,13 @@ def command(args: argparse.Namespace) -> int:
         for engine in _engines(args, checkpoint, variants, scores, tell):
             tell(f"{engine.name}, K = {engine.spec_tokens}: answer {args.task}")
             outcomes.append(answering(engine))
-    _print(args.task, outcomes)
-    if args.out:
-        from mtpc.evaluation.compare import as_json
+    from mtpc.evaluation.compare import as_json
 
-        args.out.write_text(json.dumps({"task": args.task, **as_json(outcomes)}) + "\n")
+    args.result = {"task": args.task, **as_json(outcomes)}
+    if not args.as_json:
+        _print(args.task, outcomes, args.quiet)
+    if args.out:
+        args.out.write_text(json.dumps(args.result) + "\n")
     return 0
 
 
@@ -111,12 +113,12 @@ def _engines(
         yield MtpcEngine(checkpoint, scores, stage_listener(tell), **variant)
 
 
-def _print(task: str, outcomes: list[Outcome]) -> None:
+def _print(task: str, outcomes: list[Outcome], quiet: bool) -> None:
     from mtpc.cli.tables import output, print_table
     from mtpc.evaluation.compare import COLUMNS, NOTES, cells, compare
 
     console = output()
     rows = [cells(row, place == 0) for place, row in enumerate(compare(outcomes))]
     print_table(console, f"Answers of {task}", COLUMNS, rows)
-    for note in NOTES:
+    for note in () if quiet else NOTES:
         console.print(note, style="dim", soft_wrap=True)

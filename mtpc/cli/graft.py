@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mtpc.cli.progress import show_progress
 from mtpc.cli.tables import format_bytes
+from mtpc.layout.display import show_progress
 
 
 def command(args: argparse.Namespace) -> int:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.progress import Tell, show_progress
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
+from mtpc.layout.display import Tell, show_progress
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 
 from mtpc.cli.arguments import parse
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     module = args.command.replace("-", "_")
     try:
-        with ended_by_sigterm(), ranks_of(args, argv):
+        with ended_by_sigterm(), _only_json(args), ranks_of(args, argv):
             code: int = import_module(f"mtpc.cli.{module}").command(args)
         sys.stdout.flush()
         return code
@@ -53,6 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print("error:", error, file=sys.stderr)
         return EXIT_ERROR
+
+
+@contextmanager
+def _only_json(args: argparse.Namespace) -> Iterator[None]:
+    """With `--json`, standard output gets the command's `args.result`, and nothing else.
+
+    Ranks other than the first have no result.
+    """
+    if not getattr(args, "as_json", False):
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+    if hasattr(args, "result"):
+        print(json.dumps(args.result))
 
 
 def _print_any_character() -> None:

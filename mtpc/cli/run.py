@@ -6,20 +6,18 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
-from mtpc.cli.progress import Tell, show_progress
 from mtpc.cli.ranks import follow
 from mtpc.errors import RequestError
+from mtpc.layout.display import show_progress, stage_listener
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from mtpc.layout.progress import Listener, Progress
 
 Prompt = str | list[int]
 SMALL_BYTES = 64 * 2**20
@@ -35,7 +33,7 @@ def command(args: argparse.Namespace) -> int:
     options["sampling"] = not sampling.is_plain
     mtpc.CompileOptions.parse(options)
     check_tokenizer(checkpoint, prompts)
-    with show_progress(sys.stderr) as tell:
+    with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
         compile_model = mtpc.compile
         set_threads(args.threads, checkpoint, args.tensor_parallel_size)
@@ -48,7 +46,11 @@ def command(args: argparse.Namespace) -> int:
             prompts, args.max_new_tokens, ignore_eos=args.ignore_eos, sampling=sampling
         )
         model.close()
-    _print_results(prompts, results, model)
+    if args.as_json:
+        rows = [_as_json(*pair) for pair in zip(prompts, results, strict=True)]
+        args.result = {"checkpoint": str(checkpoint), "results": rows, "stats": _stats(model)}
+    else:
+        _print_results(prompts, results, model, args.quiet)
     return 0
 
 
@@ -85,27 +87,41 @@ def check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def stage_listener(tell: Tell) -> Listener:
-    """A listener that shows the compilation's progress as lines `i/n stage step`."""
+def _as_json(prompt: Prompt, result: Any) -> dict[str, Any]:
+    """One continuation: its text where the prompt is text, its ids, and why it ended."""
+    text = str(result) if isinstance(result, str) else None
+    ids, reason = list(result.token_ids), result.finish_reason
+    return {"prompt": prompt, "text": text, "ids": ids, "finish_reason": reason}
 
-    def listen(progress: Progress) -> None:
-        if progress.key is not None:
-            position = f"{progress.done + 1}/{progress.total}"
-            tell(f"{position} {progress.stage} {progress.key}")
-        elif progress.done < progress.total:
-            tell(f"{progress.stage} (for {progress.total} steps)")
-        elif progress.total == 0:  # The backend prepares itself.
-            tell(progress.stage)
 
-    return listen
+def _stats(model: mtpc.SpecModel) -> dict[str, Any]:
+    """What the table of statistics says; acceptance is None where nothing was drafted."""
+    stats, is_drafted = model.stats, bool(sum(model.stats.drafted))
+    return {
+        "new_tokens": stats.emitted_tokens,
+        "prompt_tokens": stats.prompt_tokens,
+        "prefill_s": stats.prefill_s,
+        "decode_tokens": stats.decode_counts().tokens,
+        "decode_s": stats.decode_s,
+        "decode_steps": stats.decode_steps,
+        "acceptance_length": stats.acceptance_length if is_drafted else None,
+        "acceptance_rate": stats.acceptance_rate if is_drafted else None,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "replays": {str(key): stats.replays[key] for key in sorted(model.program.steps)},
+        "fallbacks": dict(stats.fallbacks),
+    }
 
 
 def _print_results(
-    prompts: Sequence[Prompt], results: Sequence[Prompt], model: mtpc.SpecModel
+    prompts: Sequence[Prompt], results: Sequence[Prompt], model: mtpc.SpecModel, quiet: bool
 ) -> None:
     from mtpc.cli.tables import output, print_table
 
     console = output()
+    if quiet:
+        for result in results:
+            _print_text(console, _as_text(result))
+        return
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), start=1):
         _print_text(console, f"[{number}] {_as_text(prompt)}", style="dim")
         _print_text(console, _as_text(result))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.progress import show_progress
 from mtpc.cli.ranks import follow, is_other
-from mtpc.cli.run import set_threads, stage_listener
+from mtpc.cli.run import set_threads
 from mtpc.cli.serve_arguments import server_fields
 from mtpc.config import AUTO, api_key
 from mtpc.errors import OptionError, RequestError
+from mtpc.layout.display import show_progress, stage_listener
 from mtpc.server.options import ServerOptions, require_packages
 
 if TYPE_CHECKING:

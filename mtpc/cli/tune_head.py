@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mtpc.cli.compile_arguments import compile_options
-from mtpc.cli.progress import show_progress
 from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.layout.display import show_progress
 from mtpc.weights.hub import find_directory
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
-from mtpc.api import print_progress
 from mtpc.capture.graph import WeightTable, set_tensor
 from mtpc.errors import OptionError
 from mtpc.host.hosted import HostedModel
 from mtpc.host.parts import CachedPart, GraphPart, Lowered, PackagePart, Parts
 from mtpc.layout import Form, Part, StepKey, graph_keys, parts_of
+from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.program.binding import WeightSource
 from mtpc.program.open_steps import open_steps
@@ -34,7 +34,7 @@ _ENGINE_OPTIONS = (
 
 
 def compile_host(
-    model: Any, form: Form = "split", progress: Listener = print_progress, **options: Any
+    model: Any, form: Form = "split", progress: Listener | None = None, **options: Any
 ) -> HostedModel:
     """Compile a model into `verify` and `propose` programs over buffers that the caller owns.
 
@@ -45,7 +45,7 @@ def compile_host(
     Args:
         model: as for `mtpc.compile`.
         form: "split" (verify and propose), "fused" (one graph a step), or "both".
-        progress: called with a `mtpc.Progress` at each stage.
+        progress: see `mtpc.compile`.
         **options: fields of `mtpc.CompileOptions`, except those of the engine.
 
     Raises:
@@ -57,7 +57,8 @@ def compile_host(
     for name in _ENGINE_OPTIONS:
         if name in options:
             raise OptionError(f"{name} belongs to mtpc.compile; a host that schedules has no such")
-    opened = open_steps(model, options, _PartsAssembler(form), progress)
+    with show_compiling(progress) as listener:
+        opened = open_steps(model, options, _PartsAssembler(form), listener)
     return HostedModel(
         opened.served,
         opened.options,

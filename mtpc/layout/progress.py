@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from mtpc.layout import StepKey
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One beginning or finished stage.
+    """One beginning or finished stage, or how far a long one is.
 
     Attributes:
         stage: "trace model", "trace", "rewrite", "lower", "capture", "load", "done", or a line on
@@ -20,6 +21,10 @@ class Progress:
         done: steps finished so far.
         total: steps to compile; 0 where there are none yet.
         elapsed_s: seconds since the work began.
+        fraction: share of the work that is done, from 0 to 1; None where it is not known.
+            Compiling the kernels, building steps and loading weights are three works. Building is
+            measured by what each stage took in the nearest step of the graph cache.
+        left_s: seconds that the work will take from now on; None where that is not known.
     """
 
     stage: str
@@ -27,12 +32,39 @@ class Progress:
     done: int
     total: int
     elapsed_s: float
+    fraction: float | None = None
+    left_s: float | None = None
 
 
 Listener = Callable[[Progress], None]
 
 
-def line_reporter(listener: Listener) -> Callable[[str], None]:
+class Report(Protocol):
+    """Is called with a line that says what is being done, and how much of that is done."""
+
+    def __call__(self, line: str, fraction: float | None = None, /) -> None: ...
+
+
+def silent(line: str, fraction: float | None = None, /) -> None:
+    """A `Report` to nobody."""
+
+
+def left_at(fraction: float, elapsed_s: float) -> float | None:
+    """Seconds left of work that goes on at its pace so far; None before there is a pace."""
+    return elapsed_s * (1 - fraction) / fraction if fraction else None
+
+
+def line_reporter(listener: Listener) -> Report:
     """Tells lines that belong to no step, with the time from now on."""
     start = time.perf_counter()
-    return lambda line: listener(Progress(line, None, 0, 0, time.perf_counter() - start))
+    last, since = "", start
+
+    def report(line: str, fraction: float | None = None, /) -> None:
+        nonlocal last, since
+        now = time.perf_counter()
+        if line != last:
+            last, since = line, now
+        left_s = None if fraction is None else left_at(fraction, now - since)
+        listener(Progress(line, None, 0, 0, now - start, fraction, left_s))
+
+    return report

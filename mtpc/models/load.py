@@ -166,6 +166,14 @@ class LoadedModel:
                 named.setdefault(id(tensor), (prefix + name, tensor))
         return dict(named.values())
 
+    def ends(self) -> set[str]:
+        """Names of the embeddings and heads in `weights`: the target's, and the MTP layers' own."""
+        modules = [self.target.get_input_embeddings(), self.target.get_output_embeddings()]
+        for layer in self.mtp_layers:
+            modules += [layer.embedding, layer.head]
+        held = {id(module.weight) for module in modules if module is not None}
+        return {name for name, tensor in self.weights().items() if id(tensor) in held}
+
 
 class SteppedModel:
     """A `LoadedModel` over given state tensors, as a `mtpc.step.model.StepModel`.

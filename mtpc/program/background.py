@@ -116,7 +116,8 @@ class Background:
                     raise event
                 if event.done > done:
                     done = event.done
-                    self._say(f"{done} of {len(graphs)} more steps are built")
+                    left = "" if event.left_s is None else f", about {event.left_s:.0f} s to go"
+                    self._say(f"{done} of {len(graphs)} more steps are built{left}")
                     self._take_finished()
         if self._closed.is_set():
             return

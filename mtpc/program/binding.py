@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mtpc.backends.package import open_package
-from mtpc.capture.graph import WeightTable
-from mtpc.layout.progress import Listener, Progress
+from mtpc.backends.package import open_package, signature_bytes
+from mtpc.capture.graph import WeightTable, is_buffer_name
+from mtpc.layout import StepKey
+from mtpc.layout.progress import Listener, Progress, left_at
 from mtpc.program.program import CapturedStep, Program
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
@@ -35,6 +35,8 @@ from mtpc.weights.recipes import (
     take_early,
 )
 
+_TELL_S = 0.5
+"""While weights are read, a listener hears of it once in so many seconds."""
 _FIRST_ROWS = 16
 """Rows of two embeddings or heads that are compared first: other ones differ there."""
 
@@ -47,11 +49,13 @@ class StepBinder:
         shared: tensors of state and caches by name.
         weights: the program's weights; the binder adds those that it reads or makes.
         source: where to read weights that the table lacks; None if it lacks none.
+        added: hears the name of each weight that the binder has added.
     """
 
     shared: Mapping[str, Tensor]
     weights: WeightTable
     source: WeightSource | None = None
+    added: Callable[[str], None] = lambda name: None
 
     def bind(self, step: CachedStep, own: dict[str, Tensor] | None = None) -> CapturedStep:
         """Open a step over its tensors.
@@ -73,6 +77,7 @@ class StepBinder:
         def tensor_of(name: str) -> Tensor:
             if name not in buffers and name not in self.weights:
                 self._add_weight(name, step)
+                self.added(name)
             return buffers[name] if name in buffers else self.weights[name]
 
         replay = open_package(step.directory, step.record.package, tensor_of, step.sizes)
@@ -106,15 +111,48 @@ def bind_program(
         source: makes the other weights; None where all are at hand.
         listener: hears of each step.
     """
-    start = time.perf_counter()
     layout = next(iter(steps.values())).layout
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
-    binder = StepBinder(shared, weights, source)
+    loading = _Loading(steps, weights, listener)
+    binder = StepBinder(shared, weights, source, loading.added)
     bound = {}
     for done, ((key, _), step) in enumerate(steps.items()):
-        listener(Progress("load", key, done, len(steps), time.perf_counter() - start))
+        loading.begins(key, done)
         bound[key] = binder.bind(step)
     return Program(bound, shared)
+
+
+class _Loading:
+    """Says which step is bound, and from time to time how much of all weights is there."""
+
+    def __init__(self, steps: Steps, weights: WeightTable, listener: Listener):
+        self._listener, self._start = listener, time.perf_counter()
+        self._sizes = {
+            name: signature_bytes(signature)
+            for step in steps.values()
+            for name, signature in step.record.package.tensors.items()
+            if not is_buffer_name(name) and name not in weights
+        }
+        self._total, self._there, self._steps = sum(self._sizes.values()), 0, len(steps)
+        self._told_s = 0.0
+
+    def begins(self, key: StepKey, done: int) -> None:
+        """A step is bound from now on."""
+        self._key, self._done = key, done
+        self._tell(time.perf_counter() - self._start)
+
+    def added(self, name: str) -> None:
+        """A weight is there."""
+        self._there += self._sizes.get(name, 0)
+        elapsed_s = time.perf_counter() - self._start
+        if elapsed_s > self._told_s + _TELL_S:
+            self._tell(elapsed_s)
+
+    def _tell(self, elapsed_s: float) -> None:
+        self._told_s = elapsed_s
+        place = (self._key, self._done, self._steps, elapsed_s)
+        fraction = self._there / self._total if self._total else 1.0
+        self._listener(Progress("load", *place, fraction, left_at(fraction, elapsed_s)))
 
 
 class WeightSource:
@@ -135,13 +173,15 @@ class WeightSource:
         self._maker, self._dtypes = GroupedMaker(self._grouped, fill), dict[str, torch.dtype]()
         # What was read to trace the model is gone, and is no longer of interest.
         checkpoint.dequantised.clear()
-        self._ends = _ends(checkpoint)
         self._copies: dict[str, str] = {}
         self._shared: dict[Hashable, Tensor] = {}
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
         recipe = record.derived.get(name, name)
+        for part in sorted(set(names(recipe)).intersection(record.ends)):
+            for stored in names(record.stored[part]):
+                self._find_copy(stored)
         dtypes = {
             self._first_copy(stored): getattr(torch, record.dtypes[part])
             for part in names(recipe)
@@ -149,7 +189,7 @@ class WeightSource:
         }
         stored_recipe = substitute(recipe, record.stored.__getitem__)
         made_of = substitute(stored_recipe, self._first_copy)
-        if self._ends.isdisjoint(dtypes):
+        if self._copies.keys().isdisjoint(dtypes):
             return self._make(made_of, dtypes)
         key = (made_of, *dtypes.items())
         if key not in self._shared:
@@ -173,7 +213,7 @@ class WeightSource:
                 else tensors[next(names(early))][slice(*view)]
             )
         # A copy needs its parts no longer. Of an embedding a step reads a few rows.
-        if not isinstance(recipe, str) or recipe in self._ends:
+        if not isinstance(recipe, str) or recipe in self._copies:
             for name in dtypes:
                 self._checkpoint.release(name)
         return made
@@ -194,24 +234,29 @@ class WeightSource:
         return GroupedRows(stored.shape, read)
 
     def _first_copy(self, name: str) -> str:
-        """The first stored embedding or head that equals this one; another tensor is itself."""
-        if name not in self._ends:
-            return name
-        if name not in self._copies:
-            equal = partial(self._is_copy, name)
-            self._copies[name] = next(filter(equal, sorted(self._ends)))
-            if self._copies[name] != name:
-                self._checkpoint.release(name)
-        return self._copies[name]
+        """The stored tensor to read in the place of an embedding or a head; any other is itself."""
+        return self._copies.get(name, name)
+
+    def _find_copy(self, name: str) -> None:
+        """Find the embedding or head, of those that were used so far, that this one equals."""
+        if name in self._copies:
+            return
+        firsts = dict.fromkeys(self._copies.values())
+        self._copies[name] = next((first for first in firsts if self._is_copy(name, first)), name)
+        if self._copies[name] != name:
+            self._checkpoint.release(name)
 
     def _is_copy(self, name: str, other: str) -> bool:
-        headers, specs = self._checkpoint.tensors, self._checkpoint.specs
-        alike = headers[name].shape == headers[other].shape and specs.get(name) == specs.get(other)
-        if name == other or not alike:
-            return name == other
-        one, two = self._checkpoint.peek(name), self._checkpoint.peek(other)
-        alike = one.dtype == two.dtype and torch.equal(one[:_FIRST_ROWS], two[:_FIRST_ROWS])
-        return alike and torch.equal(one, two)
+        """Whether two weights are stored as equal tensors; codes are compared, not their values."""
+        checkpoint = self._checkpoint
+        headers, specs = checkpoint.tensors, checkpoint.specs
+        if headers[name].shape != headers[other].shape or specs.get(name) != specs.get(other):
+            return False
+        ours, theirs = checkpoint.parts_of(name), checkpoint.parts_of(other)
+        return len(ours) == len(theirs) and all(
+            _equal(checkpoint.read(one), checkpoint.read(two))
+            for one, two in zip(ours, theirs, strict=True)
+        )
 
     def check(self) -> None:
         """Check the tensors that were read so far.
@@ -233,12 +278,9 @@ class WeightSource:
         return tensor
 
 
-def _ends(checkpoint: Checkpoint) -> set[str]:
-    """Names of the stored tensors of an embedding's or a head's shape."""
-    config = checkpoint.text_config
-    rows, width = config.get("vocab_size", 0), config.get("hidden_size", 0)
-    return {
-        name
-        for name, stored in checkpoint.tensors.items()
-        if len(stored.shape) == 2 and stored.shape[0] >= rows and stored.shape[1] == width
-    }
+def _equal(one: Tensor, two: Tensor) -> bool:
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    if one.dim() and not torch.equal(one[:_FIRST_ROWS], two[:_FIRST_ROWS]):
+        return False
+    return torch.equal(one, two)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,11 @@ from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
-from mtpc.layout.progress import Listener, Progress
+from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load
 from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
+from mtpc.program.forecast import Forecast, Graph
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.open_cache import open_cache
 from mtpc.program.processes import (
@@ -63,6 +64,11 @@ class Task:
     def program(self) -> tuple[int, Ranks | None]:
         """What has a key of its own in the cache."""
         return self.spec_tokens, self.ranks
+
+    @property
+    def graph(self) -> Graph:
+        """Its name in a forecast."""
+        return self.spec_tokens, self.key, self.part
 
 
 @dataclass(frozen=True)
@@ -146,13 +152,25 @@ def build(
     if todo:
         store.prepare()
     kernels = build_kernels(store, tell.line)
-    tell.total = len(todo)
     workers = min(jobs or default_jobs(), len(todo))
+    tell.expect(_expected(caches, todo), workers)
     if workers > 1:
         _build_in_processes(job, todo, workers, tell)
     else:
         job.run(iter(todo), tell)
     return _report(caches, tasks, there, kernels, time.perf_counter() - start)
+
+
+def _expected(
+    caches: Mapping[int, StepCache], todo: list[Task]
+) -> dict[Graph, Mapping[str, float]]:
+    """What each stage of each task took in the nearest entry."""
+    expected: dict[Graph, Mapping[str, float]] = {}
+    for k, cache in caches.items():
+        tasks = [task for task in todo if task.spec_tokens == k]
+        seconds = cache.seconds_of_nearest((task.key, task.part) for task in tasks)
+        expected |= zip((task.graph for task in tasks), seconds, strict=True)
+    return expected
 
 
 def _report(
@@ -199,21 +217,23 @@ class _Teller:
 
     def __init__(self, listener: Listener, start: float):
         self._listener, self._start = listener, start
-        self.done, self.total = 0, 0
+        self._done, self._total, self._forecast = 0, 0, Forecast()
+        self.line: Report = line_reporter(listener)
 
-    def __call__(self, stage: str, task: Task | None = None) -> None:
-        key = task.key if task else None
-        name = f"{stage} {task.part}" if task and task.part != "step" else stage
-        elapsed = time.perf_counter() - self._start
-        self._listener(Progress(name, key, self.done, self.total, elapsed))
+    def expect(self, expected: Mapping[Graph, Mapping[str, float]], workers: int) -> None:
+        """Building begins: which graphs, the seconds that each should take, by how many."""
+        self._total, self._forecast = len(expected), Forecast(expected, workers)
 
-    def line(self, text: str) -> None:
-        """What concerns no step."""
-        self(text)
+    def __call__(self, stage: str, task: Task) -> None:
+        self._forecast.begins(task.graph, stage)
+        name = f"{stage} {task.part}" if task.part != "step" else stage
+        done = (self._done, self._total, time.perf_counter() - self._start)
+        self._listener(Progress(name, task.key, *done, *self._forecast.now()))
 
-    def finished(self) -> None:
+    def finished(self, task: Task) -> None:
         """One more step is in the cache."""
-        self.done += 1
+        self._forecast.finished(task.graph)
+        self._done += 1
 
 
 @dataclass(frozen=True)
@@ -260,7 +280,7 @@ class _Job:
             if compiler.obtain(task.key, task.part).entry is None:
                 # The next one would be lost, too, after minutes.
                 raise CacheWriteError("; ".join(compiler.cache.notes))
-            tell.finished()
+            tell.finished(task)
 
     def _compiler(self, task: Task, loaded: LoadedModel, tell: Any) -> CachingCompiler:
         cache = self.cache(*task.program, tell.line)
@@ -284,16 +304,16 @@ class _Remote:
     def __init__(self, events: Any):
         self._events = events
 
-    def __call__(self, stage: str, task: Task | None = None) -> None:
+    def __call__(self, stage: str, task: Task) -> None:
         self._events.put(("tell", (stage, task)))
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, fraction: float | None = None, /) -> None:
         """What concerns no step."""
-        self._events.put(("tell", (text, None)))
+        self._events.put(("line", (text, fraction)))
 
-    def finished(self) -> None:
+    def finished(self, task: Task) -> None:
         """One more step is in the cache."""
-        self._events.put(("finished", ()))
+        self._events.put(("finished", (task,)))
 
 
 def _work(job: _Job, tasks: Any, events: Any) -> None:
@@ -352,8 +372,10 @@ def _handle(events: Any, tell: _Teller) -> None:
         return
     if kind == "tell":
         tell(*data)
+    elif kind == "line":
+        tell.line(*data)
     elif kind == "finished":
-        tell.finished()
+        tell.finished(*data)
     else:
         name, message = data
         raise getattr(errors, name)(message)

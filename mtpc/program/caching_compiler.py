@@ -24,6 +24,7 @@ from mtpc.layout import Part, StepKey, dtype_name
 from mtpc.layout.buffers import text_of
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.program.compiler import StepCompiler
+from mtpc.program.forecast import Forecast
 from mtpc.program.step_cache import (
     CONSTANTS,
     CachedStep,
@@ -50,11 +51,25 @@ class CachingCompiler:
 
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """The entry of every graph, in order."""
-        steps = {}
-        for key, part in wanted:
+        steps, graphs = {}, tuple(wanted)
+        lacking = [graph for graph in graphs if self.cache.lacks(*graph)]
+        seconds = self.cache.seconds_of_nearest(lacking)
+        names = [(self._spec_tokens, *graph) for graph in lacking]
+        self.compiler.forecast = Forecast(dict(zip(names, seconds, strict=True)))
+        for key, part in graphs:
             steps[key, part] = self.obtain(key, part)
+            self.compiler.forecast.finished((self._spec_tokens, key, part))
             self.compiler.finished()
         return steps
+
+    @property
+    def _spec_tokens(self) -> int:
+        return self.compiler.options.spec_tokens
+
+    def _tell(self, stage: str, key: StepKey, part: Part) -> None:
+        """Say what begins."""
+        self.compiler.forecast.begins((self._spec_tokens, key, part), stage)
+        self.compiler.tell(stage, key)
 
     def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
         """One step's entry, built if the cache lacks it."""
@@ -65,7 +80,7 @@ class CachingCompiler:
         """Compile a step's files into `directory`."""
         timer = _Timer()
         graph = self._graph(key, part, directory, timer)
-        self.compiler.tell("lower", key)
+        self._tell("lower", key, part)
         with timer("lower"):
             make_package = self.compiler.backend.package
             assert make_package is not None, "the cache is for backends that make packages"
@@ -88,6 +103,7 @@ class CachingCompiler:
             stored=stored,
             dtypes={n: dtype_name(self.compiler.weights[n].dtype) for n in stored},
             unexplained=tuple(sorted(base - self._recipes.keys() - constants)),
+            ends=tuple(sorted(loaded.ends() & stored.keys())),
             max_positions=loaded.max_positions,
             vocab_size=loaded.served().vocab_size,
             history=tuple(graph.history),
@@ -106,12 +122,11 @@ class CachingCompiler:
         def keep(name: str, graph: StepGraph) -> None:
             write(len(graph.history), name, graph)
 
-        tell = self.compiler.tell
-        tell("trace", key)
+        self._tell("trace", key, part)
         with timer("trace"):
             graph = self.compiler.trace(key)
         write(0, "traced", graph)
-        tell("rewrite", key)
+        self._tell("rewrite", key, part)
         with timer("rewrite"):
             self.compiler.rewrite(graph, seen=keep)
             whole = self.compiler.all_layers(graph)

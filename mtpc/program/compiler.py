@@ -43,6 +43,7 @@ from mtpc.models.layer_pattern import LayerPattern, find_pattern, with_first_lay
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.weight_recipes import stored_groups
 from mtpc.passes import Verifier
+from mtpc.program.forecast import Forecast
 from mtpc.program.lowering import Lowering, Seen
 from mtpc.program.program import CapturedStep, Program
 from mtpc.program.rank_share import RankShare
@@ -81,6 +82,7 @@ class StepCompiler:
         self.keys = step_keys(options)
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
+        self.forecast = Forecast()
         self.weights = WeightTable(loaded.weights(), stored_groups(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._cut = self._cut_caches()
@@ -178,7 +180,8 @@ class StepCompiler:
     def tell(self, stage: str, key: StepKey | None) -> None:
         """Say what begins."""
         elapsed = time.perf_counter() - self._start
-        self.listener(Progress(stage, key, self._done, len(self.keys), elapsed))
+        done = (self._done, len(self.keys), elapsed)
+        self.listener(Progress(stage, key, *done, *self.forecast.now()))
 
     def finished(self) -> None:
         """Count one more step as done."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
-import torch
-
+from mtpc.backends.package import signature_bytes
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
@@ -83,7 +81,7 @@ def need_of_steps(steps: Steps, options: CompileOptions, owns_buffers: bool) -> 
         made = {n for n, recipe in record.stored.items() if not isinstance(recipe, str)}
         for name, signature in record.package.tensors.items():
             if name in record.derived or name in made:
-                weights[name] = held_bytes(_bytes(signature))
+                weights[name] = held_bytes(signature_bytes(signature))
     layouts = [step.layout for step in steps.values()]
     buffers = _buffers(layouts, options) if owns_buffers else 0
     return HostNeed(sum(weights.values()), buffers)
@@ -139,11 +137,3 @@ def _buffers(layouts: Sequence[Layout], options: CompileOptions) -> int:
             else:
                 own += layout.nbytes(name)
     return own + sum(shared.values()) + snapshots_nbytes(layouts[0], options)
-
-
-def _bytes(signature: str) -> int:
-    """Bytes of a tensor by its `mtpc.backends.package.signature`."""
-    dtype, _, rest = signature.partition("[")
-    sizes = rest.partition("]")[0]
-    count = prod(int(size) for size in sizes.split(",") if size)
-    return count * getattr(torch, dtype).itemsize

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtpc.backends.base import Backend, Report
+from mtpc.backends.base import Backend
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.placing import place_live, pool_bytes
 from mtpc.capture.graph import WeightTable
@@ -23,6 +23,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N
+from mtpc.layout.progress import Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.models.load import LoadedModel
 from mtpc.program.compiler import StepCompiler

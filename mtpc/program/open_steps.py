@@ -18,7 +18,7 @@ from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, MtpcError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
-from mtpc.layout.progress import Listener, line_reporter
+from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.program.background import Rest
 from mtpc.program.binding import WeightSource
 from mtpc.program.child_process import build_in_child
@@ -180,7 +180,7 @@ class _Opener(Generic[T]):
     options: CompileOptions
     assembler: Assembler[T]
     progress: Listener
-    report: Callable[[str], None]
+    report: Report
     interrupts: HeldInterrupts
     graphs: tuple[tuple[StepKey, Part], ...]
     tiers: tuple[int, ...]

@@ -6,8 +6,8 @@ import hashlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
-from mtpc.store.lookup import KEY, find, key_bytes, nearest
+from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.store.machine import environment_fields
 from mtpc.store.scratch import Scratch
 from mtpc.weights.paired_checkpoint import DRAFT
@@ -208,6 +208,11 @@ class StepCache:
             self.note(f"a damaged cache entry was not used: {error}")
             return None
 
+    def lacks(self, key: StepKey, part: Part = "step") -> bool:
+        """Whether there is no entry of a step; one that is there may be damaged."""
+        keys = (digest(self.fields(key, part, fixed)) for fixed in _FIXED)
+        return not any(self.store.directory(name).exists() for name in keys)
+
     def find_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps | None:
         """All the graphs, or None where one is missing.
 
@@ -286,10 +291,35 @@ class StepCache:
 
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
         """Differences between a step's key and the nearest entry; empty if the cache is empty."""
-        rows = (nearest(self.store, self.fields(key, part, fixed)) for fixed in _FIXED)
+        entries = [*peek(self.store)]
+        rows = (nearest(entries, self.fields(key, part, fixed)) for fixed in _FIXED)
         found = [row.differences for row in rows if row is not None]
         # Where some are equally near, the one that says by which size the entry differs.
         return min(found, key=lambda rows: (len(rows), sum(map(_is_open, rows))), default=[])
+
+    def seconds_of_nearest(
+        self, graphs: Iterable[tuple[StepKey, Part]]
+    ) -> Iterator[Mapping[str, float]]:
+        """For each graph the seconds by stage of the nearest entry's build; {} if there is none,
+        or if the cache cannot be trusted, which whoever takes a step from it says."""
+        entries, seconds = list[tuple[str, Fields]](), dict[str, Mapping[str, float]]()
+        with suppress(CacheError):
+            entries += peek(self.store)
+        for key, part in graphs:
+            row = nearest(entries, self.fields(key, part))
+            if row is None:
+                yield {}
+                continue
+            if row.digest not in seconds:
+                seconds[row.digest] = self._seconds_of(row.digest)
+            yield seconds[row.digest]
+
+    def _seconds_of(self, name: str) -> Mapping[str, float]:
+        try:
+            entry = self.store.read(name)
+            return read_record(entry).seconds if entry else {}
+        except CacheError:
+            return {}
 
     def miss(self, key: StepKey, part: Part = "step") -> str:
         """One line that says why a step is not in the cache."""

@@ -38,6 +38,7 @@ class StepRecord:
             neither derived nor stored is a constant in a file of the entry.
         dtypes: dtype of each weight in `stored`.
         unexplained: weights that only transformers can load from a checkpoint.
+        ends: embeddings and heads among `stored`, of which a checkpoint may store copies.
         max_positions: the model's max_position_embeddings, where it has any.
         vocab_size: every token id is smaller.
         history: passes that ran.
@@ -54,6 +55,7 @@ class StepRecord:
     stored: Mapping[str, Recipe]
     dtypes: Mapping[str, str]
     unexplained: tuple[str, ...]
+    ends: tuple[str, ...]
     max_positions: int | None
     vocab_size: int
     history: tuple[PassRecord, ...]
@@ -82,6 +84,7 @@ class StepRecord:
             "stored": {name: recipes.to_json(recipe) for name, recipe in self.stored.items()},
             "dtypes": dict(self.dtypes),
             "unexplained": list(self.unexplained),
+            "ends": list(self.ends),
             "max_positions": self.max_positions,
             "vocab_size": self.vocab_size,
             "history": [asdict(passed) for passed in self.history],
@@ -110,6 +113,7 @@ class StepRecord:
                 "derived": _recipes_from_json(value["derived"]),
                 "stored": _recipes_from_json(value["stored"]),
                 "unexplained": tuple(value["unexplained"]),
+                "ends": tuple(value["ends"]),
                 "history": tuple(PassRecord(**passed) for passed in value["history"]),
             }
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mtpc.errors import DamagedEntryError
@@ -122,11 +122,16 @@ class Nearest:
     differences: list[Difference]
 
 
-def nearest(store: EntryStore, wanted: Fields) -> Nearest | None:
-    """The nearest entry of the same kind; None if the cache has no entry of that kind."""
+def nearest(entries: Iterable[tuple[str, Fields]], wanted: Fields) -> Nearest | None:
+    """The nearest entry of the same kind; None if there is none of that kind.
+
+    Args:
+        entries: names and keys, as `peek` gives them.
+        wanted: the key.
+    """
     rows = [
         Nearest(name, _known(differences(fields, wanted), wanted))
-        for name, fields in peek(store)
+        for name, fields in entries
         if fields.get("kind") == wanted.get("kind")
     ]
     return min(rows, key=lambda row: len(row.differences), default=None)

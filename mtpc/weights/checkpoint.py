@@ -195,8 +195,10 @@ class Checkpoint(CheckpointFiles):
         return self._parts[name].fused if name in self._parts else name
 
     def parts_of(self, name: str) -> tuple[str, ...]:
-        """Names of the tensors in the files that a quantised weight is stored as."""
-        return tuple(self._quantised[name].parts.values())
+        """Names of the tensors in the files that a weight is stored as: one, or codes and more."""
+        whole = self._whole(name)
+        quantised = self._quantised.get(whole)
+        return tuple(quantised.parts.values()) if quantised else (whole,)
 
     def whole(self, name: str) -> Tensor:
         """One tensor of the files; a quantised weight, by its own name, as its values."""
@@ -206,9 +208,7 @@ class Checkpoint(CheckpointFiles):
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; if it is used again, it is read again."""
-        whole = self._whole(name)
-        quantised = self._quantised.get(whole)
-        for part in quantised.parts.values() if quantised else (whole,):
+        for part in self.parts_of(name):
             self.release_stored(part)
 
     def stop_ids(self) -> tuple[int, ...]:

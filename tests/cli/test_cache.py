@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -56,6 +57,14 @@ def test_build_fills_a_cache_that_compile_uses(
     )
     assert re.search(r"/2 lower (decode|prefill)\[R=.,Q=.,K=0\]", told)
     pins = dict(re.findall(r"K=(\d): .* --require-sha256 ([0-9a-f]{64})", printed))
+    words = [*option_words(spec_tokens="0,3"), *out, "--json", "--quiet"]
+    assert run("build", checkpoint("mimo"), *words) == 0
+    printed, told = capsys.readouterr()
+    again = json.loads(printed)
+    assert again["require_sha256"] == pins
+    assert [step["step"] for step in again["steps"]] == [row.split()[0] for row in rows]
+    assert all(step["was_there"] and step["seconds"]["lower"] > 0 for step in again["steps"])
+    assert told == ""
     for k in (0, 3):
         options = {**CPU_OPTIONS, "spec_tokens": k, "cache_dir": mine}
         spec = mtpc.compile(checkpoint("mimo"), **options, require_sha256=pins[str(k)])

@@ -9,9 +9,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -20,15 +22,14 @@ from helpers.word_model import SMALL_MODEL
 from packaging.requirements import Requirement
 
 import mtpc
-from mtpc.api import print_progress
 from mtpc.cli import doctor
 from mtpc.cli.anatomy import number_ranges
 from mtpc.cli.inspect import _write
 from mtpc.cli.main import main
-from mtpc.cli.progress import show_progress
 from mtpc.cli.serve import adaptive
 from mtpc.cli.tables import format_bytes
 from mtpc.layout import StepKey
+from mtpc.layout.display import show_compiling, show_progress
 from mtpc.layout.progress import Progress
 
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]
@@ -331,11 +332,71 @@ def test_progress_in_a_file_is_one_line_a_stage():
     assert lines[2].startswith("done in ")
 
 
+class Cell:
+    """What a notebook shows of IPython's display, and the module that gives it."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.config = {"IPKernelApp": {}}
+        self.display = SimpleNamespace(display=lambda data, raw, display_id: self)
+
+    def get_ipython(self) -> Cell:
+        return self
+
+    def update(self, data: dict[str, str], raw: bool) -> None:
+        self.texts.append(data["text/plain"])
+
+
+HALF = Progress("lower", StepKey.decode(1, 1), 1, 3, 4.25, 0.5, 75.0)
+LINE = "2/3 lower decode[R=1,Q=2,K=1]"
+
+
 def test_the_api_logs_its_stages(caplog):
-    """Without a terminal; a program that wants them sets the level of the logger `mtpc`."""
-    with caplog.at_level(logging.INFO, "mtpc"):
-        print_progress(Progress("lower", StepKey.decode(1, 1), 1, 3, 4.25))
-    assert caplog.messages == ["    4.2 s  2/3 decode[R=1,Q=2,K=1] lower"]
+    """One line a stage, however often it says how far the stage is."""
+    with caplog.at_level(logging.INFO, "mtpc"), show_compiling(None) as listener:
+        for _ in range(3):
+            listener(HALF)
+        listener(Progress("done", None, 3, 3, 9.0))
+    assert caplog.messages == [f"{LINE} (50%, 1:15 left)"]
+
+
+def test_the_api_shows_its_stages_on_a_terminal(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with show_compiling(None) as listener:
+        listener(HALF)
+        time.sleep(0.3)
+        listener(Progress("load", StepKey.decode(1, 1), 2, 3, 5.0))
+    listener(Progress("K = 1 was bound", None, 0, 0, 6.0))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "50%, 1:15 left" in text
+    assert re.search(rf"\d\.\d s  {re.escape(LINE)}\n", text)
+    assert "done in " in text
+    assert text.endswith("K = 1 was bound\n"), "another thread says it after the end"
+
+
+def test_the_api_shows_its_stages_in_a_notebook(monkeypatch):
+    cell = Cell()
+    monkeypatch.setitem(sys.modules, "IPython", cell)
+    with show_compiling(None) as listener:
+        listener(HALF)
+    assert re.fullmatch(
+        rf"0\.\d s  █{{10}}░{{10}}  50%, 1:15 left  {re.escape(LINE)}", cell.texts[0]
+    )
+    assert "done in " in cell.texts[1]
+
+
+def test_the_api_says_nothing_elsewhere(capfd):
+    with show_compiling(None) as listener:
+        listener(HALF)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_caller_s_listener_hears_everything():
+    heard = []
+    with show_compiling(heard.append) as listener:
+        listener(HALF)
+    assert heard == [HALF]
 
 
 def test_progress_on_a_terminal_leaves_a_line_per_stage():

@@ -56,11 +56,18 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """The kernels are built all the same, for this process, and it says so."""
     monkeypatch.setenv("CXX", compiler_script(tmp_path, _TOUCH))
     (tmp_path / "file").write_text("")
-    lines: list[str] = []
-    library = build_kernels(EntryStore(tmp_path / "file"), lines.append)
+    told: list[tuple[str, float | None]] = []
+    library = build_kernels(
+        EntryStore(tmp_path / "file"), lambda line, fraction=None: told.append((line, fraction))
+    )
     assert isinstance(library, Path)
     assert library.is_file()
-    assert any("not kept: cannot write the graph cache" in line for line in lines)
+    assert any("not kept: cannot write the graph cache" in line for line, _ in told)
+    shares = [fraction for line, fraction in told if line.startswith("compiling the cpu kernels")]
+    assert shares[0] is None
+    assert shares[1:] == sorted(shares[1:])
+    assert shares[-1] == 1.0
+    assert len({line for line, fraction in told if fraction is not None}) == 1, "one stage"
 
 
 def test_the_compilers_last_words_are_passed_on(

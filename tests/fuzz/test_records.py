@@ -25,7 +25,7 @@ from mtpc.program.step_cache import KIND, RECORD, StepCache
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import EntryStore
 from mtpc.store.key import digest
-from mtpc.store.lookup import KEY, find, key_bytes, nearest
+from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.store.machine import cpu_flags
 from mtpc.weights.recipes import Convert, Join, Rows
 
@@ -53,6 +53,7 @@ def record() -> StepRecord:
         "stored": {"a": "model.a", "b": "model.b"},
         "dtypes": {"a": "float32", "b": "float32"},
         "unexplained": (),
+        "ends": ("a",),
         "repeats": {},
         "max_positions": 64,
         "vocab_size": 96,
@@ -125,7 +126,7 @@ def test_a_neighbours_key(cache: StepCache, data: bytes) -> None:
     unknown = {name: value for name, value in FIELDS.items() if name != "machine.compiler"}
     assert find(cache.store, unknown) == whole
     assert find(cache.store, wanted) is None
-    row = nearest(cache.store, wanted)
+    row = nearest(peek(cache.store), wanted)
     assert row is not None
     assert row.digest == whole.digest
     assert "it holds no step" in cache.miss(KEY_OF_STEP)

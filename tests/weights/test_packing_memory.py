@@ -6,11 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from mtpc.program.binding import WeightSource
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.packing import fill_packed
+from mtpc.weights.recipes import Grouped
 from mtpc.weights.write_quantised import quantization_config
 
 LAYERS, WIDTH = 12, 4096
@@ -33,7 +38,8 @@ source, pieces = WeightSource(checkpoint, fill_packed), ("codes", "scales")
 derived = {f"{n} {piece}": Grouped(piece, spec, n)
            for n, spec in checkpoint.specs.items() for piece in pieces}
 record = SimpleNamespace(derived=derived, stored={n: n for n in checkpoint.tensors},
-                         dtypes=dict.fromkeys(checkpoint.tensors, "bfloat16"))
+                         dtypes=dict.fromkeys(checkpoint.tensors, "bfloat16"),
+                         ends=("model.embed_tokens.weight",))
 first = [source.weight(name, record) for name in list(derived)[:2]]  # Loads what packing runs.
 before = status("VmRSS")
 kept = [source.weight(name, record) for name in list(derived)[2:]]
@@ -44,26 +50,72 @@ print(packed, status("VmRSS") - before, status("VmHWM") - before)
 """
 
 
+def write(directory: Path, vocab_size: int, width: int, codes: dict[str, int]) -> None:
+    """A checkpoint of an embedding, and of square weights in codes: name -> each word of it."""
+    stored = {"model.embed_tokens.weight": torch.ones(vocab_size, width, dtype=torch.bfloat16)}
+    for name, word in codes.items():
+        stored[f"{name}_packed"] = torch.full((width, width // 8), word, dtype=torch.int32)
+        stored[f"{name}_scale"] = torch.full((width, width // 32), 0.01, dtype=torch.bfloat16)
+        stored[f"{name}_shape"] = torch.tensor([width, width])
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    says = quantization_config("int4-g32", ["model.embed_tokens"])
+    config = {"dtype": "bfloat16", "vocab_size": vocab_size, "hidden_size": width}
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": says}))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_but_packed_weights_stays(tmp_path: Path) -> None:
     """Of a projection of a 7B model's width, many times; the embedding stays in its file.
 
     In a process of its own, because the heap of this one has holes already.
     """
-    scales = torch.full((WIDTH, WIDTH // 32), 0.01, dtype=torch.bfloat16)
-    stored = {"model.embed_tokens.weight": torch.ones(8192, WIDTH, dtype=torch.bfloat16)}
-    for layer in range(LAYERS):
-        stem = f"model.layers.{layer}.self_attn.o_proj.weight"
-        stored[f"{stem}_packed"] = torch.full((WIDTH, WIDTH // 8), layer, dtype=torch.int32)
-        stored[f"{stem}_scale"] = scales.clone()
-        stored[f"{stem}_shape"] = torch.tensor([WIDTH, WIDTH])
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    says = quantization_config("int4-g32", ["model.embed_tokens"])
-    config = {"dtype": "bfloat16", "vocab_size": 8192, "hidden_size": WIDTH}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": says}))
+    names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(LAYERS)]
+    write(tmp_path, 8192, WIDTH, dict(zip(names, range(LAYERS), strict=True)))
     child = [sys.executable, "-c", CHILD, str(tmp_path)]
     done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
     packed, resident, peak = map(int, done.stdout.split())
     assert packed == (LAYERS - 1) * WIDTH * WIDTH * 9 // 16
     assert resident < 1.08 * packed + 24 * MIB
     assert peak < packed + 96 * MIB
+
+
+class Counted(Checkpoint):
+    """A checkpoint that knows what was read of it."""
+
+    def __init__(self, directory: Path):
+        super().__init__(directory)
+        self.reads: list[str] = []
+
+    def read(self, name: str) -> torch.Tensor:
+        self.reads.append(name)
+        return super().read(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        assert name not in self.quantised, f"{name} is dequantised"
+        return super().whole(name)
+
+
+def test_the_search_for_copied_heads_looks_at_heads_alone(tmp_path: Path) -> None:
+    """Where all weights have a head's shape, too; and it compares codes, not their values."""
+    layers = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(6)]
+    head, copy, own = "lm_head.weight", "model.layers.6.head.weight", "model.layers.7.head.weight"
+    write(tmp_path, 128, 128, {**dict.fromkeys(layers, 1), head: 1, copy: 1, own: 2})
+    checkpoint = Counted(tmp_path)
+    source = WeightSource(checkpoint, fill_packed)
+    derived = {
+        f"{name} {piece}": Grouped(piece, spec, name)
+        for name, spec in checkpoint.specs.items()
+        for piece in ("codes", "scales")
+    }
+    record = SimpleNamespace(
+        derived=derived,
+        stored={name: name for name in checkpoint.tensors},
+        dtypes=dict.fromkeys(checkpoint.tensors, "bfloat16"),
+        ends=("model.embed_tokens.weight", head, copy, own),
+    )
+    made = {name: source.weight(name, record) for name in derived}
+    layer_reads = [name for name in checkpoint.reads if name.startswith(tuple(layers))]
+    assert len(layer_reads) <= 3 * 2 * len(layers), "each part once a piece, and no look at it"
+    assert made[f"{copy} codes"] is made[f"{head} codes"]
+    assert made[f"{own} codes"] is not made[f"{head} codes"]
+    assert made[f"{layers[0]} codes"] is not made[f"{head} codes"]

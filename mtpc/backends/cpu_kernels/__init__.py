@@ -25,7 +25,6 @@ will do, but a tensor whose last dimension is not adjacent in memory is copied.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,12 @@ import torch
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
+from mtpc.layout.progress import Report, silent
 from mtpc.ops import references
 from mtpc.store.entries import Entry, EntryStore
 
 
-def load_kernels(
-    store: EntryStore | None = None, report: Callable[[str], None] = lambda line: None
-) -> None:
+def load_kernels(store: EntryStore | None = None, report: Report = silent) -> None:
     """Make torch.ops.mtpc_cpu exist in this process; later calls do nothing.
 
     Args:

@@ -27,6 +27,7 @@ from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.backends.cpu_kernels.shipped import SHIPPED, find_shipped, keep_shipped
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
+from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest, hash_of
 from mtpc.store.lookup import KERNELS, KEY, find, key_bytes
@@ -67,7 +68,7 @@ _ADVICE = "install g++ >= 12 or clang++ >= 15, set CXX to it, or use backend='ea
 
 def build_kernels(
     store: EntryStore | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = silent,
     frozen: bool = False,
     shipped: Path = SHIPPED,
 ) -> Entry | Path:
@@ -77,7 +78,8 @@ def build_kernels(
 
     Args:
         store: the graph cache; by default the user's.
-        report: receives a line before a compilation starts and when it is done.
+        report: receives a line before a compilation starts and when it is done, and the share of
+            the sources that are compiled.
         frozen: refuse to compile.
         shipped: where kernels of this installation are.
 
@@ -130,7 +132,7 @@ def kernel_fields(level: Level) -> dict[str, str]:
     return {"kind": KERNELS, **own, **decisive}
 
 
-def _find(store: EntryStore, fields: Fields, report: Callable[[str], None]) -> Entry | None:
+def _find(store: EntryStore, fields: Fields, report: Report) -> Entry | None:
     try:
         return find(store, fields)
     except DamagedEntryError as error:
@@ -157,7 +159,7 @@ def _write_generated(directory: Path) -> Path:
     return directory / "operators.cpp"
 
 
-def compile_for(levels: Iterable[Level], into: Path, report: Callable[[str], None]) -> None:
+def compile_for(levels: Iterable[Level], into: Path, report: Report) -> None:
     """Compile a library for each level as a wheel ships it, into a folder of the level's name.
 
     Raises:
@@ -175,7 +177,7 @@ class _Build:
 
     compiler: str
     level: Level
-    report: Callable[[str], None]
+    report: Report
 
     def install(self, store: EntryStore, fields: Fields) -> Entry:
         """Into the cache."""
@@ -195,8 +197,9 @@ class _Build:
 
     def _compile(self, into: Path) -> None:
         """Sources side by side, one a core; then the libraries of them."""
-        what = f"the cpu kernels for {self.level.name} with {self.compiler}"
-        self.report(f"compiling {what} (once, about a minute of two cores)")
+        kernels = f"the cpu kernels for {self.level.name} with {self.compiler}"
+        what = f"compiling {kernels} (once, about a minute of two cores)"
+        self.report(what)
         with (
             Scratch("objects") as scratch,
             ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
@@ -209,14 +212,14 @@ class _Build:
             runner = pool.submit(self._object, _RUNNER_SOURCE, _RUNNER_FLAGS, objects, run)
             try:
                 flags = (*flags, *self._precompiled(flags, objects, run))
-                kernels = [pool.submit(self._object, s, flags, objects, run) for s in sources]
-                jobs = (runner, *kernels)
+                others = [pool.submit(self._object, s, flags, objects, run) for s in sources]
+                jobs = (runner, *others)
                 for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
-                    self.report(f"compiling {what}: {done} of {len(jobs)} sources")
+                    self.report(what, done / len(jobs))
             finally:  # An interrupt waits for no compiler: `compilers` ends them.
                 pool.shutdown(wait=False, cancel_futures=True)
-            self._link([job.result() for job in kernels], into / LIBRARY, run)
+            self._link([job.result() for job in others], into / LIBRARY, run)
             self._link([runner.result()], into / RUNNER, run)
         self.report(f"compiled the cpu kernels to {into / LIBRARY}")
 

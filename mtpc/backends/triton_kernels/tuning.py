@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from mtpc.backends.base import Report
 from mtpc.backends.triton_kernels.configs import Config, configs_of
 from mtpc.backends.triton_kernels.crosscompile import triton_fields
 from mtpc.backends.triton_kernels.launch import Launch
@@ -29,6 +28,7 @@ from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import BackendError, CacheError, DamagedEntryError
 from mtpc.layout import dtype_name
+from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest, hash_of
 from mtpc.store.lookup import KEY, key_bytes, key_of
@@ -93,7 +93,7 @@ class Tuner:
     store: EntryStore | None
     device: str
     timer: Timer
-    report: Report = lambda line: None
+    report: Report = silent
     sources: str = field(default_factory=lambda: kernel_sources())
     known: dict[str, Tuned] = field(default_factory=dict)
 

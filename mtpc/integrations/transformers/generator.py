@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, generation
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from mtpc.api import SpecModel, compile, print_progress
+from mtpc.api import SpecModel, compile
 from mtpc.config import DEFAULT_MAX_LEN
 from mtpc.engine.request import Request
 from mtpc.errors import OptionError, RequestError
@@ -124,7 +124,7 @@ class Generator:
         model: PreTrainedModel,
         *,
         spec: SpecModel | None = None,
-        progress: Listener = print_progress,
+        progress: Listener | None = None,
         **options: Any,
     ):
         if spec is not None and options:

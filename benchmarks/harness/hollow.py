@@ -1,0 +1,89 @@
+"""Checkpoints without weights: headers, and holes in the place of data. They take no disk.
+
+Building reads headers alone, so a model of any size can be built from one. It cannot run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.harness.models import Shape, make_config, split_off_mtp_layer
+from mtpc.models import FAMILIES, ModelFamily
+from mtpc.models.mtp_layers import stored_tensors
+from mtpc.weights.json_file import CONFIG
+from mtpc.weights.tensor_file import dtype_code
+
+_SHARD_BYTES = 4 * 10**9
+
+
+def write_hollow(directory: Path, family_name: str, shape: Shape) -> None:
+    """Write a bfloat16 checkpoint with one MTP layer, but for its weights.
+
+    Args:
+        directory: where to; created if it is not there.
+        family_name: a name in mtpc's family table: "mimo", "glm4_moe" or "deepseek_v3".
+        shape: sizes.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    family = next(family for family in FAMILIES if family.name == family_name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            make_config(family, shape), dtype=torch.bfloat16
+        )
+        layer = split_off_mtp_layer(model, family, accepting=False)
+    prefix = family.layer_prefix(shape.num_hidden_layers, 0)
+    own = {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
+    tensors = {**dict(_one_by_one(model.state_dict(), family)), **own}
+    for number, shard in enumerate(_shards(tensors)):
+        _write(directory / f"model-{number:05}.safetensors", shard)
+    says = {"architectures": [family.architectures[0]], "num_nextn_predict_layers": 1}
+    config = {**model.config.to_dict(), **says, "dtype": "bfloat16"}
+    (directory / CONFIG).write_text(json.dumps(config))
+
+
+def _one_by_one(tensors: Mapping[str, Tensor], family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
+    """transformers' tensors with a tensor for each expert, as released checkpoints have them."""
+    gate, up, down = family.expert_names
+    for name, tensor in tensors.items():
+        stem, _, part = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            yield name, tensor
+            continue
+        names = (gate, up) if part == "gate_up_proj" else (down,)
+        for index, expert in enumerate(tensor):
+            for projection, rows in zip(names, expert.chunk(len(names)), strict=True):
+                yield f"{stem}.{index}.{projection}.weight", rows
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """As released ones: files of a few GB, which a machine maps that could not map all in one."""
+    shard: dict[str, Tensor] = {}
+    left = _SHARD_BYTES
+    for name, tensor in tensors.items():
+        if shard and tensor.nbytes > left:
+            yield shard
+            shard, left = {}, _SHARD_BYTES
+        shard[name] = tensor
+        left -= tensor.nbytes
+    yield shard
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of so many bytes, of which the header alone is written."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        dtype = dtype_code(str(tensor.dtype).removeprefix("torch."))
+        header[name] = dict(dtype=dtype, shape=list(tensor.shape), data_offsets=[start, end])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

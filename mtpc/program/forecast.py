@@ -1,0 +1,62 @@
+"""How far a build is, by the seconds that each stage of each step took last time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from mtpc.layout import Part, StepKey
+
+STAGES = ("trace", "rewrite", "split", "lower")
+"""The stages that a step's record has seconds of, in the order in which they run."""
+_LONGEST_S = 1e6
+"""No stage took longer."""
+Graph = tuple[int, StepKey, Part]
+"""K of the program, the step, and which part of it."""
+
+
+class Forecast:
+    """Share of a build that is done, and the time that is left.
+
+    Args:
+        expected: the seconds of each stage of each graph that is to be built. Where one has none,
+            nothing is known.
+        workers: processes that build at the same time.
+    """
+
+    def __init__(
+        self, expected: Mapping[Graph, Mapping[str, float]] | None = None, workers: int = 1
+    ):
+        known = {graph: _seconds(stages) for graph, stages in (expected or {}).items()}
+        self._left = known if all(sum(seconds) for seconds in known.values()) else {}
+        self._total_s = sum(map(sum, self._left.values()))
+        self._workers, self._start = workers, time.perf_counter()
+
+    def begins(self, graph: Graph, stage: str) -> None:
+        """A stage of a graph begins: those before it are over."""
+        if graph in self._left and stage in STAGES:
+            over = STAGES.index(stage)
+            self._left[graph] = [0.0] * over + self._left[graph][over:]
+
+    def finished(self, graph: Graph) -> None:
+        """A graph is built."""
+        self._left.pop(graph, None)
+
+    def now(self) -> tuple[float | None, float | None]:
+        """The share that is done, and the seconds left; None for both where nothing is known.
+
+        The time that the build will take is what was expected of the part to come, and of the
+        part that is done what it took.
+        """
+        if not self._total_s:
+            return None, None
+        to_come = sum(map(sum, self._left.values())) / self._total_s
+        elapsed_s = time.perf_counter() - self._start
+        whole_s = elapsed_s + to_come * self._total_s / self._workers
+        return 1 - to_come, to_come * whole_s
+
+
+def _seconds(stages: Mapping[str, float]) -> list[float]:
+    """By stage; a file may say anything."""
+    found = (stages.get(stage, 0.0) for stage in STAGES)
+    return [float(seconds) if 0 <= seconds < _LONGEST_S else 0.0 for seconds in found]
