@@ -101,12 +101,11 @@ def test_inputs_that_are_no_numbers_tiny_ones_and_strides(
 
 @pytest.mark.parametrize(("kind", "group", "points"), [FORMS[0], FORMS[-1]])
 def test_gated_linear_equals_the_reference(kind: Kind, group: int, points: Zeros) -> None:
+    """The interpreter cuts bfloat16 off where the reference rounds, three times here."""
     made = random_weight(kind, (128, 256), group, zeros=points)
     x = bf16(5, 256)
-    close(
-        OURS.grouped_gated_linear(x, *made.operands),
-        REFERENCE.grouped_gated_linear(x, *made.operands),
-    )
+    found = OURS.grouped_gated_linear(x, *made.operands)
+    close(found, REFERENCE.grouped_gated_linear(x, *made.operands), scale=2)
 
 
 # ---- grouped_experts -------------------------------------------------------------------------
