@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,12 @@ from mtpc.acceptance import settle
 from mtpc.errors import OptionError
 from mtpc.option_checks import (
     check_buckets,
+    check_directory,
     check_draft_vocab,
     check_int,
     check_names,
+    check_offload,
+    check_tiers,
     unknown_option,
 )
 from mtpc.wiring import Rules, check_rules
@@ -207,7 +209,9 @@ class CompileOptions:
             check_int("num_pages", self.num_pages, low=2)
         check_int("snapshot_bytes", self.snapshot_bytes, low=0)
         check_int("snapshot_distance", self.snapshot_distance, low=1)
-        self._check_offload()
+        check_int("kv_offload_bytes", self.kv_offload_bytes, low=1)
+        if self.kv_offload_dir is not None:
+            check_offload(self.prefix_caching, self.async_scheduling)
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -240,7 +244,8 @@ class CompileOptions:
     def _settle_tiers(self) -> None:
         """Set `spec_tokens` to a number, which is the largest tier with "auto"."""
         is_auto = self.spec_tokens == AUTO
-        tiers = _check_tiers(self.spec_tiers, is_auto)
+        given = AUTO_TIERS if is_auto and self.spec_tiers in ((), []) else self.spec_tiers
+        tiers = check_tiers(given, 2 if is_auto else 0, MAX_SPEC_TOKENS)
         object.__setattr__(self, "spec_tiers", tiers)
         if is_auto:
             object.__setattr__(self, "spec_tokens", max(tiers))
@@ -329,31 +334,9 @@ class CompileOptions:
                 "out"
             )
 
-    def _check_offload(self) -> None:
-        check_int("kv_offload_bytes", self.kv_offload_bytes, low=1)
-        self._settle_directory("kv_offload_dir")
-        if self.kv_offload_dir is None:
-            return
-        if not self.prefix_caching:
-            raise OptionError("kv_offload_dir with prefix_caching=False, which finds no page again")
-        if self.async_scheduling:
-            raise OptionError(
-                "kv_offload_dir with async_scheduling, which knows of pages before the step that "
-                "fills them has ended; leave one out"
-            )
-
-    def _settle_directory(self, name: str) -> None:
-        """Turn the path of an option into a `Path`."""
-        value = getattr(self, name)
-        if value is None:
-            return
-        if not isinstance(value, (str, Path)) or "\0" in str(value):
-            raise OptionError(f"{name} is {value!r}; expected a directory's path")
-        object.__setattr__(self, name, Path(value))
-
     def _check_cache(self) -> None:
-        self._settle_directory("cache_dir")
-        self._settle_directory("draft")
+        for name in ("cache_dir", "draft", "kv_offload_dir"):
+            object.__setattr__(self, name, check_directory(name, getattr(self, name)))
         pin = self.require_sha256
         if pin is not None and not (isinstance(pin, str) and re.fullmatch("[0-9a-f]{64}", pin)):
             raise OptionError(
@@ -459,19 +442,6 @@ def check_scheme(option: str, value: Any) -> None:
         near = difflib.get_close_matches(str(value), SCHEMES, n=1, cutoff=0.4)
         hint = f" (the nearest is {near[0]!r})" if near else ""
         raise OptionError(f"{option} is {value!r}{hint}; expected one of {', '.join(SCHEMES)}")
-
-
-def _check_tiers(tiers: Any, is_auto: bool) -> tuple[int, ...]:
-    """Tiers in ascending order without repeats; "auto" needs two or more."""
-    is_row = isinstance(tiers, Iterable) and not isinstance(tiers, str)
-    row = tuple(tiers) if is_row else ()
-    if is_auto and is_row and not row:
-        return AUTO_TIERS
-    for tier in row:
-        check_int("spec_tiers", tier, low=0, high=MAX_SPEC_TOKENS)
-    if not is_row or (is_auto and len(set(row)) < 2):
-        raise OptionError(f"spec_tiers is {tiers!r}; expected several numbers, such as (0, 1, 3)")
-    return tuple(sorted(set(row)))
 
 
 def cache_directory() -> Path:

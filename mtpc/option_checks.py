@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from mtpc.errors import OptionError
@@ -34,6 +35,24 @@ def check_names(option: str, names: Any) -> tuple[str, ...]:
     return row
 
 
+def check_directory(name: str, value: Any) -> Path | None:
+    """The path of a directory; None stays None."""
+    if value is not None and (not isinstance(value, (str, Path)) or "\0" in str(value)):
+        raise OptionError(f"{name} is {value!r}; expected a directory's path")
+    return None if value is None else Path(value)
+
+
+def check_offload(prefix_caching: bool, async_scheduling: bool) -> None:
+    """What `kv_offload_dir` needs of other options."""
+    if not prefix_caching:
+        raise OptionError("kv_offload_dir with prefix_caching=False, which finds no page again")
+    if async_scheduling:
+        raise OptionError(
+            "kv_offload_dir with async_scheduling, which knows of pages before the step that "
+            "fills them has ended; leave one out"
+        )
+
+
 def check_buckets(buckets: Any) -> tuple[int, ...]:
     """Batch sizes in ascending order without repeats; a number is the only one."""
     if isinstance(buckets, int):
@@ -49,6 +68,17 @@ def check_buckets(buckets: Any) -> tuple[int, ...]:
     for size in buckets:
         check_int("batch_buckets", size, low=1, high=4096)
     return tuple(sorted(set(buckets)))
+
+
+def check_tiers(tiers: Any, least: int, highest: int) -> tuple[int, ...]:
+    """At least so many tiers up to the highest, in ascending order without repeats."""
+    is_row = isinstance(tiers, Iterable) and not isinstance(tiers, str)
+    row = tuple(tiers) if is_row else ()
+    for tier in row:
+        check_int("spec_tiers", tier, low=0, high=highest)
+    if not is_row or len(set(row)) < least:
+        raise OptionError(f"spec_tiers is {tiers!r}; expected several numbers, such as (0, 1, 3)")
+    return tuple(sorted(set(row)))
 
 
 def check_draft_vocab(ids: Any) -> tuple[int, ...]:

@@ -208,35 +208,43 @@ LINES = {
     # wiring.py: the rules of MTP layers, and the check of those that a user gives; acceptance.py:
     # rates of synthetic acceptance. `kv_cache_dtype`, `tensor_parallel_size` (config.py); checks
     # of single options (option_checks.py). `SpecModel.follow` and `close`.
-    ".": 1400,
+    # `kv_offload_dir`, `draft`, and ranks as torchrun starts them.
+    ".": 1450,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
     # Several programs for a sampled row (`filters.py`).
-    "backends": 7700,
+    # Sizes that a tape leaves open (`placing.py`); grouped weights in AMX tiles and on GPUs;
+    # compilers that end with their caller; what aiter's attention takes beside ours.
+    "backends": 8500,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
-    "capture": 1250,
+    # Sizes of state as symbols while a step is inlined (`step_mode.py`).
+    "capture": 1400,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.
-    "cli": 4350,
+    # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`).
+    "cli": 4750,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
-    "engine": 4350,
+    # Pages and snapshots in files (`offload.py`, `offload_files.py`); costs of K (`costs.py`).
+    "engine": 5050,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 700,
     "host": 750,
     "integrations": 2900,  # Ends of a layer's own are found in a host's checkpoint.
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
-    "layout": 700,
+    # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
+    "layout": 1000,
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
     # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE,
     # K-EXAONE and Nemotron 3 (Mamba-2). Models of config.json alone (`from_config.py`), and what of
     # each tensor a rank holds (`shards.py`). Pages of codes (`caches.py`, `load.py`). Trained MTP
     # tensors by the names that a checkpoint has for them.
-    "models": 5300,
+    # EAGLE-3 heads and MTP layers in a directory of their own; Llama, Qwen2 and Qwen3.
+    "models": 5900,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
@@ -250,13 +258,16 @@ LINES = {
     # not counted twice. Memory by rank and the time of a step, on paper (`scale.py`).
     # Ranks: what each holds, agrees on and repeats (`ranks.py`, `rank_share.py`, `follow.py`).
     # Steps built while others serve (`background.py`).
-    "program": 3950,
+    # Time left (`forecast.py`); whose pages a file holds (`page_identity.py`); ranks in builds and
+    # keys; why a build in the background failed.
+    "program": 4450,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
     "server": 3950,
-    "step": 1200,  # Synthetic acceptance (`synthetic.py`).
+    # A drafter's own entry, tokens and logits.
+    "step": 1250,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
@@ -267,7 +278,9 @@ LINES = {
     # (`checkpoint_files.py`), and sharded writing by itself (`shards.py`).
     # GGUF files: header, blocks, and what llama.cpp's converter did to six families (`gguf/`).
     # MXFP4 in safetensors (`formats/mxfp4.py`). Rows of weights in groups, read as they are packed.
-    "weights": 5250,
+    # A target and its drafter (`paired_checkpoint.py`), digests of contents (`content.py`), and
+    # recipes that read a rank's part alone.
+    "weights": 5500,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

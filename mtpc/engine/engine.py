@@ -151,8 +151,7 @@ class Engine:
         grammar ends, because its grammar may have taken some of its tokens or none.
         """
         self._outbox.settle()
-        requests = self._requests.values()
-        live = [request for request in requests if request.finish_reason is None]
+        live = [each for each in self._requests.values() if each.finish_reason is None]
         for request in live:
             if request.grammar is not None and request.slot is not None:
                 self._outbox.put_failure(request, KeyboardInterrupt())

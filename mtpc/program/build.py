@@ -162,12 +162,12 @@ def build(
 
 
 def _expected(
-    caches: Mapping[int, StepCache], todo: list[Task]
+    caches: Mapping[tuple[int, Ranks | None], StepCache], todo: list[Task]
 ) -> dict[Graph, Mapping[str, float]]:
     """What each stage of each task took in the nearest entry."""
     expected: dict[Graph, Mapping[str, float]] = {}
-    for k, cache in caches.items():
-        tasks = [task for task in todo if task.spec_tokens == k]
+    for program, cache in caches.items():
+        tasks = [task for task in todo if task.program == program]
         seconds = cache.seconds_of_nearest((task.key, task.part) for task in tasks)
         expected |= zip((task.graph for task in tasks), seconds, strict=True)
     return expected
