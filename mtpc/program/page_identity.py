@@ -13,9 +13,8 @@ from mtpc.store.machine import processor_fields
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.content import content_digest
 
-_SIZES = ("largest_bucket", "rows_in_rings", "max_len", "num_pages")
-"""Options in the key of steps that only size buffers. What a page or a snapshot has of these is in
-its form."""
+_ROWS_IN_RINGS = "options.rows_in_rings"
+"""A field of the key that only sizes buffers. What a snapshot has of it is in its form."""
 MEMORY = "weights.json"
 """File of `kv_offload_dir` that keeps the digests of weights' files."""
 
@@ -36,8 +35,7 @@ def page_identity(checkpoint: Checkpoint, options: CompileOptions, backend: str)
     assert directory is not None
     _make(directory)
     fields = program_fields(backend, checkpoint_fields(checkpoint), options)
-    for name in _SIZES:
-        del fields[f"options.{name}"]
+    del fields[_ROWS_IN_RINGS]
     weights = content_digest(checkpoint.paths, directory / MEMORY)
     return digest({**fields, **processor_fields(), "weights": weights})
 
