@@ -10,7 +10,7 @@ speed-up over K = 0 says from which acceptance K pays.
 
 Peers run beside it: vLLM, whose CPU build refuses synthetic acceptance, so that its rows are those
 of random weights; and llama.cpp, which decodes this model plainly. One process of a peer lives at a
-time, and mtpc's models are freed before the first one starts: all of it fits 12 GiB.
+time, and mtpc's models are freed before the first one starts.
 """
 
 from __future__ import annotations
