@@ -32,7 +32,7 @@ from mtpc.backends.tape import (
     Entry,
     round_up,
 )
-from mtpc.capture.step_mode import dim_of
+from mtpc.capture.graph import dim_of
 from mtpc.errors import BackendError
 from mtpc.layout.buffers import text_of
 from mtpc.layout.open_sizes import Size

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from mtpc.capture.step_mode import dim_of
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
+from mtpc.layout.specs import Dim
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.recipes import (
@@ -274,6 +274,11 @@ def _line(node: fx.Node) -> str:
     args = ", ".join([*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())])
     target = "" if node.op == "get_attr" else f"({args})"
     return f"%{node.name}{kind} = {node.op.removeprefix('call_')} {node.target}{target}"
+
+
+def dim_of(mode: Any, size: Any) -> Dim:
+    """A size of a fake tensor: a number, or what its `StepMode` says of an open size."""
+    return mode.dim(size) if isinstance(size, torch.SymInt) else int(size)
 
 
 def get_tensor(module: nn.Module, name: str) -> Tensor:

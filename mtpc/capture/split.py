@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse, eliminate_dead_nodes
-from mtpc.capture.graph import StepGraph, set_tensor
+from mtpc.capture.graph import StepGraph, dim_of, set_tensor
 from mtpc.capture.inline import fake_mode_of
-from mtpc.capture.step_mode import dim_of, nominal
+from mtpc.capture.step_mode import nominal
 from mtpc.errors import GraphError
 from mtpc.layout import VERIFY, BufferSpec
 

@@ -134,11 +134,6 @@ def fake_of(mode: FakeTensorMode, name: str, tensor: Tensor) -> Tensor:
     return mode.from_tensor(tensor, static_shapes=True)
 
 
-def dim_of(mode: FakeTensorMode, size: Any) -> Dim:
-    """A size of a fake tensor: a number, or an expression over a layout's symbols."""
-    return mode.dim(size) if isinstance(mode, StepMode) else int(size)
-
-
 def nominal(size: Any) -> int:
     """A number for a size, the same for all values of open ones."""
     if not isinstance(size, torch.SymInt):

@@ -95,10 +95,10 @@ def check_invariance(programs: Programs, names: tuple[str, ...], max_examples: i
 
 
 @torch.no_grad()
-def best_by(plain: Oracle, prompt: list[int], text: list[int]) -> list[bool]:
-    """Whether each token of a text is the oracle's choice after those before it."""
+def choices(plain: Oracle, prompt: list[int], text: list[int]) -> list[int]:
+    """The oracle's choice in the place of each token of a text, after the tokens before it."""
     rows = logits_of(plain.model, plain.hidden([*prompt, *text]))[0, len(prompt) - 1 : -1]
-    return (rows.argmax(1) == torch.tensor(text)).tolist()
+    return rows.argmax(1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,24 @@ def test_every_pass_keeps_plain_decoding(
 ) -> None:
     """The theorem in bfloat16: drafts, batches and all passes change no token, nor does a restart.
 
-    And plain decoding is the model's: float64 chooses the same, but for near ties of logits or of
-    experts.
+    And plain decoding is the model's: it chooses as float64 does, but for near ties of logits or of
+    experts, and hardly less often than transformers' own bfloat16.
     """
     every = {**EVERY_PASS, "draft_vocab": ()} if family in DRAFTED else EVERY_PASS
     spec = build(family, batch_buckets=(2,), **every)
     programs = Programs({"plain": build(family, **PROGRAMS["plain"]), "K=3": spec})
     check_invariance(programs, ("K=3",), 25)
     prompts = list(map(list, programs.known))[:6]
-    same = [s for p in prompts for s in best_by(oracle(family), p, programs.alone(p))]
-    assert sum(same) > 0.95 * len(same)
+    exact = oracle(family)
+    rounded = Oracle(family, exact.directory, torch.bfloat16)
+    ours, theirs = [], []
+    for prompt in prompts:
+        text = programs.alone(prompt)
+        best = choices(exact, prompt, text)
+        ours += [a == b for a, b in zip(text, best, strict=True)]
+        theirs += [a == b for a, b in zip(choices(rounded, prompt, text), best, strict=True)]
+    print(f"as float64: {sum(ours)}, transformers in bfloat16: {sum(theirs)}, of {len(ours)}")
+    assert sum(ours) > max(sum(theirs) - 0.03 * len(ours), 0.9 * len(ours))
     again = build(family, batch_buckets=(2,), frozen=True, **every)
     assert decode(again, prompts) == [programs.alone(prompt) for prompt in prompts]
 

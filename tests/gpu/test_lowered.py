@@ -79,14 +79,15 @@ def test_a_dense_layer_adds_no_kernel_that_inductor_generates(tmp_path: Path) ->
         )
         return lowered(_compiler(directory).rewritten(StepKey.decode(1, 1)))
 
-    two, three = scheduled(2), scheduled(3)
-    assert three.generated == two.generated
-    assert three.called - two.called == {
-        "aten.mm.out": 4,
-        "mtpc.add_rms_norm.default": 2,
-        "mtpc.rotate_and_write.default": 1,
-        "mtpc.paged_attention.default": 1,
-        "mtpc.silu_and_mul.default": 1,
+    two, five = scheduled(2), scheduled(5)
+    # The copies of angles for all layers are one kernel, or two where there are many.
+    assert five.generated <= two.generated + 1
+    assert five.called - two.called == {
+        "aten.mm.out": 3 * 4,
+        "mtpc.add_rms_norm.default": 3 * 2,
+        "mtpc.rotate_and_write.default": 3,
+        "mtpc.paged_attention.default": 3,
+        "mtpc.silu_and_mul.default": 3,
     }
 
 

@@ -49,6 +49,5 @@ NUM_PAGES = 89
 CPU_OPTIONS: dict[str, Any] = {
     **TINY,
     **dict(spec_tokens=3, batch_buckets=(2,), num_pages=NUM_PAGES, backend="cpu", dtype="float64"),
-    "sampling": False,
 }
 """What is compiled for the cpu, once for the whole session."""

@@ -12,7 +12,7 @@ import torch
 from helpers import tiny
 from safetensors.torch import load_file, save_file
 
-from mtpc.cli.check import Sample, _print
+from mtpc.cli.check import Sample, _judge, _print
 from mtpc.cli.main import main
 from mtpc.errors import CheckpointError
 from mtpc.models.graft import graft
@@ -146,7 +146,9 @@ def test_acceptance_under_the_floor(
 ) -> None:
     """The best wiring counts."""
     samples = [Sample((), 1.3, 1, 4, [rate, 0.9], [[1]]) for rate in rates]
-    assert _print(samples, (), 0.25) == code
+    verdict = _judge(samples, 0.25)
+    _print(samples, verdict, ())
+    assert bool(verdict.faults or verdict.better) == bool(code)
     found = "other base: no wiring has more than 20.0% of its first drafts accepted"
     assert (found in capsys.readouterr().out) == bool(code)
 

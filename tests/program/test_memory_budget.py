@@ -12,15 +12,9 @@ from helpers.families import EACH_FAMILY_OF_FEW, FEWER_BUCKETS
 
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.memory import (
-    GRANULE,
-    Live,
-    live_memory,
-    peak_bytes,
-    place_live,
-    pool_bytes,
-)
+from mtpc.backends.memory import GRANULE, Live, live_memory, peak_bytes
 from mtpc.backends.null import NullGraphs
+from mtpc.backends.placing import place_live, pool_bytes
 from mtpc.capture.effects import analyse
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
