@@ -19,8 +19,9 @@ from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.package import sized
 from mtpc.backends.tape import _sized
+from mtpc.capture.graph import dim_of
 from mtpc.capture.inline import fake_mode_of
-from mtpc.capture.step_mode import StepMode, dim_of, nominal
+from mtpc.capture.step_mode import StepMode, nominal
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import BufferSpec, Layout, StepKey
