@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.batches import WILD, bf16, close
-from helpers.grouped import FORMS, Zeros, random_weight
+from helpers.grouped import FORMS, Zeros, experts_call, random_weight, rows_of
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import Tensor
 
@@ -26,10 +26,6 @@ ODD_FORMS: list[tuple[Kind, int, Zeros]] = [("int4", 40, "zeros"), ("int8", 12, 
 """Groups that no product's inputs divide."""
 
 
-def _rows(tokens: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "group", "points"), [*FORMS, *ODD_FORMS])
 @pytest.mark.parametrize(("tokens", "features"), [(1, 1), (4, 33), (70, 32)])
@@ -38,7 +34,7 @@ def test_linear_equals_the_reference(
 ) -> None:
     """Integers are the reference's, so only roundings of floats can differ."""
     made = random_weight(kind, (features, 2 * group), group, zeros=points, seed=features)
-    x = _rows(tokens, 2 * group, dtype)
+    x = rows_of(tokens, 2 * group, dtype)
     bias = torch.linspace(-1, 1, features).to(dtype) if tokens == 4 else None
     expected = REFERENCE.grouped_linear(x, *made.operands, bias)
     found = OURS.grouped_linear(x, *made.operands, bias)
@@ -50,7 +46,7 @@ def test_linear_equals_the_reference(
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
 def test_dtypes_of_scales(scales: torch.dtype) -> None:
     made = random_weight("int4", (40, 128), 32, zeros="mins", scales=scales)
-    x = _rows(3, 128, torch.float32)
+    x = rows_of(3, 128, torch.float32)
     close(OURS.grouped_linear(x, *made.operands), REFERENCE.grouped_linear(x, *made.operands))
 
 
@@ -84,7 +80,7 @@ def test_inputs_that_are_no_numbers_tiny_ones_and_strides(
     kind: Kind, group: int, points: Zeros
 ) -> None:
     made = random_weight(kind, (40, 512), group, zeros=points)
-    x = _rows(15, 512, torch.float32).view(3, 5, 512)
+    x = rows_of(15, 512, torch.float32).view(3, 5, 512)
     x[0, 1], x[1, 2, 7], x[2, 0, 3], x[2, 4] = 0, torch.nan, torch.inf, 1e-37
     expected = REFERENCE.grouped_linear(x, *made.operands)
     found = OURS.grouped_linear(x, *made.operands)
@@ -111,19 +107,6 @@ def test_gated_linear_equals_the_reference(kind: Kind, group: int, points: Zeros
 # ---- grouped_experts -------------------------------------------------------------------------
 
 
-def _experts(
-    tokens: int, form: tuple[Kind, int, Zeros], dtype: torch.dtype, hidden: int = 64
-) -> list[Tensor | None]:
-    """Arguments of grouped_experts: 5 experts of 64, two for each token."""
-    kind, group, points = form
-    wide = random_weight(kind, (5, 128, hidden), min(group, hidden), zeros=points, seed=1)
-    narrow = random_weight(kind, (5, hidden, 64), min(group, 64), zeros=points, seed=2)
-    gen = torch.Generator().manual_seed(tokens)
-    ids = torch.stack([torch.randperm(5, generator=gen)[:2] for _ in range(tokens)])
-    shares = torch.rand(tokens, 2, generator=gen)
-    return [_rows(tokens, hidden, dtype), *wide.parts, *narrow.parts, ids, shares]
-
-
 def _close_but_for_steps(found: Tensor, expected: Tensor) -> None:
     """An activation on the edge between two integers may be rounded to either: one step of it."""
     ratio = (found - expected).float().norm() / expected.float().norm()
@@ -137,13 +120,13 @@ def test_experts_equal_the_reference(
     tokens: int, hidden: int, form: tuple[Kind, int, Zeros], dtype: torch.dtype
 ) -> None:
     form = (form[0], 64 if form[1] > 64 else form[1], form[2])
-    arguments = _experts(tokens, form, dtype, hidden)
+    arguments = experts_call(tokens, form, dtype, hidden)
     _close_but_for_steps(OURS.grouped_experts(*arguments), REFERENCE.grouped_experts(*arguments))
 
 
 @pytest.mark.parametrize("limit_input", [False, True])
 def test_experts_with_a_limit_and_more_rows_than_a_tile(limit_input: bool) -> None:
-    arguments = _experts(70, FORMS[0], torch.float32)
+    arguments = experts_call(70, FORMS[0], torch.float32)
     expected = REFERENCE.grouped_experts(*arguments, 0.5, limit_input)
     assert not torch.allclose(expected, REFERENCE.grouped_experts(*arguments), atol=0.05)
     _close_but_for_steps(OURS.grouped_experts(*arguments, 0.5, limit_input), expected)
@@ -153,7 +136,7 @@ def test_experts_with_a_limit_and_more_rows_than_a_tile(limit_input: bool) -> No
 def test_experts_beyond_the_table_and_rows_that_are_no_numbers(
     form: tuple[Kind, int, Zeros],
 ) -> None:
-    x, *weights, ids, shares = _experts(5, (form[0], 32, ""), torch.float32)
+    x, *weights, ids, shares = experts_call(5, (form[0], 32, ""), torch.float32)
     assert x is not None
     assert ids is not None
     ids[:, 1] = torch.tensor([99, -1, WILD, 6, -WILD])

@@ -22,6 +22,7 @@ if not INTERPRETS:
 
 from helpers.batches import close, make_batch, make_mixture
 from helpers.deltas import two_steps
+from helpers.grouped import experts_call, random_weight
 from helpers.places import HELPERS
 from helpers.shipped_launches import kernel_choices
 from helpers.triton_steps import OPTIONS, PROMPTS, compile_on
@@ -129,6 +130,13 @@ def test_every_configuration_computes_the_same(place: int) -> None:
     weight = torch.randn(70, 64)
     int8 = (torch.randn(5, 64), pack(quantise(weight)), row_scales(weight))
     assert torch.equal(ops.quantised_linear(*int8), OURS.quantised_linear(*int8))
+    grouped = random_weight("int4", (70, 64), 32)
+    linear = (torch.randn(5, 64), *grouped.operands)
+    close(ops.grouped_linear(*linear), REFERENCE.grouped_linear(*linear))
+    experts = experts_call(5, ("int8", 32, ""), torch.float32)
+    found, expected = ops.grouped_experts(*experts), REFERENCE.grouped_experts(*experts)
+    # An activation on the edge between two integers may be rounded to either.
+    assert float((found - expected).norm() / expected.norm()) <= 4e-3
     kernels = {word.partition(":")[0] for word in ops.used}
     choices = kernel_choices()
     assert kernels == {name for name in choices if len(choices[name].changes) >= place}

@@ -103,3 +103,21 @@ def bound(x: Tensor, weight: GroupedWeight) -> Tensor:
     halves = F.linear(largest / 254, apart.unflatten(-1, (-1, form.group)).sum(-1))
     sums = (1 + form.has_mins) * x.shape[-1] // form.group + 4
     return halves * 1.001 + (products + halves) * sums * 2.0**-23
+
+
+def rows_of(tokens: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Random inputs [tokens, inputs]."""
+    return torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+
+
+def experts_call(
+    tokens: int, form: tuple[Kind, int, Zeros], dtype: torch.dtype, hidden: int = 64
+) -> list[Tensor | None]:
+    """Arguments of grouped_experts: 5 experts of 64, two for each token."""
+    kind, group, points = form
+    wide = random_weight(kind, (5, 128, hidden), min(group, hidden), zeros=points, seed=1)
+    narrow = random_weight(kind, (5, hidden, 64), min(group, 64), zeros=points, seed=2)
+    gen = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(5, generator=gen)[:2] for _ in range(tokens)])
+    shares = torch.rand(tokens, 2, generator=gen)
+    return [rows_of(tokens, hidden, dtype), *wide.parts, *narrow.parts, ids, shares]
