@@ -29,6 +29,7 @@ from mtpc.passes.base import Pass
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.store.entries import EntryStore
@@ -197,6 +198,7 @@ def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
     If a tensor were an attribute, Inductor could copy it into the code or fold it into a constant.
     """
     copy = graph.clone()
+    HoistShared().apply(copy)  # Passes have emitted views of the same angles for each layer.
     _compute_once(copy.graph)
     tensors: list[Tensor] = []
     attributes = [node for node in copy.graph.nodes if node.op == "get_attr"]

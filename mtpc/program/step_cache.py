@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.config import CompileOptions
-from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError, OptionError
+from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Layout, Part, StepKey, step_name
 from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
 from mtpc.program.step_record import FORMAT, StepRecord
@@ -284,10 +284,7 @@ class StepCache:
     def _read(self, entry: Entry) -> CachedStep:
         if RECORD not in entry.files:
             raise DamagedEntryError(f"{entry.directory} has no {RECORD}")
-        try:
-            return self._step(entry.directory, read_record(entry), entry)
-        except OptionError as error:  # `max_len`, where the record has the model's positions.
-            raise DamagedEntryError(f"{entry.directory}: {error}") from error
+        return self._step(entry.directory, read_record(entry), entry)
 
     def _step(self, directory: Path, record: StepRecord, entry: Entry | None) -> CachedStep:
         return CachedStep(directory, record, entry, self.options.for_model(record.max_positions))
