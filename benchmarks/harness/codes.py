@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 
 from benchmarks.harness.models import (
     INITIALIZER_RANGE,
     Shape,
-    make_config,
-    split_off_mtp_layer,
+    without_weights,
 )
-from mtpc.models import FAMILIES
-from mtpc.models.mtp_layers import stored_tensors
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.quantise import spec_by_scheme
@@ -39,17 +35,10 @@ def write_codes(directory: Path, shape: Shape, scheme: str) -> None:
         scheme: of `mtpc.config.SCHEMES`, in int4.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    family = next(family for family in FAMILIES if family.name == "mimo")
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            make_config(family, shape), dtype=torch.bfloat16
-        )
-        layer = split_off_mtp_layer(model, family, accepting=False)
-    prefix = family.layer_prefix(shape.num_hidden_layers, 0)
-    own = {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
+    _, config, target, own = without_weights("mimo", shape)
     torch.manual_seed(0)
     writer, plain = ShardWriter(directory), []
-    for name, tensor in {**model.state_dict(), **own}.items():
+    for name, tensor in {**target, **own}.items():
         spec = spec_by_scheme(scheme, name, tensor)
         if spec is not None:
             writer.add(dict(_codes(name, tensor, spec)))
@@ -59,8 +48,6 @@ def write_codes(directory: Path, shape: Shape, scheme: str) -> None:
         factor = 1.0 if tensor.dim() == 1 else INITIALIZER_RANGE
         writer.add({name: factor * values(tensor.shape, dtype=torch.bfloat16)})
     writer.finish()
-    says = {"architectures": [family.architectures[0]], "num_nextn_predict_layers": 1}
-    config = {**model.config.to_dict(), **says, "dtype": "bfloat16"}
     config["quantization_config"] = quantization_config(scheme, plain)
     (directory / CONFIG).write_text(json.dumps(config))
 

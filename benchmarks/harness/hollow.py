@@ -9,13 +9,10 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
-import transformers
 from torch import Tensor
 
-from benchmarks.harness.models import Shape, make_config, split_off_mtp_layer
-from mtpc.models import FAMILIES, ModelFamily
-from mtpc.models.mtp_layers import stored_tensors
+from benchmarks.harness.models import Shape, without_weights
+from mtpc.models import ModelFamily
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.tensor_file import dtype_code
 
@@ -31,19 +28,10 @@ def write_hollow(directory: Path, family_name: str, shape: Shape) -> None:
         shape: sizes.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    family = next(family for family in FAMILIES if family.name == family_name)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            make_config(family, shape), dtype=torch.bfloat16
-        )
-        layer = split_off_mtp_layer(model, family, accepting=False)
-    prefix = family.layer_prefix(shape.num_hidden_layers, 0)
-    own = {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
-    tensors = {**dict(_one_by_one(model.state_dict(), family)), **own}
+    family, config, target, own = without_weights(family_name, shape)
+    tensors = {**dict(_one_by_one(target, family)), **own}
     for number, shard in enumerate(_shards(tensors)):
         _write(directory / f"model-{number:05}.safetensors", shard)
-    says = {"architectures": [family.architectures[0]], "num_nextn_predict_layers": 1}
-    config = {**model.config.to_dict(), **says, "dtype": "bfloat16"}
     (directory / CONFIG).write_text(json.dumps(config))
 
 

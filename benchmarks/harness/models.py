@@ -29,6 +29,7 @@ from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.family import find_norm_class
 from mtpc.models.hf import MTPLayer, model_class
+from mtpc.models.mtp_layers import stored_tensors
 from mtpc.models.save import save_checkpoint
 from mtpc.weights.quantise import spec_by_scheme
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -338,3 +339,29 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
     if not count:
         return None
     return Experts(count, config["num_experts_per_tok"], config["moe_intermediate_size"])
+
+
+def without_weights(
+    family_name: str, shape: Shape
+) -> tuple[ModelFamily, dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A bfloat16 model with one MTP layer, of meta tensors.
+
+    Args:
+        family_name: a name in mtpc's family table: "mimo", "glm4_moe" or "deepseek_v3".
+        shape: sizes.
+
+    Returns:
+        The family, the entries of config.json, the target's tensors, and the MTP layer's by the
+        names that a checkpoint has for them.
+    """
+    family = next(family for family in FAMILIES if family.name == family_name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            make_config(family, shape), dtype=torch.bfloat16
+        )
+        layer = split_off_mtp_layer(model, family, accepting=False)
+    prefix = family.layer_prefix(shape.num_hidden_layers, 0)
+    own = {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
+    says = {"architectures": [family.architectures[0]], "num_nextn_predict_layers": 1}
+    config = {**model.config.to_dict(), **says, "dtype": "bfloat16"}
+    return family, config, model.state_dict(), own
