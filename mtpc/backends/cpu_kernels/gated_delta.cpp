@@ -56,9 +56,14 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
     const int64_t size = s_.key_dim * kRegisters, replayed = request.committed - request.stood;
     const int64_t positions = replayed + request.count;
     std::vector<Row> rows(std::min(positions, kPositions), Row(s_));
-    std::vector<Vec<A>> state(blocks * size);  // zeros: a fresh request's state
+    const Buffer<Vec<A>> buffer(blocks * size);
+    Vec<A>* state = buffer.get();
     A* kept = this->kept_state(request, head);
-    for (int64_t b = 0; b < blocks && request.stood > 0; ++b) copy(kept, b, state.data(), size);
+    if (request.stood > 0) {
+      for (int64_t b = 0; b < blocks; ++b) copy(kept, b, state, size);
+    } else {
+      std::fill(state, state + blocks * size, Vec<A>{});  // A fresh request: its slot is not read.
+    }
     for (int64_t first = 0; first < positions; first += kPositions) {
       const int64_t last = std::min(first + kPositions, positions);
       for (int64_t i = first; i < last; ++i) {
@@ -66,14 +71,14 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
       }
       for (int64_t b = 0; b < blocks; ++b) {
         for (int64_t i = first; i < last; ++i) {
-          if (i == replayed + request.certain) keep(state.data(), b, size, kept);
+          if (i == replayed + request.certain) keep(state, b, size, kept);
           T* row = out + ((request.first + i - replayed) * s_.heads + head) * s_.value_dim;
-          step(rows[i - first], b, state.data() + b * size, i < replayed ? nullptr : row);
+          step(rows[i - first], b, state + b * size, i < replayed ? nullptr : row);
         }
       }
     }
     for (int64_t b = 0; b < blocks && request.certain >= request.count; ++b) {
-      keep(state.data(), b, size, kept);
+      keep(state, b, size, kept);
     }
   }
 
@@ -85,21 +90,32 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
     return std::min(s_.value_dim - block * kColumns, kColumns);
   }
 
-  /// A block of a state [Dk, Dv] into registers; those behind its last column stay as they are.
+  /// One line of a block; a size that is known when this is compiled is no call.
+  static void move(void* to, const void* from, int64_t columns) {
+    if (columns == kColumns) {
+      std::memcpy(to, from, kColumns * sizeof(A));
+    } else {
+      std::memcpy(to, from, columns * sizeof(A));
+    }
+  }
+
+  /// A block of a state [Dk, Dv] into registers, with zeros behind its last column.
   void copy(const A* from, int64_t block, Vec<A>* state, int64_t size) const {
+    const bool is_part = columns(block) < kColumns;
     for (int64_t k = 0; k < s_.key_dim; ++k) {
-      std::memcpy(
-          state + block * size + k * kRegisters, from + k * s_.value_dim + block * kColumns,
-          columns(block) * sizeof(A));
+      Vec<A>* line = state + block * size + k * kRegisters;
+      const A* source = from + k * s_.value_dim + block * kColumns;
+      if (is_part) std::fill(line, line + kRegisters, Vec<A>{});
+      move(line, source, columns(block));
     }
   }
 
   /// A block from registers into a state [Dk, Dv].
   void keep(const Vec<A>* state, int64_t block, int64_t size, A* to) const {
     for (int64_t k = 0; k < s_.key_dim; ++k) {
-      std::memcpy(
-          to + k * s_.value_dim + block * kColumns, state + block * size + k * kRegisters,
-          columns(block) * sizeof(A));
+      A* line = to + k * s_.value_dim + block * kColumns;
+      const Vec<A>* source = state + block * size + k * kRegisters;
+      move(line, source, columns(block));
     }
   }
 
@@ -109,15 +125,14 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
     std::memcpy(value, row.value.data() + block * kColumns, columns(block) * sizeof(A));
     for (int64_t k = 0; k < s_.key_dim; ++k) {
       for (int64_t r = 0; r < kRegisters; ++r) {
-        const Vec<A> x = state[k * kRegisters + r] * row.decay;
-        state[k * kRegisters + r] = x;
-        sums[r] += x * row.key[k];
+        sums[r] += state[k * kRegisters + r] * row.decay * row.key[k];
       }
     }
     for (int64_t r = 0; r < kRegisters; ++r) sums[r] = (value[r] - sums[r]) * row.beta;
     for (int64_t k = 0; k < s_.key_dim; ++k) {
       for (int64_t r = 0; r < kRegisters; ++r) {
-        const Vec<A> x = state[k * kRegisters + r] + sums[r] * row.key[k];
+        const Vec<A> decayed = state[k * kRegisters + r] * row.decay;
+        const Vec<A> x = decayed + sums[r] * row.key[k];
         state[k * kRegisters + r] = x;
         answer[r] += x * row.query[k];
       }
@@ -131,10 +146,18 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
   }
 
   static void normalise(std::vector<A>& x, A scale) {
-    A sum = 0;
-    for (const A value : x) sum += value * value;
-    const A factor = 1 / std::sqrt(sum + static_cast<A>(1e-6));
-    for (A& value : x) value = value * factor * scale;
+    // As many sums as the widest registers have lanes, so that narrower ones give the same bits.
+    constexpr int kSums = 16;
+    A sums[kSums] = {};
+    for (size_t i = 0; i < x.size(); i += kSums) {
+      const size_t lanes = std::min<size_t>(x.size() - i, kSums);
+      for (size_t lane = 0; lane < lanes; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+    }
+    for (int width = kSums / 2; width > 0; width /= 2) {
+      for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+    }
+    const A factor = 1 / std::sqrt(sums[0] + static_cast<A>(1e-6));
+    each_register(x, [&](Vec<A> value, auto) { return value * factor * scale; });
   }
 
   const int64_t key_heads_;

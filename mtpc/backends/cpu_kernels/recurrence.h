@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "simd.h"
 #include "tensors.h"
 
 namespace mtpc {
@@ -39,9 +40,26 @@ struct RecurrentRequest {
   bool on;
 };
 
-template <class A>
-A silu(A x) {
-  return x / (1 + std::exp(-x));
+/// SiLU of a register of T's values, rounded before and after, as two operators round.
+template <class T, class A>
+Vec<A> rounded_silu(Vec<A> x) {
+  x = rounded<T, A>(x);
+  return rounded<T, A>(x / (1 + exp(-x)));
+}
+
+/// x <- change(x, at), register by register; at(p) are the same elements of p. The last register has
+/// zeros behind the end.
+template <class A, class Change>
+void each_register(std::vector<A>& x, const Change& change) {
+  const int64_t count = static_cast<int64_t>(x.size()), full = count / kLanes<A> * kLanes<A>;
+  for (int64_t i = 0; i < full; i += kLanes<A>) {
+    const auto at = [&](const auto* p) { return load<A>(p + i); };
+    store<A>(x.data() + i, change(at(x.data()), at));
+  }
+  if (full == count) return;
+  const auto at = [&](const auto* p) { return load_first<A>(p + full, count - full); };
+  const Vec<A> last = change(at(x.data()), at);
+  std::memcpy(x.data() + full, &last, (count - full) * sizeof(A));
 }
 
 template <class A>
@@ -78,9 +96,8 @@ class Recurrence {
         history_(static_cast<T*>(state.history.mutable_data_ptr())),
         conv_(sizes.channels * sizes.width), conv_bias_(std::move(conv_bias)) {
     const std::vector<A> weight = widened<A>(conv_weight);
-    for (int64_t c = 0; c < s_.channels; ++c) {
-      for (int64_t w = 0; w < s_.width; ++w) conv_[w * s_.channels + c] = weight[c * s_.width + w];
-    }
+    // By a width that is known when this is compiled, the usual one is transposed by registers.
+    s_.width == 4 ? transpose_conv<4>(weight.data()) : transpose_conv<0>(weight.data());
   }
 
   /// One head of one request: its outputs, and its state moved on.
@@ -130,15 +147,15 @@ class Recurrence {
   void convolve(const RecurrentRequest& request, int64_t position, int64_t first,
                 std::vector<A>& out) const {
     std::fill(out.begin(), out.end(), A{0});
-    for (int64_t w = 0; w < s_.width; ++w) {
-      const int64_t there = position - (s_.width - 1) + w;
-      if (there < 0) continue;
-      const T* x = inputs(request, there) + first;
-      const A* weight = conv_.data() + w * s_.channels + first;
-      for (size_t i = 0; i < out.size(); ++i) out[i] += static_cast<A>(x[i]) * weight[i];
+    for (int64_t back = std::min(s_.width - 1, position); back >= 0; --back) {
+      const T* x = inputs(request, position - back) + first;
+      const A* weight = conv_.data() + (s_.width - 1 - back) * s_.channels + first;
+      each_register(out, [&](Vec<A> sum, auto at) { return sum + at(x) * at(weight); });
     }
-    for (size_t i = 0; i < out.size() && !conv_bias_.empty(); ++i) out[i] += conv_bias_[first + i];
-    for (A& x : out) x = static_cast<A>(static_cast<T>(silu(static_cast<A>(static_cast<T>(x)))));
+    const A* bias = conv_bias_.empty() ? nullptr : conv_bias_.data() + first;
+    each_register(out, [&](Vec<A> sum, auto at) {
+      return rounded_silu<T, A>(bias ? sum + at(bias) : sum);
+    });
   }
 
   /// out <- key^T state, over the key dimension.
@@ -153,6 +170,15 @@ class Recurrence {
   const RecurrentSizes s_;
 
  private:
+  /// [C, W] -> [W, C]; kWidth is W, or 0.
+  template <int kWidth>
+  void transpose_conv(const A* weight) {
+    const int64_t width = kWidth ? kWidth : s_.width;
+    for (int64_t w = 0; w < width; ++w) {
+      for (int64_t c = 0; c < s_.channels; ++c) conv_[w * s_.channels + c] = weight[c * width + w];
+    }
+  }
+
   T* entry(const RecurrentRequest& request, int64_t position) const {
     return history_ + (request.slot * s_.kept + position % s_.kept) * s_.inputs;
   }

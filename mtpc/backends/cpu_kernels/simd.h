@@ -135,6 +135,17 @@ inline Vec<float> round_bf16(Vec<float> v) {
                 : Vec<float>{} + std::numeric_limits<float>::quiet_NaN();
 }
 
+/// The nearest value of T in each lane.
+template <class T, class A>
+inline Vec<A> rounded(Vec<A> v) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return round_bf16(v);
+  } else if constexpr (!std::is_same_v<T, A>) {
+    for (int i = 0; i < kLanes<A>; ++i) v[i] = static_cast<A>(static_cast<T>(v[i]));
+  }
+  return v;
+}
+
 /// Writes a register of floats rounded to bfloat16.
 inline void narrow(BFloat16* p, Vec<float> v) {
   typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
