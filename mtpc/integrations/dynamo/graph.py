@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mtpc.backends.cpu import UseCpuKernels
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
-from mtpc.capture.effects import analyse
+from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.errors import BackendError
 from mtpc.layout import Layout, StepKey
-from mtpc.passes.base import Pass, run_pipeline
+from mtpc.passes.base import Pass, is_call, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_head_max import FuseHeadMax
@@ -43,6 +43,25 @@ _SWITCHES: Mapping[Any, int] = {
     torch.amp.autocast_mode._enter_autocast: 2,
 }
 """Calls that change how operators after them run -> which argument says whether to switch on."""
+_FUSED = {
+    f"aten.{name}"
+    for name in [
+        "linear",
+        "mul",
+        "add",
+        "silu",
+        "pow",
+        "mean",
+        "rsqrt",
+        "to",
+        "_to_copy",
+        "type_as",
+        "neg",
+        "max",
+        "argmax",
+    ]
+}
+"""Operators that passes replace, of which each reads what its replacement will read."""
 _LEAVE = torch.amp.autocast_mode._exit_autocast
 
 
@@ -119,6 +138,8 @@ def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None)
     traced = _trace(module)
     if isinstance(traced, str):
         return traced
+    if (write := _late_write(traced.graph)) is not None:
+        return f"it changes a tensor in place that it has read before: {write.format_node()}"
     targets = [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
     step, held = _with_weights(traced, [*map(_parameter_name, targets)], inputs)
     before = _calls(step.graph)
@@ -163,6 +184,28 @@ def _trace(module: fx.GraphModule) -> fx.GraphModule | str:
     return traced
 
 
+def _late_write(graph: fx.Graph) -> fx.Node | None:
+    """The first write of memory that a pass might read at another place than the graph does.
+
+    Passes move reads of floating-point values within what they fuse, and a norm up to the sum that
+    it reads. A step writes no temporaries, so they need not look for writes in between.
+    """
+    effects, read = analyse(graph), set[Root]()
+    for node in graph.nodes:
+        for root in effects.writes[node]:
+            if root in read or is_call(root, torch.ops.aten.add.Tensor):
+                return node
+        if str(getattr(node.target, "overloadpacket", "")) in _FUSED:
+            values = [arg for arg in node.all_input_nodes if _is_floating(arg)]
+            read.update(*(effects.roots[arg] - effects.roots[node] for arg in values))
+    return None
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _with_weights(
     traced: fx.GraphModule, titles: Sequence[str], inputs: Sequence[Any]
 ) -> tuple[StepGraph, dict[str, fx.Node]]:
@@ -173,13 +216,13 @@ def _with_weights(
         titles: the module's name of each input.
         inputs: one for each placeholder.
     """
-    graph = traced.graph
-    written = {root for roots in analyse(graph).writes.values() for root in roots}
+    graph, effects = traced.graph, analyse(traced.graph)
+    written = frozenset[Root]().union(*effects.writes.values())
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     held: dict[str, fx.Node] = {}
     tensors: dict[str, Tensor] = {}
     for node, title, value in zip(placeholders, titles, inputs, strict=True):
-        if not _is_weight(value) or node in written or not node.users:
+        if not _is_weight(value) or written & effects.roots[node] or not node.users:
             continue
         name = title if title not in held else f"{title}.{len(held)}"
         held[name], tensors[name] = node, value
