@@ -37,6 +37,8 @@ from mtpc.passes.pack_groups import PackGroups
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.weights.recipes import Recipe, names
 
+aten = torch.ops.aten
+
 _SEPARATORS = re.compile("_modules_|_parameters_")
 _SWITCHES: Mapping[Any, int] = {
     torch._C._set_grad_enabled: 0,
@@ -44,24 +46,11 @@ _SWITCHES: Mapping[Any, int] = {
 }
 """Calls that change how operators after them run -> which argument says whether to switch on."""
 _FUSED = {
-    f"aten.{name}"
-    for name in [
-        "linear",
-        "mul",
-        "add",
-        "silu",
-        "pow",
-        "mean",
-        "rsqrt",
-        "to",
-        "_to_copy",
-        "type_as",
-        "neg",
-        "max",
-        "argmax",
-    ]
+    *(aten.linear, aten.mul, aten.add, aten.silu, aten.pow, aten.mean, aten.rsqrt, aten.neg),
+    *(aten.to, aten._to_copy, aten.type_as, aten.max, aten.argmax),
 }
 """Operators that passes replace, of which each reads what its replacement will read."""
+_SIZED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _LEAVE = torch.amp.autocast_mode._exit_autocast
 
 
@@ -115,7 +104,8 @@ def why_not(module: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
     for node in module.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             return f"it calls the higher-order operator {node.target}"
-        if free_unbacked_symbols(node.meta.get("example_value")):
+        value = node.meta.get("example_value")
+        if isinstance(value, _SIZED) and free_unbacked_symbols(value):
             return f"a size depends on values: {node.format_node()}"
     return None
 
@@ -193,9 +183,9 @@ def _late_write(graph: fx.Graph) -> fx.Node | None:
     effects, read = analyse(graph), set[Root]()
     for node in graph.nodes:
         for root in effects.writes[node]:
-            if root in read or is_call(root, torch.ops.aten.add.Tensor):
+            if root in read or is_call(root, aten.add.Tensor):
                 return node
-        if str(getattr(node.target, "overloadpacket", "")) in _FUSED:
+        if getattr(node.target, "overloadpacket", None) in _FUSED:
             values = [arg for arg in node.all_input_nodes if _is_floating(arg)]
             read.update(*(effects.roots[arg] - effects.roots[node] for arg in values))
     return None
