@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -60,7 +61,7 @@ class Rewritten:
 
     Attributes:
         module: takes the inputs that are kept, and then the derived weights.
-        inputs: fake values of both.
+        inputs: of both, tensors fake.
         kept: which inputs of Dynamo's graph are kept.
         recipes: of the derived weights, by name, over names of parameters.
         positions: of these parameters among the inputs of Dynamo's graph.
@@ -125,7 +126,7 @@ def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None)
         load_kernels()
     except BackendError as error:
         return str(error)
-    traced = _trace(module)
+    traced = _trace(module, inputs)
     if isinstance(traced, str):
         return traced
     if (write := _late_write(traced.graph)) is not None:
@@ -147,22 +148,25 @@ def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None)
         left={name: count for name, count in after.items() if name not in ours},
         rewrites=rewrites,
     )
-    return _with_inputs(step, held, counts)
+    return _with_inputs(step, held, inputs, counts)
 
 
-def _trace(module: fx.GraphModule) -> fx.GraphModule | str:
+def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | str:
     """The graph over ATen operators, or why there is none.
 
     Operators stay what the module calls: linear layers are linear layers, and writes in place are
     that. Inductor functionalises and decomposes what is left of them.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    values = [node.meta["example_value"] for node in placeholders]
-    mode = detect_fake_mode(values)
-    fakes = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in values]
+    mode: Any = detect_fake_mode()  # Dynamo's, whose sizes have its symbols.
+    fakes = [
+        mode.from_tensor(node.meta["example_value"]) if isinstance(value, Tensor) else value
+        for node, value in zip(placeholders, inputs, strict=True)
+    ]
     run = fx.Interpreter(module).run
     try:
-        traced = make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
+        with mode, enable_python_dispatcher():
+            traced = make_fx(run, pre_dispatch=True)(*fakes)
     except Exception as error:  # Whatever operators of a host's do when they are traced.
         return f"it cannot be traced again: {type(error).__name__}: {error}"
     for node in list(traced.graph.nodes):
@@ -242,9 +246,16 @@ def _parameter_name(target: str) -> str:
 
 
 def _with_inputs(
-    step: StepGraph, held: Mapping[str, fx.Node], counts: Mapping[str, Any]
+    step: StepGraph, held: Mapping[str, fx.Node], given: Sequence[Any], counts: Mapping[str, Any]
 ) -> Rewritten:
-    """The graph with parameters and derived weights as inputs."""
+    """The graph with parameters and derived weights as inputs.
+
+    Args:
+        step: after the passes.
+        held: placeholder by the name of a parameter.
+        given: inputs of Dynamo's graph. Objects that are neither tensors nor sizes stay themselves.
+        counts: for the result.
+    """
     graph = step.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     last, used = placeholders[-1], dict[str, Recipe]()
@@ -267,11 +278,13 @@ def _with_inputs(
     for node in placeholders:
         if node in held.values() and not node.users:
             graph.erase_node(node)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    kept = tuple(index[node] for node in nodes if node in index)
+    others = {node: given[i] for node, i in index.items() if not isinstance(given[i], Tensor)}
     return Rewritten(
         fx.GraphModule(step.module, graph),
-        [node.meta["val"] for node in inputs],
-        tuple(index[node] for node in inputs if node in index),
+        [others[node] if node in others else node.meta["val"] for node in nodes],
+        kept,
         used,
         {name: position for name, position in positions.items() if name in read},
         counts,

@@ -84,15 +84,17 @@ class CallWeights:
             return parameters[name].detach()
 
         maker = GroupedMaker(lambda name, spec: quantised_rows(values(name), spec), fill_packed)
-        tensors = []
+        tensors: list[Tensor] = []
         # Calls in inference mode would leave tensors that no other call could take.
         with torch.inference_mode(False), torch.no_grad():
             for recipe in self._recipes:
                 same = substitute(recipe, identity)
-                if (tensor := self._store.get(same)) is None:
-                    is_grouped = isinstance(recipe, Grouped)
-                    tensor = maker.make(recipe) if is_grouped else make(recipe, values, fill_packed)
-                    self._store[same] = tensor
+                tensor = self._store.get(same)
+                if tensor is None and isinstance(recipe, Grouped):
+                    tensor = maker.make(recipe)
+                elif tensor is None:
+                    tensor = make(recipe, values, fill_packed)
+                self._store[same] = tensor
                 tensors.append(tensor)
         return tensors
 

@@ -23,7 +23,8 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
-        return F.linear(x, layer.weight, bias)
+        weight: Any = layer.weight
+        return F.linear(x, weight, bias)
 
 
 class PlainLinears(QuantizationConfig):
