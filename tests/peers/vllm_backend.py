@@ -70,7 +70,8 @@ def ask(options: dict[str, Any], directory: Path, kept: Path, args: argparse.Nam
         [str(python), str(Path(__file__)), "--child", json.dumps(job)],
         env=os.environ
         | vllm_host.environment(kept, 2, python)
-        | {"PYTHONPATH": str(args.dist), "VLLM_PLUGINS": "mtpc"},
+        # What vLLM writes to its cache of compiled code must come from Inductor alone.
+        | {"PYTHONPATH": str(args.dist), "VLLM_PLUGINS": "mtpc", "VLLM_USE_AOT_COMPILE": "0"},
         capture_output=True,
         text=True,
     )
