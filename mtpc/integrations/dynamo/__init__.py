@@ -70,7 +70,7 @@ class Report:
     """Who computes one graph of Dynamo's.
 
     Attributes:
-        operators: ATen operators of the graph, before the passes.
+        operators: of the graph, before the passes.
         kernels: mtpc's kernels -> calls; empty where all of the graph is Inductor's.
         left: operators that are Inductor's -> calls.
         rewrites: passes -> rewrites.

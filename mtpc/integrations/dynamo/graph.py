@@ -187,7 +187,7 @@ def _late_write(graph: fx.Graph) -> fx.Node | None:
     effects, read = analyse(graph), set[Root]()
     for node in graph.nodes:
         for root in effects.writes[node]:
-            if root in read or is_call(root, aten.add.Tensor):
+            if root in read or (is_call(root, aten.add.Tensor) and _is_floating(root)):
                 return node
         if getattr(node.target, "overloadpacket", None) in _FUSED:
             values = [arg for arg in node.all_input_nodes if _is_floating(arg)]
@@ -195,7 +195,7 @@ def _late_write(graph: fx.Graph) -> fx.Node | None:
     return None
 
 
-def _is_floating(node: fx.Node) -> bool:
+def _is_floating(node: Any) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.is_floating_point()
 
