@@ -7,7 +7,6 @@ them parameters are inputs again, and the weights that passes derive are inputs,
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -292,9 +291,5 @@ def _with_inputs(
 
 
 def _calls(graph: fx.Graph) -> Counter[str]:
-    """Calls of operators, of sizes and entries of tuples none."""
-    return Counter(
-        str(node.target)
-        for node in graph.nodes
-        if isinstance(node.target, OpOverload) and node.target is not operator.getitem
-    )
+    """Calls of operators, by their names."""
+    return Counter(str(node.target) for node in graph.nodes if isinstance(node.target, OpOverload))

@@ -30,9 +30,9 @@ def state_of(parameter: Tensor) -> State:
     return parameter._version, parameter.data_ptr()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Packed:
-    """The packed weights of some parameters, and what these were when they were packed."""
+    """The derived weights of some parameters, what these were then, and watches of their ends."""
 
     states: list[State]
     tensors: list[Tensor]
