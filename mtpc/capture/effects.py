@@ -79,8 +79,9 @@ def _written_arguments(node: fx.Node) -> list[fx.Node]:
 def eliminate_dead_nodes(graph: fx.Graph) -> int:
     """Erase nodes whose result and writes are never read; returns how many.
 
-    A write to a step buffer always counts as read. A write to a temporary counts only if a later
-    live node reads the temporary.
+    A write to memory that outlives the graph always counts as read: to a step buffer, or to an
+    input. A write to a temporary counts only if a later live node reads the temporary. Checks of
+    values and random draws stay, too.
     """
     effects = analyse(graph)
     live: set[fx.Node] = set()
@@ -88,7 +89,7 @@ def eliminate_dead_nodes(graph: fx.Graph) -> int:
     for node in reversed(graph.nodes):
         written = effects.writes[node]
         seen = node.op in ("output", "placeholder") or bool(effects.buffer_writes(node))
-        seen |= node in live or bool(written & live_roots)
+        seen |= node in live or bool(written & live_roots) or _acts_outside(node, written)
         if seen:
             live.add(node)
             live.update(node.all_input_nodes)
@@ -97,3 +98,11 @@ def eliminate_dead_nodes(graph: fx.Graph) -> int:
     for node in dead:
         graph.erase_node(node)
     return len(dead)
+
+
+def _acts_outside(node: fx.Node, written: frozenset[Root]) -> bool:
+    """Whether a node writes an input, or does more than compute its result and write arguments."""
+    if any(isinstance(root, fx.Node) and root.op == "placeholder" for root in written):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return node.is_impure() and not (schema is not None and schema.is_mutable)

@@ -20,7 +20,7 @@ rm -rf "$dist"
 # From a copy: building leaves files beside the sources.
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -r "$root/mtpc" "$root/pyproject.toml" "$root/README.md" "$copy"
+cp -r "$root/mtpc" "$root/build_backend.py" "$root/pyproject.toml" "$root/README.md" "$copy"
 "$venv/bin/python" -m pip install -q --no-deps --no-build-isolation --target "$dist" "$copy"
 PYTHONPATH=$dist "$venv/bin/python" - <<'PY'
 from importlib.metadata import entry_points

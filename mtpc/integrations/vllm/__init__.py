@@ -1,5 +1,7 @@
 """The vLLM plugin: replaces vLLM's MTP draft classes with `TracedMTP`, if the user asks for it.
 
+It also adds the value "mtpc" of vLLM's option `quantization`, see `plain_linears`.
+
 It is installed with mtpc as an entry point of the group `vllm.general_plugins`. vLLM calls
 `register` in each of its processes.
 """
@@ -13,7 +15,7 @@ ARCHITECTURES = ("MiMoMTPModel", "Glm4MoeMTPModel", "DeepSeekMTPModel", "Qwen3Ne
 
 
 def register() -> None:
-    """Replace vLLM's draft classes with `TracedMTP`, if VLLM_PLUGINS contains mtpc.
+    """Tell vLLM of `TracedMTP` and `PlainLinears`, if VLLM_PLUGINS contains mtpc.
 
     Without VLLM_PLUGINS, vLLM loads every installed plugin. The user has then not asked for this
     one, so it changes nothing. vLLM may call this function several times.
@@ -22,5 +24,10 @@ def register() -> None:
 
     if PLUGIN_NAME not in (envs.VLLM_PLUGINS or ()):
         return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from mtpc.integrations.vllm.plain_linears import PlainLinears
+
+    register_quantization_config(PLUGIN_NAME)(PlainLinears)
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__name__}.draft_model:TracedMTP")

@@ -1,0 +1,203 @@
+"""A model's forward by torch.compile: eager, Inductor, and mtpc as the backend, in turns.
+
+    python -m benchmarks.dynamo              # the 0.5B shape: a prompt of 512, and decode rows
+    python -m benchmarks.dynamo --shape tiny --repeats 1
+
+transformers' Qwen2 in bfloat16, random weights. "prefill" is one forward of a prompt without a
+cache, of whose logits the last row is asked for. "decode" is the forward of one more token of each
+request over transformers' StaticCache, which holds the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from transformers import StaticCache
+
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, make_config
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
+from mtpc.integrations.dynamo import backend
+from mtpc.models.families.mimo import MIMO
+from mtpc.models.hf import CACHE
+
+ENGINES: dict[str, dict[str, Any] | None] = {
+    "eager": None,
+    "Inductor": {"backend": "inductor"},
+    "mtpc": {"backend": "mtpc", "options": {"fallback": "error"}},
+}
+"""By their names in the table: what torch.compile gets; None is not compiled."""
+COLUMNS = ("forward", "batch", "engine", "ms", "over Inductor", "first call, s", "samples")
+NOTES = (
+    "ms: of one forward; medians. over Inductor: its time over the engine's; above 1 is faster.",
+    "first call: with compilation.",
+    SAMPLES_NOTE,
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Milliseconds of a forward, and others' share of the CPU."""
+
+    ms: float
+    foreign_share: float
+
+
+@dataclass
+class Case(Sampled[Sample]):
+    """One row to be.
+
+    Attributes:
+        forward: "prefill" or "decode".
+        batch: requests.
+        engine: a name of `ENGINES`.
+        run: one forward.
+        calls: forwards of a sample.
+        first_s: seconds of the first forward.
+        samples: all that were taken.
+    """
+
+    forward: str
+    batch: int
+    engine: str
+    run: Callable[[], Any]
+    calls: int
+    first_s: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.forward}, batch {self.batch}, {self.engine}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the samples of a case say."""
+
+    forward: str
+    batch: int
+    engine: str
+    ms: float
+    first_s: float
+    samples: int
+    discarded: int
+    disturbed: bool
+    taken: tuple[Sample, ...]
+
+
+def cases(model: Any, args: argparse.Namespace) -> Iterator[Case]:
+    """Every forward by every engine."""
+    vocab = model.config.vocab_size
+    for engine, options in ENGINES.items():
+        called = model if options is None else torch.compile(model, dynamic=False, **options)
+        prompt = torch.randint(0, vocab, (1, args.prompt_tokens))
+        yield Case("prefill", 1, engine, _prefill(called, prompt), 1)
+        for batch in args.batches:
+            prompts = torch.randint(0, vocab, (batch, args.prompt_tokens))
+            run = _decode(model, called, prompts, args.calls * (2 + args.repeats * ATTEMPTS))
+            yield Case("decode", batch, engine, run, args.calls)
+
+
+def _prefill(called: Any, prompt: torch.Tensor) -> Callable[[], Any]:
+    return lambda: called(prompt, use_cache=False, logits_to_keep=1).logits
+
+
+def _decode(model: Any, called: Any, prompts: torch.Tensor, room: int) -> Callable[[], Any]:
+    """One more token of each prompt, over a cache with room for that many more."""
+    cache = StaticCache(config=model.config, max_cache_len=prompts.shape[1] + room)
+    model(prompts, logits_to_keep=1, **{CACHE: cache})
+    return lambda: called(prompts[:, -1:], **{CACHE: cache}).logits
+
+
+def sample_in_turns(wanted: Sequence[Case], args: argparse.Namespace, tell: Tell) -> None:
+    """Fill the cases' samples, one of each a round, until every case has enough."""
+    for case in wanted:
+        start = time.perf_counter()
+        case.run()
+        case.first_s = time.perf_counter() - start
+        tell(f"first call: {case}: {case.first_s:.1f} s")
+    for turn in range(1, args.repeats * ATTEMPTS + 1):
+        for case in wanted:
+            if len(case.undisturbed(args.max_foreign)) >= args.repeats:
+                continue
+            watch, start = CpuWatch(), time.perf_counter()
+            for _ in range(case.calls):
+                case.run()
+            ms = 1e3 * (time.perf_counter() - start) / case.calls
+            case.samples.append(Sample(ms, watch.foreign_share(0.0)))
+            tell(f"round {turn}: {case}: {ms:.2f} ms")
+
+
+def summarise(case: Case, max_foreign: float) -> Row:
+    """The row of a case that has been sampled."""
+    ms = median(sample.ms for sample in case.kept(max_foreign))
+    counts = case.counts(max_foreign)
+    return Row(case.forward, case.batch, case.engine, ms, case.first_s, **counts)
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's body."""
+    inductor = {(row.forward, row.batch): row.ms for row in rows if row.engine == "Inductor"}
+    return [
+        [
+            row.forward,
+            str(row.batch),
+            row.engine,
+            f"{row.ms:.2f}",
+            f"{inductor[row.forward, row.batch] / row.ms:.2f}x",
+            f"{row.first_s:.1f}",
+            sample_counts(row),
+        ]
+        for row in rows
+    ]
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    told = record["arguments"]
+    title = f"torch.compile: prompts of {told['prompt_tokens']} tokens, {told['shape']}"
+    return Table(title, COLUMNS, cells([Row(**row) for row in record["rows"]]), NOTES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    tell = command.begin(args)
+    torch.manual_seed(args.seed)
+    config = make_config(MIMO, SHAPES[args.shape])
+    config.num_hidden_layers -= 1  # Of an MTP layer this benchmark has no use.
+    model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        wanted = list(cases(model, args))
+        sample_in_turns(wanted, args, tell)
+    for report in backend.reports:
+        tell(str(report))
+    rows = [asdict(summarise(case, args.max_foreign)) for case in wanted]
+    publish("dynamo", args, {"rows": rows, "reports": [*map(str, backend.reports)]}, table)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("dynamo", __doc__)
+    add = parser.add_argument
+    command.add_model(parser)
+    add("--prompt-tokens", type=positive, default=512, metavar="N")
+    add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N", help="of decode rows")
+    add("--calls", type=positive, default=16, metavar="N", help="decode rows of a sample")
+    command.add_sampling(parser, 7)
+    command.add_files(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""From a graph of Dynamo's to one with mtpc's kernels.
+
+Passes read flat graphs of ATen operators whose weights are attributes. So the graph is traced once
+more, without decompositions, and its parameters become attributes for the time of the passes. After
+them parameters are inputs again, and the weights that passes derive are inputs, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mtpc.backends.cpu import UseCpuKernels
+from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.capture.effects import Root, analyse
+from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.errors import BackendError
+from mtpc.layout import Layout, StepKey
+from mtpc.passes.base import Pass, is_call, run_pipeline
+from mtpc.passes.canonicalise import Canonicalise
+from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.fuse_head_max import FuseHeadMax
+from mtpc.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.passes.pack_groups import PackGroups
+from mtpc.passes.pack_weights import PackWeights
+from mtpc.weights.recipes import Recipe, names
+
+aten = torch.ops.aten
+
+_SEPARATORS = re.compile("_modules_|_parameters_")
+_SWITCHES: Mapping[Any, int] = {
+    torch._C._set_grad_enabled: 0,
+    torch.amp.autocast_mode._enter_autocast: 2,
+}
+"""Calls that change how operators after them run -> which argument says whether to switch on."""
+_FUSED = {
+    *(aten.linear, aten.mul, aten.add, aten.silu, aten.pow, aten.mean, aten.rsqrt, aten.neg),
+    *(aten.to, aten._to_copy, aten.type_as, aten.max, aten.argmax),
+}
+"""Operators that passes replace, of which each reads what its replacement will read."""
+_SIZED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LEAVE = torch.amp.autocast_mode._exit_autocast
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph for Inductor that calls mtpc's kernels.
+
+    Attributes:
+        module: takes the inputs that are kept, and then the derived weights.
+        inputs: of both, tensors fake.
+        kept: which inputs of Dynamo's graph are kept.
+        recipes: of the derived weights, by name, over names of parameters.
+        positions: of these parameters among the inputs of Dynamo's graph.
+        counts: what `Report` says of the graph.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    kept: tuple[int, ...]
+    recipes: Mapping[str, Recipe]
+    positions: Mapping[str, int]
+    counts: Mapping[str, Any]
+
+
+def passes(quantize: str | None) -> tuple[Pass, ...]:
+    """Those that need one forward of a model and no more: no step, pages or drafts."""
+    return (
+        Canonicalise(),
+        PackGroups(quantize),
+        PackWeights(),
+        FuseElementwise(),
+        FuseHeadMax(),
+        FuseLinearChains(),
+        UseCpuKernels(),
+    )
+
+
+def why_not(module: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+    """Why a graph of Dynamo's is left to Inductor, as far as one sees before it is traced."""
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return (
+            "it may need gradients, and mtpc's kernels have none; call the module under "
+            "torch.no_grad() or torch.inference_mode()"
+        )
+    devices = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
+    if devices:
+        return f"it has tensors on {', '.join(devices)}; this backend has kernels for cpu"
+    if torch.is_autocast_enabled("cpu"):
+        return "it runs under torch.autocast; convert the module to bfloat16 instead"
+    for node in module.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            return f"it calls the higher-order operator {node.target}"
+        value = node.meta.get("example_value")
+        if isinstance(value, _SIZED) and free_unbacked_symbols(value):
+            return f"a size depends on values: {node.format_node()}"
+    return None
+
+
+def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None) -> Rewritten | str:
+    """Run the passes on a graph of Dynamo's.
+
+    Args:
+        module: does not change.
+        inputs: one for each placeholder.
+        quantize: scheme for the weights of linear layers.
+
+    Returns:
+        The graph, or why none of mtpc's kernels is in it.
+    """
+    try:
+        load_kernels()
+    except BackendError as error:
+        return str(error)
+    traced = _trace(module, inputs)
+    if isinstance(traced, str):
+        return traced
+    if (write := _late_write(traced.graph)) is not None:
+        return f"it changes a tensor in place that it has read before: {write.format_node()}"
+    targets = [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
+    step, held = _with_weights(traced, [*map(_parameter_name, targets)], inputs)
+    before = _calls(step.graph)
+    for node in step.graph.nodes:
+        node.meta["piece"] = "graph"
+    run_pipeline(step, passes(quantize), lambda graph, name: graph.graph.lint())
+    rewrites = {record.name: record.rewrites for record in step.history}
+    if not rewrites[PackWeights.name] + rewrites[PackGroups.name]:
+        forms = "bfloat16" if quantize is None else f"bfloat16, or one that {quantize!r} fits"
+        return f"no linear layer of it has a parameter in {forms}"
+    after, ours = _calls(step.graph), {str(kernel) for kernel in kernel_table().values()}
+    counts = dict(
+        operators=before.total(),
+        kernels={name: count for name, count in after.items() if name in ours},
+        left={name: count for name, count in after.items() if name not in ours},
+        rewrites=rewrites,
+    )
+    return _with_inputs(step, held, inputs, counts)
+
+
+def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | str:
+    """The graph over ATen operators, or why there is none.
+
+    Operators stay what the module calls: linear layers are linear layers, and writes in place are
+    that. Inductor functionalises and decomposes what is left of them.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    mode: Any = detect_fake_mode()  # Dynamo's, whose sizes have its symbols.
+    fakes = [
+        mode.from_tensor(node.meta["example_value"]) if isinstance(value, Tensor) else value
+        for node, value in zip(placeholders, inputs, strict=True)
+    ]
+    run = fx.Interpreter(module).run
+    try:
+        with mode, enable_python_dispatcher():
+            traced = make_fx(run, pre_dispatch=True)(*fakes)
+    except Exception as error:  # Whatever operators of a host's do when they are traced.
+        return f"it cannot be traced again: {type(error).__name__}: {error}"
+    for node in list(traced.graph.nodes):
+        if node.target in _SWITCHES and node.args[_SWITCHES[node.target]]:
+            return f"it switches {node.target.__name__.strip('_')} on"
+    for node in reversed(traced.graph.nodes):
+        if node.target in _SWITCHES or node.target is _LEAVE:
+            traced.graph.erase_node(node)
+    return traced
+
+
+def _late_write(graph: fx.Graph) -> fx.Node | None:
+    """The first write of memory that a pass might read at another place than the graph does.
+
+    Passes move reads of floating-point values within what they fuse, and a norm up to the sum that
+    it reads. A step writes no temporaries, so they need not look for writes in between.
+    """
+    effects, read = analyse(graph), set[Root]()
+    for node in graph.nodes:
+        for root in effects.writes[node]:
+            if root in read or (is_call(root, aten.add.Tensor) and _is_floating(root)):
+                return node
+        if getattr(node.target, "overloadpacket", None) in _FUSED:
+            values = [arg for arg in node.all_input_nodes if _is_floating(arg)]
+            read.update(*(effects.roots[arg] - effects.roots[node] for arg in values))
+    return None
+
+
+def _is_floating(node: Any) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _with_weights(
+    traced: fx.GraphModule, titles: Sequence[str], inputs: Sequence[Any]
+) -> tuple[StepGraph, dict[str, fx.Node]]:
+    """The graph with parameters as attributes, and the placeholder of each by its name.
+
+    Args:
+        traced: changes in place.
+        titles: the module's name of each input.
+        inputs: one for each placeholder.
+    """
+    graph, effects = traced.graph, analyse(traced.graph)
+    written = frozenset[Root]().union(*effects.writes.values())
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    held: dict[str, fx.Node] = {}
+    tensors: dict[str, Tensor] = {}
+    for node, title, value in zip(placeholders, titles, inputs, strict=True):
+        if not _is_weight(value) or written & effects.roots[node] or not node.users:
+            continue
+        name = title if title not in held else f"{title}.{len(held)}"
+        held[name], tensors[name] = node, value
+        set_tensor(traced, name, value, buffer=False)
+        with graph.inserting_after(placeholders[-1]):
+            weight = graph.get_attr(name)
+        weight.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(weight)
+    table = WeightTable(tensors)
+    table.defers = True
+    return StepGraph(traced, StepKey.decode(1, 0), Layout([], {}), table), held
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether an input is a parameter in plain memory whose changes its version counter shows."""
+    return (
+        isinstance(value, nn.Parameter)
+        and value.layout == torch.strided
+        and not value.is_inference()
+        and not is_traceable_wrapper_subclass(value)
+    )
+
+
+def _parameter_name(target: str) -> str:
+    """`L_self_modules_lm_head_parameters_weight_` is "L_self.lm_head.weight"."""
+    return ".".join(_SEPARATORS.split(target.rstrip("_")))
+
+
+def _with_inputs(
+    step: StepGraph, held: Mapping[str, fx.Node], given: Sequence[Any], counts: Mapping[str, Any]
+) -> Rewritten:
+    """The graph with parameters and derived weights as inputs.
+
+    Args:
+        step: after the passes.
+        held: placeholder by the name of a parameter.
+        given: inputs of Dynamo's graph. Objects that are neither tensors nor sizes stay themselves.
+        counts: for the result.
+    """
+    graph = step.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    last, used = placeholders[-1], dict[str, Recipe]()
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        name = str(node.target)
+        if name in held:
+            node.replace_all_uses_with(held[name])
+        elif name in step.weights.recipes:
+            used[name] = step.weights.recipes[name]
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"derived_{len(used)}")
+            last.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(last)
+        else:
+            continue
+        graph.erase_node(node)
+    index = {node: i for i, node in enumerate(placeholders)}
+    positions = {name: index[node] for name, node in held.items()}
+    read = {name for recipe in used.values() for name in names(recipe)}
+    for node in placeholders:
+        if node in held.values() and not node.users:
+            graph.erase_node(node)
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    kept = tuple(index[node] for node in nodes if node in index)
+    others = {node: given[i] for node, i in index.items() if not isinstance(given[i], Tensor)}
+    return Rewritten(
+        fx.GraphModule(step.module, graph),
+        [others[node] if node in others else node.meta["val"] for node in nodes],
+        kept,
+        used,
+        {name: position for name, position in positions.items() if name in read},
+        counts,
+    )
+
+
+def _calls(graph: fx.Graph) -> Counter[str]:
+    """Calls of operators, by their names."""
+    return Counter(str(node.target) for node in graph.nodes if isinstance(node.target, OpOverload))
