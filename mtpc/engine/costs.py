@@ -44,7 +44,7 @@ class StepCosts:
         counts: number of samples, by place in `tiers`.
         last: the step of the last sample, or -1.
         changed: the step in which costs changed at once, or the first one.
-        surprises: by K what was left of the last sample as too surprising, or 0.
+        surprises: by K how far the last sample moved its logarithm, if that was a spike, else 0.
     """
 
     def __init__(
@@ -87,21 +87,22 @@ class StepCosts:
         """Enter a sample of a step."""
         self.age(step)
         place = self.tiers.index(tier)
-        count = self.counts[place]
-        noise = NOISE if count else FIRST_NOISE
+        noise = NOISE if self.counts[place] else FIRST_NOISE
+        surprise = math.log(seconds) - self._logs[place]
+        moved, self.surprises[tier] = self.surprises[tier], 0.0
+        limit = max(SPIKE, 2 * math.sqrt(self._cov[place][place] + noise))
+        is_spike = self.counts[place] > 1 and abs(surprise + moved) > limit
+        if is_spike and moved * surprise > 0:  # Two in a row are none.
+            is_spike, self.changed = False, step
+            self._add_common(surprise**2)
+            for i, row in enumerate(self._cov):
+                row[i] += surprise**2
+        elif is_spike:
+            surprise = math.copysign(SPIKE, surprise)
         gains = [row[place] for row in self._cov]
         total = gains[place] + noise
-        surprise = math.log(seconds) - self._logs[place]
-        before, self.surprises[tier] = self.surprises[tier], 0.0
-        if count > 1 and abs(surprise) > max(SPIKE, 2 * math.sqrt(total)):
-            if before * surprise > 0:  # Two in a row are no spike.
-                self.changed = step
-                self._add_common(surprise**2)
-                for i, row in enumerate(self._cov):
-                    row[i] += surprise**2
-            else:
-                self.surprises[tier] = surprise
-                surprise = math.copysign(SPIKE, surprise)
+        if is_spike:
+            self.surprises[tier] = surprise * gains[place] / total
         self.counts[place] += 1
         self.last[place] = step
         for i, gain in enumerate(gains):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BUDGET = 0.006
 """The share of decode time that trials may lose, those of all K together."""
-CREDIT = 2.0
+CREDIT = 1.0
 """Steps that trials of a K may lose in advance when its cost is new, or has changed at once."""
 TRIAL = 2
 """Steps of a trial of more drafts: the first one verifies no more of them than before."""

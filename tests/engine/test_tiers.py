@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.theorem import PROMPTS, poison
 from mtpc.config import CompileOptions
 from mtpc.engine.accepted import Acceptance, Experience
 from mtpc.engine.costs import StepCosts
-from mtpc.engine.tiers import BUDGET, TierPolicy
+from mtpc.engine.tiers import BUDGET, TierPolicy, _Cell
 from mtpc.errors import OptionError
 
 TIERS = (0, 1, 2, 3)
@@ -86,7 +87,8 @@ def test_trials_have_a_budget() -> None:
     for chance in (0.0, 0.3, 0.6, 0.9):
         policy = TierPolicy(TIERS)
         run(policy, compute_bound, chance, 2000)
-        assert policy.lost < 1.5 * BUDGET * policy.spent + 12
+        # In advance, each of three K may lose a step of up to two seconds.
+        assert policy.lost < BUDGET * policy.spent + 6
 
 
 def test_lengths_have_costs_of_their_own() -> None:
@@ -117,24 +119,60 @@ def test_it_notices_that_the_text_changed() -> None:
     assert easy.index(3) <= 150
 
 
+Changes = list[tuple[float, float, float]]
+
+
+def after_changes(policy_type: type[TierPolicy], chance: float) -> Changes:
+    """The speed of 400 steps after each change of all costs, as a share of the best K's: of all, of
+    the last hundred, and of an oracle that knows the past alone.
+
+    The oracle sees two steps at the K that it had, measures every other K once, and knows all.
+    """
+    tokens = [sum(chance**i for i in range(tier + 1)) for tier in TIERS]
+    found = []
+    for seed in range(4):
+        policy, before = policy_type(TIERS), 0
+        for cost in (bandwidth_bound, compute_bound, bandwidth_bound, compute_bound):
+            rates = [length / cost(2, tier) for tier, length in enumerate(tokens)]
+            best = rates.index(max(rates))
+
+            def share(chosen: list[int], cost: Cost = cost, most: float = max(rates)) -> float:
+                """A step verifies no more drafts than the one before it proposed."""
+                pairs = zip(chosen[1:], chosen, strict=False)
+                gained = sum(tokens[min(pair)] for pair in pairs)
+                return gained / sum(cost(2, tier) for tier in chosen[1:]) / most
+
+            chosen = [before, *run(policy, cost, chance, 400, seed=seed, noise=0.03)]
+            others = [tier for tier in reversed(TIERS) if tier != before]
+            oracle = [before] * 3 + others + [best] * (400 - 2 - len(others))
+            found.append((share(chosen), share(chosen[-101:]), share(oracle)))
+            before = chosen[-1]
+    return found
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
 def test_costs_that_change(chance: float) -> None:
     """The machine gets busy, and is free again: what was measured before does not bind.
 
-    A change cannot be known before it was measured, and one that the present K does not show is
-    found by the next trial, after up to 300 steps: a budget of 0.6 % allows no more. So the last
-    hundred of 400 steps are compared, on the mean of ten changes, and each with a floor.
+    No policy knows a change before it has measured it. So 400 steps from a change on are held
+    against an oracle that knows the past alone, and their end against the best K.
     """
-    tokens = [sum(chance**i for i in range(tier + 1)) for tier in TIERS]
-    shares = []
-    for seed in range(5):
-        policy = TierPolicy(TIERS)
-        for cost in (bandwidth_bound, compute_bound, bandwidth_bound):
-            rates = [length / cost(2, tier) for tier, length in enumerate(tokens)]
-            last = run(policy, cost, chance, 400, seed=seed, noise=0.03)[-100:]
-            shares.append(sum(rates[tier] for tier in last) / 100 / max(rates))
-    assert sum(shares) / len(shares) >= 0.98
-    assert min(shares) >= 0.9
+    found = after_changes(TierPolicy, chance)
+    assert min(share / oracle for share, _, oracle in found) >= 0.94
+    assert mean(share / oracle for share, _, oracle in found) >= 0.98
+    assert min(last for _, last, _ in found) >= 0.94
+    assert mean(last for _, last, _ in found) >= 0.98
+
+
+class Untried(TierPolicy):
+    """A fault: it tries no K but the one that it prefers."""
+
+    def _next_trial(self, cell: _Cell) -> int | None:
+        return None
+
+
+def test_changes_are_found_by_trials() -> None:
+    assert min(last for _, last, _ in after_changes(Untried, 0.5)) < 0.8
 
 
 def lured(policy: TierPolicy, cost: Cost, steps: int) -> list[float]:
