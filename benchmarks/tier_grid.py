@@ -72,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_result_files(parser)
     args: argparse.Namespace = parser.parse_args(argv)
     with ProcessPoolExecutor(args.processes) as pool:
-        found = list(pool.map(compare, GRID[:: args.every], chunksize=4))
-    rows = [row(load, shares) for load, shares in zip(GRID[:: args.every], found, strict=True)]
+        rows = list(pool.map(row, range(0, len(GRID), args.every), chunksize=4))
     publish("tier_grid", args, {"machine": ON_PAPER, "rows": rows}, table)
     return 0
 
 
-def row(load: Load, shares: Shares) -> dict[str, Any]:
-    """A load and its shares, as a record has them."""
+def row(number: int) -> dict[str, Any]:
+    """A load of the grid and its shares, as a record has them."""
+    load = GRID[number]
     return {
         "costs": load.cost.__name__,
         "batch": load.batch,
@@ -87,7 +87,7 @@ def row(load: Load, shares: Shares) -> dict[str, Any]:
         "acceptance": load.chance.__name__,
         "arrivals": "burst" if load.is_burst else "random",
         "drift": load.drift,
-        **{name: round(share, 4) for name, share in shares._asdict().items()},
+        **{name: round(share, 4) for name, share in compare(load)._asdict().items()},
     }
 
 
