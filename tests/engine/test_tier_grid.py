@@ -12,7 +12,11 @@ from mtpc.engine.accepted import Acceptance
 from mtpc.engine.tiers import TierPolicy
 
 LEAST, USUAL = 0.95, 0.97
-"""Of the best fixed K in every load; and the share of loads that have `BEST`."""
+"""Of the best fixed K in every load; and the share of loads that have `BEST`.
+
+Where every other request is hopeless, the K with the most tokens per second now hurries the easy
+ones, and is left with the others: a fixed K = 1 may take less time for all of them.
+"""
 
 
 def check(loads: list[Load]) -> None:
