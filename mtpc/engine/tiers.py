@@ -210,7 +210,8 @@ class TierPolicy:
         cell = self._cells.get(place)
         if cell is None:
             near = self._nearest(place)
-            costs = StepCosts(self.tiers, tier, seconds, self.steps, near and near.costs)
+            like = near.costs if near else None
+            costs = StepCosts(self.tiers, tier, seconds, self.steps, like)
             self._cells[place] = cell = _Cell(costs, dict.fromkeys(self.tiers, 0.0))
         else:
             cell.costs.add(tier, seconds, self.steps)
