@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-ALL_MEMORY, OWN_MEMORY, SCORE_MEMORY = 0.993, 0.97, 0.98
-"""Weight of the older samples at each new one: of all requests together, of one request, and of
-the comparison of both."""
-ALL_PRIOR, OWN_PRIOR = 1.0, 4.0
-"""Samples that count for what is known before: of all requests the position before, of one request
-the share of all requests."""
-SURE = 1.0
-"""A request's own share counts where its logarithm of the likelihood is larger by this much."""
+LONG_MEMORY, LATE_MEMORY, OWN_MEMORY, SCORE_MEMORY = 0.998, 0.8, 0.97, 0.98
+"""Weight of what was before at each new step: of all requests in the long run and lately, of one
+request, and of the comparison of these."""
+LONG_PRIOR, LATE_PRIOR, OWN_PRIOR = 1.0, 2.0, 4.0
+"""Samples that count for what is known before: in the long run the position before, else what all
+requests accept in the long run."""
+SURE = 2.0
+"""Another guess counts where its logarithm of the likelihood is larger by this much."""
 _LEAST = 1e-3
 """The least probability that something which happened is given."""
 
@@ -28,7 +29,7 @@ class Acceptance:
     """Drafts that were tried and accepted at each position, the last ones with the most weight.
 
     Attributes:
-        memory: weight of the older samples at each new one.
+        memory: weight of the older samples at each new step.
         prior: the number of samples that what is known before counts for.
         tried: number of samples, by position.
         accepted: of them the accepted ones.
@@ -39,22 +40,26 @@ class Acceptance:
     tried: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
 
-    def add(self, verified: int, accepted: int) -> None:
-        """Record a step that verified drafts and accepted the first of them.
+    def forget(self) -> None:
+        """Begin a new step. All positions forget, so that what was learnt long ago of many drafts
+        fades."""
+        self.tried = [self.memory * value for value in self.tried]
+        self.accepted = [self.memory * value for value in self.accepted]
 
-        All positions forget, so that what was learnt long ago of many drafts fades.
-        """
-        new = [0.0] * (verified - len(self.tried))
+    def add(self, verified: int, accepted: int) -> None:
+        """Record that drafts were verified and the first of them accepted."""
+        self._grow(verified)
+        for position in range(min(verified, accepted + 1)):
+            self.tried[position] += 1
+            self.accepted[position] += position < accepted
+
+    def _grow(self, count: int) -> None:
+        new = [0.0] * (count - len(self.tried))
         self.tried += new
         self.accepted += new
-        for position in range(len(self.tried)):
-            was_tried = position < min(verified, accepted + 1)
-            is_right = position < min(verified, accepted)
-            self.tried[position] = self.memory * self.tried[position] + was_tried
-            self.accepted[position] = self.memory * self.accepted[position] + is_right
 
-    def share(self, position: int, known: float) -> tuple[float, float]:
-        """The share of drafts at a position that are accepted, and at most its standard error.
+    def share(self, position: int, known: float) -> float:
+        """The share of drafts at a position that are accepted.
 
         Args:
             position: draft position, from 0.
@@ -64,65 +69,93 @@ class Acceptance:
         if position < len(self.tried):
             tried += self.tried[position]
             accepted += self.accepted[position]
-        return accepted / tried, 0.5 / tried**0.5
+        return accepted / tried
 
 
 class Experience:
     """What all requests and each of them accepted.
 
-    A request's own share counts where requests differ, and everyone's where they are alike: what
-    has predicted the first draft better lately.
+    Three guesses are kept: of all requests in the long run, of all lately, and of each request by
+    itself. The one counts that has predicted the last first drafts best. What was accepted lately
+    fades into the long run with every step, drafts or none.
 
     Args:
         count: the largest K.
     """
 
     def __init__(self, count: int):
-        self._everyone, self.count = Acceptance(ALL_MEMORY, ALL_PRIOR), count
-        self._own_is_better = 0.0  # Logarithm of the ratio of likelihoods.
+        self.count = count
+        self._long = Acceptance(LONG_MEMORY, LONG_PRIOR)
+        self._late = Acceptance(LATE_MEMORY, LATE_PRIOR)
+        self._own_is_better = self._late_is_better = 0.0  # Logarithms of ratios of likelihoods.
 
-    def add(self, verified: int, accepted: int, own: Acceptance | None = None) -> None:
-        """Record a step of one request.
+    def add(self, drafts: Iterable[tuple[int, int]], each: Iterable[Acceptance] = ()) -> None:
+        """Record a step.
 
         Args:
-            verified: drafts verified, at least one.
-            accepted: drafts accepted.
-            own: of this request; this adds to it.
+            drafts: of each request the number of drafts verified, and of them accepted.
+            each: of these requests; this adds to it.
         """
-        if own is not None:
-            known = self._everyone.share(0, 0.5)[0]
-            shares = (own.share(0, known)[0], known)
-            hits = [max(share if accepted else 1 - share, _LEAST) for share in shares]
-            self._own_is_better *= SCORE_MEMORY
-            self._own_is_better += math.log(hits[0] / hits[1])
-            own.add(verified, accepted)
-        self._everyone.add(verified, accepted)
+        known = self._long.share(0, 0.5)
+        late = self._late.share(0, known)
+        self._long.forget()
+        self._late.forget()
+        late_more, own_more, compared = 0.0, 0.0, False
+        for (verified, accepted), own in zip_longest(drafts, each):
+            if not verified:
+                continue
+            compared = True
+            late_more += _more(late, known, accepted)
+            if own is not None:
+                own_more += _more(own.share(0, known), known, accepted)
+                own.forget()
+                own.add(verified, accepted)
+            self._late.add(verified, accepted)
+            self._long.add(verified, accepted)
+        if compared:
+            self._late_is_better = max(SCORE_MEMORY * self._late_is_better + late_more, -SURE)
+            self._own_is_better = max(SCORE_MEMORY * self._own_is_better + own_more, -SURE)
 
-    def shares(self) -> list[tuple[float, float]]:
-        """All requests' shares by position, each with its error.
+    def shares(self) -> list[float]:
+        """All requests' shares by position, in the long run.
 
         A position without a sample takes the share of the position before it, or 0.5.
         """
-        found, known = list[tuple[float, float]](), 0.5
+        found, known = list[float](), 0.5
         for position in range(self.count):
-            found.append(self._everyone.share(position, known))
-            known = found[-1][0]
+            known = self._long.share(position, known)
+            found.append(known)
         return found
 
-    def lengths(self, each: Sequence[Acceptance], doubt: float = 0.0) -> list[float]:
+    def lengths(self, each: Sequence[Acceptance]) -> list[float]:
         """The expected tokens per request of steps with 0 drafts to the most.
 
         Args:
             each: of the requests that run.
-            doubt: standard errors that are added to each share.
         """
-        shares, tokens = self.shares(), [1.0] + [0.0] * self.count
-        owners = each if self._own_is_better > SURE and each else (None,)
-        for own in owners:
-            reached = 1.0 / len(owners)
-            for position, (share, error) in enumerate(shares):
-                if own is not None:
-                    share, error = own.share(position, share)
-                reached *= min(share + doubt * error, 1.0)
+        tokens = [1.0] + [0.0] * self.count
+        guesses = [self.shares()]
+        if max(self._own_is_better, self._late_is_better) > SURE:
+            is_own = each and self._own_is_better > self._late_is_better
+            guesses = [self._guess(one) for one in (each if is_own else (self._late,))]
+        for shares in guesses:
+            reached = 1.0 / len(guesses)
+            for position, share in enumerate(shares):
+                reached *= share
                 tokens[position + 1] += reached
         return list(itertools.accumulate(tokens))
+
+    def _guess(self, one: Acceptance) -> list[float]:
+        """Shares by position, of samples that know the long run."""
+        found, ratio = list[float](), 1.0
+        for position, known in enumerate(self.shares()):
+            share = one.share(position, min(known * ratio, 1.0))
+            ratio = share / max(known, _LEAST)
+            found.append(share)
+        return found
+
+
+def _more(share: float, known: float, accepted: int) -> float:
+    """How much better a share predicted whether the first draft was accepted."""
+    hit, usual = (share, known) if accepted else (1 - share, 1 - known)
+    return math.log(max(hit, _LEAST) / max(usual, _LEAST))

@@ -23,8 +23,9 @@ SLOPE, BEND = 0.29**2, 0.05**2
 """Variance of what is believed of a K that was never measured: of the share of a step's time that
 a row costs, and of each K by itself."""
 SPIKE = 0.15
-"""The largest surprise, as a logarithm, that counts: other processes use the processor, too. A
-second one in a row counts in full, and each K may have changed by itself, by as much."""
+"""The largest surprise, as a logarithm, that counts where no more was in doubt: other processes use
+the processor, too. A second one in a row counts in full: all K alike have changed by as much, or
+each by itself."""
 LONG = 1000
 """Steps after which doubt grows no more."""
 
@@ -42,6 +43,8 @@ class StepCosts:
     Attributes:
         counts: number of samples, by place in `tiers`.
         last: the step of the last sample, or -1.
+        changed: the step in which costs changed at once, or the first one.
+        surprises: by K how far the last sample moved its logarithm, if that was a spike, else 0.
     """
 
     def __init__(
@@ -50,7 +53,8 @@ class StepCosts:
         self.tiers, self._step = tuple(tiers), step
         self.counts = [0] * len(self.tiers)
         self.last = [-1] * len(self.tiers)
-        self._spike = 0.0
+        self.changed = step
+        self.surprises = dict.fromkeys(self.tiers, 0.0)
         self._logs: list[float]
         self._cov: list[list[float]]
         place, size = self.tiers.index(tier), range(len(self.tiers))
@@ -83,21 +87,22 @@ class StepCosts:
         """Enter a sample of a step."""
         self.age(step)
         place = self.tiers.index(tier)
-        count = self.counts[place]
-        noise = NOISE if count else FIRST_NOISE
+        noise = NOISE if self.counts[place] else FIRST_NOISE
+        surprise = math.log(seconds) - self._logs[place]
+        moved, self.surprises[tier] = self.surprises[tier], 0.0
+        limit = max(SPIKE, 2 * math.sqrt(self._cov[place][place] + noise))
+        is_spike = self.counts[place] > 1 and abs(surprise + moved) > limit
+        if is_spike and moved * surprise > 0:  # Two in a row are none.
+            is_spike, self.changed = False, step
+            self._add_common(surprise**2)
+            for i, row in enumerate(self._cov):
+                row[i] += surprise**2
+        elif is_spike:
+            surprise = math.copysign(SPIKE, surprise)
         gains = [row[place] for row in self._cov]
         total = gains[place] + noise
-        surprise = math.log(seconds) - self._logs[place]
-        if count > 1 and abs(surprise) > SPIKE:
-            if self._spike * surprise > 0:  # Two in a row are no spike.
-                for i, row in enumerate(self._cov):
-                    row[i] += surprise**2
-                self._spike = 0.0
-            else:
-                self._spike = surprise
-                surprise = math.copysign(SPIKE, surprise)
-        else:
-            self._spike = 0.0
+        if is_spike:
+            self.surprises[tier] = surprise * gains[place] / total
         self.counts[place] += 1
         self.last[place] = step
         for i, gain in enumerate(gains):
@@ -117,6 +122,11 @@ class StepCosts:
             for j, other in enumerate(memory):
                 row[j] += passed * (COMMON_DRIFT + MEMORY_DRIFT * memory[i] * other)
             row[i] += passed * OWN_DRIFT
+
+    def is_known(self, tier: int) -> bool:
+        """Whether a K was measured more than once, and last of all."""
+        place = self.tiers.index(tier)
+        return self.counts[place] > 1 and self.last[place] == max(self.last)
 
     def log(self, tier: int) -> float:
         """The logarithm of a K's seconds."""

@@ -8,16 +8,22 @@ when reading the weights dominates the cost of a step. They do not when the proc
 or when the text is hard to predict. The engine measures T and L as it runs. L is the mean of the
 requests that run, each by what it accepted itself where requests differ.
 
-Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). Trying a
-K that is not the best one costs time. The policy counts the time lost so. It tries others only
-where they may be better, for all that is known, and while that stays a small share of all time.
+Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). They
+change, and so do texts. The policy therefore tries every K again and again. Two accounts, both in
+seconds, bound what that costs:
+
+- What trials lose, for each K of a cell: no more than a small share of all time. Where a cost is
+  new or has changed at once, a step's time may be lost in advance.
+- What was lost to the smallest K (0, plain decoding): the time beyond what the same tokens take
+  there. Where that is more than a small share of the recent time, the policy rests at the smallest
+  K. What it believes does not matter then: what it did was worse.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpc.engine.accepted import Acceptance, Experience
@@ -26,23 +32,36 @@ from mtpc.engine.costs import StepCosts
 if TYPE_CHECKING:
     from mtpc.engine.request import Request
 
-GAIN = 0.02
-"""A K is tried if it may give more tokens per second by this share."""
-BUDGET = 0.01
-"""The share of decode time that trials may lose."""
+BUDGET = 0.006
+"""The share of decode time that trials may lose, those of all K together."""
 CREDIT = 1.0
-"""Steps that trials may lose before any time has passed."""
-PROBE = 24
-"""Steps without a verified draft after which the policy tries one draft, because texts change."""
-DOUBT = 1.0
-"""Standard errors by which a K may be better than it seems, where a trial is weighed."""
-TRIAL = 3
-"""Steps of a trial: the first one with more drafts than before verifies no more of them."""
+"""Steps that trials of a K may lose in advance when its cost is new, or has changed at once."""
+TRIAL = 2
+"""Steps of a trial of more drafts: the first one verifies no more of them than before."""
+FLOOR, RESTED = 0.03, 0.015
+"""The share of recent time that may be lost to the smallest K; and the one at which a rest ends."""
+SLACK = 2.0
+"""Steps of the smallest K that may be lost to it besides: acceptance is chance."""
+RECENT = 0.999
+"""Weight of the older steps at each new one, in the account of what is lost to the smallest K."""
 _CLASS_TOKENS = 512
 """Tokens per request of the first class of lengths; each class after it ends at twice as many."""
 
-Cell = tuple[int, int]
-"""Rows of a bucket, and the class of the requests' mean length."""
+Place = tuple[int, int]
+"""Of a cell: rows of a bucket, and the class of the requests' mean length."""
+
+
+@dataclass
+class _Cell:
+    """What is known of the steps of one place.
+
+    Attributes:
+        costs: of each K.
+        allowed: seconds that trials of each K may lose; less than none where they lost in advance.
+    """
+
+    costs: StepCosts
+    allowed: dict[int, float]
 
 
 class TierPolicy:
@@ -58,6 +77,7 @@ class TierPolicy:
         steps: number of decode steps with a choice.
         spent: seconds in decode steps.
         lost: seconds that trials took, beyond what their tokens take at the preferred K.
+        rests: whether the smallest K has been better lately than what the policy did.
     """
 
     def __init__(self, tiers: Sequence[int]):
@@ -65,20 +85,21 @@ class TierPolicy:
         self.current = self.tiers[0]
         self.switches = self.steps = 0
         self.spent = self.lost = 0.0
-        self._costs: dict[Cell, StepCosts] = {}
+        self.rests = False
         self.experience = Experience(self.tiers[-1])
-        self._unverified, self._waited = 0, 0.0
+        self._cells: dict[Place, _Cell] = {}
+        self._lengths = self.experience.lengths(())
+        self._tokens, self._verified = 1.0, False
+        self._waited = self._behind = self._recent = 0.0
         self._trial: int | None = None
-        self._left = 0
-        self._gained = self._verified = 0.0
-        self._lengths = self._doubted = self.experience.lengths(())
+        self._left, self._wins = 0, False
 
     def use(self, tiers: Sequence[int]) -> None:
         """Choose among these K from the next step on; what drafts are accepted stays known."""
         self.tiers = tuple(sorted(set(tiers)))
-        self._costs.clear()
+        self._cells.clear()
         self.experience.count = self.tiers[-1]
-        self._lengths = self._doubted = self.experience.lengths(())
+        self._lengths = self.experience.lengths(())
         self._trial = None
         if self.current not in self.tiers:
             self.current = self.tiers[0]
@@ -93,65 +114,88 @@ class TierPolicy:
         """
         if len(self.tiers) == 1:
             return self.current
-        cell = _cell(num_reqs, context)
-        costs = self._known(cell)
+        place = _place(num_reqs, context)
+        cell = self._cells.get(place)
+        near = cell or self._nearest(place)
         self._lengths = self.experience.lengths(each)
-        if costs is None:
+        if near is None:
             return self.current
-        costs.age(self.steps)
-        self._doubted = self.experience.lengths(each, DOUBT)
-        gains = {tier: self._gain(costs, tier) for tier in self.tiers}
-        best = max(self.tiers, key=gains.__getitem__)
-        # The policy changes K when not doing it has lost as much as going there and back does.
-        lost = costs.seconds(self.current) * (1 - math.exp(gains[self.current] - gains[best]))
-        self._waited = self._waited + lost if best != self.current else 0.0
-        if best != self.current and self._waited >= self._change_cost(costs, best):
-            self.current, self._waited = best, 0.0
-            self.switches += 1
-        self._trial = self._next_trial(costs)
+        near.costs.age(self.steps)
+        self._prefer(near.costs)
+        self._trial = None if self.rests or cell is None else self._next_trial(cell)
+        if self.rests:
+            return self.tiers[0]
         return self.current if self._trial is None else self._trial
 
-    def _next_trial(self, costs: StepCosts) -> int | None:
-        """Another K than the preferred one to try now, or None."""
-        if self._trial not in (None, self.current) and (self._left > 0 or self._pays()):
-            self._left -= 1
-            return self._trial
-        place = self.tiers.index(self.current)
-        if costs.counts[place] < 2 or costs.last[place] < max(costs.last):
-            return None  # The preferred K must be known now, to compare with.
-        allowed = BUDGET * self.spent + CREDIT * costs.seconds(self.current)
-        near = {max(place - 1, 0), min(place + 1, len(self.tiers) - 1)} - {place}
-        for other in sorted(near, key=costs.last.__getitem__):  # The one that waits longest.
-            tier = self.tiers[other]
-            is_stale = tier > self.current == 0 and self._unverified >= PROBE
-            if not is_stale and self._at_best(costs, tier) <= GAIN:
-                continue
-            self._left = TRIAL - 1
-            return tier if self.lost + self._trial_cost(costs, tier) <= allowed else None
-        return None
+    def _prefer(self, costs: StepCosts) -> None:
+        """Change the preferred K once not doing it has lost as much as going there and back."""
+        best = max(self.tiers, key=lambda tier: self._rate(costs, tier))
+        if best == self.current:
+            self._waited = 0.0
+            return
+        self._waited += costs.seconds(self.current) * (
+            1 - self._rate(costs, self.current) / self._rate(costs, best)
+        )
+        if self._waited >= self._change_cost(costs, best):
+            self.current, self._waited = best, 0.0
+            self.switches += 1
 
-    def _trial_cost(self, costs: StepCosts, tier: int) -> float:
-        """The seconds that a trial is expected to lose."""
-        each = costs.seconds(tier) * (1 - math.exp(min(self._relative(costs, tier), 0.0)))
-        return TRIAL * each + self._change_cost(costs, tier)
+    def _next_trial(self, cell: _Cell) -> int | None:
+        """Another K than the preferred one to try now, or None."""
+        costs, tier = cell.costs, self._trial
+        if tier is not None and tier != self.current:
+            # A surprise is looked at twice, and what wins goes on.
+            is_open = self._wins or costs.surprises[tier] != 0
+            is_cheap = self._left * self._loss(costs, tier) <= max(cell.allowed[tier], 0.0)
+            if is_open or (self._left and is_cheap):
+                self._left = max(self._left - 1, 0)
+                return tier
+        if not costs.is_known(self.current):
+            return None
+        left = {
+            tier: self._allowed(cell, tier)
+            - self._steps(tier) * self._loss(costs, tier)
+            - self._change_cost(costs, tier)
+            for tier in self.tiers
+            if tier != self.current
+        }
+        tier = max(left, key=left.__getitem__)
+        if left[tier] < 0:
+            return None
+        if tier < self.current:
+            self._pay(cell, tier, self._change_cost(costs, tier))
+        self._left, self._wins = self._steps(tier) - 1, False
+        return tier
+
+    def _steps(self, tier: int) -> int:
+        """Steps of a trial: a step with fewer drafts than the preferred K tells all at once."""
+        return TRIAL if tier > self.current else 1
+
+    def _loss(self, costs: StepCosts, tier: int) -> float:
+        """The seconds that a step is expected to lose, if its K is better than it seems."""
+        ratio = self._rate(costs, tier) / self._rate(costs, self.current)
+        ratio *= math.exp(costs.doubt(tier, self.current))
+        return costs.seconds(tier) * (1 - min(ratio, 1.0))
 
     def _change_cost(self, costs: StepCosts, tier: int) -> float:
-        """The seconds lost by going from one K to another and back.
+        """The seconds lost by going from the preferred K to another and back.
 
         The first step of the larger K verifies no more drafts than the smaller one proposes.
         """
         low, high = sorted((tier, self.current))
         return costs.seconds(high) * (1 - self._lengths[low] / self._lengths[high])
 
-    def _pays(self) -> bool:
-        """Whether a trial of drafts at K = 0 goes on: what it verified was accepted, or is still
-        to be verified."""
-        if self._trial is None or self.current or self._trial == 0:
-            return False
-        return self._gained >= self._verified
+    def _allowed(self, cell: _Cell, tier: int) -> float:
+        """Seconds that trials of a K may lose now: more where its cost is new or has changed."""
+        is_new = cell.costs.last[self.tiers.index(tier)] < cell.costs.changed
+        return cell.allowed[tier] + is_new * CREDIT * cell.costs.seconds(self.current)
+
+    def _pay(self, cell: _Cell, tier: int, seconds: float) -> None:
+        cell.allowed[tier] -= seconds
+        self.lost += seconds
 
     def observe(self, num_reqs: int, tier: int, seconds: float, context: int = 0) -> None:
-        """Record the cost of a decode step.
+        """Record the cost of a decode step, after its drafts.
 
         Args:
             num_reqs: rows of the step's bucket.
@@ -162,21 +206,35 @@ class TierPolicy:
         self.spent += seconds
         if len(self.tiers) == 1:
             return
-        cell = _cell(num_reqs, context)
-        costs = self._costs.get(cell)
-        if costs is None:
-            near = self._nearest(cell)
-            self._costs[cell] = costs = StepCosts(self.tiers, tier, seconds, self.steps, near)
+        place = _place(num_reqs, context)
+        cell = self._cells.get(place)
+        if cell is None:
+            near = self._nearest(place)
+            like = near.costs if near else None
+            costs = StepCosts(self.tiers, tier, seconds, self.steps, like)
+            self._cells[place] = cell = _Cell(costs, dict.fromkeys(self.tiers, 0.0))
         else:
-            costs.add(tier, seconds, self.steps)
+            cell.costs.add(tier, seconds, self.steps)
         self.steps += 1
-        if self._trial is not None and tier == self._trial:
-            tokens = 1 + (self._gained / num_reqs if self._verified else 0.0)
-            plain = costs.seconds(self.current) / self._lengths[self.current]
-            self.lost += max(seconds - tokens * plain, 0.0)
-            if tier < self.current and self._left == TRIAL - 1:
-                self.lost += self._change_cost(costs, tier)
-        self._unverified = 0 if self._verified else self._unverified + 1
+        for other in self.tiers:
+            if other != tier:
+                cell.allowed[other] += BUDGET / (len(self.tiers) - 1) * seconds
+        if tier != self.current and not self.rests:
+            lost = seconds - self._tokens / self._rate(cell.costs, self.current)
+            self._wins = self._verified and lost < 0
+            self._pay(cell, tier, lost)
+        self._compare(cell.costs, tier, seconds)
+
+    def _compare(self, costs: StepCosts, tier: int, seconds: float) -> None:
+        """Count what a step lost to the smallest K."""
+        plain = self._rate(costs, self.tiers[0])
+        lost = seconds - self._tokens / plain if tier > self.tiers[0] else 0.0
+        self._behind = max(RECENT * self._behind + lost, 0.0)
+        self._recent = RECENT * self._recent + seconds
+        if self.rests:
+            self.rests = self._behind > RESTED * self._recent
+        else:
+            self.rests = self._behind > FLOOR * self._recent + SLACK / plain
 
     def observe_drafts(
         self, drafts: Iterable[tuple[int, int]], each: Iterable[Acceptance] = ()
@@ -190,38 +248,18 @@ class TierPolicy:
         """
         if len(self.tiers) == 1:
             return
-        self._gained = self._verified = 0.0
-        for (verified, accepted), own in zip_longest(drafts, each):
-            self._gained += accepted
-            self._verified += verified > 0
-            if verified:
-                self.experience.add(verified, accepted, own)
+        drafts = list(drafts)
+        self._verified = any(verified for verified, _ in drafts)
+        self._tokens = 1 + sum(accepted for _, accepted in drafts) / max(len(drafts), 1)
+        self.experience.add(drafts, each)
 
-    def _gain(self, costs: StepCosts, tier: int) -> float:
-        """The logarithm of L(K) / T(K)."""
-        return math.log(self._lengths[tier]) - costs.log(tier)
+    def _rate(self, costs: StepCosts, tier: int) -> float:
+        """Tokens per second: L(K) / T(K)."""
+        return self._lengths[tier] / costs.seconds(tier)
 
-    def _relative(self, costs: StepCosts, tier: int) -> float:
-        """How much more tokens per second a K gives than the preferred one, as a logarithm."""
-        return self._gain(costs, tier) - self._gain(costs, self.current)
-
-    def _at_best(self, costs: StepCosts, tier: int) -> float:
-        """The same at most, as far as is known.
-
-        Of more drafts more may be accepted than of the few that were verified.
-        """
-        more = self._relative(costs, tier) + DOUBT * costs.doubt(tier, self.current)
-        if tier > self.current:
-            more += math.log(self._doubted[tier] / self._lengths[tier])
-        return more
-
-    def _known(self, cell: Cell) -> StepCosts | None:
-        """The costs of a cell, or of the nearest one."""
-        return self._costs.get(cell) or self._nearest(cell)
-
-    def _nearest(self, cell: Cell) -> StepCosts | None:
-        near = min(self._costs, key=lambda other: _distance(cell, other), default=None)
-        return None if near is None else self._costs[near]
+    def _nearest(self, place: Place) -> _Cell | None:
+        near = min(self._cells, key=lambda other: _distance(place, other), default=None)
+        return None if near is None else self._cells[near]
 
 
 def context_of(requests: Iterable[Request]) -> int:
@@ -229,11 +267,11 @@ def context_of(requests: Iterable[Request]) -> int:
     return sum(request.num_tokens for request in requests)
 
 
-def _cell(num_reqs: int, context: int) -> Cell:
+def _place(num_reqs: int, context: int) -> Place:
     return num_reqs, (context // max(num_reqs, 1) // _CLASS_TOKENS).bit_length()
 
 
-def _distance(one: Cell, other: Cell) -> tuple[float, int]:
+def _distance(one: Place, other: Place) -> tuple[float, int]:
     """How far cells are apart: first by requests, as a ratio, then by length."""
     ratio = max(one[0], other[0]) / min(one[0], other[0])
     return ratio, abs(one[1] - other[1])

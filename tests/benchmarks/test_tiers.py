@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ROOT, plot_tiers, serving, tiers
+from benchmarks import ROOT, plot_tiers, serving, tier_grid, tiers
 from benchmarks.harness.arrivals import Arrival
 
 
@@ -71,3 +71,33 @@ def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert set(r["tokens_by_k"]) <= {"0", "1"}
         assert r["spec_tokens"] == "auto" or set(r["tokens_by_k"]) == {str(r["spec_tokens"])}
     assert "of best fixed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_fixed_k_at_synthetic_acceptance(tmp_path: Path) -> None:
+    """K = 0 is a program of its own, the others share that of "auto"; all accept as asked."""
+    out = tmp_path / "out.json"
+    arguments = ["--shape", "tiny", "--backend", "eager", "--requests", "2", "--rate", "50"]
+    few = ["--repeats", "1", "--max-foreign", "1", "--tiers", "0", "1", "--acceptance", "0", "1"]
+    assert tiers.main([*arguments, *few, "--batch-buckets", "2", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["weights"], r["load"], r["spec_tokens"]) for r in rows] == [
+        (f"synthetic {acceptance}", load, k)
+        for acceptance in (0, 1)
+        for load in ("50 requests/s", "burst of 2")
+        for k in (0, 1, "auto")
+    ]
+    assert all(r["tokens_per_s"] > 0 for r in rows)
+
+
+def test_the_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row a load, and a line of the table for each value that loads have in common."""
+    out = tmp_path / "grid.json"
+    assert tier_grid.main(["--every", "1537", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [row["batch"] for row in record["rows"]] == [1, 1]
+    lines = tier_grid.table(record).cells
+    assert lines[0][:2] == ["all", "2"]
+    assert sum(line[0].startswith("drift") for line in lines) == 2
+    assert float(lines[0][2]) == pytest.approx(min(r["best"] for r in record["rows"]), abs=1e-3)
+    assert "least of K=0" in capsys.readouterr().out

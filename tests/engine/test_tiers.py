@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from helpers.theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions
 from mtpc.engine.accepted import Acceptance, Experience
-from mtpc.engine.tiers import BUDGET, PROBE, TierPolicy
+from mtpc.engine.costs import StepCosts
+from mtpc.engine.tiers import BUDGET, TierPolicy, _Cell
 from mtpc.errors import OptionError
 
 TIERS = (0, 1, 2, 3)
@@ -31,7 +33,13 @@ def compute_bound(num_reqs: int, tier: int) -> float:
 
 
 def run(
-    policy: TierPolicy, cost: Cost, chance: float, steps: int, num_reqs: int = 2, seed: int = 0
+    policy: TierPolicy,
+    cost: Cost,
+    chance: float,
+    steps: int,
+    num_reqs: int = 2,
+    seed: int = 0,
+    noise: float = 0.0,
 ) -> list[int]:
     """Steps whose drafts are accepted by chance; returns the K of each."""
     draw, chosen, before = random.Random(seed), [], 3
@@ -44,8 +52,8 @@ def run(
             while accepted < verified and draw.random() < chance:
                 accepted += 1
             drafts.append((verified, accepted))
-        policy.observe(num_reqs, tier, cost(num_reqs, tier))
         policy.observe_drafts(drafts)
+        policy.observe(num_reqs, tier, cost(num_reqs, tier) * draw.gauss(1, noise))
         chosen.append(tier)
         before = tier
     return chosen
@@ -79,7 +87,8 @@ def test_trials_have_a_budget() -> None:
     for chance in (0.0, 0.3, 0.6, 0.9):
         policy = TierPolicy(TIERS)
         run(policy, compute_bound, chance, 2000)
-        assert policy.lost < 1.5 * BUDGET * policy.spent
+        # In advance, each of three K may lose a step of up to two seconds.
+        assert policy.lost < BUDGET * policy.spent + 6
 
 
 def test_lengths_have_costs_of_their_own() -> None:
@@ -100,25 +109,101 @@ def test_lengths_have_costs_of_their_own() -> None:
 
 
 def test_it_notices_that_the_text_changed() -> None:
-    """At K = 0 nothing is learnt but by probes."""
+    """At K = 0 nothing is learnt but by trials."""
     policy = TierPolicy(TIERS)
     hard = run(policy, bandwidth_bound, 0.0, 300)
     assert policy.current == 0
-    assert len(hard) - 1 - hard[::-1].index(1) > 300 - 2 * PROBE
-    assert hard[100:].count(0) / len(hard[100:]) > 0.85
-    easy = run(policy, bandwidth_bound, 1.0, 20 * PROBE, seed=1)
+    assert hard[100:].count(0) / len(hard[100:]) > 0.9
+    easy = run(policy, bandwidth_bound, 1.0, 400, seed=1)
     assert policy.current == 3
-    assert easy.index(3) <= 4 * PROBE
+    assert easy.index(3) <= 150
 
 
-def test_costs_that_change() -> None:
-    """The machine gets busy, and is free again: what was measured before does not bind."""
-    policy = TierPolicy(TIERS)
-    tokens = [(1 - 0.9 ** (tier + 1)) / 0.1 for tier in TIERS]
-    for cost, steps in ((bandwidth_bound, 400), (compute_bound, 400), (bandwidth_bound, 800)):
-        rates = [length / cost(2, tier) for tier, length in enumerate(tokens)]
-        last = run(policy, cost, 0.9, steps)[-100:]
-        assert sum(rates[tier] for tier in last) > 93 * max(rates)
+Changes = list[tuple[float, float, float]]
+
+
+def after_changes(policy_type: type[TierPolicy], chance: float) -> Changes:
+    """The speed of 400 steps after each change of all costs, as a share of the best K's: of all, of
+    the last hundred, and of an oracle that knows the past alone.
+
+    The oracle sees two steps at the K that it had, measures every other K once, and knows all.
+    """
+    tokens = [sum(chance**i for i in range(tier + 1)) for tier in TIERS]
+    found = []
+    for seed in range(4):
+        policy, before = policy_type(TIERS), 0
+        for cost in (bandwidth_bound, compute_bound, bandwidth_bound, compute_bound):
+            rates = [length / cost(2, tier) for tier, length in enumerate(tokens)]
+            best = rates.index(max(rates))
+
+            def share(chosen: list[int], cost: Cost = cost, most: float = max(rates)) -> float:
+                """A step verifies no more drafts than the one before it proposed."""
+                pairs = zip(chosen[1:], chosen, strict=False)
+                gained = sum(tokens[min(pair)] for pair in pairs)
+                return gained / sum(cost(2, tier) for tier in chosen[1:]) / most
+
+            chosen = [before, *run(policy, cost, chance, 400, seed=seed, noise=0.03)]
+            others = [tier for tier in reversed(TIERS) if tier != before]
+            oracle = [before] * 3 + others + [best] * (400 - 2 - len(others))
+            found.append((share(chosen), share(chosen[-101:]), share(oracle)))
+            before = chosen[-1]
+    return found
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
+def test_costs_that_change(chance: float) -> None:
+    """The machine gets busy, and is free again: what was measured before does not bind.
+
+    No policy knows a change before it has measured it. So 400 steps from a change on are held
+    against an oracle that knows the past alone, and their end against the best K.
+    """
+    found = after_changes(TierPolicy, chance)
+    assert min(share / oracle for share, _, oracle in found) >= 0.94
+    assert mean(share / oracle for share, _, oracle in found) >= 0.98
+    assert min(last for _, last, _ in found) >= 0.94
+    assert mean(last for _, last, _ in found) >= 0.98
+
+
+class Untried(TierPolicy):
+    """A fault: it tries no K but the one that it prefers."""
+
+    def _next_trial(self, cell: _Cell) -> int | None:
+        return None
+
+
+def test_changes_are_found_by_trials() -> None:
+    assert min(last for _, last, _ in after_changes(Untried, 0.5)) < 0.8
+
+
+def lured(policy: TierPolicy, cost: Cost, steps: int) -> list[float]:
+    """Texts that know the policy: drafts are accepted until it prefers some, and two steps more.
+
+    Returns at each step the seconds that K = 0 takes for all tokens so far, over those taken.
+    """
+    draw, before, after, plain, taken, shares = random.Random(3), 3, 0, 0.0, 0.0, list[float]()
+    for _ in range(steps):
+        tier = policy.choose(2)
+        accepted = min(tier, before) if after < 3 else 0
+        after = after + 1 if policy.current else 0
+        seconds = cost(2, tier) * draw.gauss(1, 0.03)
+        policy.observe_drafts([(min(tier, before), accepted)] * 2)
+        policy.observe(2, tier, seconds)
+        plain, taken, before = plain + (1 + accepted) * cost(2, 0), taken + seconds, tier
+        shares.append(plain / taken)
+    return shares
+
+
+class Restless(TierPolicy):
+    """A fault: it never rests at K = 0."""
+
+    def _compare(self, costs: StepCosts, tier: int, seconds: float) -> None:
+        pass
+
+
+def test_the_floor_holds_against_texts_that_know_the_policy() -> None:
+    for cost in (bandwidth_bound, compute_bound):
+        assert min(lured(TierPolicy(TIERS), cost, 3000)[200:]) >= 0.95
+    assert min(lured(Restless(TIERS), compute_bound, 3000)[200:]) < 0.95
 
 
 def test_it_does_not_flutter() -> None:
@@ -131,11 +216,11 @@ def test_it_does_not_flutter() -> None:
 def test_what_was_not_drafted_does_not_count() -> None:
     """After a step of K = 1, a step of K = 3 verifies one real draft."""
     experience = Experience(3)
-    experience.add(1, 1)
+    experience.add([(1, 1)])
     # One sample, and a prior that counts for one: 0.5, or the position before.
-    assert [share for share, _ in experience.shares()] == pytest.approx([0.75] * 3)
-    experience.add(3, 1)
-    (first, _), (second, _), _ = experience.shares()
+    assert experience.shares() == pytest.approx([0.75] * 3)
+    experience.add([(3, 1)])
+    first, second, _ = experience.shares()
     assert first > 0.8
     assert second == pytest.approx(first / 2)
 
@@ -144,8 +229,7 @@ def test_requests_count_for_themselves_where_they_differ() -> None:
     """One accepts all, another nothing: alone, each has the tokens that it gets."""
     experience, good, bad = Experience(1), Acceptance(), Acceptance()
     for _ in range(20):
-        experience.add(1, 1, good)
-        experience.add(1, 0, bad)
+        experience.add([(1, 1), (1, 0)], [good, bad])
     assert experience.lengths([good])[1] > 1.8
     assert experience.lengths([bad])[1] < 1.2
     assert experience.lengths([good, bad])[1] == pytest.approx(1.5, abs=0.05)
@@ -155,8 +239,7 @@ def test_requests_count_for_themselves_where_they_differ() -> None:
 def test_requests_share_what_they_know_where_they_are_alike() -> None:
     experience, each, draw = Experience(1), [Acceptance() for _ in range(4)], random.Random(3)
     for _ in range(100):
-        for own in each:
-            experience.add(1, int(draw.random() < 0.6), own)
+        experience.add([(1, int(draw.random() < 0.6)) for _ in each], each)
     found = [experience.lengths([own])[1] for own in each]
     assert max(found) - min(found) == 0
     assert found[0] == pytest.approx(1.6, abs=0.1)

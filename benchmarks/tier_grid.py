@@ -1,0 +1,116 @@
+""" "auto" against every fixed K on a grid of loads, simulated without a model.
+
+    python -m benchmarks.tier_grid --processes 2 --out benchmarks/results/paper/tier-grid.json
+
+The real policy chooses K; steps, drafts and arrivals are drawn (`harness.loads`). Takes about
+twenty minutes of CPU. `--every 100` takes every hundredth load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from statistics import mean
+from typing import Any, NamedTuple
+
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.loads import GRID, TIERS, Load, decode
+from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
+from mtpc.engine.tiers import TierPolicy
+
+BEST, FLOOR = 0.98, 0.95
+"""What "auto" is to give: of the best fixed K, and of K = 0."""
+COLUMNS = (
+    *("loads", "number", "least of best", "5th percentile", "mean", f"at least {BEST}"),
+    *("least of K=0", "least of K=0 at any time"),
+)
+NOTES = (
+    "simulated: steps cost what records and formulas say, with noise and outliers.",
+    'of best: the time at the best fixed K, 0 among them, over that with "auto": once the seconds '
+    "in which there was work, once those that requests took to decode; the lesser of both. Each "
+    "load begins with a policy that knows nothing.",
+    "at any time: seconds with work, after each 64th of the tokens, from the second on.",
+    "drift: memory: what a step reads takes up to a third more or less; all: the whole step does; "
+    "abrupt: from one step to the next drafts cost three times as much, later memory half more.",
+    "jumps: all texts go from hopeless to easy and back after 400 tokens of all requests; mixed: "
+    "every other request is hopeless.",
+)
+
+
+class Shares(NamedTuple):
+    """What "auto" gives of the speed of the best fixed K; of K = 0; of K = 0, when it was least."""
+
+    best: float
+    plain: float
+    floor: float
+
+
+def compare(load: Load, policy: type[TierPolicy] = TierPolicy) -> Shares:
+    """ "auto" beside the fixed K."""
+    fixed = [decode(load, tier) for tier in TIERS]
+    auto = decode(load, policy(TIERS))
+    best, plain = (
+        min(
+            min(moments[-1].work for moments in beside) / auto[-1].work,
+            min(moments[-1].waited for moments in beside) / auto[-1].waited,
+        )
+        for beside in (fixed, fixed[:1])
+    )
+    floors = [plain.work / own.work for plain, own in zip(fixed[0], auto, strict=True)]
+    return Shares(best, plain, min(floors[1:]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate, write and print."""
+    parser = command.new_parser("tier_grid", __doc__)
+    add = parser.add_argument
+    add("--every", type=positive, default=1, metavar="N", help="take every N-th load")
+    add("--processes", type=positive, default=1, metavar="N", help="that share the work")
+    add_result_files(parser)
+    args: argparse.Namespace = parser.parse_args(argv)
+    with ProcessPoolExecutor(args.processes) as pool:
+        rows = list(pool.map(row, range(0, len(GRID), args.every), chunksize=4))
+    publish("tier_grid", args, {"machine": ON_PAPER, "rows": rows}, table)
+    return 0
+
+
+def row(number: int) -> dict[str, Any]:
+    """A load of the grid and its shares, as a record has them."""
+    load = GRID[number]
+    return {
+        "costs": load.cost.__name__,
+        "batch": load.batch,
+        "context": load.context,
+        "acceptance": load.chance.__name__,
+        "arrivals": "burst" if load.is_burst else "random",
+        "drift": load.drift,
+        **{name: round(share, 4) for name, share in compare(load)._asdict().items()},
+    }
+
+
+def table(record: Record) -> Table:
+    """A record's table: all loads, and those that have something in common."""
+    rows = record["rows"]
+    groups = [("all", rows)]
+    for name in ("costs", "batch", "context", "acceptance", "arrivals", "drift"):
+        for value in dict.fromkeys(row[name] for row in rows):
+            groups.append((f"{name} {value}", [row for row in rows if row[name] == value]))
+    return Table("K by load, simulated", COLUMNS, [cells(*group) for group in groups], NOTES)
+
+
+def cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line of the table."""
+    best = sorted(row["best"] for row in rows)
+    figures = (best[0], best[len(best) // 20], mean(best))
+    usual = sum(share >= BEST for share in best) / len(best)
+    return [
+        *(name, str(len(rows)), *(f"{figure:.3f}" for figure in figures), f"{usual:.1%}"),
+        *(f"{min(row[key] for row in rows):.3f}" for key in ("plain", "floor")),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
