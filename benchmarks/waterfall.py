@@ -36,8 +36,7 @@ COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(
     f"mtpc_cpu::{name}"
     for name in ("packed_linear", "packed_linear_max", "packed_gated_linear", "linear_chain",
-                 "packed_head_linear", "packed_experts", "float32_linear", "quantised_linear",
-                 "quantised_linear_max", "quantised_experts", "grouped_linear",
+                 "packed_head_linear", "packed_experts", "float32_linear", "grouped_linear",
                  "grouped_linear_max", "grouped_gated_linear", "grouped_experts")
 )  # fmt: skip
 PROMPT_TOKENS, HEADROOM, WARM_UP_STEPS = 32, 8, 3

@@ -17,7 +17,6 @@ from mtpc.engine.sampling_rows import pack_bits
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 from mtpc.weights.grouped import GroupForm, Kind, pack_codes, pack_scales
-from mtpc.weights.packing import pack, quantise, row_scales
 
 LENGTHS = ((37, 4), (1, 1), (0, 3), (130, 2))
 """Of each request: positions with its rows, and rows; without positions it is off."""
@@ -173,24 +172,6 @@ def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
     yield new.rows(channels + 2 * heads), *weights, *state, slots, *new.indices[1:], certain
 
 
-def _quantised_linear(new: Inputs) -> Iterator[Arguments]:
-    weight = torch.randn(90, 256, generator=new.generator) / 16
-    packed = (pack(quantise(weight)), row_scales(weight))
-    yield new.normal(5, 256), *packed
-    yield new.normal(2, 3, 256), *packed, new.normal(90)
-
-
-def _quantised_experts(new: Inputs) -> Iterator[Arguments]:
-    forms = [
-        torch.randn(8, features, inputs, generator=new.generator) / inputs**0.5
-        for features, inputs in ((256, 256), (256, 128))
-    ]
-    packed = [form for w in forms for form in (pack(quantise(w)), row_scales(w))]
-    for tokens, limit in ((1, ()), (5, ()), (5, (1.0, True))):
-        choices = (new.distinct(2, 8, tokens), new.uniform(tokens, 2))
-        yield new.normal(tokens, 256), *packed, *choices, *limit
-
-
 def _grouped(new: Inputs, kind: Kind, group: int, *shape: int, zeros: bool = False) -> Arguments:
     """Codes over their whole range, scales that make the weight's numbers small, zero points."""
     form = GroupForm(kind, group, has_zeros=zeros)
@@ -213,6 +194,7 @@ def _grouped_linear(new: Inputs) -> Iterator[Arguments]:
     for kind, group, zeros in _GROUPED_FORMS:
         parts = _grouped(new, kind, group, 90, 256, zeros=zeros)
         yield new.normal(5, 256), *parts, 90, new.normal(90)
+    yield new.normal(2, 3, 256), *parts, 90
 
 
 def _grouped_gated_linear(new: Inputs) -> Iterator[Arguments]:
@@ -222,12 +204,18 @@ def _grouped_gated_linear(new: Inputs) -> Iterator[Arguments]:
 def _grouped_experts(new: Inputs) -> Iterator[Arguments]:
     for kind, group, zeros in _GROUPED_FORMS:
         sizes = ((8, 256, 256), (8, 256, 128))
-        parts = [part for size in sizes for part in _grouped(new, kind, group, *size, zeros=zeros)]
+        parts = [
+            part
+            for size in sizes
+            for part in _grouped(new, kind, min(group, size[-1]), *size, zeros=zeros)
+        ]
         yield new.normal(5, 256), *parts, new.distinct(2, 8, 5), new.uniform(5, 2)
+    yield new.normal(1, 256), *parts, new.distinct(2, 8, 1), new.uniform(1, 2), 1.0, True
 
 
 _GROUPED_FORMS: tuple[tuple[Kind, int, bool], ...] = (
-    ("int4", 32, False), ("int4", 128, True), ("int8", 64, False), ("float8", 128, False),
+    ("int4", 32, False), ("int4", 128, True), ("int8", 64, False), ("int8", 256, False),
+    ("float8", 128, False),
 )  # fmt: skip
 _VOCAB, _SLOTS = 1500, 7
 _ASKED: tuple[dict[str, float], ...] = (
@@ -317,11 +305,9 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "choose_slots": (_choose_slots, ALL),
     "experts": (_experts, ALL),
     "gated_delta_rule": (_gated_delta_rule, ALL),
-    "quantised_linear": (_quantised_linear, ALL),
-    # In float32 one activation that is rounded the other way is more than the tolerance.
-    "quantised_experts": (_quantised_experts, HALVES),
     "grouped_linear": (_grouped_linear, ALL),
     "grouped_gated_linear": (_grouped_gated_linear, HALVES),
+    # In float32 one activation that is rounded the other way is more than the tolerance.
     "grouped_experts": (_grouped_experts, HALVES),
     "sample": (_sample, ALL),
     "count_tokens": (_count_tokens, (torch.int32,)),

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 import mtpc.ops
 import mtpc.ops.fused
-import mtpc.ops.quantised
 import mtpc.ops.sampling  # noqa: F401  (these register the references)
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.op_inputs import CALLS, LENGTHS, Arguments, Inputs

@@ -120,7 +120,7 @@ class WeightTable:
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight in groups: as its checkpoint stores it, or rounded here."""
-        if name in self._groups.specs:
+        if self._groups.specs.get(name) == spec:
             return self._groups.read(name)
         return quantised_rows(self._tensor(name), spec)
 

@@ -14,7 +14,7 @@ from torch import fx
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, is_buffer_name
 from mtpc.layout import BufferSpec, Layout
-from mtpc.weights.recipes import Convert, Grouped, names
+from mtpc.weights.recipes import Grouped, Packed, names
 
 _INDEXED = re.compile(r"^(\w+)\.(\d+)\.(.+)$")
 
@@ -52,7 +52,7 @@ def weight_kinds(graph: StepGraph) -> dict[str, WeightKind]:
     for name in sorted(name for name in held if name in table and not is_buffer_name(name)):
         recipe, tensor = table.recipes.get(name, name), table[name]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        kind, wide = f"{dtype}{', packed' if isinstance(recipe, Convert) else ''}", False
+        kind, wide = f"{dtype}{', packed' if isinstance(recipe, Packed) else ''}", False
         if isinstance(recipe, Grouped):
             kind = str(recipe.spec)
         else:

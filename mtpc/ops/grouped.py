@@ -11,8 +11,9 @@ from mtpc.ops.experts import sum_experts, swiglu
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
 from mtpc.weights.grouped import GroupedWeight, form_of, unpack_codes, unpack_scales
-from mtpc.weights.packing import LARGEST
 
+LARGEST = 127
+"""The largest magnitude of inputs that are rounded to int8."""
 TINY = 2.0**-100
 """Inputs of a group whose largest magnitude is smaller count as zeros."""
 

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 import mtpc.ops.grouped
-import mtpc.ops.packed
-import mtpc.ops.quantised  # noqa: F401  (these register the ops that this pass calls)
+import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, sweep
 from mtpc.passes.patterns import operands
@@ -20,7 +19,6 @@ aten = torch.ops.aten
 _MAXIMA: dict[Any, Any] = {
     torch.ops.mtpc.grouped_linear.default: torch.ops.mtpc.grouped_linear_max.default,
     torch.ops.mtpc.packed_linear.default: torch.ops.mtpc.packed_linear_max.default,
-    torch.ops.mtpc.quantised_linear.default: torch.ops.mtpc.quantised_linear_max.default,
 }
 """Linear op -> the op that returns only the largest feature of its result."""
 
@@ -29,9 +27,8 @@ _MAXIMA: dict[Any, Any] = {
 class FuseHeadMax:
     """Replace a packed head whose logits are only reduced to their maximum.
 
-    The new op is `mtpc::packed_linear_max`, `mtpc::quantised_linear_max` or
-    `mtpc::grouped_linear_max`. A greedy choice reads all logits once, right after the head writes
-    them, and Inductor's code for it uses few threads.
+    The new op is `mtpc::packed_linear_max` or `mtpc::grouped_linear_max`. A greedy choice reads all
+    logits once, right after the head writes them, and Inductor's code for it uses few threads.
     The new op reduces each tile of logits as soon as the tile is computed. That costs almost
     nothing and needs no memory for logits. Sampling and log-probabilities read logits in other
     ways, so the pass leaves those heads alone. On by default on backends with such kernels (cpu).

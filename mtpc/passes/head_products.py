@@ -12,7 +12,7 @@ from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.passes.linears import weight_of
 from mtpc.passes.patterns import operands
 from mtpc.weights.packing import can_pack
-from mtpc.weights.recipes import Blocks, Convert
+from mtpc.weights.recipes import Blocks, Packed
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def _exchange(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) 
     source = str(weight.target).replace(".", "_")
     name = f"packed.{source}_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"
     with graph.graph.inserting_before(node):
-        packed = emit_weight(graph, name, Convert("pack", blocks), weight)
+        packed = emit_weight(graph, name, Packed(blocks), weight)
         args = (_transposed(x, 0, 1), packed, node.meta["val"].shape[-1])
         rows = emit(graph.graph, torch.ops.mtpc.packed_head_linear.default, args, node)
         again = emit(graph.graph, aten.transpose.int, (rows, 0, 1), node)

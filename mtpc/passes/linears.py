@@ -13,20 +13,14 @@ from mtpc.capture.graph import StepGraph, arguments, get_tensor, is_buffer_name
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
-from mtpc.weights.recipes import Conversion, Convert, Grouped, Join, Recipe
+from mtpc.weights.recipes import Grouped, Join, Packed, Recipe
 
 aten = torch.ops.aten
 
-_STEMS: dict[Conversion | None, str] = {
-    None: "merged",
-    "pack": "packed",
-    "quantise": "quantised",
-    "scales": "scales",
-}
 EXPERT_WEIGHTS = ("gate_up", "down")
 """Arguments of `mtpc::experts` that are stacks of weights."""
 Wanted = Callable[[fx.Node, Tensor], bool]
-"""(node, weight) -> whether a pass wants to replace the linear."""
+"""(call, a weight of it) -> whether a pass wants to replace the call."""
 
 
 @dataclass(frozen=True)
@@ -50,40 +44,43 @@ class LinearGroup:
         """Sum of their output features."""
         return sum(_features(node) for node in self.nodes)
 
-    def weight(self, form: Conversion | None = None) -> fx.Node:
-        """Append the get_attr node of their joined weight; see `joined_weight`."""
-        return joined_weight(self.graph, self._operands("weight"), form)
+    def weight(self) -> fx.Node:
+        """Append the get_attr node of their joined weight."""
+        return _joined_plain(self.graph, self._operands("weight"))
 
-    def pieces(self, spec: GroupSpec) -> tuple[fx.Node | None, ...]:
+    def packed(self) -> fx.Node:
+        """Append the get_attr node of their joined weight, packed."""
+        return joined_packed(self.graph, self._operands("weight"))
+
+    def pieces(self, spec: GroupSpec, stem: str) -> tuple[fx.Node | None, ...]:
         """Append the get_attr nodes of their joined codes, scales and zero points."""
-        return joined_pieces(self.graph, self._operands("weight"), spec)
+        return joined_pieces(self.graph, self._operands("weight"), spec, stem)
 
     def bias(self) -> fx.Node | None:
         """Append the get_attr node of their joined bias; None if they have none."""
         biases = self._operands("bias")
-        return None if biases[0] is None else joined_weight(self.graph, biases, None)
+        return None if biases[0] is None else _joined_plain(self.graph, biases)
 
     def _operands(self, name: str) -> list[fx.Node]:
         return [arguments(node)[name] for node in self.nodes]
 
 
-def joined_weight(graph: StepGraph, weights: list[fx.Node], form: Conversion | None) -> fx.Node:
-    """Append the get_attr node of the concatenation of weights; a program makes it once.
-
-    Args:
-        graph: where to append it.
-        weights: get_attr nodes.
-        form: conversion of `mtpc.weights.packing`; None keeps plain rows.
-    """
-    if len(weights) == 1 and form is None:
+def _joined_plain(graph: StepGraph, weights: list[fx.Node]) -> fx.Node:
+    """Append the get_attr node of the concatenation of weights; a program makes it once."""
+    if len(weights) == 1:
         return weights[0]
     joined, stem = _joined(weights)
-    recipe = joined if form is None else Convert(form, joined)
-    return emit_weight(graph, f"{_STEMS[form]}.{stem}", recipe, weights[0])
+    return emit_weight(graph, f"merged.{stem}", joined, weights[0])
+
+
+def joined_packed(graph: StepGraph, weights: list[fx.Node]) -> fx.Node:
+    """Append the get_attr node of the packed concatenation of weights, given as get_attr nodes."""
+    joined, stem = _joined(weights)
+    return emit_weight(graph, f"packed.{stem}", Packed(joined), weights[0])
 
 
 def joined_pieces(
-    graph: StepGraph, weights: list[fx.Node], spec: GroupSpec
+    graph: StepGraph, weights: list[fx.Node], spec: GroupSpec, stem: str
 ) -> tuple[fx.Node | None, ...]:
     """Append the get_attr nodes of the concatenation of weights in groups.
 
@@ -91,13 +88,14 @@ def joined_pieces(
         graph: where to append them.
         weights: get_attr nodes.
         spec: of the weights.
+        stem: what their names begin with.
 
     Returns:
         Codes, scales and zero points; None in place of the last where the form has none.
     """
-    joined, stem = _joined(weights)
+    joined, name = _joined(weights)
     nodes = [
-        emit_weight(graph, f"grouped.{stem}.{piece}", Grouped(piece, spec, joined), weights[0])
+        emit_weight(graph, f"{stem}.{name}.{piece}", Grouped(piece, spec, joined), weights[0])
         for piece in spec.pieces
     ]
     return (*nodes, *[None] * (3 - len(nodes)))
@@ -162,17 +160,13 @@ def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.
 
 
 def exchange_experts(
-    graph: StepGraph,
-    wanted: Callable[[fx.Node], bool],
-    has_form: Callable[[Tensor], bool],
-    call: Callable[[StepGraph, fx.Node], fx.Node],
+    graph: StepGraph, wanted: Wanted, call: Callable[[StepGraph, fx.Node], fx.Node]
 ) -> int:
-    """Replace wanted calls of `mtpc::experts` whose gate and up weights are whole tiles.
+    """Replace calls of `mtpc::experts` whose gate and up weights are whole tiles each.
 
     Args:
         graph: of the calls.
-        wanted: whether to replace a call.
-        has_form: whether a stack of weights can be converted for the new call.
+        wanted: asked for both stacks of weights of a call.
         call: emits the new call.
 
     Returns:
@@ -181,9 +175,7 @@ def exchange_experts(
     found = [
         node
         for node in graph.graph.nodes
-        if is_call(node, torch.ops.mtpc.experts.default)
-        and wanted(node)
-        and _fill_tiles([weight_of(graph, arguments(node)[w]) for w in EXPERT_WEIGHTS], has_form)
+        if is_call(node, torch.ops.mtpc.experts.default) and _fits_tiles(graph, node, wanted)
     ]
     for node in found:
         with graph.graph.inserting_before(node):
@@ -194,11 +186,12 @@ def exchange_experts(
     return len(found)
 
 
-def _fill_tiles(weights: list[Tensor | None], has_form: Callable[[Tensor], bool]) -> bool:
-    """Whether (gate_up, down) have the wanted form, and gate and up are whole tiles each."""
-    down = weights[1]
-    known = all(weight is not None and has_form(weight) for weight in weights)
-    return known and down is not None and down.shape[2] % TILE == 0
+def _fits_tiles(graph: StepGraph, node: fx.Node, wanted: Wanted) -> bool:
+    """Whether both stacks of weights are wanted, and gate and up are whole tiles each."""
+    gate_up, down = (weight_of(graph, arguments(node)[name]) for name in EXPERT_WEIGHTS)
+    if gate_up is None or down is None:
+        return False
+    return wanted(node, gate_up) and wanted(node, down) and down.shape[2] % TILE == 0
 
 
 def _features(node: fx.Node) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import mtpc.ops.grouped  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
@@ -24,6 +24,14 @@ from mtpc.passes.linears import (
 )
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.quantise import spec_by_scheme
+
+_WEIGHTS: Mapping[Any, tuple[str, ...]] = {
+    torch.ops.aten.linear.default: ("weight",),
+    torch.ops.mtpc.experts.default: EXPERT_WEIGHTS,
+}
+"""Operators that have a counterpart on weights in groups -> the arguments that are weights."""
+SpecOf = Callable[[fx.Node, str, Tensor], GroupSpec | None]
+"""(call, a weight's name, the weight) -> how the call is to read its codes, or None."""
 
 
 @dataclass(frozen=True)
@@ -44,48 +52,67 @@ class PackGroups:
     scheme: str | None = None
 
     def apply(self, graph: StepGraph) -> int:
-        found = {
-            node: spec
-            for node in graph.graph.nodes
-            if (spec := self._spec(graph, node)) is not None
-        }
-        rewrites = sum(_place_linears(graph, spec, found) for spec in dict.fromkeys(found.values()))
-        return rewrites + exchange_experts(
-            graph,
-            lambda node: all(arguments(node)[name] in found for name in EXPERT_WEIGHTS),
-            lambda weight: True,
-            lambda graph, node: _grouped_experts(graph, node, found),
-        )
+        def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
+            return graph.weights.spec(name) or spec_by_scheme(self.scheme, name, weight)
 
-    def _spec(self, graph: StepGraph, node: fx.Node) -> GroupSpec | None:
-        """How a node's weight is stored, or is to be rounded; None for all other nodes."""
-        weight = weight_of(graph, node)
-        if weight is None:
-            return None
-        name = str(node.target)
-        return graph.weights.spec(name) or spec_by_scheme(self.scheme, name, weight)
+        return place_groups(graph, spec, "grouped")
 
 
-def _place_linears(graph: StepGraph, spec: GroupSpec, specs: Mapping[fx.Node, GroupSpec]) -> int:
-    """Replace the linears on weights of one spec; returns how many calls take their place."""
-    groups = linear_groups(graph, lambda node, _: specs.get(arguments(node)["weight"]) == spec)
-    replace_groups(groups, partial(_grouped_linear, spec=spec))
+def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:
+    """Replace linears and experts by ops that read the codes of their weights.
+
+    Args:
+        graph: of the calls.
+        spec_of: how each call is to read each of its weights.
+        stem: what names of the codes and scales begin with: a weight may be read as several forms.
+
+    Returns:
+        How many calls take their place.
+    """
+    specs: dict[fx.Node, tuple[GroupSpec, ...]] = {}
+    for node in graph.graph.nodes:
+        names = _WEIGHTS.get(node.target, ())
+        operands = [arguments(node)[name] for name in names]
+        found = [
+            spec
+            for operand in operands
+            if (weight := weight_of(graph, operand)) is not None
+            and (spec := spec_of(node, str(operand.target), weight)) is not None
+        ]
+        if names and len(found) == len(names):
+            specs[node] = tuple(found)
+    forms = dict.fromkeys(specs.values())
+    return sum(_place_linears(graph, specs, form, stem) for form in forms) + exchange_experts(
+        graph,
+        lambda node, _: node in specs,
+        lambda graph, node: _grouped_experts(graph, node, specs[node], stem),
+    )
+
+
+def _place_linears(
+    graph: StepGraph,
+    specs: Mapping[fx.Node, tuple[GroupSpec, ...]],
+    form: tuple[GroupSpec, ...],
+    stem: str,
+) -> int:
+    """Replace the linears on weights of one form; returns how many calls take their place."""
+    groups = linear_groups(graph, lambda node, _: specs.get(node) == form)
+    replace_groups(groups, partial(_grouped_linear, spec=form[0], stem=stem))
     return len(groups)
 
 
-def _grouped_linear(group: LinearGroup, spec: GroupSpec) -> fx.Node:
+def _grouped_linear(group: LinearGroup, spec: GroupSpec, stem: str) -> fx.Node:
     bias = group.bias()
-    pieces = group.pieces(spec)
+    pieces = group.pieces(spec, stem)
     args = (group.input, *pieces, group.features, *([] if bias is None else [bias]))
     return emit(group.graph.graph, torch.ops.mtpc.grouped_linear.default, args, group.nodes[0])
 
 
 def _grouped_experts(
-    graph: StepGraph, node: fx.Node, specs: Mapping[fx.Node, GroupSpec]
+    graph: StepGraph, node: fx.Node, specs: tuple[GroupSpec, ...], stem: str
 ) -> fx.Node:
     values: dict[str, Any] = arguments(node)
-    for name in EXPERT_WEIGHTS:
-        weight = values[name]
-        pieces = joined_pieces(graph, [weight], specs[weight])
+    for name, spec in zip(EXPERT_WEIGHTS, specs, strict=True):
+        pieces = joined_pieces(graph, [values[name]], spec, stem)
         values[name], values[f"{name}_scales"], values[f"{name}_zeros"] = pieces
     return emit_named(graph.graph, torch.ops.mtpc.grouped_experts.default, values, node)

@@ -17,8 +17,9 @@ from mtpc.passes.head_products import pack_head_products
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
+    draft_nodes,
     exchange_experts,
-    joined_weight,
+    joined_packed,
     linear_groups,
     replace_groups,
 )
@@ -41,7 +42,7 @@ class PackWeights:
 
     With these ops, a row's result does not depend on the number of rows; F.linear does not promise
     that. To keep the promise for the whole model, the pass also replaces float32 linears (routers),
-    whose weights stay as they are.
+    whose weights stay as they are, where it or pack-groups has replaced one of the target's.
     """
 
     name: ClassVar[str] = "pack-weights"
@@ -51,14 +52,17 @@ class PackWeights:
         groups = linear_groups(graph, lambda node, weight: weight.dim() == 2 and can_pack(weight))
         replace_groups(groups, _packed_linear)
         packed = len(groups) + pack_head_products(graph)
-        packed += exchange_experts(graph, lambda node: True, can_pack, _packed_experts)
-        is_ours = packed or any(is_call(node, *_GROUPED) for node in graph.graph.nodes)
+        packed += exchange_experts(graph, lambda node, weight: can_pack(weight), _packed_experts)
+        draft = draft_nodes(graph.graph)
+        is_ours = packed or any(
+            is_call(node, *_GROUPED) and node not in draft for node in graph.graph.nodes
+        )
         return packed + (_widen_linears(graph) if is_ours else 0)
 
 
 def _packed_linear(group: LinearGroup) -> fx.Node:
     bias = group.bias()
-    packed = group.weight("pack")
+    packed = group.packed()
     args = (group.input, packed, group.features, *([] if bias is None else [bias]))
     return emit(group.graph.graph, torch.ops.mtpc.packed_linear.default, args, group.nodes[0])
 
@@ -97,5 +101,5 @@ def _is_widening(source: fx.Node, result: fx.Node) -> bool:
 def _packed_experts(graph: StepGraph, node: fx.Node) -> fx.Node:
     values = arguments(node)
     for name in EXPERT_WEIGHTS:
-        values[name] = joined_weight(graph, [values[name]], "pack")
+        values[name] = joined_packed(graph, [values[name]])
     return emit_named(graph.graph, torch.ops.mtpc.packed_experts.default, values, node)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import fx
+from torch import Tensor, fx
 
-import mtpc.ops.quantised  # noqa: F401  (registers the ops that take quantised weights)
-from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, emit_named
-from mtpc.passes.linears import (
-    EXPERT_WEIGHTS,
-    LinearGroup,
-    draft_nodes,
-    exchange_experts,
-    joined_weight,
-    linear_groups,
-    replace_groups,
-)
-from mtpc.weights.packing import can_quantise
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import Policy
+from mtpc.passes.linears import draft_nodes
+from mtpc.passes.pack_groups import place_groups
+from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.quantise import scheme_spec
 
 
 @dataclass(frozen=True)
@@ -38,25 +30,14 @@ class QuantiseDraft:
 
     def apply(self, graph: StepGraph) -> int:
         draft = draft_nodes(graph.graph)
-        groups = linear_groups(graph, lambda node, w: node in draft and can_quantise(w))
-        replace_groups(groups, _quantised_linear)
-        return len(groups) + exchange_experts(
-            graph, lambda node: node in draft, can_quantise, _quantised_experts
-        )
+
+        def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
+            return draft_spec(weight) if call in draft else None
+
+        return place_groups(graph, spec, "quantised")
 
 
-def _quantised_experts(graph: StepGraph, node: fx.Node) -> fx.Node:
-    values = arguments(node)
-    for name in EXPERT_WEIGHTS:
-        weight = values[name]
-        values[name] = joined_weight(graph, [weight], "quantise")
-        values[f"{name}_scales"] = joined_weight(graph, [weight], "scales")
-    return emit_named(graph.graph, torch.ops.mtpc.quantised_experts.default, values, node)
-
-
-def _quantised_linear(group: LinearGroup) -> fx.Node:
-    bias = group.bias()
-    weight = group.weight("quantise")
-    scales = group.weight("scales")
-    args = (group.input, weight, scales, *([] if bias is None else [bias]))
-    return emit(group.graph.graph, torch.ops.mtpc.quantised_linear.default, args, group.nodes[0])
+def draft_spec(weight: Tensor) -> GroupSpec | None:
+    """How drafts read a weight: int8, one scale a row; None if it has no such form."""
+    spec = scheme_spec("int8", weight)
+    return None if spec is None else replace(spec, by_largest=True)

@@ -219,8 +219,8 @@ class WeightSource:
         return made
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
-        """A stored weight as codes; a plain one is rounded to them."""
-        if name not in self._checkpoint.specs:
+        """A weight that is stored in this form as its codes; any other is rounded to them."""
+        if self._checkpoint.specs.get(name) != spec:
             return quantised_rows(self._read(name, self._dtypes[name]), spec)
         stored = self._checkpoint.grouped(name)
 

@@ -38,10 +38,13 @@ class GroupSpec:
     Attributes:
         form: the form of the weight.
         scales: torch's name of the dtype of the scales.
+        by_largest: whether a plain weight gets the scale by which its largest magnitude is the
+            largest code, and no better one is searched: twenty times as fast.
     """
 
     form: GroupForm
     scales: str
+    by_largest: bool = False
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -68,10 +71,12 @@ class GroupedRows:
     Attributes:
         shape: [N, K]; or [E, N, K], a stack, whose matrices are read as the rows of a matrix.
         read: (start, stop) -> rows [start, stop).
+        take: runs [start, stop) of rows of a matrix -> these; None if they are read run by run.
     """
 
     shape: tuple[int, ...]
     read: Callable[[int, int], GroupedWeight]
+    take: Callable[[Sequence[tuple[int, int]]], GroupedRows] | None = None
 
     def whole(self) -> GroupedWeight:
         """All rows."""
@@ -148,6 +153,8 @@ def rows_of(weight: GroupedWeight) -> GroupedRows:
 
 def take_rows(weight: GroupedRows, runs: Sequence[tuple[int, int]]) -> GroupedRows:
     """Rows of a matrix, given as runs [start, stop)."""
+    if weight.take is not None:
+        return weight.take(runs)
 
     def run(begin: int, end: int) -> GroupedRows:
         return GroupedRows(

@@ -1,14 +1,10 @@
 """Packed weights: weights in the order in which the cpu kernels read them.
 
 A packed weight [N, K] consists of tiles of 32 output features. A tile holds groups of g adjacent
-inputs that fill four bytes: g = 2 for bfloat16, g = 4 for int8. Groups of the 32 features lie side
-by side. So the shape is [ceil(N / 32), K / g, 32, g]. A kernel reads a tile as one stream for any
-number of rows, and one lane of a dot-product instruction takes one group. In a stack [E, N, K] each
-weight is packed by itself.
-
-An int8 weight has one scale per output feature: the largest magnitude of its row, divided by 127.
-Values are stored as uint8 with 128 added, because dot-product instructions take one unsigned
-operand.
+inputs that fill four bytes: g = 2 for bfloat16, g = 4 for codes of 8 bits. Groups of the 32
+features lie side by side. So the shape is [ceil(N / 32), K / g, 32, g]. A kernel reads a tile as
+one stream for any number of rows, and one lane of a dot-product instruction takes one group. In a
+stack [E, N, K] each weight is packed by itself.
 """
 
 from __future__ import annotations
@@ -23,8 +19,6 @@ from torch import Tensor
 
 TILE = 32
 """Output features in a tile."""
-LARGEST, ZERO = 127, 128
-"""The largest magnitude of an int8 weight, and the uint8 value that stands for zero."""
 _GROUP_BYTES = 4
 _HUGE_PAGE = 2 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -37,13 +31,6 @@ Fill = Callable[[Tensor, Tensor], None]
 def can_pack(weight: Tensor) -> bool:
     """Whether a weight can be packed: a bfloat16 matrix or stack with an even number of inputs."""
     return weight.dtype == torch.bfloat16 and weight.dim() in (2, 3) and weight.shape[-1] % 2 == 0
-
-
-def can_quantise(weight: Tensor) -> bool:
-    """Whether a weight has an int8 form: a floating-point matrix or stack whose number of inputs is
-    a multiple of four."""
-    is_matrix = weight.dim() in (2, 3) and weight.shape[-1] % _GROUP_BYTES == 0
-    return weight.is_floating_point() and is_matrix
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -94,18 +81,6 @@ def _groups(weight: Tensor) -> Tensor:
     if dense.storage_offset() * dense.itemsize % _GROUP_BYTES:
         dense = dense.clone()
     return dense.view(torch.int32)
-
-
-def row_scales(weight: Tensor) -> Tensor:
-    """Scales of the int8 form of a weight [..., N, K]: float32 [..., N], 0 for rows of zeros."""
-    return weight.abs().amax(-1).float() / LARGEST
-
-
-def quantise(weight: Tensor) -> Tensor:
-    """The int8 form of a weight [..., N, K]: uint8, the weight over its row's scale, rounded, plus
-    128."""
-    scales = row_scales(weight)[..., None]
-    return torch.where(scales == 0, 0, weight.float() / scales).round_().add_(ZERO).to(torch.uint8)
 
 
 def unpack(packed: Tensor, features: int) -> Tensor:

@@ -6,7 +6,7 @@ name, in checkpoints and in transformers' modules alike (`stays_plain`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,20 +82,22 @@ def stays_plain(name: str) -> bool:
     return last in PLAIN or not {*outer, last}.isdisjoint(_OTHERS)
 
 
-def spec_by_scheme(scheme: str | None, name: str, weight: Tensor) -> GroupSpec | None:
-    """How a scheme stores a plain weight, "X.weight"; None if it leaves it as it is.
+def scheme_spec(scheme: str, weight: Tensor) -> GroupSpec | None:
+    """How a scheme stores a plain weight; None if it leaves it as it is.
 
     A scheme changes matrices and stacks of them only.
 
     Args:
-        scheme: a name of `SCHEMES`; None is no scheme.
-        name: of the weight.
+        scheme: a name of `SCHEMES`.
         weight: its shape and dtype are read.
     """
     is_matrix = weight.dim() in (2, 3) and weight.is_floating_point()
-    if scheme is None or not is_matrix or stays_plain(name):
-        return None
-    return SCHEMES[scheme].spec(weight.shape[-1], weight.dtype)
+    return SCHEMES[scheme].spec(weight.shape[-1], weight.dtype) if is_matrix else None
+
+
+def spec_by_scheme(scheme: str | None, name: str, weight: Tensor) -> GroupSpec | None:
+    """`scheme_spec`, but None if the scheme is None or the weight, "X.weight", stays plain."""
+    return None if scheme is None or stays_plain(name) else scheme_spec(scheme, weight)
 
 
 def is_head(name: str) -> bool:
@@ -105,6 +107,8 @@ def is_head(name: str) -> bool:
 
 def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
     """Round a weight to codes; each scale is the one of least squared error among those tried.
+
+    With `by_largest` integers have the usual scale: the largest magnitude over the largest code.
 
     Args:
         weight: floating point [..., N, K], finite.
@@ -124,7 +128,7 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
     rows = max(1, _CHUNK // max(weight.shape[-1], 1))
     for start in range(0, len(flat), rows):
         part = flat[start : start + rows].float().unflatten(-1, (groups, form.group))
-        step = _float8_scales(part, dtype) if is_float else _scales(part, form.kind, dtype)
+        step = _float8_scales(part, dtype) if is_float else _scales(part, spec, dtype)
         scales[start : start + rows] = step
         inverse = _inverse(step.float()[..., None])
         if is_float:
@@ -138,8 +142,15 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
 
 
 def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:
-    """The rows of `quantise`, rounded when they are asked for."""
-    return GroupedRows(tuple(weight.shape), lambda start, stop: quantise(weight[start:stop], spec))
+    """The rows of `quantise`, rounded when they are asked for: many at once, however they lie."""
+
+    def take(runs: Sequence[tuple[int, int]]) -> GroupedRows:
+        parts = [weight[start:stop] for start, stop in runs]
+        return quantised_rows(parts[0] if len(parts) == 1 else torch.cat(parts), spec)
+
+    return GroupedRows(
+        tuple(weight.shape), lambda start, stop: quantise(weight[start:stop], spec), take
+    )
 
 
 def _round(part: Tensor, inverse: Tensor, kind: Kind) -> Tensor:
@@ -151,9 +162,12 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
 
 
-def _scales(part: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
+def _scales(part: Tensor, spec: GroupSpec, dtype: torch.dtype) -> Tensor:
     """Scales [n, G] of groups [n, G, group], as rounded to their dtype."""
+    kind = spec.form.kind
     whole = part.abs().amax(-1) / _LARGEST[kind][1]
+    if spec.by_largest:
+        return whole.to(dtype)
     best, least = whole.to(dtype), torch.full_like(whole, float("inf"))
     for factor in _FACTORS[kind]:
         tried, codes, error = _try(part, (whole * factor).to(dtype), kind)

@@ -34,8 +34,6 @@ from mtpc.weights.grouped_recipes import (
 from mtpc.weights.packing import Fill
 from mtpc.weights.quantise import quantised_rows
 
-Conversion: TypeAlias = Literal["pack", "quantise", "scales"]
-
 
 @dataclass(frozen=True)
 class Join:
@@ -86,15 +84,13 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Convert:
-    """A weight in a form of `mtpc.weights.packing`.
+class Packed:
+    """A weight in the kernels' order, see `mtpc.weights.packing`.
 
     Attributes:
-        op: "pack" packs it; "quantise" packs its int8 form; "scales" gives the scales of that form.
-        part: the weight; its recipe must not contain another `Convert`.
+        part: the weight; its recipe must not contain another `Packed`.
     """
 
-    op: Conversion
     part: Recipe
 
 
@@ -113,7 +109,7 @@ class Grouped:
     part: Recipe
 
 
-Recipe: TypeAlias = "str | Join | Rows | Blocks | Convert | Grouped"
+Recipe: TypeAlias = "str | Join | Rows | Blocks | Packed | Grouped"
 TensorOf: TypeAlias = Callable[[str], Tensor]
 
 
@@ -126,7 +122,7 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
         fill: packs a weight.
 
     Raises:
-        TypeError: the recipe converts a converted weight.
+        TypeError: the recipe packs a packed weight.
     """
     if isinstance(recipe, str):
         return tensor_of(recipe)
@@ -134,8 +130,8 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
         return GroupedMaker(lambda name, spec: quantised_rows(tensor_of(name), spec), fill).make(
             recipe
         )
-    if isinstance(recipe, Convert):
-        return _convert(recipe, tensor_of, fill)
+    if isinstance(recipe, Packed):
+        return _pack(recipe, tensor_of, fill)
     if isinstance(recipe, Rows):
         whole = make(recipe.part, tensor_of, fill)
         held = [whole.narrow(recipe.dim, start, stop - start) for start, stop in recipe.runs]
@@ -157,12 +153,10 @@ def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
     """
     if isinstance(recipe, Grouped):
         return allocate_piece(recipe.piece, recipe.spec, _extent(recipe.part, tensor_of)[0])
-    shape, dtype = _extent(recipe.part if isinstance(recipe, Convert) else recipe, tensor_of)
-    if not isinstance(recipe, Convert):
-        return torch.empty(shape, dtype=dtype)
-    if recipe.op == "scales":
-        return torch.empty(shape[:-1], dtype=torch.float32)
-    return packing.allocate_packed(shape, torch.uint8 if recipe.op == "quantise" else dtype)
+    if isinstance(recipe, Packed):
+        return packing.allocate_packed(*_extent(recipe.part, tensor_of))
+    shape, dtype = _extent(recipe, tensor_of)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _take_blocks(recipe: Blocks, whole: Tensor) -> Tensor:
@@ -170,35 +164,19 @@ def _take_blocks(recipe: Blocks, whole: Tensor) -> Tensor:
     return (blocks.transpose(1, 2) if recipe.transposed else blocks).contiguous()
 
 
-def _convert(recipe: Convert, tensor_of: TensorOf, fill: Fill) -> Tensor:
-    def measure(part: Tensor, to: Tensor) -> None:
-        to.copy_(packing.row_scales(part))
-
-    def round_and_fill(part: Tensor, to: Tensor) -> None:
-        if part.dim() == 2:
-            fill(packing.quantise(part), to)
-            return
-        # One matrix of a stack at a time, because rounding takes four bytes per weight.
-        for matrix, place in zip(part, to, strict=True):
-            round_and_fill(matrix, place)
-
-    out, convert = allocate(recipe, tensor_of), fill
-    if recipe.op == "scales":
-        convert = measure
-    elif recipe.op == "quantise":
-        convert = round_and_fill
-    rows = 1 if recipe.op == "scales" else packing.TILE
-    _place(recipe.part, out, rows, tensor_of, convert)
+def _pack(recipe: Packed, tensor_of: TensorOf, fill: Fill) -> Tensor:
+    out = allocate(recipe, tensor_of)
+    _place(recipe.part, out, tensor_of, fill)
     # The weight is packed in the host's memory, which has huge pages, and then moved.
     return out.to(tensor_of(next(names(recipe.part))).device)
 
 
 def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
-    """Shape and dtype of the tensor of a recipe without conversions; does not make it."""
+    """Shape and dtype of the tensor of a recipe that packs nothing; does not make it."""
     if isinstance(recipe, str):
         return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
-    if isinstance(recipe, (Convert, Grouped)):
-        raise TypeError("a converted weight cannot be joined or converted again")
+    if isinstance(recipe, (Packed, Grouped)):
+        raise TypeError("a packed weight cannot be joined or packed again")
     if isinstance(recipe, Rows):
         shape, dtype = _extent(recipe.part, tensor_of)
         shape[recipe.dim] = sum(stop - start for start, stop in recipe.runs)
@@ -216,27 +194,26 @@ def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype
     return [sum(shape[0] for shape, _ in parts), *inner], dtype
 
 
-def _place(recipe: Recipe, out: Tensor, rows: int, tensor_of: TensorOf, fill: Fill) -> None:
-    """Convert the tensor of a recipe, part by part if possible, so that the whole is never made.
+def _place(recipe: Recipe, out: Tensor, tensor_of: TensorOf, fill: Fill) -> None:
+    """Pack the tensor of a recipe, part by part if possible, so that the whole is never made.
 
     Args:
-        recipe: a recipe without conversions.
+        recipe: a recipe that packs nothing.
         out: memory of the result.
-        rows: rows of a matrix per entry of the first dimension of `out`.
         tensor_of: name -> tensor.
-        fill: converts one part.
+        fill: packs one part.
     """
     if isinstance(recipe, Join) and recipe.op == "stack":
         for part, to in zip(recipe.parts, out, strict=True):
-            _place(part, to, rows, tensor_of, fill)
+            _place(part, to, tensor_of, fill)
         return
     if isinstance(recipe, Join) and recipe.op == "cat":
         shapes = [_extent(part, tensor_of)[0] for part in recipe.parts]
         is_matrix = all(len(shape) == 2 for shape in shapes)
-        if is_matrix and not any(shape[0] % rows for shape in shapes[:-1]):
-            pieces = out.split([-(-shape[0] // rows) for shape in shapes])
+        if is_matrix and not any(shape[0] % packing.TILE for shape in shapes[:-1]):
+            pieces = out.split([packing.count_tiles(shape[0]) for shape in shapes])
             for part, to in zip(recipe.parts, pieces, strict=True):
-                _place(part, to, rows, tensor_of, fill)
+                _place(part, to, tensor_of, fill)
             return
     fill(make(recipe, tensor_of).contiguous(), out)
 
@@ -354,7 +331,7 @@ def names(recipe: Recipe) -> Iterator[str]:
     """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):
         yield recipe
-    elif isinstance(recipe, (Convert, Rows, Blocks, Grouped)):
+    elif isinstance(recipe, (Packed, Rows, Blocks, Grouped)):
         yield from names(recipe.part)
     else:
         for part in recipe.parts:
@@ -365,9 +342,7 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
     """The recipe with each name replaced by the recipe of that name."""
     if isinstance(recipe, str):
         return recipe_of(recipe)
-    if isinstance(recipe, Convert):
-        return Convert(recipe.op, substitute(recipe.part, recipe_of))
-    if isinstance(recipe, (Rows, Blocks, Grouped)):
+    if isinstance(recipe, (Packed, Rows, Blocks, Grouped)):
         return replace(recipe, part=substitute(recipe.part, recipe_of))
     return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
 
@@ -381,8 +356,8 @@ def to_json(recipe: Recipe) -> Any:
     """
     if isinstance(recipe, str):
         return recipe
-    if isinstance(recipe, Convert):
-        return {recipe.op: to_json(recipe.part)}
+    if isinstance(recipe, Packed):
+        return {"pack": to_json(recipe.part)}
     if isinstance(recipe, Rows):
         other = [recipe.dim] if recipe.dim else []
         return {"rows": [[list(run) for run in recipe.runs], to_json(recipe.part), *other]}
@@ -393,6 +368,7 @@ def to_json(recipe: Recipe) -> Any:
         form = recipe.spec.form
         has = [form.has_zeros, form.has_mins]
         says = [recipe.piece, form.kind, form.group, *has, recipe.spec.scales]
+        says += [True] if recipe.spec.by_largest else []
         return {"grouped": [says, to_json(recipe.part)]}
     return {recipe.op: [to_json(part) for part in recipe.parts]}
 
@@ -406,8 +382,8 @@ def from_json(value: Any) -> Recipe:
     if isinstance(value, str):
         return value
     ((op, parts),) = value.items()
-    if op in get_args(Conversion):
-        return Convert(op, from_json(parts))
+    if op == "pack":
+        return Packed(from_json(parts))
     if op == "rows":
         runs, part, *dim = parts
         kept = tuple((index(start), index(stop)) for start, stop in runs)
@@ -416,11 +392,11 @@ def from_json(value: Any) -> Recipe:
         (count, start, stop, transposed), part = parts
         return Blocks(index(count), index(start), index(stop), bool(transposed), from_json(part))
     if op == "grouped":
-        (piece, kind, group, has_zeros, has_mins, scales), part = parts
+        (piece, kind, group, has_zeros, has_mins, scales, *by_largest), part = parts
         if piece not in get_args(Piece):
             raise ValueError(f"a grouped weight has no {piece!r}")
         form = GroupForm(kind, index(group), bool(has_zeros), bool(has_mins))
-        return Grouped(piece, GroupSpec(form, scales), from_json(part))
+        return Grouped(piece, GroupSpec(form, scales, *map(bool, by_largest)), from_json(part))
     if op not in ("cat", "cat_rows", "stack") or not isinstance(parts, list):
         raise ValueError(f"a recipe has the operation {op!r} of {type(parts).__name__}")
     return Join(op, tuple(map(from_json, parts)))

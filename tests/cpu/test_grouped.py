@@ -22,7 +22,7 @@ from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
 from mtpc.store.machine import cpu_flags
-from mtpc.weights.grouped import Kind
+from mtpc.weights.grouped import Kind, pack_codes
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc
@@ -34,7 +34,7 @@ KINDS: list[Kind] = ["int4", "int8", "float8"]
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(KINDS),
-    group=st.sampled_from([8, 32, 40, 64, 128, 160]),
+    group=st.sampled_from([4, 16, 20, 32, 64, 68, 80, 160]),
     groups=st.integers(1, 4),
     features=st.integers(1, 100),
     points=st.sampled_from(["", "zeros", "mins"]),
@@ -47,6 +47,7 @@ def test_kernel_against_float64_and_the_reference(
     rows: int, outlier: float,
 ) -> None:  # fmt: skip
     """Integer codes give the reference's bits; float8 adds up in another order than torch."""
+    group *= 2 if kind == "int4" else 1
     made = random_weight(
         kind, (features, group * groups), group, zeros=points, scales=scales, seed=features
     )
@@ -83,6 +84,24 @@ def test_rows_do_not_depend_on_rows_or_threads(
     assert torch.equal(
         OURS.grouped_linear(turned.view(7, 10, 512), *operands).view(70, 200), together
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_of_rows(dtype: torch.dtype) -> None:
+    made, bias = random_weight("int8", (70, 132), 132), bf16(70).to(dtype)
+    x = bf16(3, 5, 132, seed=1).to(dtype)
+    found = OURS.grouped_linear(x, *made.operands, bias)
+    expected = REFERENCE.grouped_linear(x, *made.operands, bias)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_codes_are_packed_by_fours() -> None:
+    codes = torch.randint(0, 256, (70, 36), dtype=torch.uint8)
+    packed = pack_codes(codes, "int8")
+    ours = torch.empty_like(packed)
+    OURS.pack(codes, ours)
+    assert torch.equal(ours, packed)
 
 
 @pytest.mark.parametrize(("kind", "group", "points"), FORMS)

@@ -29,7 +29,6 @@ KERNEL_TESTS = [
     "ops/test_gated_delta.py",
     "ops/test_row_linears.py",
     "passes/test_packed_weights.py",
-    "passes/test_quantised_draft.py",
     "sampling/test_kernels.py",
 ]
 """What compares kernels with references in float64, and rows with themselves."""

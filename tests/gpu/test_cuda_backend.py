@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ from mtpc.errors import BackendError, CaptureError, OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load, place
 from mtpc.program.compiler import StepCompiler
-from mtpc.weights.recipes import Conversion, Convert, Join, make
+from mtpc.weights.recipes import Join, Packed, make
 
 pytestmark = pytest.mark.with_triton
 
@@ -240,14 +240,13 @@ def test_an_op_without_candidates_is_noted(checkpoint: Callable[..., Path]) -> N
     assert "mtpc::experts has no GPU kernel: the slow PyTorch reference instead" in notes
 
 
-@pytest.mark.parametrize("op", get_args(Conversion))
-def test_converted_weights_are_where_the_weights_are(op: Conversion) -> None:
+def test_packed_weights_are_where_the_weights_are() -> None:
     """Joined ones, too; packing itself happens in the host's memory."""
     with FakeTensorMode():
         # Stands for a GPU, whose fake tensors torch's builds for the CPU cannot index.
         weight = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
         for part in ("one", Join("cat", ("one", "other"))):
-            made = make(Convert(op, part), lambda name: weight)
+            made = make(Packed(part), lambda name: weight)
             assert made.device.type == "meta"
 
 

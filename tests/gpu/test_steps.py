@@ -67,14 +67,14 @@ def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "of_layers"), [("mimo", set()), ("glm4_moe", {"experts", "quantised_experts"})]
+    ("family", "of_layers"), [("mimo", set()), ("glm4_moe", {"experts", "grouped_experts"})]
 )
 def test_int8_drafts_are_the_same(
     family: str, of_layers: set[str], checkpoint: Callable[..., Path]
 ) -> None:
     """The draft's linears, experts and head: what the reference accepts is accepted."""
     options = replace(OPTIONS, enabled_passes=("quantise-draft",))
-    _compare(checkpoint(family), options, {"paged_attention", "quantised_linear", *of_layers})
+    _compare(checkpoint(family), options, {"paged_attention", "grouped_linear", *of_layers})
 
 
 @pytest.mark.parametrize(

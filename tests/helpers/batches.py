@@ -7,12 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mtpc.weights.packing import (
-    pack,
-    quantise,
-    row_scales,
-)
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -124,11 +118,6 @@ class Mixture:
     def run(self, ops: object, *limit: float | bool) -> Tensor:
         arguments = (self.x, self.gate_up, self.down, self.ids, self.weights, *limit)
         return ops.experts(*arguments)  # type: ignore[attr-defined]
-
-    def int8(self) -> tuple[Tensor, ...]:
-        """Arguments of quantised_experts."""
-        wide, narrow = ((pack(quantise(w)), row_scales(w)) for w in (self.gate_up, self.down))
-        return self.x, *wide, *narrow, self.ids, self.weights
 
 
 def make_mixture(

@@ -84,12 +84,6 @@ def launches() -> list[Launch]:
         plan("latent_attention", new(8, 4, 80), latent, *indices, 0.1, 64),
         plan("experts", new(1, 64), new(6, 64, 64), new(6, 64, 32), *choices, 7.0, True),
         plan("gated_delta_rule", *delta),
-        plan(
-            "quantised_linear",
-            new(8, 64),
-            new(2, 16, 32, 4, dtype=torch.uint8),
-            new(64, dtype=float32),
-        ),
         plan("grouped_linear", new(8, 64), *codes, new(2, 2, 32), None, 64, None),
         plan("sample", *rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
         plan("count_tokens", tokens[2], *emitted),

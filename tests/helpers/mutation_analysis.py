@@ -29,7 +29,7 @@ class Step(nn.Module):
     """Every operator once."""
 
     def forward(  # type: ignore[no-untyped-def]
-        self, rows, kv, latent, mixture, indices, keys, delta, int8, int8_mixture, logits, turned,
+        self, rows, kv, latent, mixture, indices, keys, delta, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
         grouped_mixture,
     ):  # fmt: skip
@@ -46,8 +46,6 @@ class Step(nn.Module):
             absorbed,
             mixed,
             stepped,
-            ops.quantised_linear(*int8),
-            ops.quantised_experts(*int8_mixture),
             ops.grouped_linear(*grouped, 64),
             ops.grouped_gated_linear(*grouped, 64),
             ops.grouped_experts(*grouped_mixture),
@@ -70,11 +68,6 @@ def main() -> None:
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
-
-    def int8(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        *stack, tiles, _, features, _ = shape
-        scales = new(*stack, tiles * features, dtype=torch.float32)
-        return new(*shape, dtype=torch.uint8), scales
 
     def int4(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Groups of 32 inputs with zero points."""
@@ -112,11 +105,6 @@ def main() -> None:
                 *(new(8, 72), new(64, 4), new(4), new(4)),
                 *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=torch.int32)),
                 *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
-            ),
-            (new(8, 64), *int8(2, 16, 32, 4)),
-            (
-                *(new(8, 64), *int8(6, 4, 16, 32, 4), *int8(6, 2, 16, 32, 4)),
-                *(new(8, 2, dtype=torch.int64), new(8, 2)),
             ),
             (new(8, 4, 4, dtype=torch.float32), 20, 1e-6),
             (

@@ -169,30 +169,6 @@ def _delta(
     return plan("gated_delta_rule", *args)[0]
 
 
-def _int8(tokens: int, features: int, inputs: int, dtype: torch.dtype = BF16) -> list[Launch]:
-    weight = _fake(-(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8)
-    scales = _fake(features, dtype=torch.float32)
-    x = _fake(tokens, inputs, dtype=dtype)
-    return plan("quantised_linear", x, weight, scales)[0]
-
-
-def _int8_experts(
-    tokens: int, sizes: tuple[int, int, int], picks: int = 8, dtype: torch.dtype = BF16
-) -> list[Launch]:
-    """(experts, hidden, inner) = `sizes`."""
-    experts, hidden, inner = sizes
-    x, shares = _fake(tokens, hidden, dtype=dtype), _fake(tokens, picks, dtype=dtype)
-    ids = _fake(tokens, picks, dtype=torch.int64)
-    forms = [
-        (
-            _fake(experts, -(-features // 32), inputs // 4, 32, 4, dtype=torch.uint8),
-            _fake(experts, features, dtype=torch.float32),
-        )
-        for features, inputs in ((2 * inner, hidden), (hidden, inner))
-    ]
-    return plan("quantised_experts", x, *forms[0], *forms[1], ids, shares)[0]
-
-
 def _codes(kind: Kind, group: int, *shape: int) -> tuple[torch.Tensor, ...]:
     """Codes and scales of a weight, or of a stack of them."""
     *stack, features, inputs = shape
@@ -212,14 +188,19 @@ def _grouped(
 
 
 def _grouped_experts(
-    tokens: int, kind: Kind, group: int, sizes: tuple[int, int, int], picks: int = 8
+    tokens: int,
+    kind: Kind,
+    groups: tuple[int, int],
+    sizes: tuple[int, int, int],
+    picks: int = 8,
+    dtype: torch.dtype = BF16,
 ) -> list[Launch]:
-    """(experts, hidden, inner) = `sizes`."""
+    """(experts, hidden, inner) = `sizes`; groups of the way up and of the way down."""
     experts, hidden, inner = sizes
-    wide = _codes(kind, group, experts, 2 * inner, hidden)
-    narrow = _codes(kind, group, experts, hidden, inner)
-    ids, shares = _fake(tokens, picks, dtype=torch.int64), _fake(tokens, picks)
-    x = _fake(tokens, hidden)
+    wide = _codes(kind, groups[0], experts, 2 * inner, hidden)
+    narrow = _codes(kind, groups[1], experts, hidden, inner)
+    ids, shares = _fake(tokens, picks, dtype=torch.int64), _fake(tokens, picks, dtype=dtype)
+    x = _fake(tokens, hidden, dtype=dtype)
     return plan("grouped_experts", x, *wide, None, *narrow, None, ids, shares)[0]
 
 
@@ -295,24 +276,27 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "Qwen3-Next's state, 64 x 1 rows without drafts": lambda: _delta(64, 1, drafts=0),
     "Qwen3-Next's state, prompt of 512": lambda: _delta(1, 512),
     "Qwen3.5's state (48 heads), float32": lambda: _delta(4, 4, (16, 48), dtype=torch.float32),
-    "int8 head of GLM-4.5, 1 row": lambda: _int8(1, 151_552, 4096),
-    "int8 head of GLM-4.5, 5 rows, float16": lambda: _int8(5, 151_552, 4096, FP16),
-    "int8 projection, 64 rows": lambda: _int8(64, 4096, 8192),
-    "int8 experts of GLM-4.5-Air, 1 row, float16": lambda: _int8_experts(
-        1, (128, 4096, 1408), dtype=FP16
+    "int8 head of GLM-4.5, 1 row": lambda: _grouped(1, "int8", 4096, (151_552, 4096)),
+    "int8 head of GLM-4.5, 5 rows, float16": lambda: _grouped(
+        5, "int8", 4096, (151_552, 4096), FP16
     ),
-    "int8 experts of DeepSeek-V3, 64 rows": lambda: _int8_experts(64, (256, 7168, 2048)),
+    "int8 projection, 64 rows": lambda: _grouped(64, "int8", 8192, (4096, 8192)),
+    "int8 experts of GLM-4.5-Air, 1 row, float16": lambda: _grouped_experts(
+        1, "int8", (4096, 1408), (128, 4096, 1408), dtype=FP16
+    ),
+    "int8 experts of DeepSeek-V3, 64 rows": lambda: _grouped_experts(
+        64, "int8", (7168, 2048), (256, 7168, 2048)
+    ),
     "int4 projection in groups of 32, 4 rows": lambda: _grouped(4, "int4", 32, (4096, 4096)),
     "int4 projection in groups of 128, 64 rows, float16": lambda: _grouped(
         64, "int4", 128, (4096, 4096), FP16
     ),
-    "int8 projection by channel, 5 rows": lambda: _grouped(5, "int8", 8192, (4096, 8192)),
     "DeepSeek-V3's float8 projection, 4 rows": lambda: _grouped(4, "float8", 128, (7168, 2048)),
     "DeepSeek-V3's float8 experts, 5 rows": lambda: _grouped_experts(
-        5, "float8", 128, (256, 7168, 2048)
+        5, "float8", (128, 128), (256, 7168, 2048)
     ),
     "int4 experts of GLM-4.5-Air, 64 rows": lambda: _grouped_experts(
-        64, "int4", 32, (128, 4096, 1408)
+        64, "int4", (32, 32), (128, 4096, 1408)
     ),
     "DeepSeek-V3.2's indexer, 4 x 5 rows": lambda: _choose(4, 5),
     "the indexer on float16 keys, 1 x 5 rows": lambda: _choose(1, 5, FP16),

@@ -20,7 +20,7 @@ from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.fuse_head_max import FuseHeadMax
-from mtpc.weights.packing import pack, quantise, row_scales
+from mtpc.weights.packing import pack
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc
@@ -31,9 +31,8 @@ def packed(features: int, inputs: int, bias: Tensor | None = None) -> tuple[str,
     return "packed_linear", (pack(bf16(features, inputs)), features, bias)
 
 
-def quantised(features: int, inputs: int, bias: Tensor | None = None) -> tuple[str, Sequence[Any]]:
-    weight = bf16(features, inputs)
-    return "quantised_linear", (pack(quantise(weight)), row_scales(weight), bias)
+def by_row(features: int, inputs: int, bias: Tensor | None = None) -> tuple[str, Sequence[Any]]:
+    return "grouped_linear", (*random_weight("int8", (features, inputs), inputs).operands, bias)
 
 
 def grouped(features: int, inputs: int, bias: Tensor | None = None) -> tuple[str, Sequence[Any]]:
@@ -44,7 +43,7 @@ def grouped(features: int, inputs: int, bias: Tensor | None = None) -> tuple[str
 SIZES = [(1, 32), (31, 64), (64, 64), (97, 96), (4000, 128)]
 
 
-@pytest.mark.parametrize("form", [packed, quantised, grouped])
+@pytest.mark.parametrize("form", [packed, by_row, grouped])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("features", "inputs"), [(1, 32), (31, 64), (64, 64), (97, 96), (4000, 128)]
@@ -127,7 +126,7 @@ def test_threads_change_nothing(threads: int) -> None:
     assert torch.equal(found[1], expected.indices)
 
 
-@pytest.mark.parametrize("form", [packed, quantised, grouped])
+@pytest.mark.parametrize("form", [packed, grouped])
 def test_schemas_and_fakes(form: Callable[..., Any]) -> None:
     name, operands = form(70, 64)
     for namespace in (OURS, REFERENCE):
@@ -138,12 +137,10 @@ def test_schemas_and_fakes(form: Callable[..., Any]) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    weight = bf16(70, 64)
-    operands = (pack(quantise(weight)), row_scales(weight))
     with pytest.raises(RuntimeError, match="expected bfloat16 x"):
-        OURS.quantised_linear_max(torch.ones(1, 64), *operands)
+        OURS.grouped_linear_max(torch.ones(1, 64), *by_row(70, 64)[1])
     with pytest.raises(RuntimeError, match="expected x \\[\\.\\.\\., K\\]"):
-        OURS.packed_linear_max(bf16(1, 66), pack(weight), 70)
+        OURS.packed_linear_max(bf16(1, 66), pack(bf16(70, 64)), 70)
 
 
 # ---- The pass --------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ def test_the_targets_head_and_the_drafts(
     found = targets(graph)
     in_int8 = len(passes)
     assert found.count(REFERENCE.packed_linear_max.default) == 2 - in_int8
-    assert found.count(REFERENCE.quantised_linear_max.default) == in_int8
+    assert found.count(REFERENCE.grouped_linear_max.default) == in_int8
     assert aten.argmax.default not in found
     assert aten.max.dim not in found
     graph.graph.lint()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.batches import bf16, make_mixture
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.grouped import experts_call, random_weight
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,7 @@ import mtpc
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.ops.ragged import keep_rows
-from mtpc.weights.packing import pack, quantise, row_scales
+from mtpc.weights.packing import pack
 
 load_kernels()
 NAMESPACES = (torch.ops.mtpc_cpu, torch.ops.mtpc)
@@ -29,9 +30,8 @@ def linear(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
     return namespace.packed_linear(x, pack(bf16(70, 96)), 70, bf16(70), rows)
 
 
-def quantised(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
-    weight = bf16(70, 96)
-    return namespace.quantised_linear(x, pack(quantise(weight)), row_scales(weight), None, rows)
+def grouped(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
+    return namespace.grouped_linear(x, *random_weight("int8", (70, 96), 96).operands, None, rows)
 
 
 def experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
@@ -45,12 +45,12 @@ def head_linear(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
     return namespace.packed_head_linear(heads, pack(bf16(3, 40, 32)), 40, rows).flatten(1)
 
 
-def quantised_experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
-    mix = make_mixture(len(x), dtype=torch.bfloat16, hidden=96, intermediate=64)
-    return namespace.quantised_experts(x, *mix.int8()[1:], 0.4, True, rows)
+def grouped_experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
+    arguments = experts_call(len(x), ("int8", 96, ""), torch.bfloat16, 96)
+    return namespace.grouped_experts(x, *arguments[1:], 0.4, True, rows)
 
 
-CALLS = [linear, head_linear, quantised, experts, quantised_experts]
+CALLS = [linear, head_linear, grouped, experts, grouped_experts]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -28,7 +28,7 @@ from mtpc.passes.pack_weights import PackWeights
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
 from mtpc.weights.packing import TILE, Fill, allocate, can_pack, fill_packed, pack, unpack
-from mtpc.weights.recipes import Blocks, Convert, Join, Recipe
+from mtpc.weights.recipes import Blocks, Join, Packed, Recipe
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu.packed_linear, torch.ops.mtpc.packed_linear
@@ -90,7 +90,7 @@ def test_joined_weights_are_packed_part_by_part(recipe: Recipe, fill: Fill) -> N
     """The same as packing the joined weight, which is made only where tiles demand it."""
     sizes = {"a": (64, 6), "b": (32, 6), "c": (33, 6), "d": (64, 6), "stacks": (2, 40, 6)}
     tensors = {name: bf16(*size, seed=i) for i, (name, size) in enumerate(sizes.items())}
-    packed = recipes.make(Convert("pack", recipe), tensors.__getitem__, fill)
+    packed = recipes.make(Packed(recipe), tensors.__getitem__, fill)
     assert torch.equal(packed, pack(recipes.make(recipe, tensors.__getitem__)))
 
 
@@ -289,10 +289,10 @@ def test_experts_misfits_are_refused() -> None:
 
 def test_pack_recipes() -> None:
     """As data and back, of what other recipes make."""
-    recipe = Convert("pack", Join("cat", ("a", "b")))
+    recipe = Packed(Join("cat", ("a", "b")))
     assert recipes.from_json(json.loads(json.dumps(recipes.to_json(recipe)))) == recipe
     assert list(recipes.names(recipe)) == ["a", "b"]
-    assert recipes.substitute(recipe, str.upper) == Convert("pack", Join("cat", ("A", "B")))
+    assert recipes.substitute(recipe, str.upper) == Packed(Join("cat", ("A", "B")))
     held = {"a": bf16(3, 4), "b": bf16(5, 4, seed=1)}
     made = recipes.make(recipe, held.__getitem__)
     assert torch.equal(unpack(made, 8), torch.cat([held["a"], held["b"]]))
@@ -301,7 +301,7 @@ def test_pack_recipes() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_block_recipes(transposed: bool) -> None:
     """Each head's part of a weight, as a packed stack."""
-    recipe = Convert("pack", Blocks(3, 2, 6, transposed, "kv"))
+    recipe = Packed(Blocks(3, 2, 6, transposed, "kv"))
     assert recipes.from_json(json.loads(json.dumps(recipes.to_json(recipe)))) == recipe
     assert list(recipes.names(recipe)) == ["kv"]
     assert recipes.substitute(recipe, str.upper).part.part == "KV"

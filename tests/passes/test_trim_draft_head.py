@@ -24,11 +24,14 @@ from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import select_passes
 from mtpc.passes.base import is_call
+from mtpc.passes.quantise_draft import draft_spec
 from mtpc.passes.trim_draft_head import runs
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
-from mtpc.weights.packing import pack, quantise
-from mtpc.weights.recipes import Convert, Rows
+from mtpc.weights.grouped import pack_codes, pack_scales
+from mtpc.weights.packing import pack
+from mtpc.weights.quantise import quantise
+from mtpc.weights.recipes import Grouped, Packed, Recipe, Rows
 
 LISTED = (1, 2, 3, 7, 40, 41, 42, 60, 61, 90)
 
@@ -50,9 +53,16 @@ def test_rows_of_a_weight(ids: set[int]) -> None:
     plain = recipes.make(rows, {"head": weight}.__getitem__)
     assert torch.equal(plain, weight[sorted(ids)])
     assert plain.data_ptr() != weight.data_ptr()
-    for form, of in (("pack", pack), ("quantise", lambda w: pack(quantise(w)))):
-        recipe = Convert(form, rows)
-        assert torch.equal(recipes.make(recipe, {"head": weight}.__getitem__), of(plain))
+    spec = draft_spec(weight)
+    assert spec is not None
+    int8 = quantise(plain, spec)
+    made: dict[Recipe, torch.Tensor] = {
+        Packed(rows): pack(plain),
+        Grouped("codes", spec, rows): pack_codes(int8.codes, "int8"),
+        Grouped("scales", spec, rows): pack_scales(int8.scales),
+    }
+    for recipe, expected in made.items():
+        assert torch.equal(recipes.make(recipe, {"head": weight}.__getitem__), expected)
         assert recipes.from_json(recipes.to_json(recipe)) == recipe
         assert list(recipes.names(recipe)) == ["head"]
     renamed = recipes.substitute(rows, lambda name: f"model.{name}")
@@ -125,8 +135,9 @@ def test_with_int8_and_packed_weights(checkpoint: Callable[..., Path]) -> None:
     spec.generate(PROMPTS[5], 12, ignore_eos=True)
     step = spec.program.steps[StepKey.decode(1, 2)]
     assert step.graph is not None
-    recipe = step.graph.weights.recipes["quantised.trimmed_lm_head_weight"]
-    assert recipe == Convert("quantise", Rows(runs(LISTED), "lm_head.weight"))
+    recipe = step.graph.weights.recipes["quantised.trimmed_lm_head_weight.codes"]
+    assert isinstance(recipe, Grouped)
+    assert recipe.part == Rows(runs(LISTED), "lm_head.weight")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
 from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec
-from mtpc.weights.recipes import Convert, Rows, allocate, from_json, make, spec_of, to_json
+from mtpc.weights.recipes import Packed, Rows, allocate, from_json, make, spec_of, to_json
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
@@ -32,7 +32,7 @@ def test_a_part_of_a_weight(dim: int) -> None:
     assert torch.equal(part, WHOLE.index_select(dim, torch.tensor([0, 2, 3])))
     assert part.untyped_storage().data_ptr() != WHOLE.untyped_storage().data_ptr()
     assert allocate(recipe, lambda name: WHOLE).shape == part.shape
-    packed = Convert("pack", recipe)
+    packed = Packed(recipe)
     assert from_json(to_json(packed)) == packed
     spec = GroupSpec(GroupForm("int4", 32, False, False), "bfloat16")
     assert spec_of(recipe, {"w": spec}) == (spec if dim == 0 else None)

@@ -12,7 +12,7 @@ references, on each level:
   of rows that its own request has: speculation can be compared with plain decoding exactly.
 - Attention and `choose_slots` cost time in proportion to seq_lens, not to the width of the block
   table, and read no cache position that no row attends to.
-- `experts`, `packed_experts` and `quantised_experts` read each chosen expert's weights once,
+- `experts`, `packed_experts` and `grouped_experts` read each chosen expert's weights once,
   `packed_linear` and `packed_gated_linear` their weight, `linear_chain` each of its weights.
 - `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
 - No kernel needs Python's lock, and tapes run without it (`torch.classes.mtpc_runner.Tape`).

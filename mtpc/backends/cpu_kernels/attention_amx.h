@@ -59,9 +59,8 @@ void for_passes(int64_t rows, const Body& body) {
 inline void score_panel(const BFloat16* queries, int64_t rows, int64_t width, const Group* panel,
                         float* scores) {
   for_passes(rows, [&](int64_t row, int64_t count) {
-    alignas(64) TileSums<Bf16Pairs, kMostRows> sums;
-    multiply_rows<Bf16Pairs>(
-        dense_rows(queries, width).from(row, 0, width / 2), count, panel, {}, sums);
+    alignas(64) TileSums<kMostRows> sums;
+    multiply_rows(dense_rows(queries, width).from(row, 0, width / 2), count, panel, {}, sums);
     for (int64_t r = 0; r < count; ++r) {
       std::memcpy(scores + (row + r) * kSplit, sums[r], sizeof(sums[r]));
     }
@@ -73,11 +72,11 @@ inline void add_values(const BFloat16* high, const BFloat16* low, int64_t rows, 
                        const Group* tile, float* out, int64_t out_stride) {
   const int64_t first = range.begin / 2, groups = range.size() / 2;
   for_passes(rows, [&](int64_t row, int64_t count) {
-    alignas(64) TileSums<Bf16Pairs, kMostRows> sums;
+    alignas(64) TileSums<kMostRows> sums;
     zero_sums(count);
     for (const BFloat16* part : {high, low}) {
-      add_rows<Bf16Pairs>(dense_rows(part, kSplit).from(row, first, groups), count,
-                          tile + first * kFeatures, {});
+      add_rows(dense_rows(part, kSplit).from(row, first, groups), count, tile + first * kFeatures,
+               {});
     }
     store_sums(sums, count);
     for (int64_t r = 0; r < count; ++r) {

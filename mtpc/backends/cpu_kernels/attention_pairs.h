@@ -92,8 +92,8 @@ void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, flo
     for (int r = 0; r < kTile; ++r) {
       Group group;
       std::memcpy(&group, rows + r * groups + g, sizeof(group));
-      low[r] = Bf16Pairs::add(low[r], Groups{} + group, keys[0]);
-      high[r] = Bf16Pairs::add(high[r], Groups{} + group, keys[1]);
+      low[r] = add_pairs(low[r], Groups{} + group, keys[0]);
+      high[r] = add_pairs(high[r], Groups{} + group, keys[1]);
     }
   }
 #pragma GCC unroll 8

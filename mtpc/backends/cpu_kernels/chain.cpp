@@ -200,7 +200,7 @@ class Chain {
     const InputRows x{reinterpret_cast<const Group*>(from.first), from.width / Stage::kPair,
                       from.stride / Stage::kPair};
     multiply(s, run, to, worker, [&](int64_t tile, const auto& body) {
-      for_products<Bf16Pairs>(
+      for_products(
           x, rows_, stage.weight() + tile * stage.tile_bytes(), worker.registers, body);
     });
   }

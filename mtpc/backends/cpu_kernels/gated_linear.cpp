@@ -19,7 +19,7 @@ void run(InputRows x, int64_t rows, const BFloat16* weight, int64_t width, BFloa
   run_stream_in_runs<GatedWorker>(
       tiles, workers, gated_run(rows), [&](Tasks run, GatedWorker& worker) {
         const auto products = [&](int64_t tile, const auto& body) {
-          for_products<Bf16Pairs>(x, rows, bytes + tile * size, worker.registers, body);
+          for_products(x, rows, bytes + tile * size, worker.registers, body);
         };
         multiply_gated(products, rows, tiles, run, worker.gates, out, width);
       });

@@ -5,6 +5,7 @@
 // that share one pass, so a row's bits do not depend on the others.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <type_traits>
 #include <utility>
@@ -17,8 +18,10 @@ namespace mtpc {
 /// Registers of a tile's features.
 inline constexpr int kTileRegisters = kFeatures / kLanes<float>;
 
-/// Rows that share one pass over a tile.
+/// Rows that share one pass over a tile; and where a row is one group of int8, whose sums alone are
+/// in registers until its end.
 inline constexpr int kMostGroupedRows = kVectorBytes >= 32 ? 8 : 1;
+inline constexpr int kMostWholeRows = kVectorBytes == 64 ? 12 : kMostGroupedRows;
 
 /// Registers of features that products of integers take at a time. With AVX2, so many that the sums
 /// of all rows stay in registers.
@@ -34,11 +37,24 @@ template <int kRows>
 inline constexpr int kFloatBlock = kRows <= 2 ? kTileRegisters : std::min(2, kTileRegisters);
 
 /// Sums of one tile's features, by row.
-using GroupedSums = float[kMostGroupedRows][kFeatures];
+using GroupedSums = float[kMostWholeRows][kFeatures];
 
 /// Steps that are gone through at a time. Of int4 their products are added before their sum is
 /// widened to 32 bits, where that is to be done.
 inline constexpr int64_t kFewSteps = 4;
+
+#if !defined(__AVX2__) || defined(__AVX512F__)
+/// sums + the products of a's four bytes, without a sign, with b's four int8, lane by lane. Sums are
+/// exact up to 65,000 inputs.
+inline Groups add_quads(Groups sums, Groups a, Groups b) {
+#if defined(__AVX512VNNI__)
+  return (Groups)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#else
+  for (int i = 0; i < 4; ++i) sums += (a >> 8 * i & 0xff) * (b << (24 - 8 * i) >> 24);
+  return sums;
+#endif
+}
+#endif
 
 /// Eight inputs in 32 bits: the first four in the lower halves of the bytes.
 struct Int4Codes {
@@ -65,7 +81,7 @@ struct Int4Codes {
     return (Groups)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
   }
 #else
-  static Groups add(Groups sums, Groups codes, Groups x) { return Int8Quads::add(sums, codes, x); }
+  static Groups add(Groups sums, Groups codes, Groups x) { return add_quads(sums, codes, x); }
 #endif
 };
 
@@ -96,7 +112,7 @@ struct Int8Codes {
     return codes;
   }
 
-  static Groups add(Groups sums, Groups codes, Groups x) { return Int8Quads::add(sums, codes, x); }
+  static Groups add(Groups sums, Groups codes, Groups x) { return add_quads(sums, codes, x); }
 #endif
 };
 
@@ -130,7 +146,7 @@ class GroupProducts {
    public:
     __attribute__((always_inline)) Part(const GroupProducts& all, int64_t step, int feature)
         : codes_(all.codes_ + step * kGroupBytes + feature * sizeof(Group)) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         rows_[r] = all.x_ + r * all.stride_ + Codes::kParts * step;
       }
@@ -147,7 +163,7 @@ class GroupProducts {
         (add(kStep, sums), ...);
       }
       codes_ += sizeof...(kStep) * kGroupBytes;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) rows_[r] += Codes::kParts * sizeof...(kStep);
     }
 
@@ -155,7 +171,7 @@ class GroupProducts {
     __attribute__((always_inline)) void add(int step, Sums& sums) const {
       const char* from = codes_ + step * kGroupBytes;
       Groups codes[kRegs];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int i = 0; i < kRegs; ++i) {
         std::memcpy(&codes[i], from + i * kVectorBytes, kVectorBytes);
         if (i * kVectorBytes % kLine == 0) __builtin_prefetch(from + i * kVectorBytes + kCodesAhead);
@@ -168,20 +184,20 @@ class GroupProducts {
     __attribute__((always_inline)) void add_part(
         int step, const Groups (&codes)[kRegs], Sums& sums) const {
       Groups these[kRegs];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int i = 0; i < kRegs; ++i) these[i] = Codes::template part<kPart>(codes[i]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Groups x = Groups{} + rows_[r][Codes::kParts * step + kPart];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < kRegs; ++i) sums[r][i] = Codes::add(sums[r][i], these[i], x);
       }
     }
 
     static __attribute__((always_inline)) void widen(const Sums& parts, Sums& sums) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < kRegs; ++i) sums[r][i] += Codes::widen(parts[r][i]);
       }
     }
@@ -268,17 +284,17 @@ class TileProduct {
   /// What zero points make of a group's sums; products are added to it.
   __attribute__((always_inline)) void begin(int64_t g, int block, Sums& sums) const {
     const int32_t* x_offsets = x_offsets_ + g * x_rows_;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < kRegs; ++i) {
       if (scales_.has_zeros()) {
         const Groups zero = scales_.zero(g, feature(block) + i * kLanes<float>);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) sums[r][i] = zero * x_offsets[r];
       } else if (scales_.has_mins()) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) sums[r][i] = Groups{};
       } else {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) sums[r][i] = Groups{} + x_offsets[r];
       }
     }
@@ -288,10 +304,10 @@ class TileProduct {
   __attribute__((always_inline)) void finish(
       int64_t g, int block, const Sums& sums, Totals& totals) const {
     const float* x_steps = x_steps_ + g * x_rows_;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < kRegs; ++i) {
       const Vec<float> scale = scales_.scale(g, feature(block) + i * kLanes<float>);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Vec<float> sum = __builtin_convertvector(sums[r][i], Vec<float>);
         totals[r][i] = multiply_add(sum, scale * x_steps[r], totals[r][i]);
@@ -299,7 +315,7 @@ class TileProduct {
       if (!scales_.has_mins()) continue;
       const int32_t* x_offsets = x_offsets_ + g * x_rows_;
       const Vec<float> min = scales_.min(g, feature(block) + i * kLanes<float>);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Vec<float> offset = Vec<float>{} + static_cast<float>(x_offsets[r]);
         totals[r][i] = multiply_add(offset, min * x_steps[r], totals[r][i]);
@@ -352,16 +368,16 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
           __builtin_prefetch(from + kCodesAhead + kLine);
         }
         Groups codes[kRegs];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < kRegs; ++i) {
           std::memcpy(&codes[i], from + i * kVectorBytes, kVectorBytes);
           nan[first + i] |= find_nan(codes[i]);
         }
         const auto add = [&](auto byte) __attribute__((always_inline)) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
           for (int i = 0; i < kRegs; ++i) {
             const Vec<float> weight = small_float8<byte>(codes[i]) * 0x1p120f;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
               const Vec<float> input = Vec<float>{} + numbers[r * stride + 4 * k + byte];
               sums[r][i] = multiply_add(weight, input, sums[r][i]);
@@ -373,10 +389,10 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
         add(std::integral_constant<int, 2>{});
         add(std::integral_constant<int, 3>{});
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int i = 0; i < kRegs; ++i) {
         const Vec<float> scale = scales.scale(g, (first + i) * kLanes<float>);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
           totals[r][first + i] = multiply_add(sums[r][i], scale, totals[r][first + i]);
         }
@@ -397,9 +413,10 @@ using MultiplyGrouped = void (*)(const GroupedRows&, int64_t, const GroupedWeigh
 template <int... kRows>
 constexpr std::array<std::array<MultiplyGrouped, sizeof...(kRows)>, 3> grouped_table(
     std::integer_sequence<int, kRows...>) {
-  return {{{multiply_codes<Int4Codes, kRows + 1>...},
+  constexpr int kMost = kMostGroupedRows;
+  return {{{multiply_codes<Int4Codes, std::min(kRows + 1, kMost)>...},
            {multiply_codes<Int8Codes, kRows + 1>...},
-           {multiply_float8<kRows + 1>...}}};
+           {multiply_float8<std::min(kRows + 1, kMost)>...}}};
 }
 
 /// `rows` rows from `first` on times one tile; body(row, its 32 sums), row from 0 on, for each.
@@ -409,7 +426,7 @@ void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
                           const GroupedWeight& tile, [[maybe_unused]] PassRegisters& registers,
                           const Body& body) {
   static constexpr auto kMultiply =
-      grouped_table(std::make_integer_sequence<int, kMostGroupedRows>{});
+      grouped_table(std::make_integer_sequence<int, kMostWholeRows>{});
   const auto& multiply = kMultiply[static_cast<int>(tile.form.kind)];
   const auto go = [&](int64_t most, auto multiply_pass) {
     const int64_t passes = (rows + most - 1) / most;
@@ -427,7 +444,8 @@ void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
     });
   }
 #endif
-  go(kMostGroupedRows, [&](int64_t row, int64_t count) {
+  const bool is_whole = tile.form.kind == CodeKind::kInt8 && tile.form.groups() == 1;
+  go(is_whole ? kMostWholeRows : kMostGroupedRows, [&](int64_t row, int64_t count) {
     GroupedSums sums;
     multiply[count - 1](x, first + row, tile, sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);

@@ -60,7 +60,7 @@ MTPC_OPERATOR Tensor packed_head_linear(
     const BFloat16* from = inputs.get() + head * s.used * s.inputs;
     const BFloat16* tile = weights + task * kFeatures * s.inputs;
     const InputRows x = dense_rows(from, s.inputs);
-    for_products<Bf16Pairs>(x, s.used, tile, registers, [&](int64_t row, const float* sums) {
+    for_products(x, s.used, tile, registers, [&](int64_t row, const float* sums) {
       BFloat16* to = result + (row * s.heads + head) * features + begin;
       for (int64_t f = 0; f < count; ++f) to[f] = static_cast<BFloat16>(sums[f]);
     });

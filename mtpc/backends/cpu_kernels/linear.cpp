@@ -37,7 +37,7 @@ void for_results(const Tensor& x, const Tensor& weight, int64_t features, int64_
   Buffer<char> copy;
   const InputRows from = rows_for_products(
       static_cast<const BFloat16*>(dense.const_data_ptr()), used, inputs, copy);
-  for_all_products<Bf16Pairs>(
+  for_all_products(
       from, used, weight.const_data_ptr(), count_tiles(features),
       worker_count(used * features * inputs), put);
 }

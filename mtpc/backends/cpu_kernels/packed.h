@@ -17,12 +17,12 @@ inline bool is_packed_linear(const Tensor& weight, int64_t features, int64_t inp
 }
 
 /// Rows of x times one tile; body(row, its 32 sums) for each. Registers are a thread's own.
-template <class Dot, class Body>
+template <class Body>
 void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& registers,
                   const Body& body) {
   const Group* weights = static_cast<const Group*>(tile);
 #if defined(__AMX_TILE__)
-  if (rows >= kManyRows) return multiply_in_blocks<Dot>(x, rows, weights, registers, body);
+  if (rows >= kManyRows) return multiply_in_blocks(x, rows, weights, registers, body);
 #endif
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
   for (int64_t pass = 0; pass < passes; ++pass) {
@@ -30,8 +30,8 @@ void for_products(InputRows x, int64_t rows, const void* tile, PassRegisters& re
     const auto fetch =
         fetch_in_pass(static_cast<const char*>(tile), x.groups, pass, passes, count);
     registers.set_rows(count);
-    TileSums<Dot, kMostRows> sums;
-    multiply_rows<Dot>(x.from(row, 0, x.groups), count, weights, fetch, sums);
+    TileSums<kMostRows> sums;
+    multiply_rows(x.from(row, 0, x.groups), count, weights, fetch, sums);
     for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
   }
 }
@@ -46,19 +46,19 @@ inline bool goes_by_tiles([[maybe_unused]] InputRows x, [[maybe_unused]] int64_t
 }
 
 /// Rows of x times `tiles` tiles on several threads; body(tile, row, its 32 sums) for each.
-template <class Dot, class Body>
+template <class Body>
 void for_all_products(InputRows x, int64_t rows, const void* weights, int64_t tiles,
                       int64_t workers, const Body& body) {
   const char* bytes = static_cast<const char*>(weights);
 #if defined(__AMX_TILE__)
   if (need_phases(x, rows)) {
     const Group* all = static_cast<const Group*>(weights);
-    return multiply_in_phases<Dot>(x, rows, all, tiles, workers, body);
+    return multiply_in_phases(x, rows, all, tiles, workers, body);
   }
 #endif
   run_stream<PassRegisters>(tiles, workers, [&](int64_t tile, PassRegisters& registers) {
-    for_products<Dot>(x, rows, bytes + tile * x.groups * kGroupBytes, registers,
-                      [&](int64_t row, const auto* sums) { body(tile, row, sums); });
+    for_products(x, rows, bytes + tile * x.groups * kGroupBytes, registers,
+                 [&](int64_t row, const float* sums) { body(tile, row, sums); });
   });
 }
 

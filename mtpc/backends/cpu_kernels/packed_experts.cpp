@@ -63,10 +63,10 @@ class PackedExperts {
     const BFloat16* gate = gate_up_ + choice.expert * 2 * s_.intermediate * s_.hidden + tile * size;
     const BFloat16* up = gate + s_.intermediate * s_.hidden;
     std::vector<float> gates(rows * kFeatures);
-    for_products<Bf16Pairs>(x, rows, gate, registers, [&](int64_t row, const float* sums) {
+    for_products(x, rows, gate, registers, [&](int64_t row, const float* sums) {
       std::copy_n(sums, kFeatures, gates.data() + row * kFeatures);
     });
-    for_products<Bf16Pairs>(x, rows, up, registers, [&](int64_t row, const float* sums) {
+    for_products(x, rows, up, registers, [&](int64_t row, const float* sums) {
       const float* g = gates.data() + row * kFeatures;
       BFloat16* active =
           active_.get() + (choice.first_slot + row) * s_.intermediate + tile * kFeatures;
@@ -87,7 +87,7 @@ class PackedExperts {
       const BFloat16* weights =
           down_ + (choice.expert * tiles + tile) * kFeatures * s_.intermediate;
       const int64_t rows = choice.rows.size();
-      for_products<Bf16Pairs>(active, rows, weights, registers, [&](int64_t i, const float* sums) {
+      for_products(active, rows, weights, registers, [&](int64_t i, const float* sums) {
         float* to = total.data() + choice.rows[i] * kFeatures;
         for (int f = 0; f < kFeatures; ++f) to[f] += choice.weights[i] * sums[f];
       });

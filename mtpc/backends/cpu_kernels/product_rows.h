@@ -20,51 +20,21 @@ inline constexpr int64_t kGroupBytes = kFeatures * sizeof(Group);
 /// A register of groups, one of each of so many features.
 using Groups = Mask<float>;
 
-/// Pairs of bfloat16, added up in float.
-struct Bf16Pairs {
-  using Sum = float;
-  using Sums = Vec<float>;
-
-  /// sums + a.first * b.first + a.second * b.second, lane by lane.
-  static Sums add(Sums sums, Groups a, Groups b) {
+/// sums + a.first * b.first + a.second * b.second of pairs of bfloat16, lane by lane.
+inline Vec<float> add_pairs(Vec<float> sums, Groups a, Groups b) {
 #if defined(__AVX512BF16__)
-    return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+  return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
 #else
-    const auto first = [](Groups p) { return reinterpret_cast<Vec<float>>(p << 16); };
-    const auto second = [](Groups p) { return reinterpret_cast<Vec<float>>(p & ~0xffff); };
-    sums += first(a) * first(b);
-    return sums + second(a) * second(b);
+  const auto first = [](Groups p) { return reinterpret_cast<Vec<float>>(p << 16); };
+  const auto second = [](Groups p) { return reinterpret_cast<Vec<float>>(p & ~0xffff); };
+  sums += first(a) * first(b);
+  return sums + second(a) * second(b);
 #endif
-  }
-};
-
-/// Quads of int8, those of the weights without a sign; sums are exact up to 65,000 inputs.
-struct Int8Quads {
-  using Sum = int32_t;
-  using Sums = Groups;
-
-  /// sums + the products of a's four with b's four, lane by lane.
-  static Sums add(Sums sums, Groups a, Groups b) {
-#if defined(__AVX512VNNI__)
-    return (Groups)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    // Pairs of 16 bits, which hold any product of two bytes twice over: the even bytes', the odd's.
-    const __m256i low = _mm256_set1_epi32(0x00ff00ff);
-    const __m256i even = _mm256_madd_epi16(
-        _mm256_and_si256((__m256i)a, low), _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(
-        _mm256_srli_epi16((__m256i)a, 8), _mm256_srai_epi16((__m256i)b, 8));
-    return sums + (Groups)_mm256_add_epi32(even, odd);
-#else
-    for (int i = 0; i < 4; ++i) sums += (a >> 8 * i & 0xff) * (b << (24 - 8 * i) >> 24);
-    return sums;
-#endif
-  }
-};
+}
 
 /// Sums of one tile's features, by row.
-template <class Dot, int kRows>
-using TileSums = typename Dot::Sum[kRows][kFeatures];
+template <int kRows>
+using TileSums = float[kRows][kFeatures];
 
 /// Rows of so many groups, `stride` groups apart.
 struct InputRows {
@@ -78,9 +48,8 @@ struct InputRows {
 };
 
 /// Dense rows of so many inputs.
-template <class T>
-InputRows dense_rows(const T* first, int64_t inputs) {
-  const int64_t groups = inputs * sizeof(T) / sizeof(Group);
+inline InputRows dense_rows(const BFloat16* first, int64_t inputs) {
+  const int64_t groups = inputs * sizeof(BFloat16) / sizeof(Group);
   return {reinterpret_cast<const Group*>(first), groups, groups};
 }
 

@@ -37,9 +37,8 @@ inline bool need_phases(InputRows x, int64_t rows) {
 }
 
 /// Adds rows times one tile's part to `sums`, or begins them.
-template <class Dot>
-void add_tile(InputRows x, int64_t rows, const Group* tile, TileFetch fetch, bool begun,
-              PassRegisters& registers, typename Dot::Sum (*sums)[kFeatures]) {
+inline void add_tile(InputRows x, int64_t rows, const Group* tile, TileFetch fetch, bool begun,
+                     PassRegisters& registers, float (*sums)[kFeatures]) {
   for (int64_t group = 0; group < x.groups; group += kBlockGroups) {
     const int64_t groups = std::min(kBlockGroups, x.groups - group);
     for (int64_t row = 0; row < rows; row += kMostRows) {
@@ -50,7 +49,7 @@ void add_tile(InputRows x, int64_t rows, const Group* tile, TileFetch fetch, boo
       } else {
         zero_sums(count);
       }
-      add_rows<Dot>(x.from(row, group, groups), count, tile + group * kFeatures, fetch);
+      add_rows(x.from(row, group, groups), count, tile + group * kFeatures, fetch);
       store_sums(sums + row, count);
       fetch.from += groups * fetch.step;
     }
@@ -64,25 +63,25 @@ inline TileFetch share_of(const Group* next, int64_t all) {
 }
 
 /// As for_products, of kManyRows or more.
-template <class Dot, class Body>
+template <class Body>
 void multiply_in_blocks(InputRows x, int64_t rows, const Group* tile, PassRegisters& registers,
                         const Body& body) {
-  alignas(64) typename Dot::Sum sums[kBlockRows][kFeatures];
+  alignas(64) float sums[kBlockRows][kFeatures];
   TileFetch fetch = share_of(tile + x.groups * kFeatures, rows);
   for (int64_t first = 0; first < rows; first += kBlockRows) {
     const int64_t count = std::min(kBlockRows, rows - first);
-    add_tile<Dot>(x.from(first, 0, x.groups), count, tile, fetch, false, registers, sums);
+    add_tile(x.from(first, 0, x.groups), count, tile, fetch, false, registers, sums);
     fetch.from += (count + kMostRows - 1) / kMostRows * x.groups * fetch.step;
     for (int64_t r = 0; r < count; ++r) body(first + r, sums[r]);
   }
 }
 
 /// As for_all_products, where they need_phases.
-template <class Dot, class Body>
+template <class Body>
 void multiply_in_phases(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
                         int64_t workers, const Body& body) {
-  using Row = typename Dot::Sum[kFeatures];
-  const Buffer<typename Dot::Sum> all_sums(tiles * std::min(rows, kPhaseRows) * kFeatures);
+  using Row = float[kFeatures];
+  const Buffer<float> all_sums(tiles * std::min(rows, kPhaseRows) * kFeatures);
   for (int64_t first = 0; first < rows; first += kPhaseRows) {
     const int64_t count = std::min(kPhaseRows, rows - first);
     for (int64_t group = 0; group < x.groups; group += kPhaseGroups) {
@@ -92,7 +91,7 @@ void multiply_in_phases(InputRows x, int64_t rows, const Group* weights, int64_t
         Row* sums = reinterpret_cast<Row*>(all_sums.get()) + tile * count;
         const Group* from = weights + (tile * x.groups + group) * kFeatures;
         const TileFetch fetch = share_of(from + x.groups * kFeatures, count);
-        add_tile<Dot>(part, count, from, fetch, group > 0, registers, sums);
+        add_tile(part, count, from, fetch, group > 0, registers, sums);
         for (int64_t r = 0; last && r < count; ++r) body(tile, first + r, sums[r]);
       });
     }

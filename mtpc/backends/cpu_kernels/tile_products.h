@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "product_rows.h"
 
@@ -23,8 +22,7 @@ inline constexpr int kMostRows = 2 * kTileRows;
 
 /// Rows as they are: a load takes all 64 bytes of a row's line at once, so that lines of which the
 /// cache holds few side by side are not fetched again.
-template <class T>
-InputRows rows_for_products(const T* first, int64_t, int64_t inputs, Buffer<char>&) {
+inline InputRows rows_for_products(const BFloat16* first, int64_t, int64_t inputs, Buffer<char>&) {
   return dense_rows(first, inputs);
 }
 
@@ -66,36 +64,26 @@ struct alignas(64) TileConfig {
 /// What was written is in memory: the compiler does not know what tile instructions read.
 inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
-// The intrinsics are macros that want literal numbers of registers.
-#define MTPC_TILE_DOT(DOT, SUMS, INPUTS, WEIGHTS)            \
-  if constexpr (std::is_same_v<DOT, Bf16Pairs>) {            \
-    _tile_dpbf16ps(SUMS, INPUTS, WEIGHTS);                   \
-  } else {                                                   \
-    _tile_dpbsud(SUMS, INPUTS, WEIGHTS);                     \
-  }
-
 /// Adds 16 groups of up to 16 rows, or kBoth of more, `stride` groups apart, times 16 groups of a
 /// tile.
-template <class Dot, bool kBoth>
+template <bool kBoth>
 void add_products(const Group* x, int64_t stride, const Group* tile) {
   const int64_t row_bytes = stride * sizeof(Group);
   constexpr int64_t kTileBytes = kFeatures * sizeof(Group);
   _tile_loadd(6, tile, kTileBytes);
   _tile_loadd(4, x, row_bytes);
-  MTPC_TILE_DOT(Dot, 0, 4, 6);
+  _tile_dpbf16ps(0, 4, 6);
   _tile_loadd(7, tile + kFeatures / 2, kTileBytes);
-  MTPC_TILE_DOT(Dot, 1, 4, 7);
+  _tile_dpbf16ps(1, 4, 7);
   if constexpr (kBoth) {
     _tile_loadd(5, x + kTileRows * stride, row_bytes);
-    MTPC_TILE_DOT(Dot, 2, 5, 6);
-    MTPC_TILE_DOT(Dot, 3, 5, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
 }
 
-#undef MTPC_TILE_DOT
-
 /// The last groups, fewer than 16, with zeros behind them.
-template <class Dot, bool kBoth>
+template <bool kBoth>
 void add_last_products(InputRows x, const Group* tile, int64_t rows, int64_t done) {
   alignas(64) Group inputs[kMostRows][kTileRows] = {}, weights[kTileRows][kFeatures] = {};
   const int64_t left = x.groups - done;
@@ -104,7 +92,7 @@ void add_last_products(InputRows x, const Group* tile, int64_t rows, int64_t don
   }
   std::memcpy(weights, tile + done * kFeatures, left * sizeof(weights[0]));
   settle_memory();
-  add_products<Dot, kBoth>(inputs[0], kTileRows, weights[0]);
+  add_products<kBoth>(inputs[0], kTileRows, weights[0]);
 }
 
 /// The registers' sums, of up to 32 rows, to and from memory.
@@ -116,8 +104,7 @@ inline void zero_sums(int64_t rows) {
   _tile_zero(3);
 }
 
-template <class Sum>
-void load_sums(const Sum (*from)[kFeatures], int64_t rows) {
+inline void load_sums(const float (*from)[kFeatures], int64_t rows) {
   _tile_loadd(0, from[0], sizeof(*from));
   _tile_loadd(1, from[0] + kFeatures / 2, sizeof(*from));
   if (rows <= kTileRows) return;
@@ -125,8 +112,7 @@ void load_sums(const Sum (*from)[kFeatures], int64_t rows) {
   _tile_loadd(3, from[kTileRows] + kFeatures / 2, sizeof(*from));
 }
 
-template <class Sum>
-void store_sums(Sum (*to)[kFeatures], int64_t rows) {
+inline void store_sums(float (*to)[kFeatures], int64_t rows) {
   _tile_stored(0, to[0], sizeof(*to));
   _tile_stored(1, to[0] + kFeatures / 2, sizeof(*to));
   if (rows <= kTileRows) return;
@@ -150,7 +136,7 @@ inline void read_block(const Group* block) {
   }
 }
 
-template <class Dot, bool kBoth>
+template <bool kBoth>
 void add_groups(InputRows x, int64_t rows, const Group* tile, TileFetch fetch) {
   constexpr int64_t kLine = 64;
   settle_memory();  // The rows, which this thread may just have written.
@@ -161,27 +147,25 @@ void add_groups(InputRows x, int64_t rows, const Group* tile, TileFetch fetch) {
     }
     fetch.from += kTileRows * fetch.step;
     if (fetch.streams) read_block<kBoth ? 2 : 4>(tile + done * kFeatures);
-    add_products<Dot, kBoth>(x.first + done, x.stride, tile + done * kFeatures);
+    add_products<kBoth>(x.first + done, x.stride, tile + done * kFeatures);
   }
-  if (done < x.groups) add_last_products<Dot, kBoth>(x, tile, rows, done);
+  if (done < x.groups) add_last_products<kBoth>(x, tile, rows, done);
 }
 
 /// Adds up to 32 rows times one tile to the registers' sums.
-template <class Dot>
-void add_rows(InputRows x, int64_t rows, const Group* tile, TileFetch fetch) {
+inline void add_rows(InputRows x, int64_t rows, const Group* tile, TileFetch fetch) {
   if (rows > kTileRows) {
-    add_groups<Dot, true>(x, rows, tile, fetch);
+    add_groups<true>(x, rows, tile, fetch);
   } else {
-    add_groups<Dot, false>(x, rows, tile, fetch);
+    add_groups<false>(x, rows, tile, fetch);
   }
 }
 
 /// Up to 32 rows times one tile; the registers are configured for as many.
-template <class Dot>
-void multiply_rows(InputRows x, int64_t rows, const Group* tile, TileFetch fetch,
-                   TileSums<Dot, kMostRows>& out) {
+inline void multiply_rows(InputRows x, int64_t rows, const Group* tile, TileFetch fetch,
+                          TileSums<kMostRows>& out) {
   zero_sums(rows);
-  add_rows<Dot>(x, rows, tile, fetch);
+  add_rows(x, rows, tile, fetch);
   store_sums(out, rows);
 }
 

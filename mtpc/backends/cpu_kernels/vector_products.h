@@ -9,11 +9,11 @@
 namespace mtpc {
 
 /// Dense rows, copied further apart where several would be in one set of the first-level cache.
-template <class T>
-InputRows rows_for_products(const T* first, int64_t rows, int64_t inputs, Buffer<char>& copy) {
+inline InputRows rows_for_products(const BFloat16* first, int64_t rows, int64_t inputs,
+                                   Buffer<char>& copy) {
   constexpr int64_t kFewRows = 5;
   InputRows result = dense_rows(first, inputs);
-  const int64_t bytes = inputs * sizeof(T), step = spaced(bytes);
+  const int64_t bytes = inputs * sizeof(BFloat16), step = spaced(bytes);
   if (rows < kFewRows || step == bytes) return result;
   char* to = copy.reserve(rows * step);
   for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * step, first + r * inputs, bytes);
@@ -52,10 +52,10 @@ template <int kRows>
 inline constexpr int kTurn = kVectorBytes == 64 && kRows == 1 ? 4 : 1;
 
 /// kRows rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
-template <class Dot, int kRows>
-void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<Dot, kMostRows>& out) {
+template <int kRows>
+void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<kMostRows>& out) {
   constexpr int kCache = kRows <= kStreamedRows ? 3 : 2;
-  typename Dot::Sums sums[kRows][kRegisters]{};
+  Vec<float> sums[kRows][kRegisters]{};
   const auto add_group = [&](int64_t k) __attribute__((always_inline)) {
     Groups weights[kRegisters];
 #pragma GCC unroll 8
@@ -72,7 +72,7 @@ void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<Dot, kM
       const Group group = x.first[r * x.stride + k];
 #pragma GCC unroll 8
       for (int i = 0; i < kRegisters; ++i) {
-        sums[r][i] = Dot::add(sums[r][i], weights[i], Groups{} + group);
+        sums[r][i] = add_pairs(sums[r][i], weights[i], Groups{} + group);
       }
     }
     tile += kFeatures;
@@ -94,25 +94,21 @@ void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<Dot, kM
   }
 }
 
-template <class Dot>
-using MultiplySome = void (*)(InputRows, const Group*, Fetch, TileSums<Dot, kMostRows>&);
+using MultiplySome = void (*)(InputRows, const Group*, Fetch, TileSums<kMostRows>&);
 
-template <class Dot, int... kRows>
-constexpr std::array<MultiplySome<Dot>, sizeof...(kRows)> multiply_table(
+template <int... kRows>
+constexpr std::array<MultiplySome, sizeof...(kRows)> multiply_table(
     std::integer_sequence<int, kRows...>) {
-  return {multiply_some<Dot, kRows + 1>...};
+  return {multiply_some<kRows + 1>...};
 }
 
 /// By the number of rows, less one.
-template <class Dot>
-inline constexpr auto kMultiply =
-    multiply_table<Dot>(std::make_integer_sequence<int, kMostRows>{});
+inline constexpr auto kMultiply = multiply_table(std::make_integer_sequence<int, kMostRows>{});
 
 /// Up to kMostRows rows times one tile.
-template <class Dot>
-void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
-                   TileSums<Dot, kMostRows>& out) {
-  kMultiply<Dot>[rows - 1](x, tile, fetch, out);
+inline void multiply_rows(InputRows x, int64_t rows, const Group* tile, Fetch fetch,
+                          TileSums<kMostRows>& out) {
+  kMultiply[rows - 1](x, tile, fetch, out);
 }
 
 /// Vector registers need no setting up.

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two, widen
 from mtpc.backends.triton_kernels.tiles import dot
-from mtpc.ops.grouped import TINY
+from mtpc.ops.grouped import LARGEST, TINY
 from mtpc.weights.grouped import GroupForm, form_of
-from mtpc.weights.packing import LARGEST, TILE
+from mtpc.weights.packing import TILE
 
 _MOST_INPUTS, _FEWEST_INPUTS = 128, 32
 """In one product."""
