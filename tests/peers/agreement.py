@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +33,8 @@ PROMPTS = [[5, 9, 17, 33], [3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [9
 """The first prompts. Further ones are drawn."""
 MAX_LEN = 128
 NEW_TOKENS = 24
+LIMIT_S = 1800
+"""For a server's process."""
 Counts: TypeAlias = dict[str, Any]
 
 
@@ -127,6 +132,28 @@ def compare(
         "accepted": [sum(column) for column in zip(*(o.accepted for o in equal), strict=True)],
         "drafted": sum(one.drafted for one in equal),
     }
+
+
+def ask(command: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Run a server in a process of its own; returns the last list that it printed as JSON.
+
+    Raises:
+        Refused: there is none.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        out, log = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # Its workers, too.
+        raise Refused(f"no answer within {LIMIT_S} s") from None
+    lines = [line for line in out.splitlines() if line.startswith("[{")]
+    if not lines:
+        print(log[-4000:], file=sys.stderr)
+        raise Refused(last_error(log, process.returncode))
+    return list(json.loads(lines[-1]))
 
 
 def last_error(log: str, status: int) -> str:

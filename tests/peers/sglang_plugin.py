@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from agreement import HEADS, MAX_LEN, Refused, last_error
+from agreement import HEADS, MAX_LEN, ask
 from helpers import tiny
 
 import mtpc
@@ -145,17 +144,11 @@ def run_host(
     fixed = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "SGLANG_ON_CPU_LOG": str(log)}
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "SGLANG" not in k}
     child = str(Path(__file__).with_name("sglang_child.py"))
-    done = subprocess.run(
+    answers = ask(
         [str(python.absolute()), child, json.dumps(job)],
-        env={**kept, **fixed, **DRAFTS[draft]["env"]},
-        capture_output=True,
-        text=True,
+        {**kept, **fixed, **DRAFTS[draft]["env"]},
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
-    if not lines:
-        print(done.stderr[-4000:], file=sys.stderr)
-        raise Refused(last_error(done.stderr, done.returncode))
-    return {"answers": json.loads(lines[-1]), "log": log.read_text().splitlines()}
+    return {"answers": answers, "log": log.read_text().splitlines()}
 
 
 def report(case: str, draft: str, found: dict[str, Any]) -> None:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -34,9 +32,9 @@ from agreement import (
     Decoded,
     Refused,
     Work,
+    ask,
     compare,
     differs,
-    last_error,
     make_work,
     run_mtpc,
 )
@@ -244,17 +242,12 @@ def run_vllm(
     """
     jobs = [{"options": vllm_options(family, directory, k), **asdict(work)} for k in spec_tokens]
     python, kept = python.absolute(), directory.parent / "caches"
-    done = subprocess.run(
+    answers = ask(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(jobs)],
-        env=os.environ
+        os.environ
         | vllm_host.environment(kept, 1, python)
         | {"PYTHONPATH": str(_without_torchvision(kept / "shadow"))},
-        capture_output=True,
-        text=True,
     )
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-        raise Refused(last_error(done.stderr, done.returncode))
     name = "vllm:spec_decode_num_"
     return [
         [
@@ -265,7 +258,7 @@ def run_vllm(
             )
             for tokens, counts in zip(answer["tokens"], answer["counts_by_prompt"], strict=True)
         ]
-        for answer in json.loads(done.stdout.splitlines()[-1])
+        for answer in answers
     ]
 
 
