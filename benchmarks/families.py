@@ -3,8 +3,8 @@
     python -m benchmarks.families                              # the tests alone, some minutes
     python -m benchmarks.families --vllm-python VENV/bin/python     # and vLLM, same checkpoints
     python -m benchmarks.families --sglang-python VENV/bin/python   # and SGLang
-    python -m benchmarks.families ... --out FILE --resume       # what FILE lacks
-    python -m benchmarks.families ... --resume --families mimo  # these anew
+    python -m benchmarks.families ... --resume RECORD...        # what these records lack
+    python -m benchmarks.families ... --resume RECORD --families mimo   # these anew
 
 A cell says "yes" where the test behind it passed, "no" where it failed, and "-" where there is no
 such test. A server's cell says "refused" where the server does not run the family on a CPU, and
@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     tell = command.teller()
     rows: dict[str, Any] = {f: {"family": f, "commits": {}} for f in FAMILIES}
-    if args.resume and args.out and args.out.is_file():
-        rows |= {row["family"]: row for row in json.loads(args.out.read_text())["rows"]}
+    for path in args.resume:
+        for row in json.loads(path.read_text())["rows"]:
+            _take(rows[row["family"]], row)
+    args.resume = None  # Where files were is no part of the record.
     for family in args.families or ():
         rows[family]["commits"] = {}
     commit = describe_versions()["commit"]
@@ -130,6 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _keep(args, rows)
     _keep(args, rows).print()
     return int(any(False in _outcomes(row).values() for row in rows.values()))
+
+
+def _take(into: dict[str, Any], row: dict[str, Any]) -> None:
+    """Take over the parts that a row of another record has."""
+    for part in row["commits"]:
+        into["commits"][part] = row["commits"][part]
+        into[part] = row[part]
+    if "tests" in row["commits"]:
+        into["passed"] = row["passed"]
 
 
 def _keep(args: argparse.Namespace, rows: dict[str, Any]) -> Table:
@@ -161,18 +173,19 @@ def test_of(family: str, column: str) -> str:
 def table(record: Record) -> Table:
     """A record's table."""
     words = {True: "yes", False: "no", None: "-"}
-    cells, more = [], []
+    cells, refusals, others = [], [], defaultdict(list)
     for row in record["rows"]:
         outcomes = _outcomes(row)
         tested = [words[outcomes.get(column)] for column in TESTS]
         cells.append([row["family"], *tested, *(_cell(row.get(server)) for server in SERVERS)])
         for server, column in SERVERS.items():
             if said := row.get(server, {}).get("refused"):
-                more.append(f"{row['family']}, {column}, refused: {said}")
+                refusals.append(f"{row['family']}, {column}, refused: {said}")
         for part, commit in row.get("commits", {}).items():
             if commit != record["versions"]["commit"]:
-                more.append(f"{row['family']}, {part}: commit {commit}")
-    return Table("Families", COLUMNS, cells, (*NOTES, *more))
+                others[commit].append(f"{row['family']} ({part})")
+    made = [f"made by commit {commit}: {', '.join(parts)}" for commit, parts in others.items()]
+    return Table("Families", COLUMNS, cells, (*NOTES, *refusals, *made))
 
 
 def _cell(found: dict[str, Any] | None) -> str:
@@ -257,7 +270,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(
             f"--{server}-requests", type=command.positive, default=requests, help=help_
         )
-    parser.add_argument("--resume", action="store_true", help="keep what --out has")
+    help_ = "records whose parts are kept; of one that several have, the last one's"
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], metavar="RECORD", help=help_)
     help_ = "with --resume: make these anew"
     parser.add_argument("--families", nargs="+", choices=FAMILIES, metavar="FAMILY", help=help_)
     add_result_files(parser)
