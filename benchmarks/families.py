@@ -1,11 +1,15 @@
 """What is shown for each family of models, by the test behind each cell.
 
     python -m benchmarks.families                              # the tests alone, some minutes
-    python -m benchmarks.families --vllm-python VENV/bin/python   # and vLLM on the same checkpoints
-    python -m benchmarks.families --vllm-python ... --vllm-requests 40   # 2,000 steps and more
+    python -m benchmarks.families --vllm-python VENV/bin/python     # and vLLM, same checkpoints
+    python -m benchmarks.families --sglang-python VENV/bin/python   # and SGLang
+    python -m benchmarks.families ... --resume RECORD...        # what these records lack
+    python -m benchmarks.families ... --resume RECORD --families mimo   # these anew
 
 A cell says "yes" where the test behind it passed, "no" where it failed, and "-" where there is no
-such test. A server's cell says "not run" where no run of that server is in the record.
+such test. A server's cell says "refused" where the server does not run the family on a CPU, and
+"not run" where no run of that server is in the record. The record is written after each family; a
+part of it that another commit made is named below the table.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,15 @@ from xml.etree import ElementTree
 
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.machine import describe_versions
+from benchmarks.harness.results import (
+    Record,
+    Table,
+    add_result_files,
+    new_record,
+    write_results,
+)
+from benchmarks.harness.sampling import Tell
 
 FAMILIES = (
     "mimo",
@@ -77,17 +90,20 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 """Column -> the test of a family, below tests/, and those with other names."""
-VLLM = "text and drafts = vLLM"
-SGLANG = "text and drafts = SGLang"
-COLUMNS = ("family", *TESTS, VLLM, SGLANG)
+SERVERS = {"vllm": "text and drafts = vLLM", "sglang": "text and drafts = SGLang"}
+"""Server -> its column. `tests/peers/SERVER_agreement.py` is behind each cell."""
+SPEC_TOKENS = {"vllm": (1, 3), "sglang": (3,)}
+"""Server -> the K of its runs."""
+COLUMNS = ("family", *TESTS, *SERVERS.values())
 NOTES = (
     "released names: every row of every MTP layer equals plain code over the released tensor names",
     "text = plain: the theorem at K = 3 (K = 2 for qwen3_5_moe)",
     "drafts = the wiring: drafts after each step equal an oracle that shares no code with mtpc",
     "drafts = transformers: the same against transformers' own `MtpModel`, where it has the family",
-    f"{VLLM}: tests/peers/vllm_agreement.py, K = 0, 1, 3; with the drafts that both accept at K=1 "
-    "of those made. *: bfloat16's rounding decides some prompts, which are not counted",
-    f"{SGLANG}: no command compares them; tests/peers/sglang_plugin.py runs mtpc inside SGLang",
+    f"{SERVERS['vllm']}: tests/peers/vllm_agreement.py, K = 1 and 3, request by request; steps "
+    "with drafts, and drafts accepted at each position at K = 3. *: bfloat16's rounding decides "
+    "some requests, which are not counted",
+    f"{SERVERS['sglang']}: tests/peers/sglang_agreement.py, K = 3, the same",
 )
 
 
@@ -95,28 +111,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tests and print the table; exit status 1 if one failed."""
     args = _parse(argv)
     tell = command.teller()
-    known = _collected()
-    tests = {
-        (family, column): test
-        for family in FAMILIES
-        for column in TESTS
-        for test in [test_of(family, column)]
-        if test in known
-    }
-    tell(f"run {len(set(tests.values()))} tests")
-    passed = _run(sorted(set(tests.values())))
-    rows = []
-    for family in FAMILIES:
-        cells = {c: tests.get((family, c)) for c in TESTS}
-        row: dict[str, Any] = {"family": family, "tests": cells}
-        row["passed"] = {c: test in passed for c, test in cells.items() if test is not None}
-        if args.vllm_python:
-            tell(f"{family} in vLLM")
-            row["vllm"] = _beside_vllm(args, family)
-            row["passed"][VLLM] = row["vllm"] and row["vllm"]["passed"]
-        rows.append(row)
-    publish("families", args, {"rows": rows}, table)
-    return int(not all(p is not False for row in rows for p in row["passed"].values()))
+    rows: dict[str, Any] = {f: {"family": f, "commits": {}} for f in FAMILIES}
+    for path in args.resume:
+        for row in json.loads(path.read_text())["rows"]:
+            _take(rows[row["family"]], row)
+    args.resume = None  # Where files were is no part of the record.
+    for family in args.families or ():
+        rows[family]["commits"] = {}
+    commit = describe_versions()["commit"]
+    untested = [row for row in rows.values() if "tests" not in row["commits"]]
+    _test(untested, tell)
+    for row in untested:
+        row["commits"]["tests"] = commit
+    _keep(args, rows)
+    for server in SERVERS:
+        for row in rows.values():
+            if getattr(args, f"{server}_python") and server not in row["commits"]:
+                tell(f"{row['family']} in {server}")
+                row[server] = _beside(args, server, row["family"])
+                row["commits"][server] = commit
+                _keep(args, rows)
+    _keep(args, rows).print()
+    return int(any(False in _outcomes(row).values() for row in rows.values()))
+
+
+def _take(into: dict[str, Any], row: dict[str, Any]) -> None:
+    """Take over the parts that a row of another record has."""
+    for part in row["commits"]:
+        into["commits"][part] = row["commits"][part]
+        into[part] = row[part]
+    if "tests" in row["commits"]:
+        into["passed"] = row["passed"]
+
+
+def _keep(args: argparse.Namespace, rows: dict[str, Any]) -> Table:
+    """Write what there is so far."""
+    record = new_record("families", args, {"rows": list(rows.values())})
+    write_results(args, record, table(record))
+    return table(record)
+
+
+def _test(rows: list[dict[str, Any]], tell: Tell) -> None:
+    """Put into each family's row its tests by column, and whether they passed."""
+    known = _collected() if rows else set()
+    for row in rows:
+        named = {column: test_of(row["family"], column) for column in TESTS}
+        row["tests"] = {column: test for column, test in named.items() if test in known}
+    tests = sorted({test for row in rows for test in row["tests"].values()})
+    tell(f"run {len(tests)} tests")
+    passed = _run(tests) if tests else set()
+    for row in rows:
+        row["passed"] = {column: test in passed for column, test in row["tests"].items()}
 
 
 def test_of(family: str, column: str) -> str:
@@ -127,16 +172,41 @@ def test_of(family: str, column: str) -> str:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    words = {True: "yes", False: "no"}
-    unknown = {column: "not run" if column in (VLLM, SGLANG) else "-" for column in COLUMNS}
-    cells = [
-        [row["family"], *(words.get(row["passed"].get(c), unknown[c]) for c in COLUMNS[1:])]
-        for row in record["rows"]
-    ]
-    for row, line in zip(record["rows"], cells, strict=True):
-        if row.get("vllm"):
-            line[COLUMNS.index(VLLM)] += _accepted(row["vllm"]["counts"])
-    return Table("Families", COLUMNS, cells, NOTES)
+    words = {True: "yes", False: "no", None: "-"}
+    cells, refusals, others = [], [], defaultdict(list)
+    for row in record["rows"]:
+        outcomes = _outcomes(row)
+        tested = [words[outcomes.get(column)] for column in TESTS]
+        cells.append([row["family"], *tested, *(_cell(row.get(server)) for server in SERVERS)])
+        for server, column in SERVERS.items():
+            if said := row.get(server, {}).get("refused"):
+                refusals.append(f"{row['family']}, {column}, refused: {said}")
+        for part, commit in row.get("commits", {}).items():
+            if commit != record["versions"]["commit"]:
+                others[commit].append(f"{row['family']} ({part})")
+    made = [f"made by commit {commit}: {', '.join(parts)}" for commit, parts in others.items()]
+    return Table("Families", COLUMNS, cells, (*NOTES, *refusals, *made))
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    """A server's cell."""
+    if found is None:
+        return "not run"
+    if "refused" in found:
+        return "refused"
+    return f"{'yes' if _agree(found) else 'no'}: {_counts(found)}"
+
+
+def _agree(found: dict[str, Any]) -> bool:
+    """Whether no request differs."""
+    return not any(counts["differ"] for counts in found.values())
+
+
+def _outcomes(row: dict[str, Any]) -> dict[str, bool]:
+    """Whether each cell of a row is so, where something ran."""
+    ran = {column: row[server] for server, column in SERVERS.items() if server in row}
+    agree = {column: _agree(found) for column, found in ran.items() if "refused" not in found}
+    return row["passed"] | agree
 
 
 def _collected() -> set[str]:
@@ -166,30 +236,44 @@ def _pytest(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def _beside_vllm(args: argparse.Namespace, family: str) -> dict[str, Any] | None:
-    """Whether vLLM emits and accepts the same, and the counts; None where it cannot run."""
-    vllm = ("--vllm-python", str(args.vllm_python.absolute()))
-    work = ("--requests", str(args.vllm_requests), "--new-tokens", "100")
-    line = [sys.executable, "tests/peers/vllm_agreement.py", *vllm, "--families", family, *work]
+def _beside(args: argparse.Namespace, server: str, family: str) -> dict[str, Any]:
+    """How a server's answers compare with mtpc's, by K, or why it was `refused`."""
+    python = getattr(args, f"{server}_python").absolute()
+    requests = getattr(args, f"{server}_requests")
+    line = [sys.executable, f"tests/peers/{server}_agreement.py", f"--{server}-python", python]
+    line += ["--families", family, "--requests", str(requests), "--new-tokens", "100"]
+    line += ["--spec-tokens", *map(str, SPEC_TOKENS[server])]
     done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.splitlines()
-    if not lines or not lines[-1].startswith("{"):
-        return None
-    return {"passed": done.returncode == 0, "counts": json.loads(lines[-1])}
+    *_, last = done.stdout.splitlines() or [""]
+    if not last.startswith("{"):
+        raise SystemExit(f"{server}_agreement.py failed on {family}")
+    return dict(json.loads(last)[family])
 
 
-def _accepted(counts: dict[str, dict[str, Any]]) -> str:
-    """What a cell adds: drafts accepted at K = 1."""
-    (found,) = (count for name, count in counts.items() if name.endswith("K=1"))
-    rounded = "*" if any(count["rounding"] for count in counts.values()) else ""
-    return f"{rounded}, {found['accepted'][0]} of {found['drafted']}"
+def _counts(found: dict[str, dict[str, Any]]) -> str:
+    """What a server's cell adds: steps, and the share accepted at each position."""
+    drafting = {int(name.removeprefix("K=")): c for name, c in found.items() if c["drafted"]}
+    steps = {k: counts["drafted"] // k for k, counts in drafting.items()}
+    if not steps:
+        return "no request to count"
+    most = max(steps)
+    shares = (f"{n / steps[most]:.0%}" for n in drafting[most]["accepted"])
+    rounded = "*" if any(counts["rounding"] for counts in found.values()) else ""
+    return f"{sum(steps.values()):,} steps{rounded}, {' '.join(shares)}"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("families", __doc__)
-    parser.add_argument("--vllm-python", type=Path, metavar="VENV/bin/python")
-    help_ = "prompts of 100 new tokens for each K"
-    parser.add_argument("--vllm-requests", type=command.positive, default=4, help=help_)
+    for server, requests in (("vllm", 28), ("sglang", 8)):
+        parser.add_argument(f"--{server}-python", type=Path, metavar="VENV/bin/python")
+        help_ = "prompts of 100 new tokens for each K"
+        parser.add_argument(
+            f"--{server}-requests", type=command.positive, default=requests, help=help_
+        )
+    help_ = "records whose parts are kept; of one that several have, the last one's"
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], metavar="RECORD", help=help_)
+    help_ = "with --resume: make these anew"
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, metavar="FAMILY", help=help_)
     add_result_files(parser)
     return parser.parse_args(argv)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from helpers.tapes import counting_graph, storages, taken
 from helpers.theorem import PROMPTS
 from torch.utils._pytree import tree_map_only
 
+import mtpc
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice, Tape
@@ -193,6 +196,17 @@ def test_memory_that_nothing_holds_is_used_again(is_held: bool) -> None:
     replay()
     wanted = [1, 2, 3, 4] if is_held else [0, 100, 200, 300]
     assert graph.module.counter.tolist() == wanted  # type: ignore[union-attr]
+
+
+def test_no_step_changes_its_stream() -> None:
+    """Only capture makes a stream. Were there another, a graph could use memory that the first one
+    still reads; a tape has one order of operators, and would not show it."""
+    named = re.compile(r"\b(Stream|ExternalStream|record_stream|wait_stream|cuda\.stream)\(")
+    root = Path(mtpc.__file__).parent
+    found = {
+        p.relative_to(root).as_posix() for p in root.rglob("*.py") if named.search(p.read_text())
+    }
+    assert found == {"backends/graphs.py"}
 
 
 def _drawn(tape: Tape) -> list[str]:

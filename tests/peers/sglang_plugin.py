@@ -16,20 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from agreement import HEADS, MAX_LEN, ask
+from helpers import tiny
 
-from helpers import tiny  # noqa: E402
+import mtpc
 
-import mtpc  # noqa: E402
-
-HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 CASES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
@@ -66,9 +62,12 @@ def main() -> int:
         for case in args.cases:
             directory = make_checkpoint(case, Path(kept) / case)
             plain = decode_plainly(directory, batches_of(case))
-            host = run_host(args, case, directory, "host")
+            work = (batches_of(case), NEW_TOKENS, args.steps, args.page_size)
+            host = run_host(args.sglang_python, directory, "host", *work)
             for draft in ("host", *args.drafts):
-                found = host if draft == "host" else run_host(args, case, directory, draft)
+                found = host
+                if draft != "host":
+                    found = run_host(args.sglang_python, directory, draft, *work)
                 report(case, draft, found)
                 faults += check(f"{case}, {draft}", found, host, plain)
                 faults += check_classes(f"{case}, {draft}", found["log"], draft, args.steps)
@@ -97,7 +96,7 @@ def batches_of(case: str) -> list[list[list[int]]]:
 
 def decode_plainly(directory: Path, batches: list[list[list[int]]]) -> list[list[int]]:
     """mtpc's own plain decoding of every prompt."""
-    options = {"spec_tokens": 0, "dtype": "float32", "backend": "eager", "max_len": 128}
+    options = {"spec_tokens": 0, "dtype": "float32", "backend": "eager", "max_len": MAX_LEN}
     model = mtpc.compile(directory, batch_buckets=(1,), **options)
     prompts = [prompt for batch in batches for prompt in batch]
     return [
@@ -106,9 +105,22 @@ def decode_plainly(directory: Path, batches: list[list[list[int]]]) -> list[list
     ]
 
 
-def run_host(args: argparse.Namespace, case: str, directory: Path, draft: str) -> dict[str, Any]:
-    """SGLang with a draft, in a process of its own: its answers, and the log of forwards."""
+def run_host(
+    python: Path,
+    directory: Path,
+    draft: str,
+    batches: list[list[list[int]]],
+    new_tokens: int,
+    steps: int,
+    page_size: int = 1,
+) -> dict[str, Any]:
+    """SGLang with a draft, in a process of its own: its answers, and the log of forwards.
+
+    Raises:
+        Refused: it does not run the checkpoint.
+    """
     log = directory / f"{draft}.log"
+    most = max(len(batch) for batch in batches)
     options = {
         "model_path": str(directory),
         "skip_tokenizer_init": True,
@@ -116,33 +128,27 @@ def run_host(args: argparse.Namespace, case: str, directory: Path, draft: str) -
         "device": "cpu",
         "attention_backend": "triton",
         "disable_cuda_graph": True,
-        "speculative_num_steps": args.steps,
+        "speculative_num_steps": steps,
         "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": args.steps + 1,
-        "page_size": args.page_size,
-        "max_total_tokens": 512,
-        "max_running_requests": 4,
-        "context_length": 128,
+        "speculative_num_draft_tokens": steps + 1,
+        "page_size": page_size,
+        "max_total_tokens": 2 * MAX_LEN * most,
+        "max_running_requests": most,
+        "context_length": MAX_LEN,
         "disable_overlap_schedule": True,
         "log_level": "warning",
         "random_seed": 0,
         **DRAFTS[draft]["options"],
     }
-    job = {"options": options, "batches": batches_of(case), "new_tokens": NEW_TOKENS}
+    job = {"options": options, "batches": batches, "new_tokens": new_tokens}
     fixed = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "SGLANG_ON_CPU_LOG": str(log)}
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "SGLANG" not in k}
     child = str(Path(__file__).with_name("sglang_child.py"))
-    done = subprocess.run(
-        [str(args.sglang_python.absolute()), child, json.dumps(job)],
-        env={**kept, **fixed, **DRAFTS[draft]["env"]},
-        capture_output=True,
-        text=True,
-        timeout=900,
+    answers = ask(
+        [str(python.absolute()), child, json.dumps(job)],
+        {**kept, **fixed, **DRAFTS[draft]["env"]},
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
-    if not lines:
-        raise SystemExit(f"SGLang failed on {directory.name}, {draft}:\n{done.stderr[-4000:]}")
-    return {"answers": json.loads(lines[-1]), "log": log.read_text().splitlines()}
+    return {"answers": answers, "log": log.read_text().splitlines()}
 
 
 def report(case: str, draft: str, found: dict[str, Any]) -> None:

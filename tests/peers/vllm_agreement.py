@@ -6,7 +6,7 @@
 Trains a tiny checkpoint per family (seconds), decodes it greedily with mtpc and with vLLM's CPU
 build for each K, and compares the tokens, and the drafts accepted at each position. Not part of
 the default tests: vLLM takes half a minute to start. The last line of output is all counts as
-JSON. Exits with 1 where they differ.
+JSON, or what vLLM said of a checkpoint that it does not run. Exits with 1 where they differ.
 
 A family that vLLM runs in bfloat16 only may differ where rounding decides: transformers' own code
 has the two tokens closer in float64 than bfloat16 can tell, or chooses otherwise in bfloat16.
@@ -17,32 +17,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
+from agreement import (
+    HEADS,
+    MAX_LEN,
+    NEW_TOKENS,
+    PROMPTS,
+    Counts,
+    Decoded,
+    Refused,
+    Work,
+    ask,
+    compare,
+    differs,
+    make_work,
+    run_mtpc,
+)
+from helpers import tiny
+from transformers import AutoModelForCausalLM
 
-import torch  # noqa: E402
-from helpers import tiny  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from benchmarks.peers import vllm_host
 
-import mtpc  # noqa: E402
-from benchmarks.peers import vllm_host  # noqa: E402
-from mtpc.backends import make_backend  # noqa: E402
-from mtpc.config import CompileOptions  # noqa: E402
-from mtpc.layout import StepKey  # noqa: E402
-from mtpc.models.load import load  # noqa: E402
-from mtpc.program.compiler import StepCompiler  # noqa: E402
-from mtpc.wiring import check_rules  # noqa: E402
-
-HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-"""vLLM's CPU attention takes heads of 32 and more."""
 RECURRENT: dict[str, Any] = {
     **HEADS,
     "linear_key_head_dim": 128,
@@ -69,9 +69,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "ernie4_5_moe": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     "exaone_moe": HEADS,
+    "deepseek_v32": LATENT,
+    "deepseek_v4": {},
+    "glm_moe_dsa": LATENT,
+    "mimo_v2": {},
+    "nemotron_h": HEADS,
     "qwen3_next": RECURRENT,
     "qwen3_5": RECURRENT,
     "qwen3_5_moe": RECURRENT,
+    "step3p7": {},
     "step3p5": {
         "num_hidden_layers": 2,
         "num_nextn_predict_layers": 1,
@@ -105,42 +111,6 @@ HOST_RULES = {
 }
 """Where vLLM wires an MTP layer otherwise than the model's authors (docs/models.md). It decides
 what is drafted, not what is emitted."""
-PROMPTS = [[5, 9, 17, 33], [3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]
-"""The first prompts. Further ones are drawn."""
-MAX_LEN = 128
-NEW_TOKENS = 24
-
-
-@dataclass(frozen=True)
-class Work:
-    """What both programs decode, one request after the other.
-
-    Attributes:
-        prompts: token ids.
-        new_tokens: of each request.
-    """
-
-    prompts: list[list[int]]
-    new_tokens: int
-
-
-def make_work(requests: int, new_tokens: int) -> Work:
-    """`PROMPTS`, and prompts of 1 to 20 tokens that are drawn from a fixed seed."""
-    draw, vocab_size = random.Random(0), tiny.CONFIGS["mimo"]["vocab_size"]
-    drawn = [
-        [draw.randrange(vocab_size) for _ in range(draw.randint(1, 20))]
-        for _ in range(requests - len(PROMPTS))
-    ]
-    return Work([*PROMPTS, *drawn][:requests], new_tokens)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What one prompt became: tokens, accepted drafts by position, and how many were drafted."""
-
-    tokens: list[int]
-    accepted: list[int]
-    drafted: int
 
 
 def main() -> int:
@@ -153,51 +123,44 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each request")
     args = parser.parse_args()
     work = make_work(args.requests, args.new_tokens)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Counts] = {}
     with tempfile.TemporaryDirectory() as kept:
         for family in args.families:
             directory = Path(kept) / family
             make_trained(family, directory, CHANGES[family])
-            for k in args.spec_tokens:
-                ours = run_mtpc(directory, k, family, work)
-                theirs = run_vllm(
-                    args.vllm_python, directory, k, Path(kept) / "caches", family, work
-                )
-                found[f"{family} K={k}"] = compare(directory, work, ours, theirs)
-                print(f"{family} K={k}: {found[f'{family} K={k}']}", flush=True)
+            try:
+                found[family] = agree(args, family, directory, work)
+            except Refused as said:
+                found[family] = {"refused": str(said)}
+            print(f"{family}: {found[family]}", flush=True)
     print(json.dumps(found))
-    return int(any(counts["differ"] for counts in found.values()))
+    return int(differs(found))
 
 
-def compare(
-    directory: Path, work: Work, ours: list[Decoded], theirs: list[Decoded]
-) -> dict[str, Any]:
-    """How two programs' answers compare, prompt by prompt; prints those that differ.
+def agree(args: argparse.Namespace, family: str, directory: Path, work: Work) -> Counts:
+    """How mtpc and vLLM compare on a checkpoint, by K.
 
-    Returns:
-        How many prompts are `equal`, `differ`, or differ where `rounding` decides; and of the equal
-        ones, how many drafts were `drafted`, and `accepted` by position.
+    Raises:
+        Refused: vLLM does not run it.
     """
-    pairs = list(zip(work.prompts, ours, theirs, strict=True))
-    equal = [one for _, one, other in pairs if one == other]
-    unlike = [pair for pair in pairs if pair[1] != pair[2]]
-    wrong = [p for p in unlike if not rounding_decides(directory, p[0], p[1].tokens, p[2].tokens)]
-    for prompt, one, other in wrong:
-        print(f"prompt {prompt}: mtpc {one}\n  vLLM {other}")
-    return {
-        "equal": len(equal),
-        "rounding": len(unlike) - len(wrong),
-        "differ": len(wrong),
-        "accepted": [sum(column) for column in zip(*(o.accepted for o in equal), strict=True)],
-        "drafted": sum(one.drafted for one in equal),
-    }
+    theirs = run_vllm(args.vllm_python, directory, args.spec_tokens, family, work)
+    dtype, rules = DTYPES.get(family, "float32"), HOST_RULES.get(family, {})
+
+    def excused(prompt: list[int], one: list[int], other: list[int]) -> bool:
+        return dtype == "bfloat16" and rounding_decides(directory, prompt, one, other)
+
+    found = {}
+    for k, answers in zip(args.spec_tokens, theirs, strict=True):
+        ours = run_mtpc(directory, k, work, dtype, rules)
+        found[f"K={k}"] = compare(work, ours, answers, excused)
+    return found
 
 
 def rounding_decides(
     directory: Path, prompt: list[int], ours: list[int], theirs: list[int]
 ) -> bool:
     """Whether transformers in bfloat16 cannot tell the first tokens that differ, or errs there."""
-    if DTYPES.get(directory.name) != "bfloat16" or ours == theirs:
+    if ours == theirs:
         return False
     at = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
     ids = torch.tensor([[*prompt, *ours[:at]]])
@@ -235,30 +198,6 @@ def _as_released(directory: Path, changes: dict[str, Any]) -> None:
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
 
 
-def run_mtpc(directory: Path, spec_tokens: int, family: str, work: Work) -> list[Decoded]:
-    """Each prompt decoded by mtpc, wired as in vLLM."""
-    options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=MAX_LEN)
-    wiring = check_rules(HOST_RULES.get(family, {}))
-    loaded = load(directory, DTYPES.get(family, "float32"), spec_tokens > 0, wiring)
-    compiler = StepCompiler(loaded, options, make_backend("eager"))
-    spec = mtpc.SpecModel(loaded.served(), compiler.options, compiler.compile(), loaded)
-    # vLLM counts all drafts of a request's last step; our statistics only those handed out. So
-    # they are counted here, from what each step reports.
-    report = spec.program.steps[StepKey.decode(1, spec_tokens)].buffers["batch.num_accepted"]
-    answers = []
-    for prompt in work.prompts:
-        spec.engine.add(prompt, work.new_tokens)
-        accepted, tokens, start = [0] * spec_tokens, list[int](), spec.stats.decode_steps
-        while spec.engine.has_work:
-            before = spec.stats.decode_steps
-            tokens += [t for output in spec.engine.step() for t in output.token_ids]
-            if spec.stats.decode_steps > before:
-                accepted = [n + (i < int(report[0])) for i, n in enumerate(accepted)]
-        drafted = spec_tokens * (spec.stats.decode_steps - start)
-        answers.append(Decoded(tokens, accepted, drafted))
-    return answers
-
-
 def _without_torchvision(root: Path) -> Path:
     """A torchvision with names only, for the text models that vLLM keeps beside multimodal ones.
 
@@ -294,33 +233,32 @@ def vllm_options(
 
 
 def run_vllm(
-    python: Path, directory: Path, spec_tokens: int, kept: Path, family: str, work: Work
-) -> list[Decoded]:
-    """The same of vLLM, in a process of its own."""
-    options = vllm_options(family, directory, spec_tokens)
-    job = {"options": options, **asdict(work)}
-    python = python.absolute()
-    done = subprocess.run(
-        [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(job)],
-        env=os.environ
+    python: Path, directory: Path, spec_tokens: list[int], family: str, work: Work
+) -> list[list[Decoded]]:
+    """The same of vLLM for each K, in one process of its own.
+
+    Raises:
+        Refused: it does not run the checkpoint.
+    """
+    jobs = [{"options": vllm_options(family, directory, k), **asdict(work)} for k in spec_tokens]
+    python, kept = python.absolute(), directory.parent / "caches"
+    answers = ask(
+        [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(jobs)],
+        os.environ
         | vllm_host.environment(kept, 1, python)
         | {"PYTHONPATH": str(_without_torchvision(kept / "shadow"))},
-        capture_output=True,
-        text=True,
     )
-    if done.returncode:
-        raise SystemExit(
-            f"vLLM failed on {directory.name}, K={spec_tokens}:\n{done.stderr[-3000:]}"
-        )
-    answer = json.loads(done.stdout.splitlines()[-1])
     name = "vllm:spec_decode_num_"
     return [
-        Decoded(
-            tokens,
-            counts.get(f"{name}accepted_tokens_per_pos") or [],
-            counts.get(f"{name}draft_tokens") or 0,
-        )
-        for tokens, counts in zip(answer["tokens"], answer["counts_by_prompt"], strict=True)
+        [
+            Decoded(
+                tokens,
+                counts.get(f"{name}accepted_tokens_per_pos") or [],
+                counts.get(f"{name}draft_tokens") or 0,
+            )
+            for tokens, counts in zip(answer["tokens"], answer["counts_by_prompt"], strict=True)
+        ]
+        for answer in answers
     ]
 
 

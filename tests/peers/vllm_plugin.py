@@ -17,24 +17,15 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "peers")]
+from agreement import NEW_TOKENS, PROMPTS
+from helpers import tiny
+from vllm_agreement import CHANGES, make_trained, vllm_options
 
-from helpers import tiny  # noqa: E402
-from vllm_agreement import (  # noqa: E402
-    CHANGES,
-    NEW_TOKENS,
-    PROMPTS,
-    make_trained,
-    vllm_options,
-)
-
-from benchmarks.peers import vllm_host  # noqa: E402
+from benchmarks.peers import vllm_host
 
 FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
 """Whose draft classes the plugin takes the place of."""
