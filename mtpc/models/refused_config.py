@@ -99,12 +99,10 @@ def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]
     """The entries on which the shape of a tensor depends: it has another where they are others."""
 
     def shape(config: dict[str, Any]) -> Any:
-        edited = copy.copy(file)
-        edited.config = config
-        try:
-            return dict(build_shapes(edited, family).named_parameters())[name].shape
-        except Exception:  # The entry cannot be another without the rest.
+        if _failure(file, family, config) is not None:  # The entry cannot be another by itself.
             return None
+        parameters = dict(build_shapes(_edited(file, config), family).named_parameters())
+        return parameters[name].shape if name in parameters else None
 
     usual = shape(file.config)
     for path, value in _entries(file.config):
@@ -113,6 +111,13 @@ def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]
         other = 2 * value if value else 1
         if shape(_with(file.config, path, other)) not in (None, usual):
             yield f"{'.'.join(path)} ({kind_of(value)})"
+
+
+def _edited(file: ConfigFile, config: dict[str, Any]) -> ConfigFile:
+    """A file with other entries."""
+    edited = copy.copy(file)
+    edited.config = config
+    return edited
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
@@ -130,10 +135,8 @@ def _with(config: dict[str, Any], path: Place, value: Any) -> dict[str, Any]:
 
 def _failure(file: ConfigFile, family: ModelFamily, config: dict[str, Any]) -> Exception | None:
     """What building a model, its MTP layers and its state raises; None if nothing does."""
-    edited = copy.copy(file)
-    edited.config = config
     try:
-        target = build_shapes(edited, family, torch.bfloat16)
+        target = build_shapes(_edited(file, config), family, torch.bfloat16)
         text = target.config.get_text_config(decoder=True)
         count = family.num_mtp_layers(text) or 0
         with torch.device("meta"):
