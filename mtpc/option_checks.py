@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,19 @@ def check_names(option: str, names: Any) -> tuple[str, ...]:
 
 def check_directory(name: str, value: Any) -> Path | None:
     """The path of a directory; None stays None."""
-    if value is not None and (not isinstance(value, (str, Path)) or "\0" in str(value)):
+    if value is None:
+        return None
+    if not isinstance(value, (str, Path)) or not _is_path(str(value)):
         raise OptionError(f"{name} is {value!r}; expected a directory's path")
-    return None if value is None else Path(value)
+    return Path(value)
+
+
+def _is_path(text: str) -> bool:
+    """Whether the system can be asked for this path; a lone surrogate cannot be encoded."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def check_offload(prefix_caching: bool, async_scheduling: bool) -> None:

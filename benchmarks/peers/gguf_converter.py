@@ -1,9 +1,10 @@
-"""A checkpoint of benchmarks.harness.models as a GGUF file in bfloat16, by llama.cpp's converter.
+"""A checkpoint without a tokenizer as a GGUF file in bfloat16, by llama.cpp's own converter.
 
     python -m benchmarks.peers.gguf_converter SOURCES CHECKPOINT FILE
 
 MTP layers come along. SOURCES is llama.cpp's own directory, for the converter is in no package. The
-vocabulary is made up, because prompts are ids.
+vocabulary is made up, because prompts are ids: bytes, then fillers. Its first and last token of a
+text are those of config.json, where it has them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def main(sources: str, checkpoint: str, file: str) -> None:
         writer.add_token_types([gguf.TokenType.NORMAL] * size)
         writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
         writer.add_add_bos_token(False)
+        for name in ("bos_token_id", "eos_token_id"):
+            if isinstance(self.hparams.get(name), int):
+                getattr(writer, f"add_{name}")(self.hparams[name])
 
     ModelBase.load_hparams = staticmethod(read_config)
     family = get_model_class(get_model_architecture(read_config(checkpoint), ModelType.TEXT))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import CheckpointError, RequestError
-from mtpc.weights.hub import find_directory
+from mtpc.weights.hub import find_directory, no_checkpoint
 
 DEFAULT_PROMPT = "The with statement is used to wrap the execution of a block with"
 """The prompt of `mtpc run` by default. The demo model is trained on Python's documentation only."""
@@ -25,9 +25,12 @@ def chosen_checkpoint(given: Path | None) -> Path:
     """The directory of the checkpoint that a command was given, or the demo model's.
 
     Raises:
-        CheckpointError: as `find_directory` and `demo_checkpoint`.
+        CheckpointError: as `find_directory` and `demo_checkpoint`; or nothing is there.
     """
-    return demo_checkpoint() if given is None else find_directory(given)
+    directory = demo_checkpoint() if given is None else find_directory(given)
+    if not directory.exists():
+        raise no_checkpoint(directory)
+    return directory
 
 
 def chosen_prompts(args: argparse.Namespace) -> list[Any]:

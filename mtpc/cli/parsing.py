@@ -12,12 +12,21 @@ from typing import NoReturn
 
 from mtpc.config import AUTO
 
+_NUMBERS = {"int": "an integer", "float": "a number"}
+"""What argparse's own message about a number calls by Python's name of the type."""
+
 
 class SuggestingParser(argparse.ArgumentParser):
-    """argparse's parser, with error messages that suggest the most similar existing name."""
+    """argparse's parser, with errors of one line that suggest the most similar existing name."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(message + self._suggestion(message))
+        """Print the error as all errors of commands are printed, without the usage, and exit."""
+        number = re.search(r"invalid (int|float) value: (.*)", message)
+        if number:
+            expected = _NUMBERS[number[1]]
+            message = f"{message[: number.start()]}{number[2]} is invalid; expected {expected}"
+        message += self._suggestion(message)
+        self.exit(2, f"error: {message} ({self.prog} --help says more)\n")
 
     def _suggestion(self, message: str) -> str:
         choice = re.search(r"invalid choice: '([^']*)'", message)
@@ -27,9 +36,11 @@ class SuggestingParser(argparse.ArgumentParser):
             # argparse's own message lists the valid choices after the wrong word.
             wrong, known = choice[1], re.findall(r"[\w-]+", message[choice.end() :])
         elif option:
-            wrong, known = option[1], list(self._option_string_actions)
+            # Dashes would make any two options similar.
+            wrong, known = option[1][2:], [name[2:] for name in self._option_string_actions]
         near = difflib.get_close_matches(wrong, known, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+        dashes = "" if choice else "--"
+        return f"; did you mean {dashes}{near[0]}?" if near else ""
 
 
 def positive(text: str) -> int:

@@ -200,7 +200,11 @@ class AsyncEngine:
             self._is_closing = True
             self._wake.notify()
         if self._thread is not None:
-            await asyncio.shield(asyncio.wrap_future(self._ended))
+            await self.until_ended()
+
+    async def until_ended(self) -> BaseException | None:
+        """Wait until the engine's thread has ended. Returns what it failed with; None: closed."""
+        return await asyncio.shield(asyncio.wrap_future(self._ended))
 
     @property
     def has_ended(self) -> bool:
@@ -236,7 +240,7 @@ class AsyncEngine:
         if not is_over:
             return await asyncio.wrap_future(result)
         if self._thread is not None:
-            await asyncio.shield(asyncio.wrap_future(self._ended))
+            await self.until_ended()
         return function()
 
     async def generate(

@@ -14,7 +14,7 @@ from mtpc.engine.request import Request
 from mtpc.engine.stream import check_all, stream
 from mtpc.engine.text import TextAssembler
 from mtpc.layout.progress import Listener
-from mtpc.models.load import find_family, load, read_target
+from mtpc.models.load import family_of, load, read_target
 from mtpc.sampling_params import TokenLogprobs
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
@@ -109,7 +109,7 @@ class TransformersEngine:
 
     def __init__(self, checkpoint: Path, dtype: str | None, max_len: int | None):
         stored = Checkpoint(checkpoint)
-        family = find_family(stored.config["architectures"])
+        family = family_of(stored)
         self.model: Any = read_target(stored, family, dtype)
         self.model.eval()
         self.served = load(stored, None, needs_mtp=False, headers_only=True).served()

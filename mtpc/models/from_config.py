@@ -10,12 +10,12 @@ import torch
 
 from mtpc.errors import CheckpointError, MtpcError
 from mtpc.models.family import ModelFamily
-from mtpc.models.hf import model_class
-from mtpc.models.load import LoadedModel, find_family, load
+from mtpc.models.load import LoadedModel, family_of, load
 from mtpc.models.mtp_layers import build_mtp_layer
-from mtpc.models.read_config import read_config
+from mtpc.models.refused_config import build_shapes, explained
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, ConfigFile
 from mtpc.weights.hub import find_directory
+from mtpc.weights.json_file import check_counts
 
 
 @dataclass(frozen=True)
@@ -86,24 +86,18 @@ def load_config(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedMo
         UnsupportedModelError: the architecture is not in `FAMILIES`.
     """
     file = ConfigFile(directory)
-    family = find_family(file.config.get("architectures") or [])
+    check_counts(file.config, file.config_path)
+    family = family_of(file)
     wanted = getattr(torch, dtype or file.announced_dtype or "bfloat16")
     try:
-        config = read_config(file, family)
+        target = build_shapes(file, family, wanted)
         with torch.device("meta"):
-            target = model_class(family)._from_config(
-                config, dtype=wanted, attn_implementation="eager"
-            )
             count = _count(family, target, file.directory) if needs_mtp else 0
             layers = tuple(build_mtp_layer(family, target, i).to(wanted) for i in range(count))
     except MtpcError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"transformers cannot build a model from {file.directory}/config.json: "
-            f"{type(error).__name__}: {error}; expected the config of a released "
-            f"{family.hf_class}"
-        ) from error
+        raise explained(file, family, error) from error
     return LoadedModel(family, target.eval(), layers, (), str(file.directory), None, True)
 
 

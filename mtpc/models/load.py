@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +31,15 @@ from mtpc.models.hf import (
     share_model,
 )
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
-from mtpc.models.read_config import read_config
+from mtpc.models.read_config import quiet_transformers, read_config
+from mtpc.models.refused_config import build_shapes, explained, misshapen
 from mtpc.weights.checkpoint import (
     Checkpoint,
     as_ids,
     check_finite,
     listing,
 )
+from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.wiring import Rules
@@ -244,16 +245,18 @@ def load(
     if isinstance(source, (str, Path)):
         source = open_checkpoint(Path(source), draft if needs_mtp else None)
     if isinstance(source, Checkpoint):
+        family = family_of(source)
         try:
             headers = HeaderWeights(source) if headers_only else None
-            return _load_directory(source, dtype, needs_mtp, wiring, headers)
+            return _load_directory(source, family, dtype, needs_mtp, wiring, headers)
+        except UnsupportedModelError as error:
+            if str(source.directory) in str(error):
+                raise
+            raise UnsupportedModelError(f"{source.config_path}: {error}") from error
         except MtpcError:
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"{source.directory}: its config.json and its tensors do not fit together: "
-                f"{type(error).__name__}: {error}; expected those of one released model"
-            ) from error
+            raise explained(source, family, error) from error
     if isinstance(source, transformers.PreTrainedModel):
         if dtype is not None:
             raise OptionError(
@@ -287,6 +290,18 @@ def place(loaded: LoadedModel, device: str) -> LoadedModel:
     return loaded
 
 
+def family_of(file: ConfigFile) -> ModelFamily:
+    """The family that serves a checkpoint.
+
+    Raises:
+        UnsupportedModelError: no family does; the message names its config.json.
+    """
+    try:
+        return find_family(file.config.get("architectures") or [])
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file.config_path}: {error}") from None
+
+
 def find_family(architectures: list[str]) -> ModelFamily:
     """The family that serves one of `architectures`.
 
@@ -300,12 +315,13 @@ def find_family(architectures: list[str]) -> ModelFamily:
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
     raise UnsupportedModelError(
-        f"architecture {architectures} is not supported{hint}; expected one of {', '.join(known)}"
+        f"architectures {architectures} are not supported{hint}; expected one of {', '.join(known)}"
     )
 
 
 def _load_directory(
     checkpoint: Checkpoint,
+    family: ModelFamily,
     dtype: str | None,
     needs_mtp: bool,
     wiring: Rules,
@@ -313,8 +329,7 @@ def _load_directory(
 ) -> LoadedModel:
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
-    family = _drafted(find_family(checkpoint.config.get("architectures") or []), checkpoint)
-    family = family.wired(wiring)
+    family = _drafted(family, checkpoint).wired(wiring)
     model = read_target(checkpoint, family, dtype, headers)
     target = _share(model, family, str(directory), has_values=headers is None)
     layers = load_mtp_layers(checkpoint, family, target, headers) if needs_mtp else ()
@@ -357,7 +372,7 @@ def read_target(
     state = {name: unread(name) for name in checkpoint.target_tensors}
     try:
         _check_size(checkpoint, family)
-        with _quiet_transformers():
+        with quiet_transformers():
             model, info = model_class(family).from_pretrained(
                 None,
                 config=read_config(checkpoint, family),
@@ -367,14 +382,14 @@ def read_target(
                 experts_implementation="eager",
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # They are refused below, by their names.
             )
     except MtpcError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"transformers cannot load {directory}: {type(error).__name__}: {error}; expected a "
-            f"config.json and tensors of {family.hf_class}"
-        ) from error
+        raise explained(checkpoint, family, error) from error
+    if info["mismatched_keys"]:
+        raise misshapen(checkpoint, family, info["mismatched_keys"])
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(
@@ -389,15 +404,14 @@ def _check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
 
     transformers fills what a checkpoint lacks with random values before it says what is missing.
     """
-    config = read_config(checkpoint, family)
-    config._attn_implementation = config._experts_implementation = "eager"
-    with torch.device("meta"):
-        model = model_class(family)(config)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    model = build_shapes(checkpoint, family)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    count = sum(sizes.values())
     if count > _MOST_PER_BYTE * checkpoint.nbytes + 2**20:
         raise CheckpointError(
-            f"{checkpoint.directory}: the model of its config.json has {count} weights, and its "
-            f"tensors have {checkpoint.nbytes} bytes; correct the file or download it again"
+            f"{checkpoint.config_path} describes a model of {count} weights, the most of them in "
+            f"{max(sizes, key=sizes.__getitem__)}, and the checkpoint's tensors have "
+            f"{checkpoint.nbytes} bytes; correct the file or download it again"
         )
 
 
@@ -410,21 +424,6 @@ class _Unread:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.checkpoint.tensor(self.name)[index]
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Turn off transformers' progress bar and its warnings about MTP tensors, which mtpc reads."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | None) -> LoadedModel:

@@ -20,6 +20,9 @@ EXPERTS = "mlp.experts"
 """transformers' name for the experts of a decoder layer."""
 
 
+_OTHERS = "its config.json describes others: correct it, or download the checkpoint again"
+
+
 def load_mtp_layers(
     checkpoint: Checkpoint,
     family: ModelFamily,
@@ -43,7 +46,7 @@ def load_mtp_layers(
     count = _count_mtp_layers(checkpoint, family, config)
     if count == 0:
         raise CheckpointError(
-            f"the config of {where} announces no MTP layers ({MTP_COUNT_NAMES[-1]} "
+            f"the config.json of {where} announces no MTP layers ({MTP_COUNT_NAMES[-1]} "
             "is 0 or absent); expected at least one; give a drafter's checkpoint (draft), or use "
             "spec_tokens=0 to decode without drafts"
         )
@@ -355,14 +358,16 @@ def check_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], what: str) ->
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())
     if missing or unknown:
-        raise CheckpointError(f"{what}: missing {listing(missing)}; unexpected {listing(unknown)}")
+        raise CheckpointError(
+            f"{what}: missing {listing(missing)}; unexpected {listing(unknown)}; {_OTHERS}"
+        )
     shapes = [
         f"{name} is {tuple(t.shape)}, expected {tuple(expected[name].shape)}"
         for name, t in tensors.items()
         if t.shape != expected[name].shape
     ]
     if shapes:
-        raise CheckpointError(f"{what}: {'; '.join(shapes[:4])}")
+        raise CheckpointError(f"{what}: {'; '.join(shapes[:4])}; {_OTHERS}")
 
 
 def _assign(

@@ -7,13 +7,17 @@ mtpc decides all of that itself, so it drops what does not describe the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
 
 from mtpc.models.family import ModelFamily
 from mtpc.weights.checkpoint_files import ConfigFile
+from mtpc.weights.json_file import LARGEST, wrong
 
 _STEERING = (
     "auto_map",
@@ -31,12 +35,91 @@ _MODEL = ("rope_scaling",)
 """Entries of the base class that describe the model."""
 
 
-def read_config(checkpoint: ConfigFile, family: ModelFamily) -> Any:
-    """The config object of the family's class. It raises what transformers and the family raise."""
-    config_class = getattr(transformers, family.hf_config_class)
-    is_nested = "text_config" in getattr(config_class, "sub_configs", {})
-    fields = checkpoint.config if is_nested else checkpoint.text_config
-    return config_class(**family.config_entries(describing(fields)))
+TEXT = "text_config"
+_BOUNDLESS = "window"
+"""Sizes whose names have this may be negative: nothing limits them then."""
+
+
+def read_config(file: ConfigFile, family: ModelFamily) -> Any:
+    """The config object of the family's class.
+
+    Raises:
+        CheckpointError: a whole number in the file is none of a model's.
+        Exception: what transformers and the family raise; see `refused_config.explained`.
+    """
+    kind = config_class(family)
+    check_numbers(file, kind)
+    entries = file.config if TEXT in sub_configs(kind) else file.text_config
+    return kind(**family.config_entries(describing(entries)))
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Turn off transformers' progress bar, and warnings about what mtpc checks or reads itself."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def config_class(family: ModelFamily) -> Any:
+    """transformers' class of a family's config."""
+    return getattr(transformers, family.hf_config_class)
+
+
+def sub_configs(kind: Any) -> Mapping[str, Any]:
+    """The classes of the parts of a config, by their entries."""
+    return getattr(kind, "sub_configs", None) or {}
+
+
+def check_numbers(file: ConfigFile, kind: Any) -> None:
+    """Refuse sizes that are negative or huge. transformers would take them, and fail later.
+
+    Args:
+        file: config.json.
+        kind: transformers' class of the config. What it has a positive default for is a size.
+
+    Raises:
+        CheckpointError: a size is wrong; the message names it.
+    """
+    for part, prefix, entries in _parts(file, kind):
+        for name, value in entries.items():
+            field = config_field(part, name)
+            if field is None or type(value) is not int or float in kinds_of(field.type):
+                continue
+            is_size = type(field.default) is int and field.default > 0
+            least = 0 if is_size and _BOUNDLESS not in name else -LARGEST
+            if not least <= value <= LARGEST:
+                expected = f"a whole number from {least} to {LARGEST}"
+                raise wrong(file.config_path, prefix + name, value, expected)
+
+
+def _parts(file: ConfigFile, kind: Any) -> Iterator[tuple[Any, str, Mapping[str, Any]]]:
+    """The config and that of its language model: class, prefix of its entries, entries."""
+    nested = file.config.get(TEXT)
+    if nested is None or TEXT in sub_configs(kind):
+        yield kind, "", file.config
+    if nested is not None:
+        yield sub_configs(kind).get(TEXT, kind), f"{TEXT}.", nested
+
+
+def config_field(kind: Any, name: str) -> Any:
+    """The dataclass field of a config class that an entry is for; None if it has none."""
+    names = getattr(kind, "attribute_map", {})
+    return getattr(kind, "__dataclass_fields__", {}).get(names.get(name, name))
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, without None; of another type, itself."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    return tuple(kind for kind in kinds if kind is not types.NoneType)
 
 
 def describing(fields: Mapping[str, Any]) -> dict[str, Any]:

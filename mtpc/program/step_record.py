@@ -129,8 +129,12 @@ def _numbers(dims: Iterable[Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
     return numbers
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
 def _is_size(value: Any) -> bool:
-    return is_size_text(value) or (type(value) is int and 0 <= value <= _LARGEST)
+    return is_size_text(value) or _is_count(value)
 
 
 def _is_text(value: Any) -> bool:
@@ -144,7 +148,7 @@ def _is_number(value: Any) -> bool:
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "str": _is_text,
     "int": lambda value: type(value) is int and abs(value) <= _LARGEST,
-    "int | None": lambda value: value is None or _is_size(value),
+    "int | None": lambda value: value is None or _is_count(value),
     "Mapping[str, int]": lambda value: all(map(_is_size, dict(value).values())),
     "bool": lambda value: isinstance(value, bool),
     "float": _is_number,

@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from mtpc.api import SpecModel
-from mtpc.errors import OptionError, ServingError
+from mtpc.engine.async_engine import AsyncEngine
+from mtpc.errors import LostRankError, OptionError, ServingError
 from mtpc.server.app import make_app
 from mtpc.server.asgi import make_service
 from mtpc.server.connections import MAX_HEAD_BYTES, Connections
@@ -76,6 +77,7 @@ def run_server(
         RequestError: the checkpoint has no tokenizer.
         CheckpointError: the tokenizer or the chat template cannot be read or is invalid.
         ServingError: the system lacks memory, descriptors or threads for a server.
+        LostRankError: another rank has ended, or no longer answers.
     """
     service = make_service(model, options)
     bound = listener or bind(options)
@@ -159,14 +161,26 @@ async def _serve(
             host, port = listener.getsockname()[:2]
             ready(Running(host, port, service, loop, stop_from_any_thread))
         stopped = asyncio.create_task(stopping.wait())
-        await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        lost = asyncio.create_task(_lost_rank(service.engine))
+        await asyncio.wait({stopped, lost, serving}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not serving.done():
             await service.drain(at_once)
             server.should_exit = True
         await serving
+        if lost.done():
+            raise lost.result()
+        lost.cancel()
     if faults:
         raise OSError(*faults[0].args)
+
+
+async def _lost_rank(engine: AsyncEngine) -> LostRankError:
+    """Wait until another rank is lost. Without it no step runs again, so the server must end."""
+    error = await engine.until_ended()
+    while not isinstance(error, LostRankError):
+        await asyncio.Event().wait()
+    return error
 
 
 def _config(app: Any, options: ServerOptions, connections: Connections) -> uvicorn.Config:

@@ -26,7 +26,7 @@ from mtpc.models.hf import (
     stepped_decoder,
     target_head,
 )
-from mtpc.models.load import LoadedModel, find_family, place, read_target
+from mtpc.models.load import LoadedModel, family_of, place, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.wiring import Rules
@@ -164,7 +164,7 @@ class TrainedModel:
         wiring: Rules = (),
         device: str = "cpu",
     ):
-        family = find_family(checkpoint.config.get("architectures") or []).wired(wiring)
+        family = family_of(checkpoint).wired(wiring)
         if family.parts is not None:
             raise _no_gradient(family.name, "its MTP layer is fed residual streams")
         self._model = read_target(checkpoint, family, dtype).eval().requires_grad_(False)

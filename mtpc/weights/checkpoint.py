@@ -148,7 +148,7 @@ class Checkpoint(CheckpointFiles):
         announced, usual = self.announced_dtype, self._usual_dtype
         if not self.is_quantised and announced not in (None, usual):
             raise CheckpointError(
-                f"{self._config_path}: dtype is {announced!r}, and most weights are {usual}; "
+                f"{self.config_path}: dtype is {announced!r}, and most weights are {usual}; "
                 f"expected the same: correct the file, or choose one with dtype={announced!r}"
             )
 

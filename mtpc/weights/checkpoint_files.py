@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.file import find_gguf, open_gguf
-from mtpc.weights.hub import download_again, find_directory, is_directory
+from mtpc.weights.hub import download_again, find_directory, is_directory, no_checkpoint
 from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
@@ -51,10 +51,7 @@ class ConfigFile:
     @staticmethod
     def _refuse_others(directory: Path) -> None:
         if not is_directory(directory):
-            raise CheckpointError(
-                f"{str(directory)!r} is not a directory; expected a local checkpoint with "
-                "config.json and *.safetensors, or a GGUF file (mtpc downloads nothing)"
-            )
+            raise no_checkpoint(directory)
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -73,11 +70,12 @@ class ConfigFile:
         return next((name for name in said if name), None)
 
     @property
-    def _config_path(self) -> Path:
+    def config_path(self) -> Path:
+        """The file that describes the model."""
         return self.directory / CONFIG
 
     def _read_config(self) -> dict[str, Any]:
-        path = self._config_path
+        path = self.config_path
         if not os.path.isfile(path):
             raise CheckpointError(
                 f"{self.directory} has no config.json; expected a checkpoint's directory: "
@@ -109,7 +107,7 @@ class CheckpointFiles(ConfigFile):
 
     def __init__(self, directory: Path):
         self.directory = directory = find_directory(directory)
-        self.gguf = () if os.path.lexists(self._config_path) else tuple(find_gguf(directory))
+        self.gguf = () if os.path.lexists(directory / CONFIG) else tuple(find_gguf(directory))
         self._files: Mapping[Path, TensorFile]
         if self.gguf:
             self.config, self._files = open_gguf(list(self.gguf))
@@ -121,7 +119,12 @@ class CheckpointFiles(ConfigFile):
         self.stored: dict[str, StoredTensor] = {}
         for file in self._files.values():
             self._add_tensors(file)
-        check_counts(self.config, self._config_path, len(self.stored))
+        check_counts(self.config, self.config_path, len(self.stored))
+
+    @property
+    def config_path(self) -> Path:
+        """The file that describes the model: config.json, or the first GGUF file."""
+        return self.gguf[0] if self.gguf else super().config_path
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -64,6 +64,14 @@ def is_directory(path: Path) -> bool:
         ) from None
 
 
+def no_checkpoint(path: Path) -> CheckpointError:
+    """The error for a path that leads to no checkpoint."""
+    return CheckpointError(
+        f"{str(path)!r} is not a directory; expected a local checkpoint with config.json and "
+        "*.safetensors, or a GGUF file (mtpc downloads nothing)"
+    )
+
+
 def hub_id(directory: Path) -> str | None:
     """The id of a snapshot in the hub cache, `models--ORG--NAME/snapshots/COMMIT`, or None."""
     folder = directory.parent.parent.name

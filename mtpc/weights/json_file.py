@@ -21,11 +21,15 @@ GENERATION = "generation_config.json"
 
 _MOST_BYTES = 2**27
 """No such file of a released model has a tenth of this."""
-_LARGEST = 2**31 - 1
+LARGEST = 2**31 - 1
+"""No size of a model, and no token id, exceeds this."""
+_MOST_LAYERS = 4096
+"""No released model has a tenth of this."""
 _SIZE = re.compile(
     r"(num|n|max|moe|head|hidden|vocab|index|top|kv_lora|q_lora|o_lora|v_head|qk_\w+)_\w+"
 )
 """Names of entries that are sizes or counts wherever they are whole numbers."""
+_SHARE = "partial_rotary_factor"
 _LOOPED = re.compile(r"(num_\w*layers|n_layers?|num_layers?|first_k_dense_replace)")
 """Counts of layers: at most as many as there are tensors."""
 
@@ -47,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
             "download the file again"
         ) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {_kind(value)}; expected an object with entries")
+        raise CheckpointError(f"{path} holds {kind_of(value)}; expected an object with entries")
     return value
 
 
@@ -55,7 +59,7 @@ def _reason(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """A value in a message: its type, and its text where that is short."""
     if value is None:
         return "null"
@@ -77,34 +81,44 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
     names = config.get("architectures")
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if names is not None and not is_list:
-        raise _wrong(path, "architectures", names, "a list of class names")
+        raise wrong(path, "architectures", names, "a list of class names")
     for name in ("text_config", "quantization_config"):
         if config.get(name) is not None and not isinstance(config[name], dict):
-            raise _wrong(path, name, config[name], "an object with entries")
+            raise wrong(path, name, config[name], "an object with entries")
     nested = config.get("text_config")
     for prefix, part in (("", config), ("text_config.", nested or {})):
         for name in ("dtype", "torch_dtype"):
             if part.get(name) is not None and part[name] not in DTYPES:
-                raise _wrong(path, prefix + name, part[name], f"one of {', '.join(DTYPES)}")
+                raise wrong(path, prefix + name, part[name], f"one of {', '.join(DTYPES)}")
         for name, value in part.items():
             if _SIZE.fullmatch(name):
                 _check_size(path, prefix + name, value)
         check_ids(part.get("eos_token_id"), path, f"{prefix}eos_token_id")
+    _check_shares(config, path, "")
+
+
+def _check_shares(part: Mapping[str, Any], path: Path, prefix: str) -> None:
+    """Refuse a share of a head that exceeds it: angles would be computed for as many numbers."""
+    for name, value in part.items():
+        if isinstance(value, dict):
+            _check_shares(value, path, f"{prefix}{name}.")
+        elif name == _SHARE and isinstance(value, (int, float)) and not 0 <= value <= 1:
+            raise wrong(path, prefix + name, value, "a share of 0 to 1")
 
 
 def _check_size(path: Path, name: str, value: Any) -> None:
     """Refuse a whole number that is no size. Released configs have -1 where nothing limits."""
-    if isinstance(value, int) and not -1 <= value <= _LARGEST:
-        raise _wrong(path, name, value, f"a size of at most {_LARGEST}")
+    if isinstance(value, int) and not -1 <= value <= LARGEST:
+        raise wrong(path, name, value, f"a size of at most {LARGEST}")
 
 
-def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int) -> None:
+def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None = None) -> None:
     """Refuse counts of layers that the checkpoint cannot hold, because each has a tensor.
 
     Args:
         config: config.json; the configs of its parts are checked, too.
         path: the file, for messages.
-        num_tensors: tensors in the checkpoint.
+        num_tensors: tensors in the checkpoint; None where there is none but config.json.
 
     Raises:
         CheckpointError: a count is no whole number, or too large.
@@ -115,9 +129,11 @@ def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int) -> Non
         if not _LOOPED.fullmatch(name) or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise _wrong(path, name, value, "a whole number")
-        if not 0 <= value <= num_tensors:
-            raise _wrong(path, name, value, f"0 to {num_tensors}, the tensors of the checkpoint")
+            raise wrong(path, name, value, "a whole number")
+        most = _MOST_LAYERS if num_tensors is None else num_tensors
+        if not 0 <= value <= most:
+            of = "" if num_tensors is None else ", the tensors of the checkpoint"
+            raise wrong(path, name, value, f"0 to {most}{of}")
 
 
 def check_ids(ids: Any, path: Path, name: str) -> None:
@@ -127,8 +143,8 @@ def check_ids(ids: Any, path: Path, name: str) -> None:
         CheckpointError: see above.
     """
     row = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _LARGEST for i in row):
-        raise _wrong(path, name, ids, "a token id, a list of token ids, or null")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= LARGEST for i in row):
+        raise wrong(path, name, ids, "a token id, a list of token ids, or null")
 
 
 def shard_names(index: Mapping[str, Any], path: Path) -> list[str]:
@@ -139,18 +155,19 @@ def shard_names(index: Mapping[str, Any], path: Path) -> list[str]:
     """
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise _wrong(path, "weight_map", listed, "an object: tensor name -> file name")
+        raise wrong(path, "weight_map", listed, "an object: tensor name -> file name")
     for tensor, name in listed.items():
         pure = PurePosixPath(name) if isinstance(name, str) else None
         if pure is None or pure.is_absolute() or ".." in pure.parts or "\0" in name:
-            raise _wrong(
+            raise wrong(
                 path, f"weight_map[{tensor[:60]!r}]", name, "a file name below the directory"
             )
     return sorted(set(listed.values()))
 
 
-def _wrong(path: Path, name: str, value: Any, expected: str) -> CheckpointError:
+def wrong(path: Path, name: str, value: Any, expected: str) -> CheckpointError:
+    """The error for an entry of a JSON file."""
     return CheckpointError(
-        f"{path}: {name} is {_kind(value)}; expected {expected}; correct the file or download it "
+        f"{path}: {name} is {kind_of(value)}; expected {expected}; correct the file or download it "
         "again"
     )

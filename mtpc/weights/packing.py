@@ -21,7 +21,7 @@ TILE = 32
 """Output features in a tile."""
 _GROUP_BYTES = 4
 _HUGE_PAGE = 2 << 20
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag of that name, which Python knows since 3.13; this is its value on x86 and ARM."""
 
 Fill = Callable[[Tensor, Tensor], None]
@@ -109,7 +109,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     # By default mmap gives shared memory, for which Linux has a separate switch for huge pages that
     # is usually off; so the mapping is private. Bytes before the first huge page are never touched.
     # A build never fills it, and may want more than the machine has: nothing is set aside for it.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     memory = mmap.mmap(-1, whole + _HUGE_PAGE, flags=flags)
     with contextlib.suppress(OSError):  # Without huge pages in the kernel, small pages serve.
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import sys
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.packing import NORESERVE
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -81,6 +83,26 @@ class StoredTensor:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+def map_file(path: Path) -> mmap.mmap:
+    """A file in a private memory map, which is read and never written; it may exceed memory.
+
+    Raises:
+        CheckpointError: the file is empty, cannot be read, or finds no place in the address space.
+    """
+    try:
+        with path.open("rb") as file:
+            if sys.platform != "linux":
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # As that, but without memory set aside for pages that nothing writes.
+            flags, allowed = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            return mmap.mmap(file.fileno(), 0, flags=flags, prot=allowed)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot map {path} into memory: {error}; expected a file with tensors, and address "
+            "space for all its bytes (see ulimit -v)"
+        ) from None
+
+
 class TensorFile:
     """The tensors of one file.
 
@@ -91,23 +113,22 @@ class TensorFile:
         tensors: descriptions of the tensors by name.
 
     Raises:
-        CheckpointError: the file is not a complete safetensors file.
+        CheckpointError: the file is not a complete safetensors file, or cannot be mapped.
     """
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            with safe_open(path, framework="pt"):
+            with safe_open(path, framework="np"):  # For torch it sets memory aside for all bytes.
                 pass
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path} ({path.stat().st_size} bytes) is not a complete safetensors file: "
                 f"{error}; copy or download it again"
             ) from None
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from None
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._map = map_file(path)
         self.tensors = self._read_header()
 
     def _read_header(self) -> dict[str, StoredTensor]:

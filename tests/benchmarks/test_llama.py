@@ -32,7 +32,7 @@ LINE = (
 )
 """As llama-batched-bench of llama.cpp 0.5.0 writes it."""
 TIMINGS = {
-    "cache_n": 0, "prompt_n": 32, "prompt_ms": 21.5, "predicted_n": 64, "predicted_ms": 800.0,
+    "cache_n": 2, "prompt_n": 32, "prompt_ms": 250.0, "predicted_n": 64, "predicted_ms": 800.0,
     "draft_n": 60, "draft_n_accepted": 47,
 }  # fmt: skip
 """What llama-server of llama.cpp 0.5.0 says of a request, shortened."""
@@ -41,11 +41,13 @@ import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.answer({{}})
+        self.answer({{"status": "ok"}})
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         open({asked!r}, "a").write(json.dumps([sys.argv[1:], asked]) + "\\n")
-        self.answer({{"timings": {timings!r}}})
+        tokens = [7] * (asked["n_predict"] - (asked["prompt"] == [1]))
+        timings = {{**{timings!r}, "prompt_n": len(asked["prompt"]) - 2}}
+        self.answer({{"content": "", "tokens": tokens, "timings": timings}})
     def answer(self, value):
         self.send_response(200)
         self.end_headers()
@@ -54,6 +56,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
+"""What llama.cpp's server answers, by its source (tools/server/server-task.cpp); two tokens of a
+prompt are known to it, and to one prompt it gives a token too few."""
+
+
+def stand_in(directory: Path) -> Path:
+    """A llama-server in a directory that writes what it is asked to the file that is returned."""
+    program, asked = directory / SERVER, directory / "asked"
+    told = STAND_IN.format(python=sys.executable, asked=str(asked), timings=TIMINGS)
+    program.write_text(told)
+    program.chmod(0o755)
+    return asked
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +130,14 @@ def test_timings_of_requests_become_steps() -> None:
 
 
 def test_a_server_is_asked_for_as_many_requests_at_once(tmp_path: Path) -> None:
-    program, asked = tmp_path / SERVER, tmp_path / "asked"
-    told = STAND_IN.format(python=sys.executable, asked=str(asked), timings=TIMINGS)
-    program.write_text(told)
-    program.chmod(0o755)
+    asked = stand_in(tmp_path)
     decoder = ServerDecoder(tmp_path, tmp_path / "model.gguf", "Q4_0", spec_tokens=3, threads=1)
     assert decoder.decode([[1, 2], [3, 4]], 64).steps == 16
     options, requests = zip(*map(json.loads, asked.read_text().splitlines()), strict=True)
     assert sorted(r["prompt"] for r in requests) == [[1, 2], [1, 2], [3, 4]]
     assert [r["n_predict"] for r in requests] == [4, 64, 64]
     assert options[0][options[0].index("--spec-draft-n-max") + 1] == "3"
-    program.write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
+    (tmp_path / SERVER).write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
     with pytest.raises(LlamaError, match="did not start:\nno such model"):
         decoder.decode([[1, 2]], 64)
 
@@ -158,36 +168,9 @@ def test_a_failure_is_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
         files.write("Q4_0")
 
 
-_SERVER = f"""#!{sys.executable}
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.answer({{"status": "ok"}})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        tokens = [7] * (asked["n_predict"] - (asked["prompt"] == [1]))
-        timings = {{"cache_n": 2, "prompt_n": len(asked["prompt"]) - 2, "prompt_ms": 250.0}}
-        self.answer({{"content": "", "tokens": tokens, "timings": timings}})
-
-    def answer(self, value):
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
-"""What llama.cpp's server answers, by its source (tools/server/server-task.cpp)."""
-
-
 def test_a_servers_answer_is_read(tmp_path: Path) -> None:
-    program, log = tmp_path / SERVER, tmp_path / "log"
-    program.write_text(_SERVER)
-    program.chmod(0o755)
+    stand_in(tmp_path)
+    log = tmp_path / "log"
     server = LlamaServer(tmp_path, tmp_path / "model.gguf", 64, 1, log)
     try:
         assert server.answer([1, 2, 3, 4, 5], 3) == (0.25, [7, 7, 7], 2)
@@ -195,7 +178,7 @@ def test_a_servers_answer_is_read(tmp_path: Path) -> None:
             server.answer([1], 3)
     finally:
         server.close()
-    program.write_text("#!/bin/sh\necho no model; exit 1\n")
+    (tmp_path / SERVER).write_text("#!/bin/sh\necho no model; exit 1\n")
     with pytest.raises(LlamaError, match="did not start"):
         LlamaServer(tmp_path, tmp_path / "model.gguf", 64, 1, log)
     assert log.read_text() == "no model\n"

@@ -249,9 +249,14 @@ def test_help_and_import_are_light():
     ("arguments", "message"),
     [
         (["run", "/no/such/checkpoint"], "'/no/such/checkpoint' is not a directory"),
+        (["chat", "/no/such/checkpoint"], "'/no/such/checkpoint' is not a directory"),
+        (["serve", "/no/such/checkpoint"], "'/no/such/checkpoint' is not a directory"),
         (["run", "{bare}"], "has no tokenizer.json; give prompts as token ids"),
         (["run", "{bare}", "--ids", "1"], "holds no *.safetensors"),
-        (["run", "x", "--spec-tokens", "17"], "spec_tokens is 17; expected an integer in 0..16"),
+        (
+            ["run", "{good}", "--spec-tokens", "17"],
+            "spec_tokens is 17; expected an integer in 0..16",
+        ),
         (["run", "{good}", "--backend", "eagre"], "unknown backend 'eagre'; did you mean 'eager'?"),
         (["inspect", "{good}", "--after", "resize-metdata"], "did you mean 'resize-metadata'?"),
         (["inspect", "{good}", "--after", "merge-projections"], "add --enable-pass merge-proj"),
@@ -276,6 +281,9 @@ def test_a_known_error_is_one_line(arguments, message, word_model, capsys, tmp_p
     [
         (["rnu"], "did you mean run?"),
         (["run", "--spec-token", "3"], "unrecognized arguments: --spec-token; did you mean --spec"),
+        (["run", "--port", "x"], "did you mean --prompt? (mtpc run --help says more)"),
+        (["serve", "--port", "x"], "argument --port: 'x' is invalid; expected an integer"),
+        (["run", "--temperature", "hot"], "'hot' is invalid; expected a number"),
         (["run", "--ids", "1 x"], "--ids: '1 x' is invalid; expected integers such as 1,2,3"),
         (["run", "-n", "0"], "--max-new-tokens: '0' is invalid; expected an integer >= 1"),
         (["inspect", "--phase", "decod"], "did you mean decode?"),
@@ -286,7 +294,9 @@ def test_bad_usage_is_explained(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
 
 
 def test_traceback_on_request(capsys):

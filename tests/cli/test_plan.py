@@ -87,8 +87,14 @@ def test_weights_that_do_not_fit(
             [],
             "quant_method 'awq', and there is no weight file",
         ),
-        ({"architectures": ["OtherForCausalLM"]}, [], "is not supported"),
-        ({"num_experts": "many"}, [], "config.json"),
+        ({"architectures": ["OtherForCausalLM"]}, [], "are not supported"),
+        ({"num_experts": "many"}, [], "config.json: num_experts is text 'many', "),
+        ({"hidden_act": "none"}, [], "config.json: hidden_act is text 'none', "),
+        (
+            {"num_hidden_layers": 2**30},
+            [],
+            "num_hidden_layers is a number 1073741824",
+        ),
     ],
 )
 def test_one_clear_error(

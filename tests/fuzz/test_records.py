@@ -7,7 +7,6 @@ import dataclasses
 import json
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,10 @@ def test_path_names_that_are_too_long(name: str, tmp_path: Path) -> None:
         cache.find(KEY_OF_STEP)
     with pytest.raises(CacheError, match="too long"):
         cache.store.prepare()
-    with pytest.raises(MtpcError, match="expected a directory's path"):
-        CompileOptions(cache_dir="a\0b")
+    for option in ("cache_dir", "kv_offload_dir", "draft"):
+        for wrong in ("a\0b", "\ud800", 5):
+            with pytest.raises(MtpcError, match=f"{option} is .*; expected a directory's path"):
+                CompileOptions(**{option: wrong})
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -178,21 +179,54 @@ def changed(chance: random.Random) -> bytes:
 def test_random_records(cache: StepCache, chances: Callable[..., Any]) -> None:
     """A changed record is one that can be written again, or it is refused as damaged.
 
-    One with fewer positions than the program has is refused as such a model is.
+    One with fewer positions than the program has is refused as such a model is, and no other.
     """
     refused = accepted = 0
     for chance in chances():
-        forge(cache, changed(chance))
-        step = None
-        with suppress(OptionError):
+        data = changed(chance)
+        forge(cache, data)
+        step, too_few = None, ""
+        try:
             step = cache.find(KEY_OF_STEP)
+        except OptionError as error:
+            too_few = str(error)
+        if too_few:
+            count = json.loads(data)["max_positions"]
+            assert type(count) is int, (chance, too_few)
+            assert 0 <= count < OPTIONS.max_len, (chance, too_few)
+            assert too_few == message_of(count), chance
         if step is None:
             refused += 1
             continue
         accepted += 1
+        positions = step.record.max_positions
+        assert positions is None or positions >= OPTIONS.max_len, chance
         assert step.record.to_json(), chance
         assert step.layout is not None, chance
     assert refused > accepted / 10 > 0, (refused, accepted)
+
+
+def message_of(count: int) -> str:
+    """What is said of a model with too few positions."""
+    with pytest.raises(OptionError) as refused:
+        OPTIONS.for_model(count)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("count", [0, 31])
+def test_a_record_with_too_few_positions(cache: StepCache, count: int) -> None:
+    few = dataclasses.replace(record(), max_positions=count)
+    forge(cache, few.to_json().encode())
+    with pytest.raises(OptionError, match=f"^max_len is 32; .* at most {count} positions"):
+        cache.find(KEY_OF_STEP)
+
+
+@pytest.mark.parametrize("positions", [-1, "4*M", True, 2**70])
+def test_a_record_with_no_number_of_positions(cache: StepCache, positions: Any) -> None:
+    """Text is a size of a buffer, and no number of positions."""
+    forge(cache, dataclasses.replace(record(), max_positions=positions).to_json().encode())
+    assert cache.find(KEY_OF_STEP) is None
+    assert "is not a record" in next(iter(cache.notes))
 
 
 def test_damaged_kernels_are_not_missing(cache: StepCache) -> None:

@@ -15,7 +15,7 @@ import mtpc
 from mtpc.server.options import ServerOptions
 from mtpc.server.run import Running, run_server
 
-IDLE_TASKS = 4
+IDLE_TASKS = 5
 """Tasks of a server that does nothing: uvicorn's, its lifespan, ours that wait."""
 
 

@@ -170,7 +170,7 @@ def test_configs_that_hosts_hand_over(checkpoint: Callable[..., Path]) -> None:
     made = [draft_config(source)[1].to_dict() for source in (directory, given, entries)]
     assert made[0] == made[1] == made[2]
     given.architectures, given.model_type = ["Qwen3NextMTP"], "qwen3_next_mtp"
-    with pytest.raises(UnsupportedModelError, match=r"Qwen3NextMTP.*is not supported"):
+    with pytest.raises(UnsupportedModelError, match=r"Qwen3NextMTP.*are not supported"):
         draft_config(given)
     family, config = draft_config(given, "Qwen3NextForCausalLM")
     assert family.name == "qwen3_next"

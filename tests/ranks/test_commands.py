@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from helpers.oracles import Oracle
+from helpers.word_model import word_checkpoint
 
 LIMIT_S = 10.0
 """No process may be there any more so long after one was killed."""
@@ -36,17 +40,25 @@ class Started:
     process: subprocess.Popen[str]
     other: int = 0
 
-    def wait_for(self, line: str) -> None:
-        """Read what rank 0 says until a line has that text; then find the other rank."""
-        assert self.process.stderr is not None
+    def wait_for(self, line: str, in_output: bool = False) -> str:
+        """Read what rank 0 says, until a line has that text; then find the other rank.
+
+        Args:
+            line: the text.
+            in_output: whether it is on standard output, not on standard error.
+
+        Returns:
+            The whole line.
+        """
+        stream = self.process.stdout if in_output else self.process.stderr
+        assert stream is not None
         said = []
-        for text in self.process.stderr:
+        for text in stream:
             said.append(text)
             if line in text:
-                break
-        else:
-            raise AssertionError("".join(said))
-        (self.other,) = children(self.process.pid)
+                (self.other,) = children(self.process.pid)
+                return text
+        raise AssertionError("".join(said) + self.process.communicate()[1])
 
 
 def children(parent: int) -> list[int]:
@@ -90,19 +102,33 @@ def kill_at(stage: str, rank: int, delay_s: float, built: list[str]) -> None:
     with started("run", *built, *prompt, *more) as run:
         run.wait_for(line)
         time.sleep(delay_s)
-        assert run.process.poll() is None, "the run ended before the kill"
-        os.kill(run.other if rank else run.process.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        _, said = run.process.communicate(timeout=LIMIT_S)
-        while is_there(run.other):
-            assert time.monotonic() - killed < LIMIT_S, "rank 1 outlives rank 0"
-            time.sleep(0.05)
-        assert time.monotonic() - killed < LIMIT_S
-        if rank:
-            assert run.process.returncode == 2, said
-            last = said.splitlines()[-1]
-            assert last.startswith("error: rank 1 of 2 was ended by SIGKILL"), said
-            assert sum(line.startswith("error:") for line in said.splitlines()) == 1
+        kill(run, rank)
+
+
+def kill(run: Started, rank: int, watch: Callable[[], object] = lambda: None) -> None:
+    """Kill a rank of a command; all must end in time, and rank 0 must say why if it can.
+
+    Args:
+        run: the command.
+        rank: which one.
+        watch: called after the kill; its time counts.
+    """
+    assert run.process.poll() is None, "the run ended before the kill"
+    os.kill(run.other if rank else run.process.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    watch()
+    _, said = run.process.communicate(timeout=LIMIT_S)
+    while is_there(run.other):
+        assert time.monotonic() - killed < LIMIT_S, "rank 1 outlives rank 0"
+        time.sleep(0.05)
+    took_s = time.monotonic() - killed
+    assert took_s < LIMIT_S
+    print(f"{took_s:.1f} s")  # `pytest -rP` shows it.
+    if rank:
+        assert run.process.returncode == 2, said
+        last = said.splitlines()[-1]
+        assert last.startswith("error: rank 1 of 2 was ended by SIGKILL"), said
+        assert sum(line.startswith("error:") for line in said.splitlines()) == 1, said
 
 
 def test_a_command_runs_on_ranks(built: list[str], oracle: Callable[..., Oracle]) -> None:
@@ -159,3 +185,59 @@ def test_a_killed_rank_ends_all_at_any_stage(
     """Thirty runs, each killed at another moment."""
     longest = {"prefill": 0.1, "warm": 0.05}.get(stage, 1.0)
     kill_at(stage, rank, random.Random(turn).random() * longest, built)
+
+
+@pytest.fixture(scope="module")
+def serve(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments of a server on two ranks that compiles in seconds and answers for seconds."""
+    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
+    shape = ["--dtype=float64", "--spec-tokens=1", "--max-len=512", "--batch-buckets=1"]
+    ranks = ["--tensor-parallel-size=2", "--backend=eager", "--no-cache", "--no-sampling"]
+    more = ["--port=0", "--model-name=tiny"]
+    return ["serve", str(directory), *more, *shape, *ranks]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_a_server_ends_with_a_killed_rank(rank: int, is_busy: bool, serve: list[str]) -> None:
+    """A request that runs gets an error, if rank 0 is there to tell it."""
+    with started(*serve) as run, ExitStack() as stack:
+        url = run.wait_for("mtpc serves", in_output=True).split()[-1]
+        answer = stack.enter_context(asked(url)) if is_busy else None
+
+        def read() -> None:
+            if answer is not None and rank:
+                events = answer.read().decode().split("\n\n")
+                (error,) = [event for event in events if '"error"' in event]
+                assert "rank" in error
+
+        kill(run, rank, read)
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_a_rank_that_hangs(serve: list[str]) -> None:
+    """Half a minute after it has stopped, because a step may take long."""
+    with started(*serve) as run:
+        url = run.wait_for("mtpc serves", in_output=True).split()[-1]
+        with asked(url) as answer:
+            os.kill(run.other, signal.SIGSTOP)
+            assert '"error"' in answer.read().decode()
+        _, said = run.process.communicate(timeout=LIMIT_S)
+        assert run.process.returncode == 2, said
+        assert "start all of them again" in said.splitlines()[-1]
+        assert not is_there(run.other)
+
+
+@contextmanager
+def asked(url: str) -> Iterator[HTTPResponse]:
+    """A long answer that a server streams, after its first token."""
+    fields = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 480, "temperature": 0}
+    fields |= {"stream": True, "ignore_eos": True}
+    address = urlsplit(url)
+    with closing(HTTPConnection(address.hostname, address.port, timeout=60)) as connection:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(fields), headers)
+        with connection.getresponse() as answer:
+            assert answer.status == 200
+            assert answer.readline().startswith(b"data: ")
+            yield answer

@@ -64,6 +64,41 @@ def test_heads_that_a_proxy_may_read_otherwise(server: Running, what: str) -> No
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
+SMUGGLED = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
+CHUNKED = b"transfer-encoding: chunked"
+ODD_ENDS: dict[str, tuple[bytes, bytes]] = {
+    "a chunk that ends in other bytes": (CHUNKED, b"2\r\n{}XX0\r\n\r\n"),
+    "a chunk that ends in a line feed": (CHUNKED, b"2\r\n{}\n0\r\n\r\n"),
+    "a line feed in an extension": (CHUNKED, b"2;\n{}\r\n0\r\n\r\n" + b"2\r\n{}\r\n0\r\n\r\n"),
+    "a size with a prefix": (CHUNKED, b"0x2\r\n{}\r\n0\r\n\r\n"),
+    "a size with a sign": (CHUNKED, b"+2\r\n{}\r\n0\r\n\r\n"),
+    "a size of 17 digits": (CHUNKED, b"1" + b"0" * 15 + b"2\r\n{}\r\n0\r\n\r\n"),
+    "no last chunk": (CHUNKED, b"2\r\n{}\r\n"),
+    "a space before the colon": (b"transfer-encoding : chunked", b"2\r\n{}\r\n0\r\n\r\n"),
+    "a tab before the colon": (b"content-length\t: 2", b"{}"),
+    "a folded coding": (b"transfer-encoding:\r\n chunked", b"2\r\n{}XX0\r\n\r\n"),
+    "a length with a sign": (b"content-length: +2", b"{}"),
+    "a length with a space": (b"content-length: 2 0", b"{}"),
+    "a length in hexadecimal": (b"content-length: 0x2", b"{}"),
+    "a length that is none": (b"content-length: ", b"{}"),
+    "two lengths": (b"content-length: 2\r\ncontent-length: 0", b"{}"),
+    "two lengths in a line": (b"content-length: 2, 0", b"{}"),
+    "a carriage return in a value": (b"x: y\rcontent-length: 2", b"{}"),
+    "a zero byte": (b"content-length: 2\x00", b"{}"),
+    "two codings": (CHUNKED + b"\r\n" + CHUNKED, b"2\r\n{}\r\n0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("what", ODD_ENDS)
+def test_bodies_whose_end_is_in_doubt(server: Running, what: str) -> None:
+    """They are refused by either parser, and no request hides behind them."""
+    line, data = ODD_ENDS[what]
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n" + JSON.encode() + b"\r\n" + line
+    answer = exchange(server, head + b"\r\n\r\n" + data + SMUGGLED)
+    assert b" 200 " not in answer, answer
+    assert answer.count(b"HTTP/1.1 ") <= 1
+
+
 def test_heads_of_other_versions(server: Running) -> None:
     """A request line without a version is HTTP/0.9, which knows no headers."""
     assert status_of(exchange(server, b"GET /v1/models\r\n\r\n")) in (400, 505)

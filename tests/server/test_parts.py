@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import transformers
 from helpers.places import ROOT
+from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 import mtpc
@@ -225,3 +227,11 @@ def test_the_docs_name_every_field_and_option() -> None:
         assert f"`{flag}" in page, flag
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"):
         assert path in page
+
+
+def test_libraries_with_known_holes_are_refused() -> None:
+    """Of Jinja's sandbox and of h11's chunks: older ones cannot be installed with `mtpc[serve]`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {r.name: r for r in map(Requirement, project["optional-dependencies"]["serve"])}
+    assert not needed["jinja2"].specifier.contains("3.1.5")
+    assert not needed["h11"].specifier.contains("0.15.0")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +88,50 @@ def test_unknown_dtypes_are_named(tmp_path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
     with pytest.raises(CheckpointError, match="w is F4; expected one of BOOL"):
         TensorFile(path).tensor("w")
+
+
+def sparse(path: Path, nbytes: int) -> Path:
+    """A safetensors file with one tensor of zeros, which takes no room on the disk."""
+    entry = {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}
+    header = json.dumps({"w": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + nbytes)
+    return path
+
+
+def test_a_file_larger_than_memory(tmp_path: Path) -> None:
+    """Nothing but the pages in use takes memory, so it is opened and read like any other."""
+    nbytes = 2**40
+    assert nbytes > 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    file = TensorFile(sparse(tmp_path / "model.safetensors", nbytes))
+    tensor = file.tensor("w")
+    assert tensor.shape == (nbytes,)
+    assert tensor[[0, nbytes // 2, -1]].tolist() == [0, 0, 0]
+    assert file.sample("w", 4) == bytes(4)
+    file.release("w")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("tensor_file.TensorFile", "a.safetensors"), ("gguf.file.GgufFile", "a.gguf")],
+)
+def test_a_file_that_cannot_be_mapped(kind: str, name: str, tmp_path: Path) -> None:
+    """Where a limit of the system forbids it, one error says so."""
+    path = sparse(tmp_path / name, 2**38)
+    module, _, cls = f"mtpc.weights.{kind}".rpartition(".")
+    code = f"""
+import resource, sys
+from pathlib import Path
+from {module} import {cls}
+from mtpc.errors import CheckpointError
+resource.setrlimit(resource.RLIMIT_AS, (2**37, 2**37))
+try:
+    {cls}(Path(sys.argv[1]))
+except CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert re.fullmatch(rf"cannot (map|read) {re.escape(str(path))}.*: .*memory.*\n", done.stdout)

@@ -6,7 +6,6 @@ into another order. `mtpc.weights.gguf.names` says what it did to which tensor; 
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch import Tensor
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import Block
 from mtpc.weights.gguf.header import Header, StoredBlocks, read_header
-from mtpc.weights.tensor_file import StoredTensor, TensorFile
+from mtpc.weights.tensor_file import StoredTensor, TensorFile, map_file
 
 SUFFIX = ".gguf"
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -106,14 +105,7 @@ class GgufFile(TensorFile):
     """
 
     def __init__(self, path: Path):
-        self.path = path
-        try:
-            if path.stat().st_size == 0:
-                raise CheckpointError(f"{path} is empty; copy or download it again")
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from None
+        self.path, self._map = path, map_file(path)
         self.header: Header = read_header(self._map, path)
         self.tensors = {}
 

@@ -1,0 +1,204 @@
+"""Which entry of config.json transformers refuses.
+
+Its own checks, those of its config classes and the errors from within its modules say many things,
+and few of them name the entry. So it is searched for: it is the one without which a model can be
+built, or with another value. Models are built without memory, and only after something has failed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING
+from typing import Any, TypeAlias
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from mtpc.errors import CheckpointError, MtpcError
+from mtpc.models.family import ModelFamily
+from mtpc.models.hf import model_class
+from mtpc.models.mtp_layers import build_mtp_layer
+from mtpc.models.read_config import (
+    TEXT,
+    config_class,
+    config_field,
+    kinds_of,
+    quiet_transformers,
+    read_config,
+    sub_configs,
+)
+from mtpc.weights.checkpoint_files import ConfigFile
+from mtpc.weights.json_file import kind_of
+
+Place: TypeAlias = tuple[str, ...]
+"""Where an entry is: the names of the objects that it is in, and its own."""
+_MOST_NAMED, _MOST_SAID = 3, 300
+"""A message names so many entries, and quotes so many characters of another error."""
+
+
+def build_shapes(file: ConfigFile, family: ModelFamily, dtype: torch.dtype | None = None) -> Any:
+    """The target that a config.json describes, on the meta device; by default in float32.
+
+    Raises:
+        Exception: transformers refuses the config, with an error of any kind.
+    """
+    with quiet_transformers(), torch.device("meta"):
+        config = read_config(file, family)
+        return model_class(family)._from_config(
+            config, dtype=dtype or torch.float32, attn_implementation="eager"
+        )
+
+
+def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> CheckpointError:
+    """One error for what transformers says of a checkpoint: it names the entry of config.json.
+
+    Args:
+        file: the checkpoint's.
+        family: of its model.
+        error: what building or loading the model has raised.
+
+    Returns:
+        The error; where the model can be built of config.json, it is about the tensors.
+    """
+    reason = _said(_failure(file, family, file.config) or error)
+    found = [*_guilty(file, family, _without)] or [*_guilty(file, family, _with_two)]
+    if not found:
+        return CheckpointError(
+            f"transformers cannot load {file.config_path} and the tensors beside it: {reason}; "
+            f"expected those of one released {family.hf_class}: correct or download them again"
+        )
+    shown = found[:_MOST_NAMED]
+    names = " or ".join(f"{'.'.join(path)} is {kind_of(value)}" for path, value in shown)
+    return CheckpointError(
+        f"{file.config_path}: {names}, and transformers refuses it: {reason}; expected "
+        f"{_expected(family, found[0][0])}: correct the file or download it again"
+    )
+
+
+def misshapen(
+    file: ConfigFile, family: ModelFamily, found: Iterable[tuple[str, Any, Any]]
+) -> CheckpointError:
+    """The error for tensors of other shapes than config.json describes.
+
+    Args:
+        file: the checkpoint's.
+        family: of its model.
+        found: name, shape in the checkpoint and shape in the model of each.
+    """
+    name, stored, described = min(found)
+    sizes = [*_sizes_of(file, family, name)]
+    on = f", by {', '.join(sizes)}" if sizes else ""
+    return CheckpointError(
+        f"{file.config_path} describes {name} as {[*described]}{on}; the checkpoint's tensor is "
+        f"{[*stored]}: correct the file or download the checkpoint again"
+    )
+
+
+def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]:
+    """The entries on which the shape of a tensor depends: it has another where they are others."""
+
+    def shape(config: dict[str, Any]) -> Any:
+        if _failure(file, family, config) is not None:  # The entry cannot be another by itself.
+            return None
+        parameters = dict(build_shapes(_edited(file, config), family).named_parameters())
+        return parameters[name].shape if name in parameters else None
+
+    usual = shape(file.config)
+    for path, value in _entries(file.config):
+        if value is not None and type(value) is not int:
+            continue
+        other = 2 * value if value else 1
+        if shape(_with(file.config, path, other)) not in (None, usual):
+            yield f"{'.'.join(path)} ({kind_of(value)})"
+
+
+def _edited(file: ConfigFile, config: dict[str, Any]) -> ConfigFile:
+    """A file with other entries."""
+    edited = copy.copy(file)
+    edited.config = config
+    return edited
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """The entries of a config and of its language model's."""
+    yield from (((name,), value) for name, value in config.items())
+    inner = config.get(TEXT) or {}
+    yield from (((TEXT, name), value) for name, value in inner.items())
+
+
+def _with(config: dict[str, Any], path: Place, value: Any) -> dict[str, Any]:
+    """A config with another value in one place."""
+    name, *rest = path
+    return {**config, name: _with(config[name], tuple(rest), value) if rest else value}
+
+
+def _failure(file: ConfigFile, family: ModelFamily, config: dict[str, Any]) -> Exception | None:
+    """What building a model, its MTP layers and its state raises; None if nothing does."""
+    try:
+        target = build_shapes(_edited(file, config), family, torch.bfloat16)
+        text = target.config.get_text_config(decoder=True)
+        count = family.num_mtp_layers(text) or 0
+        with torch.device("meta"):
+            for index in range(count):
+                build_mtp_layer(family, target, index)
+        for layer in range(text.num_hidden_layers + count):
+            family.cache_specs(text, layer, torch.bfloat16)
+    except Exception as error:
+        return error
+    return None
+
+
+def _guilty(
+    file: ConfigFile, family: ModelFamily, change: Callable[[dict[str, Any], Place], dict[str, Any]]
+) -> list[tuple[Place, Any]]:
+    """The entries that make the model fail: once they are changed, it can be built.
+
+    Of entries that lie within each other, the innermost.
+    """
+
+    def search(part: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, Any]]:
+        for name, value in part.items():
+            path = (*above, name)
+            if _failure(file, family, change(file.config, path)) is not None:
+                continue
+            inner = [*search(value, path)] if isinstance(value, dict) else []
+            yield from inner or [(path, value)]
+
+    is_fine = _failure(file, family, file.config) is None
+    return [] if is_fine else [*search(file.config, ())]
+
+
+def _with_two(config: dict[str, Any], path: Place) -> dict[str, Any]:
+    """A config with a number in one place that is right for many sizes."""
+    return _with(config, path, 2)
+
+
+def _without(config: dict[str, Any], path: Place) -> dict[str, Any]:
+    """A config without one of its entries."""
+    name, *rest = path
+    if rest:
+        return {**config, name: _without(config[name], tuple(rest))}
+    return {key: value for key, value in config.items() if key != name}
+
+
+def _said(error: Exception) -> str:
+    """An error as part of a line."""
+    while isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # What a check of transformers' has found.
+    kind = "" if isinstance(error, (MtpcError, TypeError, ValueError)) else type(error).__name__
+    text = " ".join(f"{kind}: {error}".removeprefix(": ").split())
+    return text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + "..."
+
+
+def _expected(family: ModelFamily, path: Place) -> str:
+    """The type and the default that transformers gives an entry."""
+    kind = config_class(family)
+    for name in path[:-1]:
+        kind = sub_configs(kind).get(name) or (kind if name == TEXT else None)
+    field = config_field(kind, path[-1])
+    if field is None:
+        return f"what a released {family.hf_class} has"
+    names = " or ".join(getattr(one, "__name__", str(one)) for one in kinds_of(field.type))
+    has_default = field.default is not MISSING and field.default is not None
+    return f"{names}, such as {field.default!r}" if has_default else names
