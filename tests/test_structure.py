@@ -225,8 +225,8 @@ LINES = {
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.
-    # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`).
-    "cli": 4750,
+    # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong call.
+    "cli": 4800,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
@@ -248,7 +248,8 @@ LINES = {
     # each tensor a rank holds (`shards.py`). Pages of codes (`caches.py`, `load.py`). Trained MTP
     # tensors by the names that a checkpoint has for them.
     # EAGLE-3 heads and MTP layers in a directory of their own; Llama, Qwen2 and Qwen3.
-    "models": 5900,
+    # Which entry of config.json transformers refuses (`refused_config.py`).
+    "models": 6200,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
@@ -283,8 +284,8 @@ LINES = {
     # GGUF files: header, blocks, and what llama.cpp's converter did to six families (`gguf/`).
     # MXFP4 in safetensors (`formats/mxfp4.py`). Rows of weights in groups, read as they are packed.
     # A target and its drafter (`paired_checkpoint.py`), digests of contents (`content.py`), and
-    # recipes that read a rank's part alone.
-    "weights": 5500,
+    # recipes that read a rank's part alone. Files larger than memory.
+    "weights": 5550,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

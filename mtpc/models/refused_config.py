@@ -3,14 +3,16 @@
 Its own checks, those of its config classes and the errors from within its modules say many things,
 and few of them name the entry. So it is searched for: it is the one without which a model can be
 built, or with another value. Models are built without memory, and only after something has failed.
+A model of many layers takes seconds each time, so the search ends after a while, with what it has.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -31,8 +33,11 @@ from mtpc.models.read_config import (
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.json_file import kind_of
 
+_Entry = TypeVar("_Entry")
 Place: TypeAlias = tuple[str, ...]
 """Where an entry is: the names of the objects that it is in, and its own."""
+_LONGEST_S = 20.0
+"""A search takes no longer."""
 _MOST_NAMED, _MOST_SAID = 3, 300
 """A message names so many entries, and quotes so many characters of another error."""
 
@@ -105,7 +110,7 @@ def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]
         return parameters[name].shape if name in parameters else None
 
     usual = shape(file.config)
-    for path, value in _entries(file.config):
+    for path, value in _for_a_while(_entries(file.config)):
         if value is not None and type(value) is not int:
             continue
         other = 2 * value if value else 1
@@ -118,6 +123,15 @@ def _edited(file: ConfigFile, config: dict[str, Any]) -> ConfigFile:
     edited = copy.copy(file)
     edited.config = config
     return edited
+
+
+def _for_a_while(entries: Iterable[_Entry]) -> Iterator[_Entry]:
+    """Those that come before the time is over."""
+    end = time.monotonic() + _LONGEST_S
+    for entry in entries:
+        if time.monotonic() > end:
+            return
+        yield entry
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
@@ -158,7 +172,7 @@ def _guilty(
     """
 
     def search(part: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, Any]]:
-        for name, value in part.items():
+        for name, value in _for_a_while(part.items()):
             path = (*above, name)
             if _failure(file, family, change(file.config, path)) is not None:
                 continue
