@@ -219,13 +219,14 @@ LINES = {
     "backends": 8200,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
-    # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a graph
-    # stays (`effects.py`).
+    # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
+    # graph stays (`effects.py`).
     "capture": 1450,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.
-    # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong call.
+    # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong
+    # command.
     "cli": 4800,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
@@ -236,7 +237,8 @@ LINES = {
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 700,
     "host": 750,
-    # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile (`dynamo/`).
+    # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile
+    # (`dynamo/`).
     "integrations": 3550,
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
     # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
