@@ -31,6 +31,7 @@ from mtpc.models.hf import (
     rotary_of,
     share_model,
 )
+from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import read_config
 from mtpc.weights.checkpoint import (
@@ -180,13 +181,15 @@ class SteppedModel:
 
     Args:
         loaded: the model.
-        pools: state tensors by buffer name, `kv.<layer>.<role>`.
+        pools: state tensors by buffer name: `kv.<layer>.<role>`, and those of `image_specs`.
         num_slots: request slots, the scratch slot included.
     """
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         family, target, config = loaded.family, loaded.target, loaded.config
-        pool = CachePool(pools, num_slots, family.cache_kinds)
+        layers = {name: tensor for name, tensor in pools.items() if name.startswith("kv.")}
+        images = image_inputs(pools, loaded.vocab_size)
+        pool = CachePool(layers, num_slots, family.cache_kinds, images)
         parts, decoder = loaded.parts, target.get_decoder()
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)
@@ -357,7 +360,7 @@ def read_target(
     state = {name: unread(name) for name in checkpoint.target_tensors}
     try:
         _check_size(checkpoint, family)
-        with _quiet_transformers():
+        with quiet_transformers():
             model, info = model_class(family).from_pretrained(
                 None,
                 config=read_config(checkpoint, family),
@@ -413,7 +416,7 @@ class _Unread:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Turn off transformers' progress bar and its warnings about MTP tensors, which mtpc reads."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
