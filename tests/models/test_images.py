@@ -352,6 +352,7 @@ def test_compiled_in_bfloat16(
     assert ours > max(theirs - 0.03 * count, 0.9 * count)
 
 
+@pytest.mark.slow
 def test_compiled(
     pictured: Callable[[str], Path], plain: Callable[[str], VisionOracle], cpu_cache: Path
 ) -> None:
