@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mtpc.acceptance import settle
 from mtpc.capture.graph import WeightTable
@@ -15,11 +15,14 @@ from mtpc.engine.completion import Collector
 from mtpc.engine.engine import Engine
 from mtpc.engine.forced import score, scoring_request
 from mtpc.engine.grammar import Grammar
+from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import (
     Prompt,
     encode,
     grammar_each,
+    is_conversation,
     is_single,
+    is_text,
     sampling_each,
     token_ids,
 )
@@ -28,8 +31,9 @@ from mtpc.engine.rows import write_synthetic_draws
 from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
+from mtpc.engine.vision import Messages, Vision, split_images
 from mtpc.errors import OptionError, RequestError
-from mtpc.layout import Form
+from mtpc.layout import PROMPT_EMBEDS, Form
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.program.background import Background
@@ -112,6 +116,7 @@ class SpecModel:
         loaded: the model behind it; None where all of it came from the cache, which in the end it
             does wherever a checkpoint's steps can be kept there.
         engine: the scheduler on top of the program.
+        vision: turns images into what the engine takes; None without `images=True`.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class SpecModel:
         self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
         self.served = usable_ends(served, self.stats.fallbacks)
+        self.vision = self._open_vision() if options.images else None
         self._end_building: Callable[[], object] = lambda: None
 
     def follow(self) -> None:
@@ -199,7 +205,10 @@ class SpecModel:
 
         Args:
             prompts: one prompt or several; a prompt is text (where the checkpoint has a
-                tokenizer) or token ids.
+                tokenizer), token ids, or a list of messages for the checkpoint's chat template. A
+                message's content is text, or a list of parts: {"type": "text", "text": ...} and,
+                with `images=True` of `compile`, {"type": "image", "image": ...}, with a path,
+                bytes or a Pillow image.
             max_new_tokens: new tokens per prompt.
             stop_ids: ids that end a continuation; None takes the model's end-of-sequence ids.
             ignore_eos: do not stop at the model's end-of-sequence ids.
@@ -212,16 +221,16 @@ class SpecModel:
             **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
 
         Returns:
-            Per prompt, a `mtpc.Completion` for text prompts, which is the new text as a `str`; else
-            a `mtpc.TokenCompletion`, which is a list of the new ids (a stop token included). Both
-            have the token ids, the finish reason, log-probabilities and times. A single prompt
+            Per prompt, a `mtpc.Completion` for text and messages, which is the new text as a `str`;
+            else a `mtpc.TokenCompletion`, which is a list of the new ids (a stop token included).
+            Both have the token ids, the finish reason, log-probabilities and times. A single prompt
             gives a single result.
 
         Raises:
             RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
-                `stop` is given for ids; a sampling parameter is out of range or was not compiled
-                for; a grammar cannot be served; or the engine still has requests added by hand.
-                Nothing has run then.
+                an image cannot be opened; `stop` is given for ids; a sampling parameter is out of
+                range or was not compiled for; a grammar cannot be served; or the engine still has
+                requests added by hand. Nothing has run then.
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
             GrammarError: a grammar raised, allows no token, or contradicts itself.
@@ -238,7 +247,7 @@ class SpecModel:
         )
         single = is_single(prompts)
         batch: Sequence[Any] = [prompts] if single else list(prompts)
-        collectors = [Collector(isinstance(prompt, str)) for prompt in batch]
+        collectors = [Collector(is_text(prompt)) for prompt in batch]
         for output in outputs:
             collectors[output.index].add(output)
         results = [collector.completion() for collector in collectors]
@@ -295,6 +304,23 @@ class SpecModel:
         requests = [scoring_request(*row, top, size) for row in zip(rows, firsts, strict=True)]
         return score(self.engine, requests)
 
+    def _open_vision(self) -> Vision:
+        assert self.served.directory is not None  # Compiling has refused other models.
+        rows = self.program.shared[PROMPT_EMBEDS]
+        return Vision(self.served.directory, rows.dtype, rows.device)
+
+    def _encode(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
+        """The token ids of one prompt, and its images, which are opened and embedded here."""
+        if not is_conversation(prompt):
+            return encode(self.served, prompt), None
+        messages, images = split_images(cast("Messages", prompt))
+        if images and self.vision is None:
+            raise RequestError("the messages have images; compile the model with images=True")
+        ids = self.served.encode_messages(messages)
+        if images and self.vision is not None:
+            return self.vision.place(ids, images, self.engine.longest)
+        return ids, None
+
     def _stop_ids(self, stop_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
         if stop_ids is not None:
             return tuple(token_ids("stop_ids", stop_ids))
@@ -311,13 +337,14 @@ class SpecModel:
     ) -> Iterator[Output]:
         """Form and check all requests before any of them runs."""
         strings = stop_strings(stop)
-        if strings and not all(isinstance(prompt, str) for prompt in batch):
+        if strings and not all(map(is_text, batch)):
             raise RequestError("stop strings need text prompts; give stop_ids for token ids")
+        prompts = map(self._encode, batch)
         requests = [
-            Request(-1, encode(self.served, p), max_new_tokens, stops, chosen, grammar=grammar)
-            for p, chosen, grammar in zip(batch, sampling, grammars, strict=True)
+            Request(-1, ids, max_new_tokens, stops, chosen, grammar=grammar, images=images)
+            for (ids, images), chosen, grammar in zip(prompts, sampling, grammars, strict=True)
         ]
         check_all(self.engine, requests)
         decode = self.served.decode
-        texts = [TextAssembler(decode, strings) if isinstance(p, str) else None for p in batch]
+        texts = [TextAssembler(decode, strings) if is_text(p) else None for p in batch]
         return stream(self.engine, requests, texts)

@@ -56,7 +56,7 @@ SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` says what they are."""
 
-_NOT_ON_RANKS = ("quantize", "draft_vocab", "enabled_passes", "draft", "kv_offload_dir")
+_NOT_ON_RANKS = ("quantize", "draft_vocab", "enabled_passes", "draft", "kv_offload_dir", "images")
 """Options that several ranks do not know."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
@@ -130,6 +130,8 @@ class CompileOptions:
             have reported, 1..64.
         token_mask: with `sampling`, a mask for each token to choose (`batch.token_mask`), which
             grammars need.
+        images: compile for prompts with images, of models whose checkpoint has a vision tower that
+            mtpc knows. See docs/models.md.
         verify_passes: run the verifier with fake-tensor propagation after every pass instead of
             only after the last.
         strict: raise an error for every fallback instead of counting it in the stats.
@@ -180,6 +182,7 @@ class CompileOptions:
     sampling: bool = False
     max_logprobs: int = 5
     token_mask: bool = False
+    images: bool = False
     verify_passes: bool = False
     strict: bool = False
     disabled_passes: tuple[str, ...] = ()
@@ -205,6 +208,10 @@ class CompileOptions:
         check_int("max_logprobs", self.max_logprobs, low=1, high=64)
         if self.token_mask and not self.sampling:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
+        if self.images and self.draft is not None:
+            raise OptionError(
+                "images is True with a drafter of its own (draft); expected the model's MTP layers"
+            )
         if self.num_pages is not None:
             check_int("num_pages", self.num_pages, low=2)
         check_int("snapshot_bytes", self.snapshot_bytes, low=0)

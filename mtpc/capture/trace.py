@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from mtpc.capture.graph import StepGraph, WeightTable
-from mtpc.layout import NO_SLOT, Layout, StepKey
+from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
 from mtpc.layout.buffers import P
 from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
@@ -201,7 +201,8 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     for name in ("draft_entry", "draft_tokens", "draft_logits"):
         if hasattr(traces, name):
             setattr(pieces, name, getattr(traces, name))
-    pieces.begin = begin(key, page_size, traces.vocab_size)
+    more = layout.shape(PROMPT_EMBEDS)[0] if not is_decode and PROMPT_EMBEDS in layout else 0
+    pieces.begin = begin(key, page_size, traces.vocab_size + more)
     pieces.accept, pieces.logits_rows = accept(), LogitsRows(key)
     pieces.chain_metadata = ChainMetadata(key, page_size)
     samples = "state.sampling_ints" in layout

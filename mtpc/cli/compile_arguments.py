@@ -109,6 +109,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 _SWITCHES = (
+    ("--images", "compile for prompts with images, of models with a vision tower"),
     ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
     (
         "--build-in-background",

@@ -35,6 +35,8 @@ def command(args: argparse.Namespace) -> int:
     mtpc.CompileOptions.parse(options)
     server = ServerOptions(**{**server_fields(args), "api_key": _key(args)})
     require_packages()
+    if options.get("images"):
+        require_packages("--images", ("PIL",), "images")
     if checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
         raise RequestError(f"{checkpoint} has no tokenizer.json; a server needs one")
     with ExitStack() as stack:

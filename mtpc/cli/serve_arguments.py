@@ -19,7 +19,11 @@ _LIMITS = (
     ),
     ("max_requests", int, "N", "most texts in the engine at once"),
     ("max_queue", int, "N", "most texts that wait for the engine; further ones get status 429"),
-    ("max_body_bytes", int, "N", "largest body of a request"),
+    (
+        *("max_body_bytes", int, "N"),
+        "largest body of a request (default: 1048576; 33554432 with --images)",
+    ),
+    ("max_images", int, "N", "most images of a request, with --images"),
     ("max_connections", int, "N", "most open connections; further ones are closed"),
     ("header_seconds", float, "S", "time limit for the head of a request to arrive"),
     ("body_seconds", float, "S", "time limit for the body of a request to arrive"),
@@ -60,7 +64,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     _add_formats(add)
     limits = parser.add_argument_group("server limits")
     for name, kind, metavar, text in _LIMITS:
-        shown = text if name == "max_tokens" else f"{text} {_default(name)}"
+        shown = text if "(default" in text else f"{text} {_default(name)}"
         flag = f"--{name.replace('_', '-')}"
         limits.add_argument(flag, type=kind, metavar=metavar, help=shown)
     _add_sampling(parser)

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from mtpc.config import CompileOptions
 from mtpc.engine.grammar import check_grammar
+from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import check_sampling
 from mtpc.errors import CapacityError, RequestError
-from mtpc.layout import MAX_STOP_IDS
+from mtpc.layout import MAX_STOP_IDS, PROMPT_EMBEDS, ROPE_OFFSETS
+from mtpc.program.program import Program
 from mtpc.weights.served_model import ServedModel
 
 
@@ -62,6 +64,23 @@ def check_request(
     check_sampling(request, options, vocab_size)
     check_grammar(request, options)
     _check_pages(request, options, num_pages)
+
+
+def check_images(request: Request, program: Program) -> None:
+    """Refuse a request whose images a program cannot take.
+
+    Raises:
+        RequestError: the program was compiled without images, or they do not fit.
+    """
+    images = request.images
+    if images is None:
+        return
+    if not isinstance(images, PromptImages):
+        raise RequestError(f"images is a {type(images).__name__}; expected mtpc's PromptImages")
+    if PROMPT_EMBEDS not in program.shared:
+        raise RequestError("the prompt has images; compile the model with images=True")
+    embeds, offsets = program.shared[PROMPT_EMBEDS], program.shared[ROPE_OFFSETS]
+    images.check(len(request.prompt_ids), embeds, offsets.shape[2])
 
 
 def _check_prompt(request: Request, vocab_size: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
+from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import encode, sampling_each, token_ids
 from mtpc.engine.request import FinishReason, Request, StepOutput
 from mtpc.engine.stream import Output, assemble, check_served
@@ -253,6 +254,7 @@ class AsyncEngine:
         stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
         grammar: Grammar | None = None,
+        images: PromptImages | None = None,
         text: TextAssembler | None = None,
         **params: Any,
     ) -> AsyncGenerator[Output, None]:
@@ -270,6 +272,7 @@ class AsyncEngine:
             sampling: how tokens are chosen; None is greedy.
             grammar: decides which tokens may come next. Each request needs its own object. The
                 engine's thread calls its methods. See `Engine.add`.
+            images: of a prompt of ids; see `Engine.add`.
             text: for prompts of ids, turns the new tokens into text and has its own stop strings.
                 Servers use it, because they encode prompts themselves.
             **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
@@ -292,7 +295,8 @@ class AsyncEngine:
         ends = ends if stop_ids is None else tuple(token_ids("stop_ids", stop_ids))
         (chosen,) = sampling_each(sampling, params, 1)
         prompt_ids = encode(self.served, prompt)
-        request = Request(-1, prompt_ids, max_new_tokens, ends, chosen, grammar=grammar)
+        asked = (prompt_ids, max_new_tokens, ends, chosen)
+        request = Request(-1, *asked, grammar=grammar, images=images)
         self.engine.check(request)
         async with self._places:
             mailbox = self._post(request)

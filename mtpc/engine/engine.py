@@ -27,11 +27,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from mtpc.config import CompileOptions
-from mtpc.engine.admission import check_request, longest_request
+from mtpc.engine.admission import check_images, check_request, longest_request
 from mtpc.engine.grammar import Grammar, GrammarMasks
 from mtpc.engine.lock import FairLock
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.pages import FreeList, PagePool
+from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import token_ids
 from mtpc.engine.readout import Moment, PendingStep, Readout
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
@@ -170,6 +171,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         on_output: OnOutput | None = None,
         grammar: Grammar | None = None,
+        images: PromptImages | None = None,
     ) -> int:
         """Queue a request.
 
@@ -186,6 +188,8 @@ class Engine:
             grammar: decides which tokens may come next. Each request needs its own object, which
                 has taken no token yet. It needs a program compiled with `token_mask`. If it
                 raises, only its own request ends, with finish_reason `error`.
+            images: the prompt's images, as `mtpc.engine.vision.Vision` makes them. They need a
+                program compiled with `images`.
 
         Returns:
             The request's id.
@@ -197,7 +201,8 @@ class Engine:
         prompt, stops = token_ids("prompt_ids", prompt_ids), token_ids("stop_ids", stop_ids)
         params = SamplingParams() if sampling is None else sampling
         ends = tuple(stops)
-        return self.submit(Request(-1, prompt, max_new_tokens, ends, params, on_output, grammar))
+        asked = (prompt, max_new_tokens, ends, params, on_output, grammar, images)
+        return self.submit(Request(-1, *asked))
 
     def submit(self, request: Request) -> int:
         """Queue a `Request` object; see `add` for its fields, the result and the errors."""
@@ -225,6 +230,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Refuse a request that can never be served; see `add` for the conditions and errors."""
         check_request(request, self.options, self.vocab_size, self.pages.count)
+        if request.images is not None:
+            check_images(request, self.program)
 
     def abort(self, request_id: int, reason: FinishReason = "aborted") -> None:
         """End a request at any moment. Ids of unknown or finished requests are ignored.
@@ -359,7 +366,8 @@ class Engine:
         start = time.perf_counter()
         if turn.phase == "prefill":
             key = self.program.prefill_key()
-            write_chunks(self.program, key, len(turn.decoding), turn.prompts, turn.chunks)
+            chunks = (len(turn.decoding), turn.prompts, turn.chunks)
+            write_chunks(self.program, key, *chunks, self.vocab_size)
         else:
             while self.program.arrived:
                 self.tiers.use(self.program.take())

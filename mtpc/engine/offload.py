@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mtpc.engine.offload_files import OffloadDirectory
+from mtpc.engine.prompt_images import Key
 from mtpc.engine.request import Request
 from mtpc.layout.specs import dtype_name
 from mtpc.weights.tensor_file import dtype_code
@@ -110,6 +111,12 @@ class _Form:
         directory.write(self.name(block), (self.header(block), self.data))
 
 
+def _bytes_of(keys: list[Key]) -> bytes:
+    """Keys of tokens as bytes: their ids, -1 in images, and then what identifies these."""
+    ids = array("q", (key if isinstance(key, int) else -1 for key in keys))
+    return b"".join([ids.tobytes(), *(key for key in keys if isinstance(key, bytes))])
+
+
 class Offload:
     """Copies between pages, snapshots and files.
 
@@ -158,9 +165,9 @@ class Offload:
         known = request.digests
         while len(known) <= number:
             end = (len(known) + 1) * self._page_size
-            tokens = request.token_ids(end - self._page_size, end + self._lookahead)
+            keys = request.keys(end - self._page_size, end + self._lookahead)
             parent = known[-1] if known else self._root
-            known.append(hashlib.sha256(parent + array("q", tokens).tobytes()).digest())
+            known.append(hashlib.sha256(parent + _bytes_of(keys)).digest())
         return known[number]
 
     @property

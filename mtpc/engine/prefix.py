@@ -13,7 +13,8 @@ is applied recursively. K is right for any number of layers, and costs at most t
 shared prefix.)
 
 A match is exact. A block refers to the block before it by a number that is never used twice, and
-the table compares blocks by their tokens. No hash stands for tokens, so none can collide.
+the table compares blocks by their tokens. No hash stands for tokens, so none can collide. A token
+of an image is compared by the image's SHA-256, and by its place in the image.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mtpc.engine.offload import Offload
+from mtpc.engine.prompt_images import Key
 from mtpc.engine.request import Request
 
 ROOT = 0
@@ -39,13 +41,13 @@ class Block:
 
     Attributes:
         parent: number of the block before it; ROOT at the beginning of a text.
-        token_ids: the page's tokens.
-        following: the `lookahead` tokens after the page.
+        tokens: what identifies the page's tokens.
+        following: the same of the `lookahead` tokens after the page.
     """
 
     parent: int
-    token_ids: tuple[int, ...]
-    following: tuple[int, ...]
+    tokens: tuple[Key, ...]
+    following: tuple[Key, ...]
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ class PrefixCache:
         limit = min(other.num_input, request.num_tokens)
         for begin in range(0, limit, self.page_size):
             end = min(begin + self.page_size, limit)
-            pairs = zip(other.token_ids(begin, end), request.token_ids(begin, end), strict=True)
+            pairs = zip(other.keys(begin, end), request.keys(begin, end), strict=True)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             if same < end - begin:
                 return begin + same
@@ -390,8 +392,8 @@ class PrefixCache:
             request.newest = own if found[0] == own else None
 
     def _block(self, request: Request, end: int, parent: int) -> Block:
-        tokens = tuple(request.token_ids(end - self.page_size, end))
-        return Block(parent, tokens, tuple(request.token_ids(end, end + self.lookahead)))
+        tokens = tuple(request.keys(end - self.page_size, end))
+        return Block(parent, tokens, tuple(request.keys(end, end + self.lookahead)))
 
 
 def _match(known: list[tuple[int, int]], num_stored: int = 0) -> Match:

@@ -16,7 +16,8 @@ from mtpc.errors import RequestError
 from mtpc.sampling_params import SamplingParams
 from mtpc.weights.served_model import ServedModel
 
-Prompt = str | Sequence[int] | torch.Tensor
+Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]]
+"""A text, token ids, or a conversation's messages."""
 
 
 ARGUMENTS = ("max_new_tokens", "stop_ids", "ignore_eos", "stop", "sampling", "grammar")
@@ -41,7 +42,7 @@ _UNORDERED = (bytes, bytearray, Mapping, Set)
 
 
 def is_single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: a text, a list of ids, or a one-dimensional tensor.
+    """Whether `prompts` is one prompt: text, a list of ids or messages, or a tensor [length].
 
     Raises:
         RequestError: `prompts` is neither a prompt nor a sequence.
@@ -54,7 +55,18 @@ def is_single(prompts: Any) -> bool:
         raise RequestError(f"prompts is {shown}; expected text, token ids, or a list of prompts")
     if isinstance(prompts, torch.Tensor):
         return prompts.dim() == 1
-    return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+    return len(prompts) > 0 and isinstance(prompts[0], (numbers.Integral, Mapping))
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    is_row = isinstance(prompt, (list, tuple))
+    return is_row and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def is_text(prompt: Any) -> bool:
+    """Whether the answer to a prompt is text."""
+    return isinstance(prompt, str) or is_conversation(prompt)
 
 
 def token_ids(name: str, ids: Any) -> list[int]:

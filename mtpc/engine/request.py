@@ -15,6 +15,7 @@ from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from mtpc.engine.grammar import Grammar
+    from mtpc.engine.prompt_images import Key, PromptImages
 
 FinishReason = Literal["length", "stop", "nonfinite", "aborted", "error"]
 """Why a request ended. `error`: its callback, its grammar, or the engine at this request raised."""
@@ -58,6 +59,7 @@ class Request:
             aborts the request.
         grammar: decides which tokens may come next. Between steps it has taken `output_ids`,
             except for stop ids.
+        images: the prompt's images; None: there are none.
         slot: row of the state buffers while the request runs, else None.
         pages: the request's KV pages, in sequence order. The first pages may be shared.
         num_input: tokens to prefill: the prompt, and the output before a preemption.
@@ -87,6 +89,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     on_output: OnOutput | None = None
     grammar: Grammar | None = None
+    images: PromptImages | None = None
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_input: int = 0
@@ -144,3 +147,8 @@ class Request:
         split = len(self.prompt_ids)
         output = self.output_ids[max(begin - split, 0) : max(end - split, 0)]
         return self.prompt_ids[begin:end] + output
+
+    def keys(self, begin: int, end: int) -> list[Key]:
+        """What identifies the tokens `begin`..`end` - 1: their ids, or the images they are of."""
+        ids = self.token_ids(begin, end)
+        return list(ids) if self.images is None else self.images.keys(ids, begin)

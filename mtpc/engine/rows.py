@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
-from mtpc.layout import NULL_PAGE, StepKey
+from mtpc.layout import NULL_PAGE, PROMPT_EMBEDS, ROPE_OFFSETS, StepKey
 from mtpc.program.program import Program
 from mtpc.step.synthetic import draws
 
@@ -29,6 +30,9 @@ def write_state(program: Program, request: Request) -> None:
     write(shared["state.stop_ids"][slot], stops)
     write(shared["state.committed_lens"][slot], request.num_prefilled)
     write(shared["state.remaining_tokens"][slot], request.remaining_tokens)
+    if ROPE_OFFSETS in shared:
+        offsets, images = shared[ROPE_OFFSETS][slot], request.images
+        write(offsets, 0 if images is None else images.offset_rows(len(offsets)))
     write_sampling_rows(program, request, slot)
 
 
@@ -52,6 +56,7 @@ def write_chunks(
     num_decoding: int,
     requests: Sequence[Request],
     counts: Sequence[int],
+    vocab_size: int,
 ) -> None:
     """Pack the next tokens of prompts into a prefill step, and count them as prefilled.
 
@@ -62,15 +67,24 @@ def write_chunks(
             tokens.
         requests: the requests with a prompt chunk, in the order of their rows.
         counts: tokens of each chunk.
+        vocab_size: ids from here on name rows of images.
     """
     buffers, write = program.steps[key].buffers, program.write
     is_decoding = [int(row < num_decoding) for row in range(key.bucket.num_reqs)]
-    packed, following = list[int](), [-1] * num_decoding
+    packed, following, embeds = list[int](), [-1] * num_decoding, list[Tensor]()
+    first_id = vocab_size
     for request, count in zip(requests, counts, strict=True):
         begin, end = request.num_prefilled, request.num_prefilled + count
-        packed += request.token_ids(begin, end)
-        following += request.token_ids(end, end + 1) if end < request.num_input else [-1]
+        ids = request.token_ids(begin, min(end + 1, request.num_input))
+        if request.images is not None:
+            ids, rows = request.images.take(ids, begin, first_id)
+            first_id += len(rows)
+            embeds.append(rows)
+        packed += ids[:count]
+        following += ids[count:] or [-1]
         request.num_prefilled = end
+    if first_id > vocab_size:
+        write(program.shared[PROMPT_EMBEDS], torch.cat(embeds))
     write(buffers["batch.prompt_ids"], torch.tensor(packed))
     write(buffers["batch.num_input"], torch.tensor([*[0] * num_decoding, *counts]))
     write(buffers["batch.is_decoding"], torch.tensor(is_decoding))

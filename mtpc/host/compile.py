@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ENGINE_OPTIONS = (
     *("busy_prefill_chunk", "prefix_caching", "snapshot_bytes", "snapshot_distance"),
     *("kv_offload_dir", "kv_offload_bytes"),
-    *("async_scheduling", "require_sha256", "tensor_parallel_size"),
+    *("async_scheduling", "require_sha256", "tensor_parallel_size", "images"),
     *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
 )
 """Options that say what the engine, or the cache of its programs, does."""

@@ -9,6 +9,7 @@ from mtpc.layout import (
     HOST,
     NO_SLOT,
     NULL_PAGE,
+    PROMPT_EMBEDS,
     PROPOSE,
     SCRATCH_SLOT,
     STEP,
@@ -177,6 +178,28 @@ def _batch(
 
 def _result(name: str, dims: tuple[Dim, ...], dtype: torch.dtype, meaning: str) -> BufferSpec:
     return BufferSpec(f"batch.{name}", dims, dtype, 0, VERIFY, meaning, is_result=True)
+
+
+def image_specs(hidden: int, grids: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """What images add: rows in the place of embeddings, and where rows stand in images.
+
+    A prompt's token id V + i, with V the size of the vocabulary, is row i of `prompt_embeds`. A
+    prefill step has at most C rows and, for each request, the token after its chunk.
+
+    Args:
+        hidden: width of an embedding.
+        grids: see `ModelFamily.position_grids`.
+        dtype: of embeddings.
+    """
+    return (
+        BufferSpec(PROMPT_EMBEDS, (2 * C, hidden), dtype, 0, HOST,
+                   "with images: rows of embeddings, which the ids from the vocabulary's end on "
+                   "name. Written before a prefill step that has such ids",
+                   needs_pad=False, is_rebuilt=True),
+        _state("rope_offsets", (S, M * P, grids), torch.int32, 0,
+               "with images: what to add to a position for the rotary embedding, by position and "
+               "grid. Written at join"),
+    )  # fmt: skip
 
 
 SYNTHETIC_PERIOD = 4096

@@ -32,6 +32,8 @@ NULL_PAGE = 0
 """KV page that unused block-table entries point at. It is never written."""
 NO_SLOT = -1
 """slot_mapping value that means: write nowhere."""
+PROMPT_EMBEDS, ROPE_OFFSETS = "state.prompt_embeds", "state.rope_offsets"
+"""Buffers that images add."""
 MAX_STOP_IDS = 8
 """Stop-token ids a request may have."""
 RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_TOKEN, STOPPED_BY_NONFINITE = range(4)

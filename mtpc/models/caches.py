@@ -13,6 +13,7 @@ from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, STEP, BufferSpec, Writer
 from mtpc.layout.buffers import N, P, S, ring_pages
+from mtpc.models.image_inputs import ImageInputs
 from mtpc.ops.ragged import request_of
 from mtpc.step.records import Metadata
 
@@ -269,10 +270,18 @@ class CachePool(nn.Module):
         tensors: page pools, rings and other state by buffer name, `kv.<layer>.<role>`.
         num_slots: request slots, the scratch slot included.
         kinds: see `ModelFamily.cache_kinds`.
+        images: what rows read of a prompt's images; None: there are none.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], num_slots: int, kinds: tuple[type, ...] = ()):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        num_slots: int,
+        kinds: tuple[type, ...] = (),
+        images: ImageInputs | None = None,
+    ):
         super().__init__()
+        self.images = images
         self.num_slots, self.kinds = num_slots, (PagedKV, PagedLatent, *kinds)
         self.roles: dict[int, list[str]] = {}
         for name, tensor in tensors.items():

@@ -68,6 +68,22 @@ class MTPWiring(WiringRules):
 
 
 @dataclass(frozen=True)
+class VisionParts:
+    """Where a family's vision tower is, in transformers and in checkpoints.
+
+    Attributes:
+        hf_class: transformers' class with `get_image_features`, `get_rope_index` and the tower as
+            `visual`.
+        hf_config_class: its config's class.
+        prefix: of the tower's tensor names.
+    """
+
+    hf_class: str
+    hf_config_class: str
+    prefix: str
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """One row of the family table.
 
@@ -97,6 +113,7 @@ class ModelFamily:
         parts: how target, heads and drafts are stepped; None: as transformers runs them.
         position_grids: coordinates of a position in the rotary embedding. Multimodal models have
             three (time, height, width); a text token has the same number in all of them.
+        vision: its vision tower; None: mtpc runs the text model only.
         rotary_type: (config, i) -> rotary embedding of MTP layer i (transformers' `layer_type`);
             None if the model has only one.
         stored_names: pairs (part of a name in checkpoints, in transformers' modules) for decoder
@@ -133,6 +150,7 @@ class ModelFamily:
     parts: StepParts | None = None
     block_prefix: str = ""
     position_grids: int = 1
+    vision: VisionParts | None = None
     rotary_type: Callable[[Any, int], str | None] = lambda config, index: None
     stored_names: tuple[tuple[str, str], ...] = ()
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)

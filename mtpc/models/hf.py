@@ -161,13 +161,21 @@ class HFTarget(nn.Module):
 
     def __init__(self, decoder: nn.Module, pool: CachePool, wiring: MTPWiring):
         super().__init__()
-        self.decoder, self.pool = stepped_decoder(decoder, wiring), pool
+        self.decoder: Any = stepped_decoder(decoder, wiring)
+        self.pool = pool
 
     def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
+        images = self.pool.images
+        rows: dict[str, Tensor]
+        if images is None:
+            rows = {"input_ids": ids[None], "position_ids": context.positions[None]}
+        else:
+            embedding = images.embed(self.decoder.get_input_embeddings(), ids)
+            positions = images.positions(context)
+            rows = {"inputs_embeds": embedding[None], "position_ids": positions[:, None]}
         out = self.decoder(
-            input_ids=ids[None],
-            position_ids=context.positions[None],
+            **rows,
             use_cache=False,
             mtpc_context=context,
             **{CACHE: context},
@@ -320,9 +328,10 @@ class MTPLayer(nn.Module):
 
 
 class TextRotary(nn.Module):
-    """A decoder's rotary embedding for one layer and text positions.
+    """A decoder's rotary embedding for one layer, and positions of text or of all grids.
 
-    (tensor of the wanted dtype and device, positions [T]) -> cos and sin, each [1, T, D].
+    (tensor of the wanted dtype and device, positions [T] or [grids, T]) -> cos and sin, each
+    [1, T, D].
 
     Args:
         rotary: transformers' module; None: no positions, and cos and sin are None.
@@ -338,14 +347,19 @@ class TextRotary(nn.Module):
     def forward(self, like: Tensor, positions: Tensor) -> Any:
         if self.rotary is None:
             return None
-        rows = positions[None]
+        rows = positions[None] if positions.dim() == 1 else positions[:, None]
         if self.grids > 1:
             rows = rows.expand(self.grids, 1, -1)
         return self.rotary(like, rows, **self.options)
 
 
 def run_mtp_layer(
-    layer: MTPLayer, rotary: TextRotary, embedding: Tensor, features: Tensor, context: Any
+    layer: MTPLayer,
+    rotary: TextRotary,
+    embedding: Tensor,
+    features: Tensor,
+    context: Any,
+    rotated: Tensor | None = None,
 ) -> Tensor:
     """Run an MTP layer over flat rows, without its final norm.
 
@@ -355,6 +369,7 @@ def run_mtp_layer(
         embedding: of the rows' token ids, [T, H].
         features: of the rows, [T, H].
         context: in the place of transformers' cache; has `positions` [T], `layers` and `update`.
+        rotated: what the rotary embedding takes, see `TextRotary`; None: the positions.
 
     Returns:
         Hidden states before the final norm, [T, H].
@@ -366,7 +381,7 @@ def run_mtp_layer(
         attention_mask=None,
         position_ids=positions[None],
         use_cache=False,
-        position_embeddings=rotary(hidden, positions),
+        position_embeddings=rotary(hidden, positions if rotated is None else rotated),
         mtpc_context=context,
         **{CACHE: context},
     )
@@ -401,8 +416,10 @@ class HFDraft(nn.Module):
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
-        embedding = self.embedding(ids)
-        hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)
+        images = self.pool.images
+        embedding = self.embedding(ids) if images is None else images.embed(self.embedding, ids)
+        rotated = None if images is None else images.positions(context)
+        hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context, rotated)
         if self.layer.wiring.next_features == "before":
             return hidden
         return (self.target_norm or self.layer.final_norm)(hidden)

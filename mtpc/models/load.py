@@ -30,6 +30,7 @@ from mtpc.models.hf import (
     rotary_of,
     share_model,
 )
+from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import build_shapes, explained, misshapen
@@ -181,13 +182,15 @@ class SteppedModel:
 
     Args:
         loaded: the model.
-        pools: state tensors by buffer name, `kv.<layer>.<role>`.
+        pools: state tensors by buffer name: `kv.<layer>.<role>`, and those of `image_specs`.
         num_slots: request slots, the scratch slot included.
     """
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         family, target, config = loaded.family, loaded.target, loaded.config
-        pool = CachePool(pools, num_slots, family.cache_kinds)
+        layers = {name: tensor for name, tensor in pools.items() if name.startswith("kv.")}
+        images = image_inputs(pools, loaded.vocab_size)
+        pool = CachePool(layers, num_slots, family.cache_kinds, images)
         parts, decoder = loaded.parts, target.get_decoder()
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)

@@ -18,7 +18,15 @@ from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, OptionError
-from mtpc.layout import MAX_STOP_IDS, Layout, StepKey, largest_first, step_keys
+from mtpc.layout import (
+    MAX_STOP_IDS,
+    PROMPT_EMBEDS,
+    ROPE_OFFSETS,
+    Layout,
+    StepKey,
+    largest_first,
+    step_keys,
+)
 from mtpc.layout.buffers import (
     K_MAX,
     OPEN_SIZES,
@@ -41,6 +49,7 @@ from mtpc.layout.open_sizes import shared_sizes
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.layer_pattern import LayerPattern, find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
+from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_groups
 from mtpc.passes import Verifier
 from mtpc.program.forecast import Forecast
@@ -144,6 +153,8 @@ class StepCompiler:
         if self.share is not None and not whole:
             of_layers = self.share.specs(of_layers)
         specs = (*state_specs(), *batch_specs(key.phase), *of_layers)
+        if options.images:
+            specs += image_buffers(self.loaded)
         if options.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if options.sampling:
@@ -170,8 +181,13 @@ class StepCompiler:
         return {name: tensor for name, tensor in self.shared.items() if name in cut}
 
     def _traced_pools(self) -> dict[str, Tensor]:
-        """Caches to trace over. Models are traced whole, so stand-ins take the place of parts."""
-        pools, cut = {n: t for n, t in self.shared.items() if n.startswith("kv.")}, self._cut
+        """State to trace models over: caches, and what images bring.
+
+        Models are traced whole, so stand-ins take the place of parts.
+        """
+        read = (PROMPT_EMBEDS, ROPE_OFFSETS)
+        pools = {n: t for n, t in self.shared.items() if n.startswith("kv.") or n in read}
+        cut = self._cut
         if not cut:
             return pools
         whole = self.layout(self.keys[0], whole=True)

@@ -93,18 +93,20 @@ def program_fields(
         options: of the program.
         part: of which rank they are a part; "": the whole.
     """
+    sizes_state = options.images or _has_rings(model)  # What a prefill step's rows are for.
     return {
         "kind": KIND,
         "format": str(FORMAT),
         "backend": backend,
         **model,
         "options.spec_tokens": str(options.spec_tokens),
-        "options.rows_in_rings": str(options.prefill_tokens) if _has_rings(model) else "none",
+        "options.rows_in_rings": str(options.prefill_tokens) if sizes_state else "none",
         "options.page_size": str(options.page_size),
         "options.kv_cache_dtype": options.kv_cache_dtype,
         "options.sampling": str(bool(options.sampling)),
         "options.max_logprobs": str(options.max_logprobs) if options.sampling else "none",
         "options.token_mask": str(bool(options.token_mask)),
+        "options.images": str(options.images),
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
         "options.quantize": options.quantize or "none",

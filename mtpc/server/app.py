@@ -99,7 +99,10 @@ class Endpoints:
                 prompt, special_tokens = fields["prompt"], True
             else:
                 fields["tool_choice"] = "none"  # The template's prompt is the same with any.
-                prompt, special_tokens = service.conversations.make(fields).prompt, False
+                made = service.conversations.make(fields)
+                if made.images:
+                    raise ApiError(400, "/tokenize takes text only; leave images out", "messages")
+                prompt, special_tokens = made.prompt, False
             (ids,) = service.encode([prompt], fields.get("add_special_tokens", special_tokens))
             wants = fields.get("return_token_strs")
             return ids, [decode([i], True) for i in ids] if wants else None
@@ -167,10 +170,9 @@ class Endpoints:
         if not is_chat:
             return Prepared(service.encode(fields["prompt"]))
         made = service.conversations.make(fields)
-        # A chat template writes special tokens itself.
-        prompts = service.encode([made.prompt], special_tokens=False)
         matchers = service.matchers(made, fields.get("n", 1)) if made.lark else ()
-        return Prepared(prompts, matchers, made.parser, made.texts)
+        ids, images = service.encode_chat(made)
+        return Prepared([ids], matchers, made.parser, made.texts, images)
 
     def _check_model(self, name: str) -> None:
         known = self._service.model_name

@@ -23,7 +23,7 @@ def make_service(model: SpecModel, options: ServerOptions) -> Service:
     Raises:
         RequestError: the checkpoint has no tokenizer.
         OptionError: the model accepts drafts whatever they are.
-        CheckpointError: the chat template cannot be read or is invalid.
+        CheckpointError: the chat template or the vision tower cannot be read or is invalid.
     """
     served = model.served
     if not served.has_tokenizer or served.directory is None:
@@ -32,7 +32,11 @@ def make_service(model: SpecModel, options: ServerOptions) -> Service:
         raise OptionError("synthetic acceptance gives text that is not the model's; serve without")
     template = load_chat_template(served.directory, options.chat_template)
     engine = AsyncEngine(model.engine, served, options.max_requests)
-    return Service(engine, options.model_name or served.name, options, template)
+    if model.vision is not None:
+        model.vision.load()
+        options = options.for_images()
+    name = options.model_name or served.name
+    return Service(engine, name, options, template, model.vision)
 
 
 def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:

@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mtpc.engine.image_files import MOST_PIXELS
+from mtpc.engine.vision import count_images, split_images
+from mtpc.errors import RequestError
 from mtpc.server.chat import ChatTemplate
 from mtpc.server.chat_parser import END_THINK, THINK, ChatParser
 from mtpc.server.errors import ApiError
 from mtpc.server.lark import Lark
 from mtpc.server.tool_formats import PARSERS, Schema, ToolFormat, find_format
 from mtpc.weights.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 ANY_OBJECT: Schema = {"type": "object"}
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -32,6 +38,7 @@ class Conversation:
         param: the field that the grammar comes from.
         parser: makes the parser of a choice, or None: the text is the content.
         texts: texts of special tokens that the parser needs.
+        images: in the order of their marks in the prompt.
     """
 
     prompt: str
@@ -39,6 +46,7 @@ class Conversation:
     param: str
     parser: Callable[[], ChatParser] | None
     texts: tuple[str, ...]
+    images: tuple[Image, ...] = ()
 
 
 class Conversations:
@@ -49,12 +57,18 @@ class Conversations:
         served: the model.
         tool_parser: one of `PARSERS`.
         reasoning_parser: one of `mtpc.server.options.REASONING`.
+        most_images: images in a conversation; 0: the model takes none.
     """
 
     def __init__(
-        self, template: ChatTemplate, served: ServedModel, tool_parser: str, reasoning_parser: str
+        self,
+        template: ChatTemplate,
+        served: ServedModel,
+        tool_parser: str,
+        reasoning_parser: str,
+        most_images: int = 0,
     ):
-        self._template, self._served = template, served
+        self._template, self._served, self._most_images = template, served, most_images
         self._form = find_format(tool_parser, template.source)
         has_section = reasoning_parser != "auto" or END_THINK in template.source
         self._thinks = has_section and reasoning_parser != "none"
@@ -66,7 +80,8 @@ class Conversations:
             fields: what `check_fields` returned.
 
         Raises:
-            ApiError: tools are given, and the template's format of calls is not known.
+            ApiError: tools are given, and the template's format of calls is not known; or images
+                are refused.
             RequestError: the template refuses the messages.
         """
         tools: list[dict[str, Any]] = fields.get("tools") or []
@@ -80,7 +95,8 @@ class Conversations:
                 "tools",
                 "no_tool_format",
             )
-        messages = [self._message(message) for message in fields["messages"]]
+        given, images = self._images(fields["messages"])
+        messages = [self._message(message) for message in given]
         kwargs = fields.get("chat_template_kwargs", {})
         prompt = self._template.render(messages, {"tools": tools or None, **kwargs})
         schemas = {
@@ -104,7 +120,33 @@ class Conversations:
             param,
             parser if form or may_think else None,
             (THINK, END_THINK, *(form.texts() if form else ())),
+            tuple(images),
         )
+
+    def _images(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Image]]:
+        """Messages with marks in the place of images, and the images."""
+        count = count_images(messages)
+        if not count:
+            return messages, []
+        if not self._most_images:
+            raise ApiError(
+                400,
+                "the messages have images, which this model was compiled without; start the server "
+                "with --images",
+                "messages",
+                "no_images",
+            )
+        if count > self._most_images:
+            raise ApiError(
+                400,
+                f"the messages have {count} images; this server takes at most {self._most_images}",
+                "messages",
+                "too_many_images",
+            )
+        try:
+            return split_images(messages, MOST_PIXELS)
+        except RequestError as error:
+            raise ApiError(400, str(error), "messages", "invalid_image") from None
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message as the template takes it, with arguments of calls as text or as an object."""

@@ -150,7 +150,7 @@ def _is_row(value: Any) -> bool:
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     """A conversation. The parts of a message's content become one text, joined by newlines.
 
-    vLLM joins them in the same way.
+    vLLM joins them in the same way. With an image among them they stay parts.
     """
     if not isinstance(value, list) or not value:
         raise _refuse(name, value, "a list of messages, not empty")
@@ -170,7 +170,10 @@ def _message(name: str, value: Any) -> dict[str, Any]:
         message["tool_calls"] = _calls(f"{name}.tool_calls", message["tool_calls"])
         content = "" if content is None else content  # A message that only calls has none.
     if isinstance(content, list):
-        content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+        parts = [_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
+        if any(part["type"] == "image_url" for part in parts):
+            return {**message, "content": parts}
+        content = "\n".join(part["text"] for part in parts)
     return {**message, "content": _string(f"{name}.content", content)}
 
 
@@ -221,11 +224,21 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _part(name: str, value: Any) -> str:
+def _part(name: str, value: Any) -> dict[str, Any]:
     part = _object(name, value)
-    if part.get("type") != "text" or part.keys() != {"type", "text"}:
-        raise _refuse(name, value, 'a part {"type": "text", "text": ...}')
-    return _string(f"{name}.text", part["text"])
+    kind = part.get("type")
+    if kind not in ("text", "image_url") or part.keys() != {"type", kind}:
+        raise _refuse(name, value, 'a part {"type": "text", "text": ...}, or of image_url')
+    if kind == "text":
+        _string(f"{name}.text", part["text"])
+        return part
+    image = _object(f"{name}.image_url", part["image_url"])
+    for key in image.keys() - {"url", "detail"}:
+        raise _refuse(f"{name}.image_url.{key}", image[key], "only url and detail")
+    if image.get("detail") not in (None, "auto"):
+        raise _refuse(f"{name}.image_url.detail", image["detail"], '"auto", or no such field')
+    _string(f"{name}.image_url.url", image.get("url"))
+    return part
 
 
 _BOTH: Mapping[str, Check] = {

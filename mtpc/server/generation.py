@@ -10,6 +10,7 @@ from typing import Any
 
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.forced import scoring_request
+from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.request import Request
 from mtpc.engine.text import Decode, TextAssembler
 from mtpc.errors import ServingError
@@ -39,6 +40,7 @@ class Choice:
         sampling: how tokens are chosen.
         grammar: what the text may be, or None.
         echo: the prompt's text, if the answer begins with it, else None.
+        images: the prompt's images, or None.
     """
 
     index: int
@@ -47,6 +49,7 @@ class Choice:
     sampling: SamplingParams
     grammar: Matcher | None = None
     echo: str | None = None
+    images: PromptImages | None = None
 
     @property
     def scores_prompt(self) -> bool:
@@ -64,7 +67,7 @@ class Choice:
                 "no_token_masks",
             )
         row = (self.prompt_ids, max(self.max_tokens, 1), stop_ids, self.sampling)
-        engine.engine.check(Request(-1, *row, grammar=self.grammar))
+        engine.engine.check(Request(-1, *row, grammar=self.grammar, images=self.images))
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,14 @@ class Prepared:
         matchers: the grammar of each text; () if the texts are free.
         parser: makes the parser of a text, or None.
         texts: texts of special tokens that the parser needs.
+        images: of the only prompt, or None.
     """
 
     prompts: Sequence[list[int]]
     matchers: Sequence[Matcher] = ()
     parser: Callable[[], ChatParser] | None = None
     texts: tuple[str, ...] = ()
+    images: PromptImages | None = None
 
 
 def make_job(
@@ -151,7 +156,7 @@ def make_job(
             seed = None if sampling.seed is None else (sampling.seed + number) & MAX_SEED
             params = replace(sampling, seed=seed)
             row = (len(choices), prompt, limit, params, next(matchers, None), echo)
-            choices.append(Choice(*row))
+            choices.append(Choice(*row, prepared.images))
     for choice in choices[:: fields.get("n", 1)]:
         choice.check(engine, stop_ids)
     total, copies = sum(len(prompt) for prompt in prepared.prompts), fields.get("n", 1)
@@ -239,6 +244,7 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
         stop_ids=job.stop_ids,
         sampling=choice.sampling,
         grammar=choice.grammar,
+        images=choice.images,
         text=text,
     )
     counted = cached = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ REASONING = ("auto", "none", "deepseek_r1", "glm45", "mimo", "qwen3")
 """Values of `reasoning_parser`. vLLM's names are of one format, `<think>...</think>`; "auto" looks
 for it in the chat template."""
 HTTP_PARSERS = ("auto", "httptools", "h11")
+_TEXT_BODY_BYTES, _IMAGES_BODY_BYTES = 2**20, 2**25
 _NEEDED = ("starlette", "uvicorn", "jinja2")
 
 
@@ -35,7 +36,9 @@ class ServerOptions:
         max_requests: the most choices in the engine at once.
         max_queue: the most choices that wait for the engine. The server refuses further ones with
             status 429.
-        max_body_bytes: the largest body of a request, in bytes.
+        max_body_bytes: the largest body of a request, in bytes. For a model that takes images, the
+            default stands for 32 MiB.
+        max_images: the most images in a request, for a model that takes images.
         max_connections: the most open connections. The server closes further ones.
         header_seconds: time limit for a request's head.
         body_seconds: time limit for a request's body.
@@ -64,7 +67,8 @@ class ServerOptions:
     max_tokens: int | None = None
     max_requests: int = 256
     max_queue: int = 256
-    max_body_bytes: int = 2**20
+    max_body_bytes: int = _TEXT_BODY_BYTES
+    max_images: int = 16
     max_connections: int = 1024
     header_seconds: float = 10.0
     body_seconds: float = 30.0
@@ -104,18 +108,26 @@ class ServerOptions:
         if self.api_key == "":
             raise OptionError("the API key is empty; give a key, or no key to admit every client")
 
+    def for_images(self) -> ServerOptions:
+        """These options with the default of `max_body_bytes` for a model that takes images."""
+        is_default = self.max_body_bytes == _TEXT_BODY_BYTES
+        return replace(self, max_body_bytes=_IMAGES_BODY_BYTES) if is_default else self
+
     @property
     def most_choices(self) -> int:
         """The most choices that the server holds at once, including waiting ones."""
         return self.max_requests + self.max_queue
 
 
-def require_packages(user: str = "the server", names: Sequence[str] = _NEEDED) -> None:
-    """Check that packages of the extra `serve` are installed, before a compilation takes minutes.
+def require_packages(
+    user: str = "the server", names: Sequence[str] = _NEEDED, extra: str = "serve"
+) -> None:
+    """Check that packages of an extra are installed, before a compilation takes minutes.
 
     Args:
         user: what needs them, for the message.
         names: modules.
+        extra: installs them.
 
     Raises:
         ServingError: one is not installed.
@@ -123,7 +135,7 @@ def require_packages(user: str = "the server", names: Sequence[str] = _NEEDED) -
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ServingError(
-            f"{user} needs {', '.join(missing)}, not installed here: pip install 'mtpc[serve]'"
+            f"{user} needs {', '.join(missing)}, not installed here: pip install 'mtpc[{extra}]'"
         )
 
 

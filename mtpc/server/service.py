@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from mtpc.engine.async_engine import AsyncEngine
+from mtpc.engine.prompt_images import PromptImages
+from mtpc.engine.vision import Vision
 from mtpc.server.chat import ChatTemplate
 from mtpc.server.conversation import Conversation, Conversations
 from mtpc.server.counters import ServerCounters
@@ -32,6 +34,7 @@ class Service:
         model_name: the model's name in requests.
         options: the server's limits.
         template: the model's chat template, or None if it has none.
+        vision: embeds images; None: the model takes none.
 
     Attributes:
         is_draining: whether the server refuses new requests and only completes the running ones.
@@ -50,9 +53,10 @@ class Service:
         model_name: str,
         options: ServerOptions,
         template: ChatTemplate | None,
+        vision: Vision | None = None,
     ):
         self.engine, self.model_name = engine, model_name
-        self.options = options
+        self.options, self._vision = options, vision
         self._template = template
         self._grammars = Grammars(engine.served)
         self.counters = ServerCounters()
@@ -79,7 +83,16 @@ class Service:
                 code="no_chat_template",
             )
         parsers = (self.options.tool_call_parser, self.options.reasoning_parser)
-        return Conversations(self._template, self.engine.served, *parsers)
+        most = self.options.max_images if self._vision is not None else 0
+        return Conversations(self._template, self.engine.served, *parsers, most)
+
+    def encode_chat(self, made: Conversation) -> tuple[list[int], PromptImages | None]:
+        """The token ids of a conversation, and its images."""
+        # A chat template writes special tokens itself.
+        (ids,) = self.encode([made.prompt], special_tokens=False)
+        if not made.images or self._vision is None:
+            return ids, None
+        return self._vision.place(ids, made.images, self.engine.engine.longest)
 
     def encode(
         self, prompts: Sequence[str | list[int]], special_tokens: bool = True

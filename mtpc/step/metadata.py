@@ -99,11 +99,16 @@ class BeginPrefill(nn.Module):
     The host packs prompt tokens into `batch.prompt_ids`; they are certain, all of them. A request
     that decodes has the tokens of a decode step. Those are on the device; the host does not know
     them.
+
+    Args:
+        key: of the step.
+        page_size: tokens per page.
+        num_ids: ids that a prompt may have: the vocabulary and, with images, rows of embeddings.
     """
 
-    def __init__(self, key: StepKey, page_size: int, vocab_size: int):
+    def __init__(self, key: StepKey, page_size: int, num_ids: int):
         super().__init__()
-        self.key, self.page_size, self.vocab_size = key, page_size, vocab_size
+        self.key, self.page_size, self.num_ids = key, page_size, num_ids
 
     def forward(
         self,
@@ -134,7 +139,7 @@ class BeginPrefill(nn.Module):
         drafted = token_ids[state_indices[request], column.clamp(0, width - 1)]
         before = packed.cumsum(0) - packed
         prompt = prompt_ids[(before[request] + column).clamp(0, num_tokens - 1)]
-        ids = torch.where(decodes[request], drafted, prompt).clamp(0, self.vocab_size - 1)
+        ids = torch.where(decodes[request], drafted, prompt).clamp(0, self.num_ids - 1)
         fresh = flat_metadata(context_lens, active, blocks, starts, num_tokens, self.page_size)
         slots = torch.where(active, state_indices, SCRATCH_SLOT)
         certain = torch.where(decodes, active.int(), counts)

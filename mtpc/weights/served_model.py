@@ -94,6 +94,27 @@ class ServedModel:
             raise RequestError(f"{self.source} has no tokenizer; give prompts as token ids")
         return list(self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
+    def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to the start of the assistant's next message.
+
+        Args:
+            messages: as the checkpoint's own chat template takes them.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or it refuses the messages.
+        """
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise RequestError(f"{self.source} has no chat template; give prompts as text or ids")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # Whatever the template raises.
+            raise RequestError(
+                f"the chat template refuses these messages: {type(error).__name__}: {error}"
+            ) from error
+        return self.encode(text, special_tokens=False)
+
     def decode(self, token_ids: list[int], special_tokens: bool = False) -> str:
         """The text of tokens, by default without special ones; only where `encode` works."""
         return self._decode(token_ids, skip_special_tokens=not special_tokens)

@@ -39,6 +39,7 @@ _GLM = "test_theorem.py::test_speculative_output_equals_plain_decoding[glm4_moe-
 _DRAFTS = "models/test_drafts.py::test_drafts_equal_the_wiring"
 _CHAINS = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[step3p7@3-4]"
 _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
+_IMAGE_DRAFTS = "models/test_images.py::test_drafts_after_images[qwen3_5]"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
@@ -526,7 +527,7 @@ FAULTS = (
     Fault(
         "a page is reused whatever follows it",
         "engine/prefix.py",
-        "return Block(parent, tokens, tuple(request.token_ids(end, end + self.lookahead)))",
+        "return Block(parent, tokens, tuple(request.keys(end, end + self.lookahead)))",
         "return Block(parent, tokens, ())",
         _SCHEDULES,
     ),
@@ -720,5 +721,41 @@ FAULTS = (
         "weights * _by_head(v_scale,",
         "weights * _by_head(k_scale,",
         _CODES,
+    ),
+    # Images.
+    Fault(
+        "images: the MTP layer embeds tokens in the place of images' rows",
+        HF,
+        "self.embedding(ids) if images is None else images.embed(self.embedding, ids)",
+        "self.embedding(ids.clamp(max=95))",
+        _IMAGE_DRAFTS,
+    ),
+    Fault(
+        "images: the MTP layer numbers rows as text",
+        HF,
+        "rotated = None if images is None else images.positions(context)",
+        "rotated = None",
+        _IMAGE_DRAFTS,
+    ),
+    Fault(
+        "images: the token after a chunk is no row of an image",
+        "engine/rows.py",
+        "following += ids[count:] or [-1]",
+        "following += request.token_ids(end, end + 1) if end < request.num_input else [-1]",
+        _IMAGE_DRAFTS,
+    ),
+    Fault(
+        "images: text after an image is numbered as if there were none",
+        "engine/prompt_images.py",
+        "self.offsets.shape[1]), self.delta)",
+        "self.offsets.shape[1]), 0)",
+        "models/test_images.py::test_text_is_transformers[qwen3_5-3]",
+    ),
+    Fault(
+        "images: pages are known by tokens alone",
+        "engine/request.py",
+        "return list(ids) if self.images is None else self.images.keys(ids, begin)",
+        "return list(ids)",
+        "models/test_images.py::test_pages_are_reused_by_image",
     ),
 )

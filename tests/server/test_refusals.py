@@ -83,6 +83,11 @@ def test_refused_completions(
         ({"messages": [{"role": "tool", "content": "w7"}]}, None, "no tools here"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].image_url.url",
+            "a string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0]",
             "a part",
         ),

@@ -18,7 +18,7 @@ import torch
 
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs
-from mtpc.models.family import ModelFamily, MTPWiring, layers_after
+from mtpc.models.family import ModelFamily, MTPWiring, VisionParts, layers_after
 from mtpc.models.gated_delta import (
     GatedDelta,
     gated_delta_specs,
@@ -81,6 +81,7 @@ QWEN3_5 = replace(
     canonical={"Qwen3_5GatedDeltaNet": _separate},
     stored_prefixes={"model.": "model.language_model."},
     position_grids=3,
+    vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "model.visual."),
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
 QWEN3_5_MOE = replace(
@@ -90,4 +91,5 @@ QWEN3_5_MOE = replace(
     hf_class="Qwen3_5MoeForCausalLM",
     hf_config_class="Qwen3_5MoeTextConfig",
     canonical={"Qwen3_5MoeGatedDeltaNet": _separate},
+    vision=VisionParts("Qwen3_5MoeModel", "Qwen3_5MoeConfig", "model.visual."),
 )

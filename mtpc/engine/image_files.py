@@ -1,0 +1,93 @@
+"""Opens images for prompts: files, bytes and data URLs, decoded by Pillow within limits."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtpc.errors import OptionError, RequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""What Pillow may take data for. Of an animation the first picture counts."""
+MOST_PIXELS = 2**26
+"""The most pixels of an image, or of all images of a request to a server: 200 MB as they come."""
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
+
+
+def open_image(source: Any, what: str = "the image", most_pixels: int = MOST_PIXELS) -> Image:
+    """An image in RGB, the right way up.
+
+    Args:
+        source: a path, the bytes of a file, or a Pillow image.
+        what: which image it is, for messages.
+        most_pixels: more are refused before they are decoded.
+
+    Raises:
+        RequestError: it cannot be opened, is too large, or is no image.
+        OptionError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError:
+        raise OptionError("images need Pillow: pip install 'mtpc[images]'") from None
+    if isinstance(source, (str, Path)):
+        source = _read(Path(source), what)
+    if isinstance(source, (bytes, bytearray)):
+        source = io.BytesIO(source)
+    elif not isinstance(source, Image.Image):
+        raise RequestError(
+            f"{what} is a {type(source).__name__}; expected a path, bytes or a Pillow image"
+        )
+    try:
+        opened = source
+        if isinstance(source, io.BytesIO):  # Only the head is read here.
+            opened = Image.open(source, formats=FORMATS)
+        width, height = opened.size
+        if width * height > most_pixels:
+            raise RequestError(
+                f"{what} has {width} x {height} pixels; expected at most {most_pixels}"
+            )
+        return ImageOps.exif_transpose(opened).convert("RGB")
+    except RequestError:
+        raise
+    except UnidentifiedImageError:
+        raise RequestError(f"{what} cannot be decoded: expected {', '.join(FORMATS)}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        message = f"{what} has far more than {most_pixels} pixels; expected at most so many"
+        raise RequestError(message) from None
+    except Exception as error:  # Pillow's decoders raise whatever their formats lead to.
+        raise RequestError(
+            f"{what} cannot be decoded: {type(error).__name__}: {error}; save it again"
+        ) from None
+
+
+def read_data_url(url: str, what: str) -> bytes:
+    """The bytes in a data URL; nothing is ever fetched.
+
+    Raises:
+        RequestError: the URL is of another kind, or its base64 is broken.
+    """
+    head = _DATA_URL.match(url)
+    if head is None:
+        shown = url[:40] + ("..." if len(url) > 40 else "")
+        raise RequestError(
+            f"{what} is {shown!r}; expected data:image/...;base64,..., as no URL is fetched"
+        )
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{what} is not base64: {error}") from None
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{what} cannot be read: {error}") from None
