@@ -738,13 +738,6 @@ FAULTS = (
         _IMAGE_DRAFTS,
     ),
     Fault(
-        "images: the token after a chunk is no row of an image",
-        "engine/rows.py",
-        "following += ids[count:] or [-1]",
-        "following += request.token_ids(end, end + 1) if end < request.num_input else [-1]",
-        _IMAGE_DRAFTS,
-    ),
-    Fault(
         "images: text after an image is numbered as if there were none",
         "engine/prompt_images.py",
         "self.offsets.shape[1]), self.delta)",
