@@ -209,9 +209,7 @@ class CompileOptions:
         if self.token_mask and not self.sampling:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.images and self.draft is not None:
-            raise OptionError(
-                "images is True with a drafter of its own (draft); expected the model's MTP layers"
-            )
+            raise OptionError("images is True, and draft is set; expected one of them alone")
         if self.num_pages is not None:
             check_int("num_pages", self.num_pages, low=2)
         check_int("snapshot_bytes", self.snapshot_bytes, low=0)

@@ -209,7 +209,8 @@ LINES = {
     # rates of synthetic acceptance. `kv_cache_dtype`, `tensor_parallel_size` (config.py); checks
     # of single options (option_checks.py). `SpecModel.follow` and `close`.
     # `kv_offload_dir`, `draft`, and ranks as torchrun starts them.
-    ".": 1450,
+    # `images`, and messages as prompts (api.py).
+    ".": 1500,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
     # Several programs for a sampled row (`filters.py`).
@@ -233,16 +234,17 @@ LINES = {
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
     # Pages and snapshots in files (`offload.py`, `offload_files.py`); costs of K (`costs.py`).
     # Accounts of what trials of a K lose, and of what is lost to plain decoding (`tiers.py`).
-    "engine": 5150,
+    # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`).
+    "engine": 5650,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
-    "evaluation": 700,
+    "evaluation": 650,
     "host": 750,
     # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile
     # (`dynamo/`).
     "integrations": 3550,
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
     # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
-    "layout": 1000,
+    "layout": 1050,
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
     # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE,
@@ -251,11 +253,12 @@ LINES = {
     # tensors by the names that a checkpoint has for them.
     # EAGLE-3 heads and MTP layers in a directory of their own; Llama, Qwen2 and Qwen3.
     # Which entry of config.json transformers refuses (`refused_config.py`).
-    "models": 6200,
+    # Vision towers and positions in images (`vision.py`, `image_inputs.py`).
+    "models": 6450,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
-    "ops": 2650,
+    "ops": 2550,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     "passes": 3200,
@@ -267,12 +270,13 @@ LINES = {
     # Steps built while others serve (`background.py`).
     # Time left (`forecast.py`); whose pages a file holds (`page_identity.py`); ranks in builds and
     # keys; why a build in the background failed.
-    "program": 4450,
+    "program": 4500,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
-    "server": 3950,
+    # Images in messages.
+    "server": 4000,
     # A drafter's own entry, tokens and logits.
     "step": 1250,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).

@@ -188,8 +188,7 @@ class Engine:
             grammar: decides which tokens may come next. Each request needs its own object, which
                 has taken no token yet. It needs a program compiled with `token_mask`. If it
                 raises, only its own request ends, with finish_reason `error`.
-            images: the prompt's images, as `mtpc.engine.vision.Vision` makes them. They need a
-                program compiled with `images`.
+            images: the prompt's, as `mtpc.engine.vision.Vision` makes them; needs `images=True`.
 
         Returns:
             The request's id.
@@ -198,9 +197,8 @@ class Engine:
             RequestError: an argument does not meet these conditions.
             CapacityError: the page pool cannot hold the request even when it is empty.
         """
-        prompt, stops = token_ids("prompt_ids", prompt_ids), token_ids("stop_ids", stop_ids)
+        prompt, ends = token_ids("prompt_ids", prompt_ids), tuple(token_ids("stop_ids", stop_ids))
         params = SamplingParams() if sampling is None else sampling
-        ends = tuple(stops)
         asked = (prompt, max_new_tokens, ends, params, on_output, grammar, images)
         return self.submit(Request(-1, *asked))
 
@@ -230,8 +228,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Refuse a request that can never be served; see `add` for the conditions and errors."""
         check_request(request, self.options, self.vocab_size, self.pages.count)
-        if request.images is not None:
-            check_images(request, self.program)
+        check_images(request, self.program)
 
     def abort(self, request_id: int, reason: FinishReason = "aborted") -> None:
         """End a request at any moment. Ids of unknown or finished requests are ignored.
@@ -439,14 +436,9 @@ class Engine:
         Rows give no output if their prompt has tokens left to prefill, or if their request ended
         before the step was read.
         """
-        rows = zip(
-            pending.turn.requests,
-            results["batch.out_token_ids"].tolist(),
-            results["batch.num_emitted"].tolist(),
-            results["batch.num_accepted"].tolist(),
-            results["batch.stop_reason"].tolist(),
-            strict=False,
-        )
+        names = ("out_token_ids", "num_emitted", "num_accepted", "stop_reason")
+        columns = [results[f"batch.{name}"].tolist() for name in names]
+        rows = zip(pending.turn.requests, *columns, strict=False)
         for row, (request, ids, count, accepted, code) in enumerate(rows):
             if request.finish_reason is not None:
                 continue
