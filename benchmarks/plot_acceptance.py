@@ -1,6 +1,6 @@
 """Tokens per second by acceptance length, mtpc beside its peers, as a picture.
 
-    python -m benchmarks.plot_acceptance benchmarks/results/zen5/acceptance.json PICTURE.png
+    python -m benchmarks.plot_acceptance benchmarks/results/xeon-amx/acceptance.json PICTURE.png
 
 One column of panels per batch, one row for engines of 16 bits a weight and one for 4 bits. A step
 of K drafts costs the same whatever is accepted. So a peer's line follows from one measured step.
