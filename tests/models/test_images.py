@@ -167,6 +167,28 @@ def test_drafts_after_images(
     assert compared >= 8
 
 
+def test_rows_at_the_edges_of_chunks(seeing: Callable[..., mtpc.SpecModel]) -> None:
+    """The MTP layer's keys and values do not depend on where chunks end: row t embeds t + 1."""
+    kept = []
+    for chunk in (8, 64):
+        spec = seeing("qwen3_5", 3, prefill_chunk=chunk)
+        spec.engine.reset_prefix_cache()
+        poison(spec)
+        ids, found = placed(spec, [*range(10, 17), IMAGE, 20], [WIDE])
+        spec.engine.add(ids, 4, images=found)
+        request = spec.engine.waiting[0]
+        while not request.is_prefilled:
+            spec.engine.step()
+        last = max(int(name.split(".")[1]) for name in spec.program.shared if name[:3] == "kv.")
+        pools = [spec.program.shared[f"kv.{last}.{name}"] for name in "kv"]
+        rows = [pool[request.pages].flatten(0, 1)[: len(ids) - 1].clone() for pool in pools]
+        kept.append(torch.stack(rows))
+        while spec.engine.has_work:
+            spec.engine.step()
+    assert ids[7] == ids[8] == IMAGE  # The first chunk of eight ends within the image.
+    torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=1e-9)
+
+
 @pytest.mark.slow
 def test_after_preemption(
     seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]

@@ -745,6 +745,13 @@ FAULTS = (
         "models/test_images.py::test_text_is_transformers[qwen3_5-3]",
     ),
     Fault(
+        "images: the token after a chunk is embedded as text",
+        "engine/rows.py",
+        "following += ids[count:] or [-1]",
+        "following += request.token_ids(end, min(end + 1, request.num_input)) or [-1]",
+        "models/test_images.py::test_rows_at_the_edges_of_chunks",
+    ),
+    Fault(
         "images: pages are known by tokens alone",
         "engine/request.py",
         "return list(ids) if self.images is None else self.images.keys(ids, begin)",
