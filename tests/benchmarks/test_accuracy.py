@@ -22,6 +22,7 @@ def test_questions_are_sums_that_no_step_saw() -> None:
         assert int(addition.answer(a, b)[::-1]) == a + b
 
 
+@pytest.mark.slow
 def test_a_record_and_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the demo model, eagerly: no K changes a text, and the table has a row for each engine."""
     task, out = tmp_path / "task.jsonl", tmp_path / "out.json"

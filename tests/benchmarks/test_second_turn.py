@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import second_turn
 
 ARGUMENTS = (
@@ -13,6 +15,7 @@ ARGUMENTS = (
 )
 
 
+@pytest.mark.slow
 def test_both_turns_reuse_the_prompt(tmp_path: Path) -> None:
     out = tmp_path / "second.json"
     assert second_turn.main([*ARGUMENTS, "--out", str(out)]) == 0

@@ -58,6 +58,7 @@ def test_run_quietly(word_model: Path, capsys: Captured) -> None:
     assert err == ""
 
 
+@pytest.mark.slow
 def test_bench_and_eval_as_json(word_model: Path, capsys: Captured, tmp_path: Path) -> None:
     """Rows of numbers; `--out` of eval writes the same object."""
     short = [*SMALL_MODEL, "--dtype", "float32", "-n", "4", "--spec-tokens", "0,2"]

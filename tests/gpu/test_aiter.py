@@ -457,7 +457,7 @@ def test_layers_share_what_is_computed_for_them(
         assert names.count(f"mtpc_aiter.{shared}.default") == 3
 
 
-@pytest.mark.parametrize("family", ["mimo", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_text_is_that_of_the_references(
     family: str,
     checkpoint: Callable[..., Path],

@@ -104,7 +104,7 @@ def test_what_is_emitted_stays(checkpoint: Callable[..., Path], family: str) -> 
     assert draft.generate(PROMPTS[:4], 20, ignore_eos=True) == expected
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
+@pytest.mark.parametrize("scheme", ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_drafts_of_a_checkpoint_of_codes_are_int8_too(
     checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path, scheme: str
 ) -> None:

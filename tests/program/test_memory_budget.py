@@ -95,7 +95,7 @@ def test_a_layout_by_hand() -> None:
     assert peak_bytes([]) == pool_bytes([]) == 0
 
 
-@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("owned", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_weights_that_passes_make_are_in_the_plan(
     owned: bool, checkpoint: Callable[..., Path]
 ) -> None:

@@ -197,8 +197,15 @@ def serve(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return ["serve", str(directory), *more, *shape, *ranks]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    ("rank", "is_busy"),
+    [
+        (0, True),
+        (1, False),
+        pytest.param(0, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_ends_with_a_killed_rank(rank: int, is_busy: bool, serve: list[str]) -> None:
     """A request that runs gets an error, if rank 0 is there to tell it."""
     with started(*serve) as run, ExitStack() as stack:
