@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,3 +171,30 @@ def differs(found: Mapping[str, Counts]) -> bool:
     """Whether two programs differ in any family and K that a server runs."""
     ran = [counts for counts in found.values() if "refused" not in counts]
     return any(each["differ"] for counts in ran for each in counts.values())
+
+
+def compare_all(
+    families: Sequence[str], make: Callable[[str, Path], Any], agree: Callable[[str, Path], Counts]
+) -> int:
+    """Compare a server with mtpc on a checkpoint of each family, and print all counts.
+
+    Args:
+        families: their names.
+        make: writes a checkpoint of a family into a directory.
+        agree: the counts of a family, of its directory; raises `Refused`.
+
+    Returns:
+        The exit code: 1 where tokens or accepted drafts differ.
+    """
+    found: dict[str, Counts] = {}
+    with tempfile.TemporaryDirectory() as kept:
+        for family in families:
+            directory = Path(kept) / family
+            make(family, directory)
+            try:
+                found[family] = agree(family, directory)
+            except Refused as said:
+                found[family] = {"refused": str(said)}
+            print(f"{family}: {found[family]}", flush=True)
+    print(json.dumps(found))
+    return int(differs(found))

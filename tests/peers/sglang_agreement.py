@@ -12,12 +12,10 @@ as JSON, or what SGLang said of a checkpoint that it does not run. Exits with 1 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from agreement import Counts, Decoded, Refused, Work, compare, differs, make_work, run_mtpc
+from agreement import Counts, Decoded, Work, compare, compare_all, make_work, run_mtpc
 from sglang_plugin import run_host
 from vllm_agreement import CHANGES, make_trained
 
@@ -36,18 +34,11 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="requests that SGLang runs at once")
     args = parser.parse_args()
     work = make_work(args.requests, args.new_tokens)
-    found: dict[str, Counts] = {}
-    with tempfile.TemporaryDirectory() as kept:
-        for family in args.families:
-            directory = Path(kept) / family
-            make_trained(family, directory, CHANGES[family])
-            try:
-                found[family] = agree(args, family, directory, work)
-            except Refused as said:
-                found[family] = {"refused": str(said)}
-            print(f"{family}: {found[family]}", flush=True)
-    print(json.dumps(found))
-    return int(differs(found))
+    return compare_all(
+        args.families,
+        lambda family, directory: make_trained(family, directory, CHANGES[family]),
+        lambda family, directory: agree(args, family, directory, work),
+    )
 
 
 def agree(args: argparse.Namespace, family: str, directory: Path, work: Work) -> Counts:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,10 @@ from agreement import (
     PROMPTS,
     Counts,
     Decoded,
-    Refused,
     Work,
     ask,
     compare,
-    differs,
+    compare_all,
     make_work,
     run_mtpc,
 )
@@ -123,18 +121,11 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each request")
     args = parser.parse_args()
     work = make_work(args.requests, args.new_tokens)
-    found: dict[str, Counts] = {}
-    with tempfile.TemporaryDirectory() as kept:
-        for family in args.families:
-            directory = Path(kept) / family
-            make_trained(family, directory, CHANGES[family])
-            try:
-                found[family] = agree(args, family, directory, work)
-            except Refused as said:
-                found[family] = {"refused": str(said)}
-            print(f"{family}: {found[family]}", flush=True)
-    print(json.dumps(found))
-    return int(differs(found))
+    return compare_all(
+        args.families,
+        lambda family, directory: make_trained(family, directory, CHANGES[family]),
+        lambda family, directory: agree(args, family, directory, work),
+    )
 
 
 def agree(args: argparse.Namespace, family: str, directory: Path, work: Work) -> Counts:
