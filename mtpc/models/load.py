@@ -251,7 +251,9 @@ def load(
         family = family_of(source)
         try:
             headers = HeaderWeights(source) if headers_only else None
-            return _load_directory(source, family, dtype, needs_mtp, wiring, headers)
+            loaded = _load_directory(source, family, dtype, needs_mtp, wiring, headers)
+            loaded.state_specs()  # Entries that only its state depends on are refused here, too.
+            return loaded
         except UnsupportedModelError as error:
             if str(source.directory) in str(error):
                 raise

@@ -58,8 +58,9 @@ def load_mtp_layers(
         )
     if prefixes[0] == prefixes[1] and count > 1:
         raise UnsupportedModelError(
-            f"{where} has {count} MTP layers; expected one, as {family.name} names "
-            "the tensors of one layer only"
+            f"{where} has {count} MTP layers, by its config.json "
+            f"({' or '.join(MTP_COUNT_NAMES)}); expected one, as {family.name} names the tensors "
+            "of one layer only"
         )
     if count > 1 and family.wiring.stream_head:
         raise UnsupportedModelError(

@@ -60,8 +60,8 @@ def _block_config(config: Any) -> Any:
     """
     if list(config.mtp_layers_block_type) != _PARTS:
         raise UnsupportedModelError(
-            f"the MTP layer consists of {config.mtp_layers_block_type}; expected {_PARTS}; use "
-            "spec_tokens=0"
+            f"mtp_layers_block_type is {config.mtp_layers_block_type}; expected {_PARTS}, which an "
+            "MTP layer consists of; use spec_tokens=0"
         )
     extended = layers_after(config, 1, layer_types=_PARTS[0])
     return layers_after(extended, 1, layer_types=_PARTS[1])

@@ -39,7 +39,8 @@ def _mtp_types(config: Any) -> list[str]:
     if types is None or len(types) != count:
         raise UnsupportedModelError(
             f"the config announces {count} MTP layers and has the attention types {types} for "
-            "them; expected one entry of `layer_types` per MTP layer, after the decoder layers'"
+            "them; expected one entry of `layer_types` (or `mtp_layer_types`) per MTP layer, after "
+            "the decoder layers'"
         )
     return types
 
