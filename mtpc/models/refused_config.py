@@ -67,7 +67,8 @@ def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> Checkp
         The error; where the model can be built of config.json, it is about the tensors.
     """
     reason = _said(_failure(file, family, file.config) or error)
-    found = [*_guilty(file, family, _without)] or [*_guilty(file, family, _with_two)]
+    end = time.monotonic() + _LONGEST_S
+    found = _guilty(file, family, _without, end) or _guilty(file, family, _with_two, end)
     if not found:
         return CheckpointError(
             f"transformers cannot load {file.config_path} and the tensors beside it: {reason}; "
@@ -109,8 +110,8 @@ def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]
         parameters = dict(build_shapes(_edited(file, config), family).named_parameters())
         return parameters[name].shape if name in parameters else None
 
-    usual = shape(file.config)
-    for path, value in _for_a_while(_entries(file.config)):
+    usual, end = shape(file.config), time.monotonic() + _LONGEST_S
+    for path, value in _until(end, _entries(file.config)):
         if value is not None and type(value) is not int:
             continue
         other = 2 * value if value else 1
@@ -125,9 +126,8 @@ def _edited(file: ConfigFile, config: dict[str, Any]) -> ConfigFile:
     return edited
 
 
-def _for_a_while(entries: Iterable[_Entry]) -> Iterator[_Entry]:
-    """Those that come before the time is over."""
-    end = time.monotonic() + _LONGEST_S
+def _until(end: float, entries: Iterable[_Entry]) -> Iterator[_Entry]:
+    """Those that come before a time of the monotonic clock."""
     for entry in entries:
         if time.monotonic() > end:
             return
@@ -164,15 +164,18 @@ def _failure(file: ConfigFile, family: ModelFamily, config: dict[str, Any]) -> E
 
 
 def _guilty(
-    file: ConfigFile, family: ModelFamily, change: Callable[[dict[str, Any], Place], dict[str, Any]]
+    file: ConfigFile,
+    family: ModelFamily,
+    change: Callable[[dict[str, Any], Place], dict[str, Any]],
+    end: float,
 ) -> list[tuple[Place, Any]]:
     """The entries that make the model fail: once they are changed, it can be built.
 
-    Of entries that lie within each other, the innermost.
+    Of entries that lie within each other, the innermost; those that are found before `end`.
     """
 
     def search(part: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, Any]]:
-        for name, value in _for_a_while(part.items()):
+        for name, value in _until(end, part.items()):
             path = (*above, name)
             if _failure(file, family, change(file.config, path)) is not None:
                 continue
