@@ -157,11 +157,12 @@ def test_entries_that_transformers_does_not_read(
 
 
 def test_an_mtp_layer_of_other_parts(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
-    """Nemotron 3: what is no attention followed by experts is named."""
+    """Nemotron 3: the error gives the entry, what it holds, what it may hold, and what to do."""
     entries = {"mtp_layers_block_type": ["full_attention", "mlp"]}
     directory = with_entries(checkpoint("nemotron_h", "random"), tmp_path, (), **entries)
     load(directory, None, needs_mtp=False)
-    with pytest.raises(UnsupportedModelError, match=r"consists of .*'mlp'.*use spec_tokens=0"):
+    said = r"mtp_layers_block_type is .*'mlp'.*expected .*'moe'.*use spec_tokens=0"
+    with pytest.raises(UnsupportedModelError, match=said):
         load(directory, None, needs_mtp=True)
 
 
