@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -321,6 +323,15 @@ def make_checkpoint(
         eagle.save_head(eagle.new_head(eagle.CONFIG, 64), eagle.CONFIG, directory / "draft")
     layers = build_mtp_layers(name, target, seed + 1) if mtp and name not in DRAFTED else []
     return save_checkpoint(name, target, layers, directory)
+
+
+def with_entries(source: Path, directory: Path, drop: tuple[str, ...], **entries: Any) -> Path:
+    """A copy of a checkpoint whose config.json lacks some entries and has others."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    path = directory / "config.json"
+    config = {n: v for n, v in json.loads(path.read_text()).items() if n not in drop}
+    path.write_text(json.dumps({**config, **entries}))
+    return directory
 
 
 def drafter(directory: Path) -> dict[str, Path]:

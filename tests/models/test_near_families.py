@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from helpers.families import NEAR_FAMILIES
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
+from helpers.tiny import with_entries
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
@@ -78,15 +77,6 @@ RELEASED: dict[str, dict[str, Any]] = {
     },
 }
 """Entries of the authors' config.json, with the sizes of the tiny models."""
-
-
-def with_entries(source: Path, directory: Path, drop: tuple[str, ...], **entries: Any) -> Path:
-    """A copy of a checkpoint whose config.json lacks some entries and has others."""
-    shutil.copytree(source, directory, dirs_exist_ok=True)
-    path = directory / "config.json"
-    config = {n: v for n, v in json.loads(path.read_text()).items() if n not in drop}
-    path.write_text(json.dumps({**config, **entries}))
-    return directory
 
 
 def made_of(loaded: Any) -> Any:

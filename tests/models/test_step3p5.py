@@ -92,6 +92,16 @@ def test_the_released_entries(checkpoint: Callable[..., Path], tmp_path: Path) -
     assert weight_recipes(found).keys() == found.weights().keys()
 
 
+@pytest.mark.parametrize("name", ["mtp_layer_types", "mtp_mlp_layer_types"])
+def test_lists_without_the_mtp_layers(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A list that is too short is named, and the entries that it leaves out are counted."""
+    directory = tiny.with_entries(checkpoint("step3p5", "random"), tmp_path, (), **{name: []})
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: .*2 MTP layers.*`{name}`"):
+        load(directory, None, needs_mtp=True)
+
+
 def test_model_objects(checkpoint: Callable[..., Path]) -> None:
     """Of the class here: adopted, its tensors shared. Of that name from elsewhere: refused."""
     model = step3p5_class().from_pretrained(checkpoint("step3p5"), dtype=torch.float64)

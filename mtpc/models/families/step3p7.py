@@ -33,24 +33,27 @@ from mtpc.models.family import ModelFamily
 _SLIDING = "sliding_attention"
 
 
-def _mtp_types(config: Any) -> list[str]:
-    """Attention types of the MTP layers; configs list them after the decoder layers' types."""
-    types, count = config.mtp_layer_types, nextn_layers(config)
-    if types is None or len(types) != count:
+def _of_mtp_layers(config: Any, name: str) -> list[str]:
+    """What a list of the config holds for the MTP layers, after its entries for the decoder's."""
+    values, count = getattr(config, f"mtp_{name}"), nextn_layers(config)
+    if values is None or len(values) != count:
         raise UnsupportedModelError(
-            f"the config announces {count} MTP layers and has the attention types {types} for "
-            "them; expected one entry of `layer_types` (or `mtp_layer_types`) per MTP layer, after "
-            "the decoder layers'"
+            f"the config announces {count} MTP layers and has {values} in `mtp_{name}` for them; "
+            f"expected one entry per MTP layer there, or in `{name}` after the decoder layers'"
         )
-    return types
+    return values
+
+
+def _attention_type(config: Any, mtp_layer: int) -> str:
+    return _of_mtp_layers(config, "layer_types")[mtp_layer]
 
 
 def _block_config(config: Any) -> Any:
     """A copy of the config with the MTP layers after the decoder's."""
     extended, count = copy.deepcopy(config), nextn_layers(config)
     extended.num_hidden_layers += count
-    extended.layer_types = [*config.layer_types, *_mtp_types(config)]
-    extended.mlp_layer_types = [*config.mlp_layer_types, *config.mtp_mlp_layer_types]
+    for name in ("layer_types", "mlp_layer_types"):
+        setattr(extended, name, [*getattr(config, name), *_of_mtp_layers(config, name)])
     for name in ("swiglu_limits", "swiglu_limits_shared"):
         limits = getattr(config, name)
         if limits:
@@ -66,7 +69,7 @@ def _block_config(config: Any) -> Any:
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers by the layer's attention type."""
     mtp_layer = layer - config.num_hidden_layers
-    kind = config.layer_types[layer] if mtp_layer < 0 else _mtp_types(config)[mtp_layer]
+    kind = config.layer_types[layer] if mtp_layer < 0 else _attention_type(config, mtp_layer)
     if kind != _SLIDING:
         return paged_kv_specs(config, layer, dtype)
     dims = (config.head_dim, config.head_dim)
@@ -93,7 +96,7 @@ STEP3P7 = ModelFamily(
         "transformer.shared_head.output.weight": "head",
     },
     canonical={"Step3p7Experts": ClampedExperts},
-    rotary_type=lambda config, i: _mtp_types(config)[i],
+    rotary_type=_attention_type,
     stored_names=(
         ("moe.gate.weight", "mlp.gate.weight"),
         ("moe.router_bias", "mlp.gate.e_score_correction_bias"),
