@@ -1,7 +1,7 @@
 // Attention's products in AMX's tile registers: bfloat16 queries against bfloat16 caches.
 //
 // A split's values are packed by pairs of keys, as its keys are by pairs of dimensions
-// (attention_pairs.h), and the rows of a unit share them. Weights of values are taken as the sum of
+// (attention_pairs.h), and the rows of a unit share them. Few rows take the keys as they are. Weights of values are taken as the sum of
 // two bfloat16, so that they keep 16 bits: rounded to one they would lose what float has over it.
 // A row's sums run over the positions in order, and unseen ones add exact zeros: they depend neither
 // on the rows beside it nor on where the unit's positions begin and end.
@@ -35,12 +35,16 @@ inline void pack_values(const BFloat16* const* values, Range range, Range local,
   }
 }
 
-/// high + low = weights, to 16 bits.
+/// high + low = weights, to 16 bits, for the positions of `range`, which is of whole panels.
 inline void split_weights(const float* weights, Range range, BFloat16* high, BFloat16* low) {
-  for (int64_t j = range.begin; j < range.end; j += kLanes<float>) {
-    const Vec<float> weight = load<float>(weights + j), nearest = round_bf16(weight);
-    narrow(high + j, nearest);
-    narrow(low + j, weight - nearest);
+  constexpr int kN = kLanes<float>;
+  for (int64_t j = range.begin; j < range.end; j += 2 * kN) {
+    narrow_sums<2 * kN>(high + j, weights + j);
+    alignas(64) float rest[2 * kN];
+    for (int i = 0; i < 2 * kN; i += kN) {
+      store(rest + i, load<float>(weights + j + i) - widen(high + j + i));
+    }
+    narrow_sums<2 * kN>(low + j, rest);
   }
 }
 
@@ -52,6 +56,46 @@ void for_passes(int64_t rows, const Body& body) {
     const int64_t count = std::min<int64_t>(kMostRows, rows - row);
     registers.set_rows(count);
     body(row, count);
+  }
+}
+
+static_assert(kFewRows == kTileRows);
+
+/// packed[g][r] = group g of row r, for up to `kFewRows` rows; zeros where there is none.
+inline void pack_queries(const BFloat16* queries, int64_t rows, int64_t width, Group* packed) {
+  const Group* from = reinterpret_cast<const Group*>(queries);
+  const int64_t groups = width / 2;
+  std::fill_n(packed, groups * kFewRows, 0);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t g = 0; g < groups; ++g) packed[g * kFewRows + r] = from[r * groups + g];
+  }
+}
+
+/// scores[r][0..32) = queries[r] . keys[0..32), for up to `kFewRows` rows, packed. Keys are inputs of
+/// the product and lie `stride` elements apart, 16 at a time. The products and the order of their
+/// sums are those of `score_panel`.
+inline void score_keys(const Group* queries, int64_t rows, int64_t width,
+                       const BFloat16* const* keys, int64_t shift, int64_t stride, Ahead ahead,
+                       float* scores) {
+  PassRegisters registers;
+  registers.set_rows(kTileRows);
+  settle_memory();
+  for (int64_t j = 0; j < kFeatures; j += kTileRows) {
+    const BFloat16* first = keys[j] + shift;
+    _tile_zero(0);
+    for (int64_t d = 0; d < width; d += 2 * kTileRows) {
+      _tile_loadd(4, first + d, stride * sizeof(BFloat16));
+      _tile_loadd(6, queries + d / 2 * kFewRows, kFewRows * sizeof(Group));
+      _tile_dpbf16ps(0, 4, 6);
+      for (int64_t key = j; key < j + kTileRows; ++key) ahead.fetch(key, d);
+    }
+    alignas(64) float by_key[kTileRows][kFewRows];
+    _tile_stored(0, by_key, sizeof(by_key[0]));
+    settle_memory();
+    Vec<float> by_row[kTileRows];
+    std::memcpy(by_row, by_key, sizeof(by_key));
+    transpose<float>(by_row);
+    for (int64_t r = 0; r < rows; ++r) store(scores + r * kSplit + j, by_row[r]);
   }
 }
 

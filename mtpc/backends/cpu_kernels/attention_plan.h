@@ -17,6 +17,10 @@ inline constexpr int64_t kSplit = 256;
 /// reading the keys, so that reading them again for the next rows costs nothing.
 inline constexpr int64_t kRows = 64;
 
+/// Rows of a head that take keys as they lie in a page, as many keys at a time, where the level can
+/// (attention_amx.h). For more rows it pays to pack the keys.
+inline constexpr int64_t kFewRows = 16;
+
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;

@@ -55,7 +55,7 @@ template <class A, class T>
 struct Scratch {
   Buffer<A> queries, panel, weights, split_sums, unit_sums;
   Buffer<Factor<T>> narrow_queries, high_weights, low_weights, expanded;
-  Buffer<Group> packed;
+  Buffer<Group> packed, packed_queries;
   Norm<A> split_norms[kRows], unit_norms[kRows];
   const T* keys[kSplit];
   const T* values[kSplit];
@@ -119,6 +119,14 @@ class SplitAttention {
         read(wide + row * width, p_.q, at, width);
       }
     }
+    if constexpr (kTileRegisters<A, F>) {
+      if (!scores_keys_in_place(unit)) return;
+      const int64_t each = width / 2 * kFewRows;
+      Group* packed = memory.packed_queries.reserve(unit.heads * each);
+      for (int64_t h = 0; h < unit.heads; ++h) {
+        pack_queries(narrow + h * unit.rows * width, unit.rows, width, packed + h * each);
+      }
+    }
   }
 
   /// Scores, weights and weighted values of one split, with the queries that are loaded.
@@ -154,6 +162,13 @@ class SplitAttention {
   /// Whether products are taken of pairs of bfloat16.
   bool in_pairs() const {
     return kPairs<A, F> && p_.q.scalar_type() == ScalarType::BFloat16 && p_.keys.width % 2 == 0;
+  }
+
+  /// Whether keys are taken as they lie in memory, 16 of which are then in one page.
+  bool scores_keys_in_place(const Unit& unit) const {
+    if constexpr (!kTileRegisters<A, F>) return false;
+    return in_pairs() && unit.rows <= kFewRows && p_.keys.width % kFeatures == 0 &&
+           (kCodes<T> || p_.keys.page_size % kFewRows == 0);
   }
 
   /// rows[j] = where the first head's row of position base + j lies, for the positions of `local`.
@@ -243,6 +258,13 @@ class SplitAttention {
         const F* queries = memory.narrow_queries.get() + h * unit.rows * width;
         Group* packed = memory.packed.reserve(kSplit / 2 * kFeatures + width / 2 * kFeatures);
         const Ahead ahead = key_panel_ahead(memory, keys, begin, h);
+#if defined(__AMX_TILE__)
+        if (whole && scores_keys_in_place(unit)) {
+          const int64_t stride = kCodes<T> ? width : p_.keys.slot_stride;
+          const Group* own = memory.packed_queries.get() + h * (width / 2) * kFewRows;
+          return score_keys(own, unit.rows, width, keys, shift, stride, ahead, scores);
+        }
+#endif
         pack_keys(keys, whole, shift, width, ahead, packed);
 #if defined(__AMX_TILE__)
         score_panel(queries, unit.rows, width, packed, scores);

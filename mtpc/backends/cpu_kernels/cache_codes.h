@@ -107,15 +107,10 @@ class CodedSlots {
 template <bool kFloat>
 inline Vec<float> widen(const Code* p) {
   if constexpr (!kFloat) {
-    typedef int8_t Bytes __attribute__((vector_size(kStep)));
-    Bytes bytes;
-    std::memcpy(&bytes, p, sizeof(bytes));
-    return __builtin_convertvector(__builtin_convertvector(bytes, Mask<float>), Vec<float>);
+    return __builtin_convertvector(
+        widen_bytes(reinterpret_cast<const int8_t*>(p)), Vec<float>);
   }
-  typedef uint8_t Bytes __attribute__((vector_size(kStep)));
-  Bytes bytes;
-  std::memcpy(&bytes, p, sizeof(bytes));
-  const Mask<float> codes = __builtin_convertvector(bytes, Mask<float>);
+  const Mask<float> codes = widen_bytes(&p->bits);
   const Mask<float> magnitudes = codes & 0x7f;
   // A float has the same form with a larger bias. Codes below 8 have no leading one.
   const Vec<float> normal = reinterpret_cast<Vec<float>>((magnitudes << 20) + (120 << 23));

@@ -22,14 +22,6 @@ inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
 /// in bursts, or from nearer by, they come too late for more rows than one (docs/performance.md).
 inline constexpr int64_t kCodesAhead = 12288, kLine = 64;
 
-/// A register of bytes as int32.
-inline Groups widen_bytes(const uint8_t* from) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes<float>)));
-  Bytes bytes;
-  std::memcpy(&bytes, from, sizeof(bytes));
-  return __builtin_convertvector(bytes, Groups);
-}
-
 /// A tile's scales, and zero points or minima, a register of features at a time.
 class TileScales {
  public:

@@ -98,6 +98,26 @@ inline Vec<float> widen(const BFloat16* p) {
 }
 #endif
 
+/// A register of integers from bytes, signed or not. GCC 12 takes bytes apart one by one unless it is
+/// told the instruction.
+template <class Byte>
+inline Mask<float> widen_bytes(const Byte* p) {
+  static_assert(sizeof(Byte) == 1);
+  [[maybe_unused]] constexpr bool kSigned = std::is_signed_v<Byte>;
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return (Mask<float>)(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return (Mask<float>)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef Byte Bytes __attribute__((vector_size(kLanes<float>)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return __builtin_convertvector(bytes, Mask<float>);
+#endif
+}
+
 /// The first `count` of a register's lanes from p[0..count), the others zero.
 template <class A, class T>
 inline Vec<A> load_first(const T* p, int64_t count) {
