@@ -282,7 +282,8 @@ LINES = {
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
-    "tuning": 1000,
+    # Experts on round numbers of rows (`experts.py`).
+    "tuning": 1050,
     # Hub ids, checks of a checkpoint's JSON files, fused projections of queries, keys and values;
     # weights of 4 and 8 bits with scales of groups.
     # Formats of quantised weights (`formats/`), making and writing them. Files apart from weights

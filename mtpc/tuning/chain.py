@@ -28,6 +28,7 @@ from mtpc.models.hf import (
 )
 from mtpc.models.load import LoadedModel, family_of, place, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
+from mtpc.tuning.experts import ROUNDED_EXPERTS, register_rounded_experts
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.wiring import Rules
 
@@ -169,8 +170,9 @@ class TrainedModel:
             raise _no_gradient(family.name, "its MTP layer is fed residual streams")
         self._model = read_target(checkpoint, family, dtype).eval().requires_grad_(False)
         target: Any = share_model(self._model, {})
+        register_rounded_experts()
         for part in (target.config, target.config.get_text_config(decoder=True)):
-            part._experts_implementation = "eager"
+            part._experts_implementation = ROUNDED_EXPERTS
         layers = load_mtp_layers(checkpoint, replace(family, canonical={}), target)
         loaded = LoadedModel(family, target, layers, (), str(checkpoint.directory), None, True)
         self.loaded = place(loaded.with_layers(spec_tokens), device)

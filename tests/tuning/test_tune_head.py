@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from mtpc.cli.main import main
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.tuning.chain import TrainedModel
+from mtpc.tuning.experts import ROUNDED_EXPERTS
 from mtpc.tuning.run import Plan, Tuning
 from mtpc.tuning.train import FeatureCache, Schedule, Training, draft_losses
 from mtpc.weights import shards
@@ -121,6 +122,27 @@ def test_gradients_reach_mtp_tensors_only(words: Path) -> None:
     assert all(parameter.grad is None for parameter in model.loaded.target.parameters())
     unreached = [name for name, parameter in model.trained.items() if parameter.grad is None]
     assert unreached == []
+
+
+def test_rounded_experts_equal_transformers(words: Path) -> None:
+    """Values and gradients, for experts with no token, with some, and with all."""
+    model = TrainedModel(Checkpoint(words), 1)
+    layer = model.loaded.mtp_layers[0]
+    experts: Any = next(m for m in layer.modules() if hasattr(m, "_apply_gate")).double()
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(70, experts.down_proj.shape[1], generator=generator).double()
+    count = experts.down_proj.shape[0]
+    chosen = torch.stack([torch.zeros(70), torch.randint(1, count - 1, (70,))], 1).long()
+    weights = torch.rand(70, 2, generator=generator).double()
+    found = []
+    for implementation in ("eager", ROUNDED_EXPERTS):
+        experts.config._experts_implementation = implementation
+        given = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
+        wanted = [*given, experts.gate_up_proj, experts.down_proj]
+        out = experts(given[0], chosen, given[1])
+        found.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 def test_shards_and_dtype_are_kept(

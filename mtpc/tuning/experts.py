@@ -1,0 +1,51 @@
+"""transformers' experts with gradients, each on a round number of rows.
+
+oneDNN compiles a product for every shape that it meets. The rows of an expert differ from step to
+step, and compiling took a third of a small model's training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.integrations.moe import ExpertsInterface
+
+ROUNDED_EXPERTS = "mtpc_rounded"
+"""Name of `rounded_experts` among transformers' implementations."""
+_ROWS = 64
+
+
+def rounded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What transformers' own forward of an experts module gives.
+
+    Args:
+        module: of a class with `use_experts_implementation`.
+        hidden: [T, H].
+        chosen: ids of each token's experts, int64 [T, k].
+        weights: of these, [T, k].
+
+    Returns:
+        [T, H].
+    """
+    if module.has_bias or module.is_transposed or not module.has_gate:
+        own: Tensor = type(module).forward.__wrapped__(module, hidden, chosen, weights)
+        return own
+    out = torch.zeros_like(hidden)
+    pairs = zip(module.gate_up_proj.unbind(), module.down_proj.unbind(), strict=True)
+    for expert, (gate_up, down) in enumerate(pairs):
+        token, choice = torch.where(chosen == expert)
+        if not len(token):
+            continue
+        rows = functional.pad(hidden[token], (0, 0, 0, -len(token) % _ROWS))
+        gated = module._apply_gate(functional.linear(rows, gate_up))
+        found = functional.linear(gated, down)[: len(token)]
+        out.index_add_(0, token, (found * weights[token, choice, None]).to(out.dtype))
+    return out
+
+
+def register_rounded_experts() -> None:
+    """Register `ROUNDED_EXPERTS` with transformers; existing entries do not change."""
+    ExpertsInterface.register(ROUNDED_EXPERTS, rounded_experts)
