@@ -16,7 +16,7 @@ class Compilers:
     """Compilers run within the block; those that still run at its end are ended."""
 
     def __enter__(self) -> Compilers:
-        # A group of its own, in which Ctrl-C of the terminal ends nobody: the caller does.
+        # A group of its own, which Ctrl-C in the terminal does not reach: the caller ends it.
         self._guard = subprocess.Popen(
             ["sh", "-c", _GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
         )
