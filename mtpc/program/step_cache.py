@@ -303,7 +303,7 @@ class StepCache:
         self, graphs: Iterable[tuple[StepKey, Part]]
     ) -> Iterator[Mapping[str, float]]:
         """For each graph the seconds by stage of the nearest entry's build; {} if there is none,
-        or if the cache cannot be trusted, which whoever takes a step from it says."""
+        or if the cache cannot be trusted; taking a step from it then raises the error."""
         entries, seconds = list[tuple[str, Fields]](), dict[str, Mapping[str, float]]()
         with suppress(CacheError):
             entries += peek(self.store)
