@@ -62,10 +62,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def adaptive(given: dict[str, Any]) -> dict[str, Any]:
-    """The default of K: by load, and built while the server serves.
+    """The default of K: the server adapts it to load, and its steps are built while it serves.
 
-    Where no package can be built apart, a fixed K serves: other backends than cpu's, no cache, or
-    one that may only be read. So it is with several ranks.
+    With several ranks K is fixed. It is also fixed where no other process can build steps: on other
+    backends than cpu, without a cache, or with a cache that may only be read.
     """
     from mtpc.backends import first_choice
 
