@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class LoadedModel:
         source: directory or model name, for messages.
         checkpoint: where the tensors were read; None for a model object without a directory.
         owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
-        headers: where tensors are memory without contents, what they stand for; else None.
-        kv_cache_dtype: of the codes in page pools of K and V; None: they have the model's dtype.
+        headers: if tensors are memory without contents, the stored tensors behind them; else None.
+        kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
     """
 
     family: ModelFamily
@@ -102,7 +102,8 @@ class LoadedModel:
     def with_layers(self, count: int) -> LoadedModel:
         """This model with the MTP layers that `count` drafts use; others need no state."""
         most = min(count, 1) if self.family.wiring.chaining == "recycle" else count
-        return replace(self, mtp_layers=self.mtp_layers[:most])
+        layers = self.mtp_layers[:most]
+        return self if layers == self.mtp_layers else replace(self, mtp_layers=layers)
 
     def wired(self, rules: Rules) -> LoadedModel:
         """This model with other rules for its MTP layers; it shares all tensors."""
@@ -139,8 +140,11 @@ class LoadedModel:
         Raises:
             UnsupportedModelError: no layer has such pools.
         """
-        found = replace(self, kv_cache_dtype=CODE_DTYPES[name])
-        if found.kv_cache_dtype and found.state_specs() == self.state_specs():
+        dtype = CODE_DTYPES[name]
+        if dtype == self.kv_cache_dtype:
+            return self
+        found = replace(self, kv_cache_dtype=dtype)
+        if dtype is not None and found.state_specs == self.state_specs:
             raise UnsupportedModelError(
                 f"kv_cache_dtype is {name!r}, but {self.family.name} has no pages of K and V; "
                 "expected 'auto': latents, rings and recurrent state keep the model's dtype"
@@ -152,6 +156,7 @@ class LoadedModel:
         specs = self.family.cache_specs(self.config, layer, self.dtype)
         return quantised_pools(specs, self.kv_cache_dtype) if self.kv_cache_dtype else specs
 
+    @cached_property
     def state_specs(self) -> tuple[BufferSpec, ...]:
         """State buffers: of the target's layers, of the MTP layers, and of true chaining."""
         count = self.config.num_hidden_layers + len(self.mtp_layers)
@@ -229,8 +234,8 @@ def load(
     """Load a checkpoint directory, or adopt a transformers model object.
 
     Args:
-        source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, whose tensors are
-            shared and which is not changed. An id of the local hub cache does for a path.
+        source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, which shares its
+            tensors and is not changed. In place of a path, an id of the local hub cache will do.
         dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
         wiring: rules that replace those of the family.
@@ -252,7 +257,7 @@ def load(
         try:
             headers = HeaderWeights(source) if headers_only else None
             loaded = _load_directory(source, family, dtype, needs_mtp, wiring, headers)
-            loaded.state_specs()  # Entries that only its state depends on are refused here, too.
+            _ = loaded.state_specs  # Refuses entries that only the state depends on.
             return loaded
         except UnsupportedModelError as error:
             if str(source.directory) in str(error):
