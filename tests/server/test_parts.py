@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 import mtpc
+from mtpc.cli import serve
 from mtpc.cli.arguments import parse
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.main import main
