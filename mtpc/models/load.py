@@ -22,31 +22,16 @@ from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.draft import drafted_family
 from mtpc.models.header_weights import HeaderWeights
-from mtpc.models.hf import (
-    MTPLayer,
-    StepParts,
-    TextRotary,
-    model_class,
-    rotary_of,
-    share_model,
-)
+from mtpc.models.hf import MTPLayer, StepParts, TextRotary, model_class, rotary_of, share_model
 from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import quiet_transformers, read_config
-from mtpc.models.refused_config import build_shapes, explained, misshapen
-from mtpc.weights.checkpoint import (
-    Checkpoint,
-    as_ids,
-    check_finite,
-    listing,
-)
+from mtpc.models.refused_config import check_size, explained, misshapen
+from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.wiring import Rules
-
-_MOST_PER_BYTE = 4
-"""Weights of a model for each byte of its checkpoint, at most: no format has fewer than 2 bits."""
 
 
 @dataclass(frozen=True)
@@ -381,7 +366,7 @@ def read_target(
     unread = headers.slice if headers else partial(_Unread, checkpoint)
     state = {name: unread(name) for name in checkpoint.target_tensors}
     try:
-        _check_size(checkpoint, family)
+        check_size(checkpoint, family)
         with quiet_transformers():
             model, info = model_class(family).from_pretrained(
                 None,
@@ -407,22 +392,6 @@ def read_target(
             "the checkpoint again, or correct its config.json"
         )
     return model
-
-
-def _check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
-    """Refuse a config.json whose model is far larger than the tensors, before it takes memory.
-
-    transformers fills what a checkpoint lacks with random values before it says what is missing.
-    """
-    model = build_shapes(checkpoint, family)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    count = sum(sizes.values())
-    if count > _MOST_PER_BYTE * checkpoint.nbytes + 2**20:
-        raise CheckpointError(
-            f"{checkpoint.config_path} describes a model of {count} weights, the most of them in "
-            f"{max(sizes, key=sizes.__getitem__)}, and the checkpoint's tensors have "
-            f"{checkpoint.nbytes} bytes; correct the file or download it again"
-        )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from mtpc.models.read_config import (
     read_config,
     sub_configs,
 )
+from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.json_file import kind_of
 
@@ -40,6 +41,8 @@ _LONGEST_S = 20.0
 """The time limit of a search."""
 _MOST_NAMED, _MOST_SAID = 3, 300
 """A message names so many entries, and quotes so many characters of another error."""
+_MOST_PER_BYTE = 4
+"""Weights of a model for each byte of its checkpoint, at most: no format has fewer than 2 bits."""
 
 
 def build_shapes(file: ConfigFile, family: ModelFamily, dtype: torch.dtype | None = None) -> Any:
@@ -52,6 +55,22 @@ def build_shapes(file: ConfigFile, family: ModelFamily, dtype: torch.dtype | Non
         config = read_config(file, family)
         return model_class(family)._from_config(
             config, dtype=dtype or torch.float32, attn_implementation="eager"
+        )
+
+
+def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
+    """Refuse a config.json whose model is far larger than the tensors, before it takes memory.
+
+    transformers fills what a checkpoint lacks with random values before it says what is missing.
+    """
+    model = build_shapes(checkpoint, family)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    count = sum(sizes.values())
+    if count > _MOST_PER_BYTE * checkpoint.nbytes + 2**20:
+        raise CheckpointError(
+            f"{checkpoint.config_path} describes a model of {count} weights, the most of them in "
+            f"{max(sizes, key=sizes.__getitem__)}, and the checkpoint's tensors have "
+            f"{checkpoint.nbytes} bytes; correct the file or download it again"
         )
 
 
