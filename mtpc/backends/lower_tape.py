@@ -94,14 +94,14 @@ class _Lowering:
         return result
 
     def _constant(self) -> bool:
-        """Hold a result of no tensor, which nothing writes; False where the node is none."""
+        """Hold a result that depends on no tensor and is never written; False for other nodes."""
         if self.node.all_input_nodes or self.is_written or len(self.results) != 1:
             return False
         self.tape.hold(self.out, _computed(self.node))
         return True
 
     def _between(self) -> bool:
-        """Lower to arithmetic, folds or rows by index; False where the node is none of these."""
+        """Lower to arithmetic, folds or rows by index; False for other nodes."""
         if len(self.results) != 1:
             return False
         for lower in (_unary, _binary, _select, _clamp, _copy, _join, _fill, _fold,

@@ -302,8 +302,11 @@ class StepCache:
     def seconds_of_nearest(
         self, graphs: Iterable[tuple[StepKey, Part]]
     ) -> Iterator[Mapping[str, float]]:
-        """For each graph the seconds by stage of the nearest entry's build; {} if there is none,
-        or if the cache cannot be trusted; taking a step from it then raises the error."""
+        """For each graph, the seconds of each stage of the nearest entry's build.
+
+        They are {} if there is no such entry, or if the cache cannot be trusted. In that case the
+        error comes when a step is taken from the cache.
+        """
         entries, seconds = list[tuple[str, Fields]](), dict[str, Mapping[str, float]]()
         with suppress(CacheError):
             entries += peek(self.store)

@@ -138,15 +138,15 @@ class Chain {
     for (size_t s = 0; s < stages_.size(); ++s) {
       const int64_t width = stages_[s].width;
       const bool last = s + 1 == stages_.size();
-      // Two places take turns: when a stage begins, no worker reads the one before the last any more.
+      // Two places alternate: when a stage begins, no worker reads the one before the last any more.
       places.push_back(last ? out : Rows{scratch + s % 2 * place, width, stride(width)});
       tasks.emplace_back(stages_[s].is_norm() ? rows_ : stages_[s].tiles(), workers_);
       roundings.emplace_back(needs_rounding(s) ? rows_ : 0, workers_);
     }
     run_workers(workers_, [&](int64_t me) {
       GatedWorker worker;
-      // This may throw for want of memory, so it comes before the worker takes any task: nobody else
-      // would do that task.
+      // This may throw if memory runs out, so it comes before the worker takes any task: no other
+      // worker would do that task.
       worker.gates.reserve(gates_of_run(rows_));
       const BFloat16* sums = residual;
       for (size_t s = 0; s < stages_.size(); ++s) {

@@ -101,7 +101,7 @@ inline std::vector<int64_t> leading_sizes(const Tensor& x) {
   return sizes;
 }
 
-/// Uninitialised, of x's dtype and of its shape but for the last dimension.
+/// Uninitialised, of x's dtype and of its shape except for the last dimension.
 inline Tensor empty_rows(const Tensor& x, int64_t last) {
   std::vector<int64_t> shape = leading_sizes(x);
   shape.push_back(last);
@@ -133,8 +133,8 @@ class Indices {
   int64_t inner_ = 0;
 };
 
-/// How many leading rows are in use: the one integer of `count`, or all where there is none. The
-/// others are neither read nor written.
+/// How many leading rows are in use: the one integer of `count`, or all without a count. The others
+/// are neither read nor written.
 inline int64_t used_rows(const std::optional<Tensor>& count, int64_t rows) {
   if (!count) return rows;
   STD_TORCH_CHECK(count->numel() == 1, "mtpc_cpu: rows must be one integer");

@@ -45,9 +45,9 @@ inline Fetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64
   return {tile + bytes_ahead(rows), kGroupBytes};
 }
 
-/// Groups of inputs a turn of the loop. One row alone waits for nothing but memory: with four groups
-/// a turn, and no instructions that fetch, the processor sees furthest ahead by itself. With more
-/// rows that is slower, and without AVX-512 it was not measured.
+/// Groups of inputs per turn of the loop. One row alone waits only for memory: with four groups per
+/// turn, and no prefetch instructions, the processor itself fetches furthest ahead. With more rows
+/// that is slower, and without AVX-512 it was not measured.
 template <int kRows>
 inline constexpr int kTurn = kVectorBytes == 64 && kRows == 1 ? 4 : 1;
 

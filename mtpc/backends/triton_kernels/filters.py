@@ -24,7 +24,7 @@ from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 
 _BINS, _MOST = 64, 8192
-"""Bins, each a quarter wide but for the last, which has the rest; and the most logits that are put
+"""Bins, each a quarter wide except the last, which has the rest; and the most logits that are put
 side by side."""
 _CHUNK, _PART, _BLOCKS = 2048, 128, 32
 """Tokens that a pass takes together; with more, their sums and edges would not fit into registers.
@@ -257,8 +257,11 @@ def _edge(  # type: ignore[no-untyped-def]
 def _cut(  # type: ignore[no-untyped-def]
     logits_ptr, count, cut, peak, above, total, vocab, top_k, top_p, CHUNK: tl.constexpr
 ):
-    """The least logit that top-k and top-p keep of those at or above `cut`, all of which are among
-    `count` of them but for a mass `above`. `total` is the mass where there is no top-k."""
+    """The least logit that top-k and top-p keep, of those at or above `cut`.
+
+    All of these are among `count` logits, except for a mass `above`. `total` is the mass without
+    top-k.
+    """
     if top_k > 0:
         wanted = tl.minimum(top_k, vocab).to(tl.float64)
         lowest = tl.full([], float("-inf"), tl.float64)

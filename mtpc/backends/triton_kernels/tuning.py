@@ -52,7 +52,7 @@ class Call:
     graph: StepGraph
 
     def weight(self, argument: Any) -> Tensor | None:
-        """The weight that an argument is; None where it is none."""
+        """The weight that an argument is, or None."""
         if not isinstance(argument, fx.Node) or argument.op != "get_attr":
             return None
         tensor = get_tensor(self.graph.module, str(argument.target))

@@ -65,7 +65,7 @@ class Change:
     Attributes:
         values: "plus_one"; "negative_exp", -exp(x); "" nothing.
         rows: order of the rows; None if they are as in transformers.
-        columns: order of the inputs; None likewise.
+        columns: order of the inputs; None if they are as in transformers.
     """
 
     values: Literal["", "plus_one", "negative_exp"] = ""
@@ -172,7 +172,7 @@ def find_gguf(source: Path) -> list[Path]:
         source: path of a file, or of a directory.
 
     Returns:
-        In order; [] if the source is none of these.
+        The files in order; [] if the source is none of these.
 
     Raises:
         CheckpointError: a directory holds several models, or a part of a split one is missing.
