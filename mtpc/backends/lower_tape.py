@@ -23,6 +23,7 @@ from mtpc.backends.tape import Entry
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.capture.inline import fake_mode_of
+from mtpc.ops.signatures import value_of
 from mtpc.passes.base import refresh_values
 
 Values = dict[str, Any]
@@ -33,7 +34,6 @@ _UNARY = {"neg", "bitwise_not", "logical_not", "isfinite", "cos", "sin", "exp", 
 _BINARY = {"add", "sub", "mul", "div", "floor_divide", "remainder", "minimum", "maximum",
            "__and__", "__or__", "bitwise_and", "bitwise_or", "logical_and", "logical_or",
            "eq", "ne", "lt", "le", "gt", "ge", "rsub"}  # fmt: skip
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _RENAMED = {"__and__": "and", "__or__": "or", "bitwise_and": "and", "bitwise_or": "or"}
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _COPIES = {"to", "_to_copy", "clone", "contiguous", "reshape", "flatten", "unflatten", "type_as"}
@@ -64,7 +64,7 @@ class _Lowering:
     def __init__(self, recorder: TapeRecorder, node: fx.Node, is_written: bool):
         self.tape, self.node, self.is_written = recorder, node, is_written
         named = arguments(node)
-        self.values: Values = fx.node.map_aggregate(named, _value)
+        self.values: Values = fx.node.map_aggregate(named, value_of)
         self.results: list[Tensor] = []
         tree_map_only(Tensor, self.results.append, node.meta.get("val"))
         overload: Any = node.target
@@ -94,14 +94,14 @@ class _Lowering:
         return result
 
     def _constant(self) -> bool:
-        """Hold a result of no tensor, which nothing writes; False where the node is none."""
+        """Hold a result that depends on no tensor and is never written; False for other nodes."""
         if self.node.all_input_nodes or self.is_written or len(self.results) != 1:
             return False
         self.tape.hold(self.out, _computed(self.node))
         return True
 
     def _between(self) -> bool:
-        """Lower to arithmetic, folds or rows by index; False where the node is none of these."""
+        """Lower to arithmetic, folds or rows by index; False for other nodes."""
         if len(self.results) != 1:
             return False
         for lower in (_unary, _binary, _select, _clamp, _copy, _join, _fill, _fold,
@@ -126,10 +126,6 @@ class _Lowering:
 
 Call = Callable[[], None]
 Lower = Callable[[_Lowering], Call | None]
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 def _computed(node: fx.Node) -> list[Any]:

@@ -29,7 +29,7 @@ FUNCTIONS = (
 FOLDINGS = ("sum", "maximum", "minimum", "any", "all", "scan")
 """What a call of "fold" computes: `Folding` of `cpu_kernels/tape.h`."""
 INTEGERS, FLOATS, DOUBLES = range(3)
-"""In what numbers: `Arithmetic` of `cpu_kernels/tape.h`."""
+"""The numbers that a call computes in: `Arithmetic` of `cpu_kernels/tape.h`."""
 NOTHING, TENSOR, INTEGER, REAL, BOOLEAN, TEXT, LIST = range(7)
 """Tags of arguments: `Tag` of `cpu_kernels/runner.cpp`."""
 _METHODS = ("bound", "planned", "returned", "numbers", "tensor", "kernel", "aten", "map", "fold",

@@ -48,11 +48,6 @@ class SplitStep:
     propose: StepGraph
     crossing: tuple[BufferSpec, ...]
 
-    @property
-    def crossing_bytes(self) -> int:
-        """Bytes that `verify` passes to `propose` in one step."""
-        return sum(self.verify.layout.nbytes(spec.name) for spec in self.crossing)
-
 
 def split_step(graph: StepGraph) -> SplitStep:
     """Cut a flat step graph in two.

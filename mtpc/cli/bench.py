@@ -113,22 +113,21 @@ def command(args: argparse.Namespace) -> int:
             variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
         }
     is_synthetic = any(name.startswith("synthetic") for name in options)
+    (first, *_) = samples.values()
+    rows = [_row(v, taken, first[0].results, kernels[v]) for v, taken in samples.items()]
     if args.as_json:
-        (first, *_) = samples.values()
-        rows = [_as_json(v, s, first[0].results, kernels[v]) for v, s in samples.items()]
         args.result = {"rows": rows, "synthetic": is_synthetic}
     else:
-        _print(samples, kernels, is_synthetic, args.quiet)
+        _print(rows, is_synthetic, args.quiet)
     if args.plot is not None:
         told = ", SYNTHETIC acceptance" * is_synthetic
         title = f"{checkpoint.absolute().name}, {len(prompts)} prompt(s){told}"
-        draw_plot([_bar(*row) for row in samples.items()], title, args.plot)
+        bars = [
+            Bar(str(v), row["tokens_per_s"], row["tokens_per_step"], row["acceptance_rate"])
+            for v, row in zip(variants, rows, strict=True)
+        ]
+        draw_plot(bars, title, args.plot)
     return 0
-
-
-def _bar(variant: Variant, taken: list[Sample]) -> Bar:
-    speed = median(sample.tokens_per_s for sample in taken)
-    return Bar(str(variant), speed, taken[0].tokens_per_step, taken[0].acceptance_rate)
 
 
 def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[Variant]:
@@ -181,7 +180,7 @@ def _take(
 ) -> Sample | None:
     """Compile, warm up, and run once. The model is freed, so that variants do not share memory.
 
-    None where this is another rank than 0.
+    Returns None in a rank other than 0.
     """
     model = mtpc.compile(checkpoint, progress=stage_listener(tell), **options)
     if follow(model):
@@ -228,16 +227,16 @@ def count_kernels(model: mtpc.SpecModel) -> int | None:
 
 
 def _kernels(checkpoint: Path, options: dict[str, Any]) -> int | None:
-    """Count the kernels of a variant. It compiles the program again, by now from the cache."""
+    """Count the kernels of a variant. This compiles the program again, now from the cache."""
     import torch
 
     return count_kernels(mtpc.compile(checkpoint, **options)) if torch.cuda.is_available() else None
 
 
-def _as_json(
+def _row(
     variant: Variant, taken: list[Sample], results: list[Prompt], kernels: int | None
 ) -> dict[str, Any]:
-    """A row of the table as numbers: medians of the rounds."""
+    """What was measured of a variant: medians of the rounds."""
     return {
         "spec_tokens": variant.spec_tokens,
         "passes": list(variant.passes),
@@ -252,38 +251,29 @@ def _as_json(
     }
 
 
-def _print(
-    samples: dict[Variant, list[Sample]],
-    kernels: dict[Variant, int | None],
-    is_synthetic: bool,
-    quiet: bool,
-) -> None:
+def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
     from mtpc.cli.tables import output, print_table
 
-    (first, *_) = samples.values()
-    base = median(sample.tokens_per_s for sample in first)
-    rows = [
-        [*_row(variant, taken, base, first[0].results), str(kernels[variant] or "-")]
-        for variant, taken in samples.items()
-    ]
-    console = output()
-    print_table(console, f"Decoding{', SYNTHETIC acceptance' * is_synthetic}", COLUMNS, rows)
+    console, base = output(), rows[0]["tokens_per_s"]
+    title = f"Decoding{', SYNTHETIC acceptance' * is_synthetic}"
+    print_table(console, title, COLUMNS, [_cells(row, base) for row in rows])
     for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
 
 
-def _row(variant: Variant, taken: list[Sample], base: float, results: list[Prompt]) -> list[str]:
-    rate, speed = taken[0].acceptance_rate, median(s.tokens_per_s for s in taken)
-    same = all(sample.results == results for sample in taken)
+def _cells(row: dict[str, Any], base: float) -> list[str]:
+    """A row of the table; `base` is the speed of the first one."""
+    rate, speed = row["acceptance_rate"], row["tokens_per_s"]
     return [
-        str(variant.spec_tokens),
-        " ".join(variant.passes) or "-",
-        f"{median(s.ms_per_step for s in taken):.2f}",
+        str(row["spec_tokens"]),
+        " ".join(row["passes"]) or "-",
+        f"{row['ms_per_step']:.2f}",
         f"{speed:.1f}",
-        f"{taken[0].tokens_per_step:.2f}",
+        f"{row['tokens_per_step']:.2f}",
         "-" if rate is None else f"{rate:.1%}",
         f"{speed / base:.2f}x",
-        "yes" if same else "no",
-        f"{taken[0].replays_per_step:.2f}",
-        f"{median(s.host_us for s in taken):.0f}",
+        "yes" if row["same_text"] else "no",
+        f"{row['replays_per_step']:.2f}",
+        f"{row['host_us']:.0f}",
+        str(row["kernels"] or "-"),
     ]

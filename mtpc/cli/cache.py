@@ -41,7 +41,7 @@ class Row:
         entry: the entry, or None if it is damaged.
         fields: the entry's key.
         damage: what is wrong with the entry's files, or an empty string.
-        stale: fields of the key whose values differ for this machine and this version of mtpc.
+        stale: fields of the key that have other values on this machine with this version of mtpc.
     """
 
     digest: str

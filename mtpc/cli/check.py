@@ -1,6 +1,6 @@
 """`mtpc check`: what is wrong with a checkpoint's MTP layers, and which wiring accepts more drafts.
 
-The tensors come first; acceptance is measured where nothing is wrong with them.
+It checks the tensors first. If nothing is wrong with them, it measures acceptance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("wiring", "tokens/step", "accepted", "by position", "same text")
 CLEARLY_MORE = 0.05
-"""Tokens per step by which another rule must be better to be advised."""
+"""Another rule is advised if it gains this many tokens per step."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Verdict:
     """What is wrong.
 
     Attributes:
-        faults: of the tensors, or that no wiring suits them.
+        faults: faults of the tensors, or the one that no wiring suits them.
         better: rules that accept clearly more drafts, as `--wiring` takes them; "" if none do.
     """
 

@@ -30,7 +30,7 @@ VLLM_NAMES = {
     "num_pages": "--num-gpu-blocks-override",
     "prefill_chunk": "--max-num-batched-tokens",
 }
-"""What vLLM's users call options."""
+"""vLLM's names of options."""
 
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def add_ranks(parser: Any) -> None:
 
 
 def _add_vllm_options(group: Any, several_k: bool) -> None:
-    """Options of vLLM's that are others here, in another form."""
+    """vLLM's options that mtpc has in another form."""
     group.add_argument(
         "--max-num-seqs",
         type=buckets_up_to,

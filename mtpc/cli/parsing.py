@@ -13,7 +13,7 @@ from typing import NoReturn
 from mtpc.config import AUTO
 
 _NUMBERS = {"int": "an integer", "float": "a number"}
-"""What argparse's own message about a number calls by Python's name of the type."""
+"""What to say in place of the type's name in Python, which argparse's own message has."""
 
 
 class SuggestingParser(argparse.ArgumentParser):
@@ -126,7 +126,7 @@ def speculative(text: str) -> int:
 
 
 def speculative_lists(text: str) -> list[int]:
-    """`speculative`, where several numbers of drafts are taken."""
+    """`speculative`, for an option that takes several numbers of drafts."""
     return [speculative(text)]
 
 

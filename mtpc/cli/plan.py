@@ -1,4 +1,4 @@
-"""`mtpc plan`: memory of each device, what fits, and the time of a step, on paper."""
+"""`mtpc plan`: the memory of each device, what fits, and the time of a step, on paper."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _missing(model: RankModel, device: Device) -> str:
 def _times(
     models: Sequence[RankModel], device: Device, batches: Sequence[int], latency: float
 ) -> Iterator[tuple[str, ...]]:
-    """Rows of the terms of a step; models without drafts are what the others are held against."""
+    """Rows of the terms of a step. The others are compared with the model without drafts."""
     plain = next((m for m in models if m.options.spec_tokens == 0), None)
     for batch in batches:
         base = plain.step_time(device, batch, latency).total if plain else None

@@ -95,7 +95,10 @@ def is_other() -> bool:
 
 
 def follow(model: mtpc.SpecModel) -> bool:
-    """In a rank other than 0: run what rank 0 runs until it closes its model. Whether this is one.
+    """In a rank other than 0, run what rank 0 runs until it closes its model.
+
+    Returns:
+        Whether this is such a rank.
 
     Raises:
         RankError: rank 0, or another rank, has ended.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack, closing
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from mtpc.cli.serve_arguments import server_fields
 from mtpc.config import AUTO, api_key
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout.display import show_progress, stage_listener
+from mtpc.server.hosts import is_local
 from mtpc.server.options import ServerOptions, require_packages
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def adaptive(given: dict[str, Any]) -> dict[str, Any]:
-    """The default of K: by load, and built while the server serves.
+    """The default of K: the server adapts it to load, and its steps are built while it serves.
 
-    Where no package can be built apart, a fixed K serves: other backends than cpu's, no cache, or
-    one that may only be read. So it is with several ranks.
+    With several ranks K is fixed. It is also fixed where no other process can build steps: on other
+    backends than cpu, without a cache, or with a cache that may only be read.
     """
     from mtpc.backends import first_choice
 
@@ -92,18 +92,13 @@ def _key(args: argparse.Namespace) -> str | None:
 
 
 def _announce(running: Running, options: ServerOptions) -> None:
-    if options.api_key is None and not _is_loopback(running.host):
+    if options.api_key is None and not is_local(running.host):
         _say(
             f"warning: every client that reaches {running.host} can use this server; "
             "set --api-key-file"
         )
     name = running.service.model_name
     print(f"mtpc serves {name!r} on {running.url}/v1", flush=True)
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether the address that the server listens on is a loopback address."""
-    return ip_address(host.partition("%")[0]).is_loopback
 
 
 def _say(text: str) -> None:

@@ -71,7 +71,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_formats(add: Callable[..., Any]) -> None:
-    """Options about who may read answers, and how the model writes them."""
+    """Options for the origins that may read answers, and for how the model writes them."""
     text = "origins whose web pages may read answers (CORS), separated by commas; * allows any"
     add("--allowed-origins", type=_origins, metavar="ORIGINS", help=f"{text} (default: none)")
     for name, known, what in (

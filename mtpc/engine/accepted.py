@@ -1,7 +1,7 @@
-"""Which drafts were accepted lately, of all requests and of each, and the tokens to expect.
+"""Estimates which drafts will be accepted, and so how many tokens a step will emit.
 
 A request with K drafts emits 1 + the sum over i <= K of a_1 * ... * a_i tokens. Here a_i is the
-share of drafts at position i that are accepted, given that all drafts before them are.
+share of accepted drafts at position i, among those whose earlier drafts were all accepted.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 LONG_MEMORY, LATE_MEMORY, OWN_MEMORY, SCORE_MEMORY = 0.998, 0.8, 0.97, 0.98
-"""Weight of what was before at each new step: of all requests in the long run and lately, of one
-request, and of the comparison of these."""
+"""The weight that older samples keep at each new step: for all requests in the long run and lately,
+for one request, and for the comparison of these."""
 LONG_PRIOR, LATE_PRIOR, OWN_PRIOR = 1.0, 2.0, 4.0
-"""Samples that count for what is known before: in the long run the position before, else what all
-requests accept in the long run."""
+"""How many samples the prior counts for. In the long run the prior is the share at the position
+before; otherwise it is the share of all requests in the long run."""
 SURE = 2.0
-"""Another guess counts where its logarithm of the likelihood is larger by this much."""
+"""Another estimate replaces the long run if the logarithm of its likelihood is larger by this."""
 _LEAST = 1e-3
-"""The least probability that something which happened is given."""
+"""The least probability that is given to what happened."""
 
 
 @dataclass
 class Acceptance:
-    """Drafts that were tried and accepted at each position, the last ones with the most weight.
+    """Counts of tried and accepted drafts at each position. The newest have the most weight.
 
     Attributes:
-        memory: weight of the older samples at each new step.
-        prior: the number of samples that what is known before counts for.
+        memory: the weight that older samples keep at each new step.
+        prior: how many samples the prior counts for.
         tried: number of samples, by position.
-        accepted: of them the accepted ones.
+        accepted: number of accepted ones among them.
     """
 
     memory: float = OWN_MEMORY
@@ -41,8 +41,8 @@ class Acceptance:
     accepted: list[float] = field(default_factory=list)
 
     def forget(self) -> None:
-        """Begin a new step. All positions forget, so that what was learnt long ago of many drafts
-        fades."""
+        """Begin a new step. All positions forget a little, so that old samples of many drafts
+        fade."""
         self.tried = [self.memory * value for value in self.tried]
         self.accepted = [self.memory * value for value in self.accepted]
 
@@ -63,7 +63,7 @@ class Acceptance:
 
         Args:
             position: draft position, from 0.
-            known: what is known before any sample.
+            known: the prior.
         """
         tried, accepted = self.prior, self.prior * known
         if position < len(self.tried):
@@ -73,11 +73,11 @@ class Acceptance:
 
 
 class Experience:
-    """What all requests and each of them accepted.
+    """What all requests, and each of them, accepted.
 
-    Three guesses are kept: of all requests in the long run, of all lately, and of each request by
-    itself. The one counts that has predicted the last first drafts best. What was accepted lately
-    fades into the long run with every step, drafts or none.
+    There are three estimates: of all requests in the long run, of all requests lately, and of each
+    request by itself. The estimate that has best predicted recent first drafts is used. With every
+    step, even one without drafts, the recent estimate fades into the long run.
 
     Args:
         count: the largest K.
@@ -93,8 +93,8 @@ class Experience:
         """Record a step.
 
         Args:
-            drafts: of each request the number of drafts verified, and of them accepted.
-            each: of these requests; this adds to it.
+            drafts: for each request, the number of verified drafts and the number of accepted ones.
+            each: the counts of these requests; this adds to them.
         """
         known = self._long.share(0, 0.5)
         late = self._late.share(0, known)
@@ -131,7 +131,7 @@ class Experience:
         """The expected tokens per request of steps with 0 drafts to the most.
 
         Args:
-            each: of the requests that run.
+            each: the counts of the requests that run.
         """
         tokens = [1.0] + [0.0] * self.count
         guesses = [self.shares()]
@@ -146,7 +146,7 @@ class Experience:
         return list(itertools.accumulate(tokens))
 
     def _guess(self, one: Acceptance) -> list[float]:
-        """Shares by position, of samples that know the long run."""
+        """Shares by position, with the long run as their prior."""
         found, ratio = list[float](), 1.0
         for position, known in enumerate(self.shares()):
             share = one.share(position, min(known * ratio, 1.0))

@@ -1,11 +1,11 @@
-"""What a decode step costs with each K, while the machine gets slower and faster.
+"""Estimates what a decode step costs with each K, while the machine's speed changes.
 
-A K is measured only when it runs, and others must be compared with it then. So the costs of all K
-are one estimate: the logarithms of their seconds, with a covariance (a Kalman filter). A step
-corrects the cost of its own K, and those of the others as far as they move together. Machines get
-slower in two ways: all of a step does, or what it reads of memory at any K. Between steps the
-covariance grows along both, and a little for each K by itself: what was measured long ago is in
-doubt.
+A step measures only its own K, but the costs of all K must be compared. So they are one estimate:
+the logarithms of their seconds, with a covariance (a Kalman filter). A step corrects the cost of
+its own K, and the other costs as far as they move together with it. A machine gets slower in two
+ways: everything takes longer, or only the memory reads that every K has. Between steps the
+covariance grows in both directions, and a little for each K by itself, because older measurements
+are less certain.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import math
 from collections.abc import Sequence
 
 NOISE, FIRST_NOISE = 0.04**2, 0.3**2
-"""Variance of a sample's logarithm; and of a K's first sample in a cell, which warms up caches."""
+"""Variance of a sample's logarithm, and of the first sample of a K in a cell, which warms up
+caches."""
 COMMON_DRIFT, MEMORY_DRIFT, OWN_DRIFT = 0.05**2, 0.02**2, 0.01**2
-"""Growth of the variance a step: of all K alike, of what they all read, and of each K by itself.
-The first is large, because requests come and go within a cell, and harmless: it changes no
-comparison."""
+"""Growth of the variance in a step: of all K alike, of the memory reads that they share, and of
+each K by itself. The first is large, because requests come and go within a cell. It is harmless,
+because it changes no comparison."""
 SLOPE, BEND = 0.29**2, 0.05**2
-"""Variance of what is believed of a K that was never measured: of the share of a step's time that
-a row costs, and of each K by itself."""
+"""Variance of the estimate for a K that was never measured: of the share of a step's time that a
+row costs, and of each K by itself."""
 SPIKE = 0.15
-"""The largest surprise, as a logarithm, that counts where no more was in doubt: other processes use
-the processor, too. A second one in a row counts in full: all K alike have changed by as much, or
-each by itself."""
+"""A surprise, as a logarithm, counts up to this much if the estimate was more certain than that:
+other processes may have used the processor. A second surprise in a row counts in full, because the
+costs have changed, of all K alike or of this K alone."""
 LONG = 1000
-"""Steps after which doubt grows no more."""
+"""After so many steps without a sample, the variance stops growing."""
 
 
 class StepCosts:
@@ -38,13 +39,14 @@ class StepCosts:
         tier: K of the first sample.
         seconds: the first sample.
         step: its number.
-        like: the costs of a cell near to this one, or None.
+        like: the costs of a nearby cell, or None.
 
     Attributes:
         counts: number of samples, by place in `tiers`.
         last: the step of the last sample, or -1.
-        changed: the step in which costs changed at once, or the first one.
-        surprises: by K how far the last sample moved its logarithm, if that was a spike, else 0.
+        changed: the step of the last sudden change of costs; at first, the first step.
+        surprises: for each K, how far its last sample moved its logarithm if it was a spike, else
+            0.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class StepCosts:
         self._cov: list[list[float]]
         place, size = self.tiers.index(tier), range(len(self.tiers))
         if like is None:
-            # A further row costs from nothing to a whole step's time. A third is a middling guess.
+            # One more row may cost nothing, or as much as a whole step. A third is between these.
             logs = [math.log((3 + k) / (3 + tier)) for k in self.tiers]
             steps = [3 * k / (3 + k) - 3 * tier / (3 + tier) for k in self.tiers]
             self._cov = [[SLOPE * steps[i] * steps[j] for j in size] for i in size]
@@ -92,7 +94,7 @@ class StepCosts:
         moved, self.surprises[tier] = self.surprises[tier], 0.0
         limit = max(SPIKE, 2 * math.sqrt(self._cov[place][place] + noise))
         is_spike = self.counts[place] > 1 and abs(surprise + moved) > limit
-        if is_spike and moved * surprise > 0:  # Two in a row are none.
+        if is_spike and moved * surprise > 0:  # Two in a row are a change, and no spike.
             is_spike, self.changed = False, step
             self._add_common(surprise**2)
             for i, row in enumerate(self._cov):
@@ -112,7 +114,7 @@ class StepCosts:
             row[:] = [value - share * other for value, other in zip(row, gains, strict=True)]
 
     def age(self, step: int) -> None:
-        """Doubt grows up to this step."""
+        """Let the variance grow up to this step."""
         passed = min(step - self._step, LONG)
         if passed <= 0:
             return
@@ -124,7 +126,7 @@ class StepCosts:
             row[i] += passed * OWN_DRIFT
 
     def is_known(self, tier: int) -> bool:
-        """Whether a K was measured more than once, and last of all."""
+        """Whether a K has several samples, the newest of all K among them."""
         place = self.tiers.index(tier)
         return self.counts[place] > 1 and self.last[place] == max(self.last)
 

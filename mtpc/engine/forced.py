@@ -52,7 +52,7 @@ def scoring_request(token_ids: Sequence[int], start: int, top: int, vocab_size: 
     Args:
         token_ids: the text.
         start: the first token to score, 1..len(token_ids) - 1: the first token of a text has no
-            log-probability, for nothing predicts it.
+            log-probability, because nothing predicts it.
         top: how many of the most probable tokens to report beside each.
         vocab_size: ids are below it.
 

@@ -1,13 +1,13 @@
 """Pages and snapshots in files, so that a later process can reuse what this one has computed.
 
-A page is written when the pool evicts it, and when the engine closes; its snapshot goes with it. A
-request that begins with tokens whose pages are in files takes them over before its first chunk.
+A page is written when the pool evicts it, and when the engine closes. Its snapshot is written with
+it. If a request begins with tokens whose pages are in files, it reads these before its first chunk.
 
-A file is found by a digest of all that its content depends on: the model, its weights and options,
-the form of pages, and all tokens up to the page's end and the `lookahead` tokens behind it. It is a
-safetensors file. Its metadata have the same digest, and the SHA-256 of its tensors. A file that
-differs from what this process would have written in any byte of its header, or whose tensors have
-another SHA-256, is refused.
+A digest names each file. It covers all that the file's content depends on: the model, its weights
+and options, the form of pages, all tokens up to the page's end, and the `lookahead` tokens after
+it. A file has the format safetensors. Its metadata hold the digest, and the SHA-256 of its tensors.
+A file is refused if any byte of its header differs from what this process would have written, or if
+its tensors have another SHA-256.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from mtpc.layout.specs import dtype_name
 from mtpc.weights.tensor_file import dtype_code
 
 FORMAT = "mtpc-kv-1"
-"""Version of the files. Change it when the same names come to mean other content."""
+"""Version of the files. Change it when the same name comes to mean other content."""
 
 
 class _Form:
-    """The files of one kind, each with a row of every tensor.
+    """The files of one kind. Each holds one row of every tensor.
 
     Args:
         kind: "page" or "state", part of the files' names.
-        rows: tensors by name, [count, ...], whose rows are written.
-        into: tensors by name, with rows of the same form, into which files are read.
+        rows: by name, the tensors [count, ...] whose rows are written.
+        into: by name, the tensors into whose rows files are read; their rows have the same form.
     """
 
     def __init__(self, kind: str, rows: Mapping[str, Tensor], into: Mapping[str, Tensor]):
@@ -76,7 +76,7 @@ class _Form:
         return f"{block.hex()}.{self.kind}.safetensors"
 
     def header(self, block: bytes) -> bytes:
-        """The header of a block's file with the tensors that are in `data`."""
+        """The header of a block's file, with `data` as its tensors."""
         checksum = hashlib.sha256(self.data).hexdigest()
         metadata = {"format": FORMAT, "block": block.hex(), "sha256": checksum}
         text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":"))
@@ -84,20 +84,20 @@ class _Form:
         return len(padded).to_bytes(8, "little") + padded
 
     def gather(self, row: int) -> None:
-        """Copy a row of every tensor that is written into `data`."""
+        """Copy a row of every tensor in `rows` to `data`."""
         for rows, _, view in self._views:
             view.copy_(rows[row])
 
     def scatter(self, row: int) -> None:
-        """Copy `data` into a row of every tensor that is read into."""
+        """Copy `data` to a row of every tensor in `into`."""
         for _, target, view in self._views:
             target[row].copy_(view)
 
     def read(self, directory: OffloadDirectory, block: bytes) -> bool:
-        """Fill `data` from a block's file; whether the file is what a process has written.
+        """Fill `data` from a block's file. Return whether the file is as a process wrote it.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError if there is none.
+            OSError: the file cannot be read; FileNotFoundError if there is none.
         """
         is_whole = directory.read(self.name(block), (memoryview(self._found), self.data))
         return is_whole and bytes(self._found) == self.header(block)
@@ -106,13 +106,13 @@ class _Form:
         """Write `data` as a block's file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         directory.write(self.name(block), (self.header(block), self.data))
 
 
 def _bytes_of(keys: list[Key]) -> bytes:
-    """Keys of tokens as bytes: their ids, -1 in images, and then what identifies these."""
+    """Keys of tokens as bytes: their ids, with -1 in images, and then the keys of the images."""
     ids = array("q", (key if isinstance(key, int) else -1 for key in keys))
     return b"".join([ids.tobytes(), *(key for key in keys if isinstance(key, bytes))])
 
@@ -122,17 +122,17 @@ class Offload:
 
     Args:
         directory: the files.
-        pages: page pools by name, [pages, ...].
-        states: by name, memory of snapshots, [snapshots, ...], and the state of request slots from
-            slot 1 on, [slots, ...].
+        pages: by name, the page pools [pages, ...].
+        states: by name, the memory of snapshots [snapshots, ...], and the state of request slots
+            from slot 1 on [slots, ...].
         page_size: tokens of a page.
         lookahead: number of tokens after a page on which its content depends.
-        identity: of everything else on which the content of pages depends.
+        identity: a text that identifies everything else on which the content of pages depends.
         fallbacks: counts what could not be written or read, by reason.
 
     Attributes:
         num_saved: files that this process has written.
-        num_loaded: files that requests have taken over.
+        num_loaded: files that requests have read.
     """
 
     def __init__(
@@ -184,11 +184,12 @@ class Offload:
         return self._has(self._states, request, number)
 
     def load_page(self, request: Request, number: int, page: int) -> bool:
-        """Copy the page of a request's block from its file; whether that was possible."""
+        """Copy the page of a request's block from its file. Return whether that was possible."""
         return self._load(self._pages, self.block(request, number), page)
 
     def load_state(self, request: Request, number: int) -> bool:
-        """Copy the snapshot at the end of a request's block to its slot, if that is possible."""
+        """Copy the snapshot at the end of a request's block to its slot. Return whether it
+        could."""
         assert request.slot is not None
         return self._load(self._states, self.block(request, number), request.slot - 1)
 
@@ -202,7 +203,7 @@ class Offload:
 
     def _has(self, form: _Form, request: Request, number: int) -> bool:
         name = form.name(self.block(request, number))
-        # The end of a text counts as used before its beginning, so that it goes first.
+        # The end of a text counts as used earlier than its beginning, so that it is removed first.
         return name not in self._refused and self._touch(name, time.time_ns() - number)
 
     def _touch(self, name: str, used: int | None = None) -> bool:

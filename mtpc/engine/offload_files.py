@@ -1,8 +1,8 @@
 """A directory of files that several processes share: whole files only, bounded in bytes.
 
-A file is written under another name and renamed, so that no process finds a part of one. Nothing is
-flushed: what a loss of power damages, its reader must notice. The file `lock` holds the bytes in
-use, and its lock is held while a process counts or removes files.
+A file is written under another name and then renamed, so that no process finds a part of it.
+Nothing is flushed to the disk, so a reader must notice damage by a loss of power. The file `lock`
+holds the number of bytes in use. A process holds its lock while it counts or removes files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from mtpc.errors import OptionError
 
 _LOCK = "lock"
 _NAME = re.compile(r"[0-9a-f]{64}\.(page|state)\.safetensors(\..*\.tmp)?")
-"""Files of this kind, and those that are being written. Others are left alone."""
+"""Names of the files, finished or being written. The directory's other files are left alone."""
 _ABANDONED_S = 60.0
-"""A file that nobody has written to for so long was left by a process that was killed."""
+"""If no process has written to a temporary file for so many seconds, its process was killed."""
 _KEPT = 0.9
-"""Where files must go, so many go that this share of the bytes stays: to look costs time."""
+"""If files must be removed, they are removed down to this share of the bytes, because listing them
+takes time."""
 _DIGITS = 24
 _PATIENCE_S, _POLL_S = 1.0, 0.002
 
@@ -34,8 +35,8 @@ class OffloadDirectory:
     """The files of one directory.
 
     Args:
-        path: the directory; it is made if it is missing.
-        max_bytes: the most bytes of all files, those of other processes included.
+        path: the directory, which is created if it is missing.
+        max_bytes: the most bytes of all files, including those of other processes.
 
     Attributes:
         nbytes: bytes of all files when this process last wrote one.
@@ -69,11 +70,11 @@ class OffloadDirectory:
             )
 
     def touch(self, name: str, used: int | None = None) -> bool:
-        """Whether there is a file of this name, which counts as used now.
+        """Whether there is a file of this name. It then counts as used.
 
         Args:
-            name: of the file.
-            used: when it was used, in nanoseconds since the epoch; None is now.
+            name: the file's name.
+            used: the time of the use, in nanoseconds since the epoch; None is now.
         """
         when = time.time_ns() if used is None else used
         try:
@@ -83,23 +84,24 @@ class OffloadDirectory:
         return True
 
     def read(self, name: str, into: Sequence[memoryview]) -> bool:
-        """Fill buffers with a file, one after the other; whether it has exactly their bytes.
+        """Fill buffers with a file, one after the other. Return whether it has exactly their bytes.
 
-        It is read and not mapped: a file that somebody shortens would end the process that has it
-        mapped.
+        The file is read, not mapped: a process that has mapped a file ends if another one shortens
+        the file.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError if there is none.
+            OSError: the file cannot be read; FileNotFoundError if there is none.
         """
         with (self.path / name).open("rb") as file:
             counts = [file.readinto(part) for part in into]
             return counts == [part.nbytes for part in into] and not file.read(1)
 
     def write(self, name: str, parts: Sequence[memoryview | bytes]) -> None:
-        """Write a file, and remove those that were used longest ago if there are too many bytes.
+        """Write a file. If there are too many bytes, first remove the least recently used files.
 
         Raises:
-            OSError: the disk is full, or the directory cannot be written. No part is left behind.
+            OSError: the disk is full, or the directory cannot be written. No part of the file
+                stays.
         """
         self._reserve(sum(memoryview(part).nbytes for part in parts))
         handle, temporary = tempfile.mkstemp(".tmp", f"{name}.", self.path)
@@ -113,12 +115,12 @@ class OffloadDirectory:
                 os.unlink(temporary)
 
     def remove(self, name: str) -> None:
-        """Remove a file, where that is possible."""
+        """Remove a file, if that is possible."""
         with suppress(OSError):
             os.unlink(self.path / name)
 
     def _reserve(self, nbytes: int) -> None:
-        """Count bytes that are about to be written."""
+        """Count the bytes of a file before it is written."""
         with self._locked() as handle:
             text = os.pread(handle, _DIGITS, 0).decode("latin-1").strip()
             self.nbytes = int(text) if re.fullmatch("[0-9]+", text) else self.max_bytes
@@ -127,7 +129,7 @@ class OffloadDirectory:
             self._note(handle, self.nbytes + nbytes)
 
     def _make_room(self, handle: int, nbytes: int) -> None:
-        """Count all files anew, and remove the oldest if so many more bytes are too many."""
+        """Count all files again. Remove the oldest if there is no room for `nbytes` more bytes."""
         found = sorted(self._files())
         self.nbytes = sum(size for _, size, _ in found)
         if self.nbytes + nbytes > self.max_bytes:
@@ -141,7 +143,7 @@ class OffloadDirectory:
         self._note(handle, self.nbytes)
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """When each file was used, its bytes, and its path. What killed processes left goes."""
+        """When each file was used, its bytes and its path. Removes what killed processes left."""
         for entry in os.scandir(self.path):
             if not _NAME.fullmatch(entry.name):
                 continue
@@ -158,7 +160,7 @@ class OffloadDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the directory's lock; the system gives it back however the process ends."""
+        """Hold the directory's lock. The system releases it, however the process ends."""
         handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _lock(handle)
@@ -168,7 +170,7 @@ class OffloadDirectory:
 
 
 def _lock(handle: int) -> None:
-    """Lock a file, but do not wait long for a process that holds it and was stopped.
+    """Lock a file. The wait is short, because the process that holds the lock may be stopped.
 
     Raises:
         OSError: another process holds the lock, or the file system has none.

@@ -39,7 +39,7 @@ class Emission:
 
     @property
     def is_void(self) -> bool:
-        """Whether the request was aborted after the step, so that its callback was told already."""
+        """Whether the request was aborted after the step, so that its callback knows already."""
         return self.output.finish_reason is None and self.request.finish_reason is not None
 
 
@@ -101,8 +101,8 @@ class Outbox:
     def call_back(self, request: Request, output: StepOutput) -> StepOutput:
         """Call a request's callback, if it has one. If it raises, only its own request ends.
 
-        An interrupt is raised again. Nobody knows whether the callback took its output, so the
-        request ends, and the next step tells it so.
+        An interrupt is raised again. It is unknown whether the callback took its output, so the
+        request ends, and the next step says so to its callback.
         """
         if request.on_output is None:
             return output
@@ -112,7 +112,7 @@ class Outbox:
             if isinstance(error, Exception):
                 self._blame(request, None)
                 return replace(output, finish_reason="error", error=error)
-            if self._blamed != id(error):  # Else it comes from another's callback, by `abort`.
+            if self._blamed != id(error):  # Else another request's callback raised it, by `abort`.
                 self._blamed = id(error)
                 self._blame(request, error)
             raise

@@ -57,8 +57,8 @@ class Stats:
 
     Attributes:
         spec_tokens: K, or the largest K if the engine chooses among several.
-        synthetic_acceptance_rates: the rates of `CompileOptions`; if there are any, no draft was
-            accepted for what it says, and the text is not the model's.
+        synthetic_acceptance_rates: the rates of `CompileOptions`. If there are any, drafts were
+            accepted whatever they are, and the text is not the model's.
         drafted: draft tokens verified, per draft position. Drafts after a stop do not count.
         accepted: draft tokens accepted, per draft position.
         decoded_tokens: tokens of decoding requests, in decode steps and in shared prefill steps.
@@ -92,14 +92,14 @@ class Stats:
         snapshot_bytes: bytes of these snapshots.
         snapshot_evictions: snapshots that were evicted because new ones needed their memory.
         offload_saved: files of pages and snapshots that were written to `kv_offload_dir`.
-        offload_loaded: files of them that requests took over.
+        offload_loaded: files of pages and snapshots that requests read from there.
         offload_bytes: bytes of all files there when the engine last wrote one.
         offload_evictions: files that the engine removed because new ones needed their bytes.
         tiers: the K that the engine chooses from.
-        building: what is said of steps that another process builds; "" if there are none.
+        building: the state of a build in another process; "" if there is none.
         replays: replays per captured step.
         host_writes: buffer writes by the host.
-        fallbacks: number of times that something else than requested was used, by reason.
+        fallbacks: number of times that something other than requested was used, by reason.
     """
 
     spec_tokens: int

@@ -5,18 +5,18 @@ A prefill step always has the largest K, also for the decoding requests that sha
 A step with K drafts takes T(K) seconds and emits L(K) tokens per request: one, and the accepted
 drafts (`accepted`). The best K has the largest L(K) / T(K). More drafts pay off with few requests,
 when reading the weights dominates the cost of a step. They do not when the processor is the limit,
-or when the text is hard to predict. The engine measures T and L as it runs. L is the mean of the
-requests that run, each by what it accepted itself where requests differ.
+or when the text is hard to predict. The engine measures T and L as it runs. L is the mean over the
+running requests. If requests differ, each counts by what it accepted itself.
 
-Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). They
-change, and so do texts. The policy therefore tries every K again and again. Two accounts, both in
-seconds, bound what that costs:
+Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). Costs
+change, and so do texts. So the policy tries every K again and again. Two accounts, both in seconds,
+bound what these trials cost:
 
-- What trials lose, for each K of a cell: no more than a small share of all time. Where a cost is
-  new or has changed at once, a step's time may be lost in advance.
-- What was lost to the smallest K (0, plain decoding): the time beyond what the same tokens take
-  there. Where that is more than a small share of the recent time, the policy rests at the smallest
-  K. What it believes does not matter then: what it did was worse.
+- What trials lose, for each K of a cell. It stays below a small share of all time. If a cost is new
+  or has suddenly changed, a trial may lose the time of one step in advance.
+- What the policy loses to the smallest K (0, plain decoding): the time beyond what the same tokens
+  take there. If it exceeds a small share of the recent time, the policy rests at the smallest K,
+  whatever its estimates say.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ if TYPE_CHECKING:
     from mtpc.engine.request import Request
 
 BUDGET = 0.006
-"""The share of decode time that trials may lose, those of all K together."""
+"""The share of decode time that the trials of all K together may lose."""
 CREDIT = 1.0
-"""Steps that trials of a K may lose in advance when its cost is new, or has changed at once."""
+"""Steps that trials of a K may lose in advance if its cost is new or has suddenly changed."""
 TRIAL = 2
-"""Steps of a trial of more drafts: the first one verifies no more of them than before."""
+"""Steps of a trial of more drafts. The first of them verifies only the drafts of the step
+before."""
 FLOOR, RESTED = 0.03, 0.015
-"""The share of recent time that may be lost to the smallest K; and the one at which a rest ends."""
+"""A rest begins if this share of recent time was lost to the smallest K; it ends at the second."""
 SLACK = 2.0
-"""Steps of the smallest K that may be lost to it besides: acceptance is chance."""
+"""Further steps of the smallest K that may be lost to it, because acceptance is a matter of
+chance."""
 RECENT = 0.999
-"""Weight of the older steps at each new one, in the account of what is lost to the smallest K."""
+"""The weight that older steps keep at each new step, in the account of losses to the smallest K."""
 _CLASS_TOKENS = 512
 """Tokens per request of the first class of lengths; each class after it ends at twice as many."""
 
 Place = tuple[int, int]
-"""Of a cell: rows of a bucket, and the class of the requests' mean length."""
+"""The place of a cell: rows of a bucket, and the class of the requests' mean length."""
 
 
 @dataclass
@@ -56,8 +58,8 @@ class _Cell:
     """What is known of the steps of one place.
 
     Attributes:
-        costs: of each K.
-        allowed: seconds that trials of each K may lose; less than none where they lost in advance.
+        costs: the costs of each K.
+        allowed: seconds that trials of each K may lose; negative if they lost some in advance.
     """
 
     costs: StepCosts
@@ -95,7 +97,7 @@ class TierPolicy:
         self._left, self._wins = 0, False
 
     def use(self, tiers: Sequence[int]) -> None:
-        """Choose among these K from the next step on; what drafts are accepted stays known."""
+        """Choose among these K from the next step on. What is known of acceptance is kept."""
         self.tiers = tuple(sorted(set(tiers)))
         self._cells.clear()
         self.experience.count = self.tiers[-1]
@@ -110,7 +112,7 @@ class TierPolicy:
         Args:
             num_reqs: rows of the step's bucket.
             context: tokens of all its requests.
-            each: what its requests accepted.
+            each: the counts of what its requests accepted.
         """
         if len(self.tiers) == 1:
             return self.current
@@ -128,7 +130,7 @@ class TierPolicy:
         return self.current if self._trial is None else self._trial
 
     def _prefer(self, costs: StepCosts) -> None:
-        """Change the preferred K once not doing it has lost as much as going there and back."""
+        """Change the preferred K once waiting has lost as much time as a change there and back."""
         best = max(self.tiers, key=lambda tier: self._rate(costs, tier))
         if best == self.current:
             self._waited = 0.0
@@ -144,7 +146,7 @@ class TierPolicy:
         """Another K than the preferred one to try now, or None."""
         costs, tier = cell.costs, self._trial
         if tier is not None and tier != self.current:
-            # A surprise is looked at twice, and what wins goes on.
+            # A surprise gets a second sample, and a K that wins goes on.
             is_open = self._wins or costs.surprises[tier] != 0
             is_cheap = self._left * self._loss(costs, tier) <= max(cell.allowed[tier], 0.0)
             if is_open or (self._left and is_cheap):
@@ -168,7 +170,7 @@ class TierPolicy:
         return tier
 
     def _steps(self, tier: int) -> int:
-        """Steps of a trial: a step with fewer drafts than the preferred K tells all at once."""
+        """Steps of a trial. With fewer drafts than the preferred K, one step is enough."""
         return TRIAL if tier > self.current else 1
 
     def _loss(self, costs: StepCosts, tier: int) -> float:
@@ -186,7 +188,7 @@ class TierPolicy:
         return costs.seconds(high) * (1 - self._lengths[low] / self._lengths[high])
 
     def _allowed(self, cell: _Cell, tier: int) -> float:
-        """Seconds that trials of a K may lose now: more where its cost is new or has changed."""
+        """Seconds that trials of a K may lose now; more if its cost is new or has changed."""
         is_new = cell.costs.last[self.tiers.index(tier)] < cell.costs.changed
         return cell.allowed[tier] + is_new * CREDIT * cell.costs.seconds(self.current)
 
@@ -244,7 +246,7 @@ class TierPolicy:
         Args:
             drafts: for each decoding request, the number of drafts verified (fewer than K after a
                 step that proposed fewer) and the number accepted.
-            each: what these requests accepted so far; this adds to it.
+            each: the counts of these requests so far; this adds to them.
         """
         if len(self.tiers) == 1:
             return

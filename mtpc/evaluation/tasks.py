@@ -45,7 +45,8 @@ def read_task(path: Path, limit: int | None = None) -> list[Question]:
         limit: take only so many, from the first on.
 
     Raises:
-        OptionError: the file cannot be read, has no question, or a line is none; with its number.
+        OptionError: the file cannot be read or has no question, or a line (named by its number) is
+            not a question.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mtpc.layout import BufferSpec, Layout, Writer, dtype_name
-
-_WELL_KNOWN = {"Q*R": "T", "R*(K+1)": "R(K+1)", "floor(V/32+31/32)": "V/32"}
-"""Sizes as sympy writes them, and as the table does."""
+from mtpc.layout import Layout, Writer
 
 
 @dataclass(frozen=True)
@@ -68,35 +64,3 @@ def host_buffers(layout: Layout, names: Iterable[str]) -> dict[str, HostBuffer]:
         )
         for name, spec in ((name, layout[name]) for name in names)
     }
-
-
-def contract_table(specs: Iterable[BufferSpec], model_dtype: torch.dtype) -> str:
-    """The contract as a Markdown table, as it stands in docs/embedding.md.
-
-    Args:
-        specs: with symbols for sizes; layers of one kind become one row.
-        model_dtype: the weights', which the table calls "model".
-    """
-    rows: dict[str, str] = {}
-    for spec in specs:
-        name = re.sub(r"(?<=^kv\.)\d+", "*", spec.name)
-        dtype = "model" if spec.dtype == model_dtype else dtype_name(spec.dtype)
-        cells = (
-            f"`{name}`",
-            f"[{', '.join(_size(spec, dim) for dim in spec.dims)}]",
-            dtype,
-            str(spec.pad) if spec.needs_pad else "any",
-            ", ".join(spec.writers),
-            spec.meaning,
-        )
-        rows.setdefault(name, f"| {' | '.join(cells)} |")
-    head = ["| buffer | shape | dtype | pad | written by | what |", "|---|---|---|---|---|---|"]
-    return "\n".join([*head, *rows.values()])
-
-
-def _size(spec: BufferSpec, dim: object) -> str:
-    """A size as the table shows it: a model's own numbers and rings as letters."""
-    text = str(dim).replace("K_max", "K").replace(" ", "")
-    text = _WELL_KNOWN.get(text, text)
-    own = spec.name.startswith(("kv.", "state.chain_"))
-    return "n" if own and (text.isdigit() or (len(text) > 1 and text != "any")) else text

@@ -140,8 +140,8 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
                "result: emitted tokens, the first num_emitted of each row"),
         _result("num_emitted", (R,), torch.int32,
                "result: number of emitted tokens, 1 to K+1. 0 for an inactive row, and for "
-               "a chunk that is not the last of its prompt. Tokens from the first non- "
-               "finite logits on do not count"),
+               "a chunk that is not the last of its prompt. Tokens from the first "
+               "non-finite logits on do not count"),
         _result("num_accepted", (R,), torch.int32,
                "result: number of accepted drafts"),
         _result("stop_reason", (R,), torch.int32,

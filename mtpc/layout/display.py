@@ -66,10 +66,10 @@ def show_progress(stream: TextIO, quiet: bool = False) -> Iterator[Tell]:
 
 @contextmanager
 def show_compiling(listener: Listener | None) -> Iterator[Listener]:
-    """Who hears of a compilation: a caller's listener or, without one, its user.
+    """The listener of a compilation: the caller's or, without one, one that tells the user.
 
-    Where the logger `mtpc` is on for level INFO, it gets a line a stage. If it is not, a terminal
-    (stderr) and a notebook show a live line until the block ends, and a line for each call later.
+    If the logger `mtpc` is on for level INFO, it gets a line for each stage. Otherwise a terminal
+    (stderr) or a notebook shows a live line until the block ends, and a line for each later call.
     """
     if listener is not None:
         yield listener

@@ -46,7 +46,7 @@ class Report(Protocol):
 
 
 def silent(line: str, fraction: float | None = None, /) -> None:
-    """A `Report` to nobody."""
+    """A `Report` that ignores its lines."""
 
 
 def left_at(fraction: float, elapsed_s: float) -> float | None:

@@ -85,7 +85,7 @@ def _check_devices(tensors: dict[str, Tensor]) -> None:
 
 
 def _check_dtypes(model: Any) -> None:
-    """Refuse parameters of another dtype than the embedding, but for those that stay in float32."""
+    """Refuse parameters of another dtype than the embedding, except those that stay in float32."""
     dtype = model.get_input_embeddings().weight.dtype
     lists = (model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules)
     kept = [f".{part}." for parts in lists for part in parts or ()]

@@ -101,14 +101,14 @@ def with_first_layers(loaded: LoadedModel, count: int) -> LoadedModel:
 
 
 def layers_prefix(loaded: LoadedModel) -> str:
-    """What the names of a decoder layer's weights begin with, up to its number: "model.layers."."""
+    """The prefix of decoder layers' weight names, up to the number, such as "model.layers."."""
     layers = loaded.target.get_decoder().layers
     name = next(name for name, module in loaded.target.named_modules() if module is layers)
     return f"{name}."
 
 
 def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
-    """All that makes a layer's trace, but for its number."""
+    """Everything that determines a layer's trace, except its number."""
     config, layer = loaded.config, loaded.target.get_decoder().layers[index]
     lists = {
         name: value[index]

@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +22,16 @@ from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.draft import drafted_family
 from mtpc.models.header_weights import HeaderWeights
-from mtpc.models.hf import (
-    MTPLayer,
-    StepParts,
-    TextRotary,
-    model_class,
-    rotary_of,
-    share_model,
-)
+from mtpc.models.hf import MTPLayer, StepParts, TextRotary, model_class, rotary_of, share_model
 from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import quiet_transformers, read_config
-from mtpc.models.refused_config import build_shapes, explained, misshapen
-from mtpc.weights.checkpoint import (
-    Checkpoint,
-    as_ids,
-    check_finite,
-    listing,
-)
+from mtpc.models.refused_config import check_size, explained, misshapen
+from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.wiring import Rules
-
-_MOST_PER_BYTE = 4
-"""Weights of a model for each byte of its checkpoint, at most: no format has fewer than 2 bits."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +46,8 @@ class LoadedModel:
         source: directory or model name, for messages.
         checkpoint: where the tensors were read; None for a model object without a directory.
         owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
-        headers: where tensors are memory without contents, what they stand for; else None.
-        kv_cache_dtype: of the codes in page pools of K and V; None: they have the model's dtype.
+        headers: if tensors are memory without contents, the stored tensors behind them; else None.
+        kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
     """
 
     family: ModelFamily
@@ -102,7 +87,8 @@ class LoadedModel:
     def with_layers(self, count: int) -> LoadedModel:
         """This model with the MTP layers that `count` drafts use; others need no state."""
         most = min(count, 1) if self.family.wiring.chaining == "recycle" else count
-        return replace(self, mtp_layers=self.mtp_layers[:most])
+        layers = self.mtp_layers[:most]
+        return self if layers == self.mtp_layers else replace(self, mtp_layers=layers)
 
     def wired(self, rules: Rules) -> LoadedModel:
         """This model with other rules for its MTP layers; it shares all tensors."""
@@ -139,8 +125,11 @@ class LoadedModel:
         Raises:
             UnsupportedModelError: no layer has such pools.
         """
-        found = replace(self, kv_cache_dtype=CODE_DTYPES[name])
-        if found.kv_cache_dtype and found.state_specs() == self.state_specs():
+        dtype = CODE_DTYPES[name]
+        if dtype == self.kv_cache_dtype:
+            return self
+        found = replace(self, kv_cache_dtype=dtype)
+        if dtype is not None and found.state_specs == self.state_specs:
             raise UnsupportedModelError(
                 f"kv_cache_dtype is {name!r}, but {self.family.name} has no pages of K and V; "
                 "expected 'auto': latents, rings and recurrent state keep the model's dtype"
@@ -152,6 +141,7 @@ class LoadedModel:
         specs = self.family.cache_specs(self.config, layer, self.dtype)
         return quantised_pools(specs, self.kv_cache_dtype) if self.kv_cache_dtype else specs
 
+    @cached_property
     def state_specs(self) -> tuple[BufferSpec, ...]:
         """State buffers: of the target's layers, of the MTP layers, and of true chaining."""
         count = self.config.num_hidden_layers + len(self.mtp_layers)
@@ -229,8 +219,8 @@ def load(
     """Load a checkpoint directory, or adopt a transformers model object.
 
     Args:
-        source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, whose tensors are
-            shared and which is not changed. An id of the local hub cache does for a path.
+        source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, which shares its
+            tensors and is not changed. In place of a path, an id of the local hub cache will do.
         dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
         wiring: rules that replace those of the family.
@@ -252,7 +242,7 @@ def load(
         try:
             headers = HeaderWeights(source) if headers_only else None
             loaded = _load_directory(source, family, dtype, needs_mtp, wiring, headers)
-            loaded.state_specs()  # Entries that only its state depends on are refused here, too.
+            _ = loaded.state_specs  # Refuses entries that only the state depends on.
             return loaded
         except UnsupportedModelError as error:
             if str(source.directory) in str(error):
@@ -376,7 +366,7 @@ def read_target(
     unread = headers.slice if headers else partial(_Unread, checkpoint)
     state = {name: unread(name) for name in checkpoint.target_tensors}
     try:
-        _check_size(checkpoint, family)
+        check_size(checkpoint, family)
         with quiet_transformers():
             model, info = model_class(family).from_pretrained(
                 None,
@@ -402,22 +392,6 @@ def read_target(
             "the checkpoint again, or correct its config.json"
         )
     return model
-
-
-def _check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
-    """Refuse a config.json whose model is far larger than the tensors, before it takes memory.
-
-    transformers fills what a checkpoint lacks with random values before it says what is missing.
-    """
-    model = build_shapes(checkpoint, family)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    count = sum(sizes.values())
-    if count > _MOST_PER_BYTE * checkpoint.nbytes + 2**20:
-        raise CheckpointError(
-            f"{checkpoint.config_path} describes a model of {count} weights, the most of them in "
-            f"{max(sizes, key=sizes.__getitem__)}, and the checkpoint's tensors have "
-            f"{checkpoint.nbytes} bytes; correct the file or download it again"
-        )
 
 
 @dataclass(frozen=True)

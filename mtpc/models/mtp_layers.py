@@ -35,11 +35,11 @@ def load_mtp_layers(
         checkpoint: holds the tensors.
         family: gives names and wiring.
         target: the transformers model.
-        headers: what to fill them with in place of tensors, which are not read then.
+        headers: memory to fill them with; no tensor is read then.
 
     Raises:
-        CheckpointError: there is none, or not the number that the config announces; tensors are
-            missing, unexpected, misshapen or not finite.
+        CheckpointError: there is no layer, or not the number that the config announces; tensors
+            are missing, unexpected, misshapen or not finite.
         UnsupportedModelError: mtpc cannot chain so many layers of this family.
     """
     config, where = target.config.get_text_config(decoder=True), checkpoint.mtp_directory

@@ -44,7 +44,7 @@ def read_config(file: ConfigFile, family: ModelFamily) -> Any:
     """The config object of the family's class.
 
     Raises:
-        CheckpointError: a whole number in the file is none of a model's.
+        CheckpointError: a whole number in the file is impossible for a model.
         Exception: what transformers and the family raise; see `refused_config.explained`.
     """
     kind = config_class(family)

@@ -1,9 +1,9 @@
 """Which entry of config.json transformers refuses.
 
-Its own checks, those of its config classes and the errors from within its modules say many things,
-and few of them name the entry. So it is searched for: it is the one without which a model can be
-built, or with another value. Models are built without memory, and only after something has failed.
-A model of many layers takes seconds each time, so the search ends after a while, with what it has.
+Few errors of transformers' checks, config classes and modules name the entry. So this module
+searches for it: it builds the model without each entry, and with another value in its place, until
+that succeeds. It builds models without memory, and only after something has failed. A model of many
+layers takes seconds each time, so the search has a time limit, and reports what it has found.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from mtpc.models.read_config import (
     read_config,
     sub_configs,
 )
+from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.json_file import kind_of
 
@@ -37,9 +38,11 @@ _Entry = TypeVar("_Entry")
 Place: TypeAlias = tuple[str, ...]
 """Where an entry is: the names of the objects that it is in, and its own."""
 _LONGEST_S = 20.0
-"""A search takes no longer."""
+"""The time limit of a search."""
 _MOST_NAMED, _MOST_SAID = 3, 300
 """A message names so many entries, and quotes so many characters of another error."""
+_MOST_PER_BYTE = 4
+"""Weights of a model for each byte of its checkpoint, at most: no format has fewer than 2 bits."""
 
 
 def build_shapes(file: ConfigFile, family: ModelFamily, dtype: torch.dtype | None = None) -> Any:
@@ -55,6 +58,22 @@ def build_shapes(file: ConfigFile, family: ModelFamily, dtype: torch.dtype | Non
         )
 
 
+def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
+    """Refuse a config.json whose model is far larger than the tensors, before it takes memory.
+
+    transformers fills what a checkpoint lacks with random values before it says what is missing.
+    """
+    model = build_shapes(checkpoint, family)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    count = sum(sizes.values())
+    if count > _MOST_PER_BYTE * checkpoint.nbytes + 2**20:
+        raise CheckpointError(
+            f"{checkpoint.config_path} describes a model of {count} weights, the most of them in "
+            f"{max(sizes, key=sizes.__getitem__)}, and the checkpoint's tensors have "
+            f"{checkpoint.nbytes} bytes; correct the file or download it again"
+        )
+
+
 def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> CheckpointError:
     """One error for what transformers says of a checkpoint: it names the entry of config.json.
 
@@ -64,7 +83,7 @@ def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> Checkp
         error: what building or loading the model has raised.
 
     Returns:
-        The error; where the model can be built of config.json, it is about the tensors.
+        The error. If a model can be built from config.json, it is about the tensors.
     """
     reason = _said(_failure(file, family, file.config) or error)
     end = time.monotonic() + _LONGEST_S
@@ -102,10 +121,10 @@ def misshapen(
 
 
 def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]:
-    """The entries on which the shape of a tensor depends: it has another where they are others."""
+    """The entries on which the shape of a tensor depends: with other values, the shape differs."""
 
     def shape(config: dict[str, Any]) -> Any:
-        if _failure(file, family, config) is not None:  # The entry cannot be another by itself.
+        if _failure(file, family, config) is not None:  # The entry cannot change alone.
             return None
         parameters = dict(build_shapes(_edited(file, config), family).named_parameters())
         return parameters[name].shape if name in parameters else None
@@ -169,9 +188,9 @@ def _guilty(
     change: Callable[[dict[str, Any], Place], dict[str, Any]],
     end: float,
 ) -> list[tuple[Place, Any]]:
-    """The entries that make the model fail: once they are changed, it can be built.
+    """The entries that make the model fail: after a change of one, it can be built.
 
-    Of entries that lie within each other, the innermost; those that are found before `end`.
+    Of entries within each other these are the innermost. The search stops at `end`.
     """
 
     def search(part: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, Any]]:
@@ -187,7 +206,7 @@ def _guilty(
 
 
 def _with_two(config: dict[str, Any], path: Place) -> dict[str, Any]:
-    """A config with a number in one place that is right for many sizes."""
+    """A config with 2 in one place: a number that suits many sizes."""
     return _with(config, path, 2)
 
 
@@ -202,7 +221,7 @@ def _without(config: dict[str, Any], path: Place) -> dict[str, Any]:
 def _said(error: Exception) -> str:
     """An error as part of a line."""
     while isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # What a check of transformers' has found.
+        error = error.__cause__  # The error of one of transformers' own checks.
     kind = "" if isinstance(error, (MtpcError, TypeError, ValueError)) else type(error).__name__
     text = " ".join(f"{kind}: {error}".removeprefix(": ").split())
     return text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + "..."

@@ -17,7 +17,7 @@ from mtpc.weights.packing import fill_packed, unpack
 
 @torch.library.custom_op("mtpc::pack", mutates_args=("packed",))
 def pack(weight: Tensor, packed: Tensor) -> None:
-    """Write the packed form of a weight to memory at hand.
+    """Write the packed form of a weight to given memory.
 
     Args:
         weight: bfloat16 or uint8 [..., N, K], K a multiple of g.

@@ -143,7 +143,7 @@ def _fills_tiles(weight: fx.Node, features: int) -> bool:
 
 
 def _norm_stage(node: fx.Node) -> _Stage | None:
-    """A norm as a stage, if somebody reads its result."""
+    """A norm as a stage, if its result is read."""
     x, added, weight, epsilon, plus_one = operands(node, _NORM, 5)
     results = {user.args[1]: user for user in node.users if is_call(user, GETITEM)}
     if x is None or 1 not in results:

@@ -64,13 +64,14 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ShardStep:
-    """Cut the weights and caches of a flat step, and add what the ranks must tell each other.
+    """Cut the weights and caches of a flat step, and add the operators by which ranks exchange
+    values.
 
-    What a rank holds is followed from the weights through the step. A linear on input features that
-    are cut gives summands: `mtpc::all_reduce` comes after it, and after experts. Where a plan
-    gathers a result, it stays cut for as long as operators do without the whole, and of logits the
-    largest is all that is told. Every choice of a token comes from one collective, so ranks cannot
-    part. A call that would compute something else on a part is refused.
+    The pass derives what a rank holds of each value, from the weights through the step. A linear on
+    cut input features gives summands, so `mtpc::all_reduce` comes after it, and after experts. If a
+    plan gathers a result, the result stays cut until an operator needs the whole; of logits, ranks
+    exchange only the largest. Every choice of a token comes from one collective, so ranks cannot
+    diverge. The pass refuses a call that would compute something else on a part.
 
     Attributes:
         sharding: this rank's part; None leaves the step whole.

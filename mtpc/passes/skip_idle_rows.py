@@ -96,10 +96,6 @@ def _clear_if_read(graph: fx.Graph, node: fx.Node) -> None:
                 emit(graph, torch.ops.mtpc.clear_idle_rows.default, args, node)
 
 
-def _first_argument(node: fx.Node) -> Any:
-    return node.args[0]
-
-
 def _is_read(node: fx.Node, rows: Any) -> bool:
     """Whether an operator that lacks the count `rows` reads the idle rows of a node."""
     for user in node.users:

@@ -1,4 +1,4 @@
-"""Steps that are built while others serve: another process fills the cache, this one binds them.
+"""Builds steps while others serve: another process fills the cache, and this one binds the steps.
 
 child process -> cache -> `Background`'s thread binds a K's steps -> `Program.arrived` -> the engine
 takes them between two of its steps
@@ -41,7 +41,7 @@ class Rest:
         cache: where steps are built.
         options: what they are built with.
         graphs: the missing steps, by ascending K.
-        tiers: the K to choose from in the end.
+        tiers: the numbers of drafts to choose from in the end.
     """
 
     begun: Restored
@@ -53,15 +53,15 @@ class Rest:
 
 
 class Background:
-    """Builds what is missing, in a process, and hands it to a program, from a thread.
+    """Builds the missing steps in a process, and gives them to a program from a thread.
 
-    `Program.building` says how far it is. A program whose build failed goes on with the steps that
-    it has, and `Program.fallbacks` says why.
+    `Program.building` says how far the build is. If it fails, the program goes on with the steps
+    that it has, and `Program.fallbacks` says why.
 
     Args:
-        rest: what is missing.
-        program: the one that lacks it.
-        listener: hears what `Program.building` says.
+        rest: the missing steps.
+        program: the program that lacks them.
+        listener: gets what `Program.building` says.
     """
 
     def __init__(self, rest: Rest, program: Program, listener: Listener):
@@ -73,7 +73,7 @@ class Background:
         self._thread.start()
 
     def close(self) -> None:
-        """End the build, and wait until its process is gone. What was finished is in the cache."""
+        """End the build, and wait for its process. What it has finished is in the cache."""
         self._closed.set()
         self._thread.join()
 
@@ -89,7 +89,7 @@ class Background:
                 self._build()
             if self._closed.is_set() and self._missing:
                 self._program.building = "the build was closed"
-        except Exception as error:  # It serves on: a thread that dies unheard would hide this.
+        except Exception as error:  # The program serves on; a dead thread alone would hide this.
             what = f"building more failed: {type(error).__name__}: {error}"
             self._program.fallbacks = Counter([what])
             self._say(what)
@@ -147,7 +147,11 @@ class Background:
 
 
 def _check_memory() -> None:
-    """Start no process that the system would have to kill, or another one for it."""
+    """Refuse to build if the system would have to kill a process for the memory.
+
+    Raises:
+        CapacityError: too little memory is free.
+    """
     free = free_bytes()
     if free is not None and free < WORKER:
         raise CapacityError(

@@ -107,8 +107,8 @@ def bind_program(
 
     Args:
         steps: the entries; those of a split step are no part of a program.
-        weights: weights at hand, by name.
-        source: makes the other weights; None where all are at hand.
+        weights: the weights that exist, by name.
+        source: makes the other weights; None if all exist.
         listener: hears of each step.
     """
     layout = next(iter(steps.values())).layout

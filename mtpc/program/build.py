@@ -1,8 +1,7 @@
 """Filling the cache ahead of time: every step of one checkpoint, several at once.
 
-Each worker is a process of its own that loads the model's headers and takes steps from a common
-queue; what they have in common is the cache alone, whose locks would let any other builder join in.
-No worker reads weights.
+Each worker is a process that loads the model's headers and takes steps from a common queue. Workers
+share the cache alone, and its locks let any other builder join in. No worker reads weights.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from mtpc.store.entries import Entry
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
 Check = Callable[[StepCompiler], None]
-"""Refuses a model; it goes to other processes."""
+"""May refuse a model. It is sent to other processes."""
 _POLL_S = 0.2
 _GRACE_S = 10.0
-"""A worker that was told to end has this long to put things away."""
+"""Seconds that a worker has to clean up, once it was told to end."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Task:
 
     @property
     def program(self) -> tuple[int, Ranks | None]:
-        """What has a key of its own in the cache."""
+        """The program that it belongs to: K, and the rank."""
         return self.spec_tokens, self.ranks
 
     @property
@@ -120,7 +119,7 @@ def build(
 
     Args:
         directory: the checkpoint, or its id in the local hub cache.
-        options: as for `mtpc.compile`; `spec_tokens` in it is not looked at.
+        options: as for `mtpc.compile`; its `spec_tokens` has no effect.
         spec_tokens: the numbers of drafts to build for.
         form: which graphs; "both" serves engines and hosts that schedule.
         jobs: processes; None is one a core, as far as memory holds them.
@@ -180,7 +179,7 @@ def _report(
     kernels: Entry | Path,
     elapsed_s: float,
 ) -> BuildReport:
-    """Read the cache back: what is reported is what a warm start will find."""
+    """Read the cache again, to report what a warm start will find."""
     found = {task: caches[task.program].find(task.key, task.part) for task in tasks}
     missing = [task for task, step in found.items() if step is None]
     root = caches[tasks[0].program].store.root
@@ -206,7 +205,7 @@ def _report(
 
 
 def default_jobs() -> int:
-    """One a core, as far as the free memory holds them."""
+    """One process for each core, or fewer if the free memory does not hold so many."""
     free = free_bytes()
     fit = free // WORKER if free is not None else 1
     return max(1, min(os.cpu_count() or 1, fit))
@@ -221,7 +220,7 @@ class _Teller:
         self.line: Report = line_reporter(listener)
 
     def expect(self, expected: Mapping[Graph, Mapping[str, float]], workers: int) -> None:
-        """Building begins: which graphs, the seconds that each should take, by how many."""
+        """Building begins: the seconds that each graph should take, and the number of workers."""
         self._total, self._forecast = len(expected), Forecast(expected, workers)
 
     def __call__(self, stage: str, task: Task) -> None:
@@ -238,7 +237,7 @@ class _Teller:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every worker needs to know; goes to another process as it is."""
+    """What every worker needs to know. It is sent to other processes."""
 
     directory: Path
     options: CompileOptions
@@ -278,7 +277,7 @@ class _Job:
             compiler = compilers[task.program]
             compiler.compiler.listener = partial(_pass_on, tell, task)
             if compiler.obtain(task.key, task.part).entry is None:
-                # The next one would be lost, too, after minutes.
+                # The next step could not be kept either, after minutes of work.
                 raise CacheWriteError("; ".join(compiler.cache.notes))
             tell.finished(task)
 
@@ -308,7 +307,7 @@ class _Remote:
         self._events.put(("tell", (stage, task)))
 
     def line(self, text: str, fraction: float | None = None, /) -> None:
-        """What concerns no step."""
+        """A line that concerns no step."""
         self._events.put(("line", (text, fraction)))
 
     def finished(self, task: Task) -> None:
@@ -382,7 +381,7 @@ def _handle(events: Any, tell: _Teller) -> None:
 
 
 def _check_alive(processes: list[Any]) -> None:
-    """A worker that died unheard (out of memory, as a rule) ends the build."""
+    """End the build if a worker died without an error, usually for want of memory."""
     dead = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
     if dead:
         raise BackendError(

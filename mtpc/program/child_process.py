@@ -1,8 +1,8 @@
-"""Building in a process of its own, whose remains go with it.
+"""Building in a process of its own.
 
-What tracing leaves behind, transformers and a heap that does not shrink, would stay with a server
-for as long as it runs. So a large checkpoint's steps are built by another process, into the cache,
-from which the caller then starts as any later process does.
+Tracing leaves transformers and a heap that does not shrink. They would stay with a server for as
+long as it runs. So another process builds a large checkpoint's steps into the cache, and the caller
+then starts from the cache, as any later process does.
 
     caller: job ->          | child: `mtpc.program.build.build`
     <- Progress, MtpcError  | the caller's end of the pipe closes: the child ends, too
@@ -18,7 +18,7 @@ from _thread import interrupt_main
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -29,17 +29,17 @@ from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.program.host_memory import check_model
-from mtpc.program.processes import end_children, how_it_ended
+from mtpc.program.processes import end_children, how_it_ended, start_python
 from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
 
 LARGE = 256 * 2**20
-"""Bytes of weights from which on a process pays: it takes four seconds to start."""
+"""From so many bytes of weights on, a process is worth the four seconds that it takes to start."""
 BACKGROUND_NICE = 10
 """How far a build in the background gives way to the process that serves."""
 _GRACE_S = 10.0
-"""A child that was told to end has this long to put things away."""
+"""Seconds that a child has to clean up, once it was told to end."""
 
 
 def build_in_child(
@@ -59,12 +59,13 @@ def build_in_child(
         graphs: which steps.
         cache: of this checkpoint and these options.
         listener: hears of progress.
-        owns_buffers: whether the steps' user wants memory for state from this process.
+        owns_buffers: whether state takes memory of this process.
         ranks: whose part of the steps this is; None: the whole.
 
     Returns:
-        Whether the cache has all of it now. It has not, too, where the cache cannot be written or
-        the kernels cannot be compiled: compiling in this process then reports why.
+        Whether the cache has all of it now. It does not if the checkpoint is small, if the cache
+        cannot be written, or if the kernels cannot be compiled; compiling in this process then
+        reports why.
 
     Raises:
         MtpcError: as `mtpc.program.build.build`.
@@ -74,7 +75,7 @@ def build_in_child(
     if source.nbytes < LARGE or not sys.executable:
         return False
     if all(cache.find(key, part) for key, part in graphs):
-        return False  # And yet not restorable: its weights are for transformers to read.
+        return False  # The cache has all, and yet only transformers can read the weights.
     try:
         cache.store.prepare()
         build_kernels(cache.store, line_reporter(listener))
@@ -111,23 +112,12 @@ def _events(pipe: Connection, job: tuple[Any, ...]) -> Iterator[Progress | MtpcE
 
 @contextmanager
 def building_child() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    """A Python with this one's modules, and the pipe to it; it ends where the block does."""
-    ours, theirs = Pipe()
-    handle = theirs.fileno()
-    # No `multiprocessing.Process`: that would run the caller's main module a second time.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({handle})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[handle],
-        start_new_session=True,  # Ctrl-C is the caller's, who closes the pipe.
-    )
-    theirs.close()
+    """A process that builds, and the pipe to it; it ends where the block does."""
+    process, pipe = start_python(__name__)
     try:
-        yield process, ours
+        yield process, pipe
     finally:
-        ours.close()
+        pipe.close()
         try:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -159,7 +149,7 @@ def serve(handle: int) -> None:
     except (KeyboardInterrupt, OSError):
         if not caller.has_gone:
             raise
-        sys.exit(130)  # Nobody is there any more who would read why.
+        sys.exit(130)  # No caller is left to read why.
     caller.is_waiting = False
 
 

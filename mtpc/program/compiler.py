@@ -149,7 +149,7 @@ class StepCompiler:
             B: MAX_LOGIT_BIAS,
             L: options.max_logprobs,
         }
-        of_layers = self.loaded.state_specs()
+        of_layers = self.loaded.state_specs
         if self.share is not None and not whole:
             of_layers = self.share.specs(of_layers)
         specs = (*state_specs(), *batch_specs(key.phase), *of_layers)
@@ -177,7 +177,7 @@ class StepCompiler:
         """The caches of which this rank has some heads."""
         if self.share is None:
             return {}
-        cut = {spec.name for spec in self.loaded.state_specs() if self.share.cuts(spec)}
+        cut = {spec.name for spec in self.loaded.state_specs if self.share.cuts(spec)}
         return {name: tensor for name, tensor in self.shared.items() if name in cut}
 
     def _traced_pools(self) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Building for a GPU that is not here: the kernels of a checkpoint's steps, as code objects.
 
 checkpoint -> StepCompiler, as far as legalise-gpu -> launches of each step, in every configuration
-that the device may choose -> one cache entry a distinct kernel and target. What is between our
-kernels (norms, rotary embedding, sampling) is compiled by Inductor on the device: it asks the
-device for its properties.
+that the device may choose -> one cache entry for each distinct kernel and target. Inductor compiles
+the operations between mtpc's kernels on the device's own machine, because it asks the device for
+its properties.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CrossReport:
     Attributes:
         root: the cache directory.
         kernels: each distinct kernel and configuration per target.
-        launches: of our kernels in each step.
-        notes: ops that no kernel takes, and configurations that no target takes, with why.
+        launches: number of launches of mtpc's kernels in each step.
+        notes: ops that no kernel takes, and configurations that a target refuses, with the reasons.
         elapsed_s: seconds it took.
     """
 
@@ -62,7 +62,7 @@ def build_kernels(
 
     Args:
         directory: the checkpoint.
-        options: as for `mtpc.compile`; `spec_tokens` and `backend` in it are not looked at.
+        options: as for `mtpc.compile`; its `spec_tokens` and `backend` have no effect.
         spec_tokens: the numbers of drafts to build for.
         targets: devices.
         listener: hears of progress.

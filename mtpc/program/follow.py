@@ -1,8 +1,9 @@
-"""One rank schedules, and the others do what it does: its writes of buffers, and its replays.
+"""Rank 0 schedules, and the other ranks repeat what it does: its writes of buffers and its replays.
 
-Before each replay rank 0 sends one message: the step's number, and what the host has written since
-the last one. Where nothing was written, the message is the number alone. A message is JSON, because
-it holds numbers only: names of buffers are their places in a list that all ranks have.
+Before each replay, rank 0 sends one message: the step's number, and what the host has written since
+the last message. If it has written nothing, the message is the number alone. A message is JSON and
+holds numbers only: in place of a buffer's name, it has the buffer's place in a list that all ranks
+have.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from mtpc.program.program import Program
 from mtpc.program.ranks import Ranks
 
 _FIRST_BYTES = 256
-"""A message of up to so many bytes, its length included, is one broadcast; a longer one is two."""
+"""A message of up to so many bytes, including its length, is one broadcast. A longer one is two."""
 _END = -1
-"""In place of a step's number: no step will follow."""
+"""In place of a step's number: the last message."""
 
 
 class _Tensors:
@@ -44,7 +45,7 @@ class _Tensors:
         return [*(program.shared[n] for n in sorted(program.shared)), *program.snapshots, *steps]
 
     def place_of(self, view: Tensor) -> list[Any]:
-        """Which tensor a view is of, and where in it."""
+        """The number of the tensor that a view belongs to, and the view's place in it."""
         memory = view.untyped_storage().data_ptr()
         for number, tensor in enumerate(self._all()):
             if tensor.untyped_storage().data_ptr() == memory:
@@ -59,7 +60,7 @@ class _Tensors:
 
 @dataclass
 class LeadingProgram(Program):
-    """Rank 0's program: all that its host does, the other ranks do.
+    """Rank 0's program. The other ranks repeat all that its host does.
 
     Attributes:
         ranks: this process among those that share the model.
@@ -72,13 +73,13 @@ class LeadingProgram(Program):
     _failure: str = ""
 
     def write(self, tensor: Tensor, value: Tensor | int) -> None:
-        """As `Program.write`, on every rank before its next step."""
+        """As `Program.write`; every other rank does the same before its next step."""
         super().write(tensor, value)
         told = value.tolist() if isinstance(value, Tensor) else value
         self._events.append([_Tensors(self).place_of(tensor), told])
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """As `Program.copy`, on every rank before its next step."""
+        """As `Program.copy`; every other rank does the same before its next step."""
         super().copy(to, source)
         tensors = _Tensors(self)
         self._events.append([tensors.place_of(to), {"from": tensors.place_of(source)}])
@@ -128,10 +129,10 @@ class FollowingProgram(Program):
     ranks: Ranks = field(kw_only=True)
 
     def write(self, tensor: Tensor, value: Tensor | int) -> None:
-        """Nothing: rank 0's writes come with its next step."""
+        """Do nothing: rank 0's writes come with its next step."""
 
     def run(self, key: StepKey) -> Mapping[str, Tensor]:
-        """No step begins here.
+        """Refuse: a step begins in rank 0 only.
 
         Raises:
             RequestError: always.

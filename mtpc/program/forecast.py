@@ -10,16 +10,16 @@ from mtpc.layout import Part, StepKey
 STAGES = ("trace", "rewrite", "split", "lower")
 """The stages that a step's record has seconds of, in the order in which they run."""
 _LONGEST_S = 1e6
-"""No stage took longer."""
+"""The longest time of a stage that is believed."""
 Graph = tuple[int, StepKey, Part]
 """K of the program, the step, and which part of it."""
 
 
 class Forecast:
-    """Share of a build that is done, and the time that is left.
+    """The share of a build that is done, and the time that is left.
 
     Args:
-        expected: the seconds of each stage of each graph that is to be built. Where one has none,
+        expected: the seconds of each stage of each graph that is to be built. If a graph has none,
             nothing is known.
         workers: processes that build at the same time.
     """
@@ -33,7 +33,7 @@ class Forecast:
         self._workers, self._start = workers, time.perf_counter()
 
     def begins(self, graph: Graph, stage: str) -> None:
-        """A stage of a graph begins: those before it are over."""
+        """A stage of a graph begins, so the stages before it are over."""
         if graph in self._left and stage in STAGES:
             over = STAGES.index(stage)
             self._left[graph] = [0.0] * over + self._left[graph][over:]
@@ -43,10 +43,10 @@ class Forecast:
         self._left.pop(graph, None)
 
     def now(self) -> tuple[float | None, float | None]:
-        """The share that is done, and the seconds left; None for both where nothing is known.
+        """The share that is done, and the seconds that are left; None for both if nothing is known.
 
-        The time that the build will take is what was expected of the part to come, and of the
-        part that is done what it took.
+        The time of the whole build is the elapsed time of the part that is done, and the expected
+        time of the other part.
         """
         if not self._total_s:
             return None, None
@@ -57,6 +57,6 @@ class Forecast:
 
 
 def _seconds(stages: Mapping[str, float]) -> list[float]:
-    """By stage; a file may say anything."""
+    """Seconds by stage. They come from a file, which may hold anything."""
     found = (stages.get(stage, 0.0) for stage in STAGES)
     return [float(seconds) if 0 <= seconds < _LONGEST_S else 0.0 for seconds in found]

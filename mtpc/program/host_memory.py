@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mtpc.program.compiler import StepCompiler
 
 ALLOWANCE = 256 << 20
-"""For results between calls, and for the rows that are being packed."""
+"""Bytes for results between calls, and for the rows that are being packed."""
 _GIB = 2**30
 
 

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from mtpc.layout.progress import Listener, Progress
@@ -45,12 +45,7 @@ class HeldInterrupts:
             self._before = before
             signal.signal(signal.SIGINT, self._hold)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._release()

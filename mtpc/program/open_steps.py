@@ -63,8 +63,8 @@ class Assembler(Protocol[T_co]):
 
         Args:
             steps: the entries, largest first.
-            weights: weights at hand, by name.
-            source: makes the other weights; None where all are at hand.
+            weights: the weights that exist, by name.
+            source: makes the other weights; None if all exist.
         """
         ...
 

@@ -10,13 +10,19 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from mtpc.program.free_memory import free_bytes
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 WORKER = 2**30
 """Bytes that a building process takes. It reads no weights: its libraries and graphs are 470 MiB
@@ -39,6 +45,40 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def start_python(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a Python that has this one's modules, and runs a module's `serve`.
+
+    Args:
+        module: its function `serve` gets the file descriptor of its end of a pipe.
+
+    Returns:
+        The process, and this one's end of the pipe.
+
+    Raises:
+        OSError: the system lacks memory, processes or file descriptors.
+    """
+    from multiprocessing.connection import Pipe  # Not above: `--help` imports this module.
+
+    ours, theirs = Pipe()
+    handle = theirs.fileno()
+    # No `multiprocessing.Process`: that would run the caller's main module a second time.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import serve; serve({handle})"
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[handle],
+            start_new_session=True,  # Ctrl-C reaches this process alone, which ends the other one.
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
 
 
 def end_with_parent() -> None:

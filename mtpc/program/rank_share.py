@@ -20,11 +20,11 @@ class RankShare:
     """What one rank holds of a model, by transformers' tensor plan.
 
     Args:
-        loaded: the model; shapes are read, and no values.
+        loaded: the model. Its shapes are read, but not its values.
         ranks: this process among those that share it.
 
     Raises:
-        OptionError: heads, features, experts or the vocabulary cannot be shared by so many.
+        OptionError: heads, features, experts or the vocabulary cannot be divided among the ranks.
         UnsupportedModelError: the model has no plan, or one that mtpc does not know.
     """
 
@@ -57,7 +57,7 @@ class RankShare:
         return tensor.nbytes * held // tensor.shape[cut.dim]
 
     def cuts(self, spec: BufferSpec) -> bool:
-        """Whether each rank holds its own key/value heads of a buffer only."""
+        """Whether each rank holds only its own key/value heads of a buffer."""
         return spec.name.startswith("kv.") and self._plan.cuts_cache(spec.name)
 
     def specs(self, whole: Iterable[BufferSpec]) -> tuple[BufferSpec, ...]:
@@ -69,5 +69,9 @@ class RankShare:
         return replace(spec, dims=(*rows, int(heads) // self.ranks.size, width))
 
     def sharding(self, caches: Mapping[str, Tensor]) -> Sharding:
-        """What the pass needs; `caches` are this rank's tensors of the buffers that are cut."""
+        """What the pass `shard` needs.
+
+        Args:
+            caches: this rank's tensors of the buffers that are cut, by name.
+        """
         return Sharding(self.ranks.size, self.ranks.group, self._weights, caches)

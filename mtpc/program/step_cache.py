@@ -16,7 +16,7 @@ from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Layout, Part, StepKey, step_name
 from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
 from mtpc.program.step_record import FORMAT, StepRecord
-from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.entries import Entry, EntryStore, copy_files
 from mtpc.store.key import Difference, Fields, digest, hash_of
 from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.store.machine import environment_fields
@@ -302,8 +302,11 @@ class StepCache:
     def seconds_of_nearest(
         self, graphs: Iterable[tuple[StepKey, Part]]
     ) -> Iterator[Mapping[str, float]]:
-        """For each graph the seconds by stage of the nearest entry's build; {} if there is none,
-        or if the cache cannot be trusted, which whoever takes a step from it says."""
+        """For each graph, the seconds of each stage of the nearest entry's build.
+
+        They are {} if there is no such entry, or if the cache cannot be trusted. In that case the
+        error comes when a step is taken from the cache.
+        """
         entries, seconds = list[tuple[str, Fields]](), dict[str, Mapping[str, float]]()
         with suppress(CacheError):
             entries += peek(self.store)
@@ -346,7 +349,7 @@ class StepCache:
         fields = self.fields(key, part, next(fixed for fixed in _FIXED if own <= fixed))
         (directory / KEY).write_bytes(key_bytes(fields))
         try:
-            entry = self.store.write(digest(fields), lambda into: _copy_files(directory, into))
+            entry = self.store.write(digest(fields), lambda into: copy_files(directory, into))
         except CacheWriteError as error:
             self.note(f"not kept in the cache: {error}")
             return self._step(directory, record, None)
@@ -378,11 +381,6 @@ def read_record(entry: Entry) -> StepRecord:
             f"{entry.directory}: {RECORD} is not a record as mtpc writes it: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    for path in source.iterdir():
-        shutil.copyfile(path, target / path.name)
 
 
 def program_pin(entries: Mapping[str, Entry]) -> str:

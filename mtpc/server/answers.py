@@ -23,7 +23,7 @@ _HALF = "\ufffd"
 
 @dataclass(frozen=True)
 class Unscored:
-    """The first token of a prompt. It has no log-probability, for nothing predicts it."""
+    """The first token of a prompt. It has no log-probability, because nothing predicts it."""
 
     token_id: int
 

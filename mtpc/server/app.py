@@ -165,7 +165,7 @@ class Endpoints:
             return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
 
     def _prepare(self, fields: dict[str, Any], is_chat: bool) -> Prepared:
-        """The token ids of each prompt and, for a chat, what its answer is read with."""
+        """The token ids of each prompt and, for a chat, the parser of its answer."""
         service = self._service
         if not is_chat:
             return Prepared(service.encode(fields["prompt"]))
@@ -199,7 +199,7 @@ def make_app(
 
     Args:
         service: the service that handles requests.
-        connections: the open connections, which learn when a request begins and ends; None where
+        connections: the open connections, which are told when a request begins and ends; None if
             another program listens.
         lifespan: a context that is entered before the first request.
     """
@@ -312,7 +312,7 @@ class Gate:
                 connection.end()
 
     def _for_pages(self, app: ASGIApp) -> ASGIApp:
-        """The same application, which lets pages of the allowed origins read its answers."""
+        """The application with answers that web pages of the allowed origins may read."""
         if not self._origins:
             return app
         headers, methods = ("authorization", "content-type"), ("GET", "POST")
@@ -330,7 +330,7 @@ class Gate:
                 "or start it with --allowed-hosts"
             )
             return ApiError(403, message, code="unknown_host")
-        # A browser asks without the key whether a page may send it.
+        # Before a page sends the key, the browser asks, without the key, whether it may.
         asks = bool(self._origins) and scope["method"] == "OPTIONS"
         if not asks and not self._may_pass(path, headers):
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"

@@ -1,4 +1,5 @@
-"""The server as an ASGI application, for programs that listen themselves (uvicorn, Ray Serve)."""
+"""The server as an ASGI application, for programs that listen by themselves (uvicorn, Ray
+Serve)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def make_service(model: SpecModel, options: ServerOptions) -> Service:
 
     Raises:
         RequestError: the checkpoint has no tokenizer.
-        OptionError: the model accepts drafts whatever they are.
+        OptionError: the model was compiled with synthetic acceptance.
         CheckpointError: the chat template or the vision tower cannot be read or is invalid.
     """
     served = model.served
@@ -43,10 +44,10 @@ def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:
     """All paths of `mtpc serve` as an ASGI application.
 
     The application's lifespan starts the engine. When it ends, the server refuses new requests,
-    waits up to `drain_seconds` for the running ones, and closes the engine. Whoever listens must
-    run the lifespan, as uvicorn and Ray Serve do.
+    waits up to `drain_seconds` for the running ones, and closes the engine. The program that
+    listens must run the lifespan, as uvicorn and Ray Serve do.
 
-    The program that listens sets the limits of connections: `port`, `http`, `max_connections`,
+    That program also sets the limits of connections: `port`, `http`, `max_connections`,
     `header_seconds`, `write_seconds` and `keep_alive_seconds` have no effect. `host` only decides
     which Host headers are allowed by default.
 
@@ -56,8 +57,8 @@ def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:
 
     Raises:
         RequestError: the checkpoint has no tokenizer.
-        OptionError: the model accepts drafts whatever they are.
-        CheckpointError: the chat template cannot be read or is invalid.
+        OptionError: the model was compiled with synthetic acceptance.
+        CheckpointError: the chat template or the vision tower cannot be read or is invalid.
     """
     service = make_service(model, options)
 

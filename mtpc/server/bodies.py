@@ -11,8 +11,8 @@ from starlette.requests import Request
 from mtpc.server.errors import ApiError
 
 DISCARDED = 8
-"""The server reads and discards up to this many times the size limit of a body that is too large. A
-client that is still writing would otherwise lose the answer when the connection closes."""
+"""If a body is too large, the server reads and discards up to this many times the size limit.
+Otherwise a client that is still writing would lose the answer when the connection closes."""
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
@@ -24,8 +24,8 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         seconds: the time limit for the whole body.
 
     Raises:
-        ApiError: 408 (too slow), 413 (too large), or 415 (not declared as JSON; this refuses
-            requests that a web page may send to a local server without permission).
+        ApiError: 408 (too slow), 413 (too large), or 415 (not declared as JSON). The last one
+            refuses requests that a web page may send to a local server without permission.
         ClientDisconnect: the client disconnected.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()

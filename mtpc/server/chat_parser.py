@@ -43,12 +43,13 @@ class Delta:
 class ChatParser:
     """The parser of one choice.
 
-    The result does not depend on how the text is cut into pieces, but for the number of parts.
+    How the text is cut into pieces changes only the number of parts, and nothing else of the
+    result.
 
     Args:
         form: how the model writes calls; None leaves them in the content.
         schemas: the schema of each function's arguments.
-        thinks: whether a section of reasoning is told from the content.
+        thinks: whether reasoning is separated from the content.
         is_thinking: whether the prompt has opened that section.
         is_single: whether calls after the first are dropped.
 
@@ -69,7 +70,7 @@ class ChatParser:
         self._held = ""
         self._call: _OpenCall | None = None
         self._num_calls = 0
-        self._is_empty = is_thinking  # Space is dropped where a section begins after a mark.
+        self._is_empty = is_thinking  # Space at the beginning of a section is dropped.
 
     @property
     def has_calls(self) -> bool:
@@ -95,7 +96,7 @@ class ChatParser:
         return delta
 
     def _start(self, delta: Delta, last: bool) -> bool:
-        """Find out whether the model opens a section of reasoning itself."""
+        """Find out whether the model itself opens a section of reasoning."""
         begun = self._held.lstrip()
         if begun.startswith(THINK):
             self._held, self._state, self._is_empty = begun[len(THINK) :], "reasoning", True
@@ -151,7 +152,7 @@ class ChatParser:
         return mark is not None
 
     def _until(self, marks: tuple[str, ...], last: bool) -> tuple[str, str | None]:
-        """Take the text up to the first mark, or what can be no part of one."""
+        """Take the text up to the first mark; without a mark, all that cannot be a part of one."""
         found = [(self._held.find(mark), mark) for mark in marks if mark in self._held]
         if found:
             place, mark = min(found)
@@ -163,7 +164,7 @@ class ChatParser:
         return text, None
 
     def _trimmed(self, text: str, ends: bool) -> str:
-        """A section's text without space at its begin and, where a mark ends it, at its end."""
+        """A section's text without space at its beginning and, if a mark ends it, at its end."""
         text = self._drop_leading(text)
         space = _SPACE.search(text)
         cut = space.start() if space else len(text)
@@ -206,7 +207,7 @@ class _OpenCall:
         return found
 
     def _arguments(self, ends: bool) -> str:
-        """The arguments so far, without what may be the end of the call."""
+        """The arguments so far, without characters that may belong to the end of the call."""
         text = self.text[self._start :]
         if ends:
             return self._form.tail.sub("", text, count=1)

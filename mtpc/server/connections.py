@@ -75,7 +75,7 @@ class GuardedProtocol:
         self._num_requests = 0
         # Bytes that arrived since the last head, or the body after it, was complete.
         self._head_bytes, self._is_body_read = 0, True
-        # The client has ended its direction. It may still read, or it may be gone.
+        # The client has closed its sending side. It may still read, or it may be gone.
         self._is_half_closed = self._has_written = False
         self._can_probe, self._probe_s = False, _FIRST_PROBE_S
         self._unsent: float = math.inf
@@ -116,10 +116,10 @@ class GuardedProtocol:
             self._inner.connection_lost(error)
 
     def refuse_answer(self) -> None:
-        """Tell uvicorn that the answer to the running request is not wanted any more.
+        """Tell uvicorn that the answer to the running request is no longer wanted.
 
-        Its parser may refuse what follows a head, with an answer of its own, while the application
-        runs. Where the parser is h11, the application's answer would then be an error.
+        While the application runs, uvicorn's parser may refuse what follows a head, with an answer
+        of its own. With the parser h11, the application's answer would then be an error.
         """
         if self.is_closing:
             # With an error, uvicorn leaves closing to the guard.
@@ -146,10 +146,10 @@ class GuardedProtocol:
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """The client sends nothing more. It still gets the answers that it waits for.
+        """The client has closed its sending side. It still gets the answers that it waits for.
 
-        A client that is gone looks the same, until something is written to it. While the answer has
-        not begun, the server therefore writes interim responses.
+        A client that is gone looks the same until something is written to it. So the server writes
+        interim responses until the answer begins.
 
         Returns:
             Whether the connection stays open.
@@ -161,11 +161,11 @@ class GuardedProtocol:
         return True
 
     def _probe(self) -> None:
-        """Find out whether a client that has ended its direction is still there."""
+        """Find out whether a client that has closed its sending side is still there."""
         if self._has_written or self._transport.is_closing():
-            return  # What is written next finds it out.
+            return  # The next write finds it out.
         if not self._can_probe or not self._is_body_read:
-            # An incomplete head or body, or HTTP/1.0, which has no interim responses.
+            # The head or body is incomplete, or the version is HTTP/1.0, without interim responses.
             self._give_up()
             return
         self._transport.write(_PROBE)
@@ -184,10 +184,10 @@ class GuardedProtocol:
     def close(self) -> None:
         """Close the connection, at once if the client has nothing more to send.
 
-        Otherwise the connection lingers: the server ends writing, and reads and discards data until
-        the client closes, for at most `header_seconds`. If it closed at once, the remaining data
-        would reset the connection, and the client would lose the answer (RFC 9112, section 9.6). A
-        second call, for example at shutdown, closes a lingering connection.
+        Otherwise the connection lingers. The server stops writing, and reads and discards data
+        until the client closes, for at most `header_seconds`. If it closed at once, the remaining
+        data would reset the connection, and the client would lose the answer (RFC 9112, section
+        9.6). A second call, for example at shutdown, closes a lingering connection.
         """
         is_over = self._is_lingering or self._is_half_closed
         if is_over or (self._is_body_read and not self._head_bytes):
@@ -275,8 +275,9 @@ class _ClosedByGuard:
         return self._guard.is_closing
 
     def write(self, data: bytes) -> None:
-        if not self._guard.is_closing:  # Else uvicorn has answered already: what follows is not
-            self._guard.note_write()  # wanted, and after `write_eof` would be an error.
+        # If it closes, uvicorn has answered already. More data after `write_eof` would be an error.
+        if not self._guard.is_closing:
+            self._guard.note_write()
             self._transport.write(data)
 
     def writelines(self, data: Iterable[bytes]) -> None:
@@ -295,7 +296,7 @@ class _Timer:
         return self._handle is not None
 
     def start(self, seconds: float | None = None) -> None:
-        """Start the timer, or restart it if it runs, for its own or another number of seconds."""
+        """Start the timer, or restart it if it runs; it may get another number of seconds."""
         self.stop()
         wait_s = self._seconds if seconds is None else seconds
         self._handle = asyncio.get_running_loop().call_later(wait_s, self._fire)

@@ -36,9 +36,9 @@ class Conversation:
         prompt: the prompt's text.
         lark: a grammar of the answer, or None.
         param: the field that the grammar comes from.
-        parser: makes the parser of a choice, or None: the text is the content.
+        parser: makes the parser of a choice; None if the text is the content.
         texts: texts of special tokens that the parser needs.
-        images: in the order of their marks in the prompt.
+        images: the images, in the order of their marks in the prompt.
     """
 
     prompt: str
@@ -57,7 +57,7 @@ class Conversations:
         served: the model.
         tool_parser: one of `PARSERS`.
         reasoning_parser: one of `mtpc.server.options.REASONING`.
-        most_images: images in a conversation; 0: the model takes none.
+        most_images: the most images of a conversation; 0 if the model takes none.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Conversations:
         )
 
     def _images(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Image]]:
-        """Messages with marks in the place of images, and the images."""
+        """The messages, with marks in place of images, and the images."""
         count = count_images(messages)
         if not count:
             return messages, []
@@ -160,7 +160,7 @@ class Conversations:
 
 
 def _read(function: Mapping[str, Any]) -> Any:
-    """The arguments of an earlier call as an object; text that is none stays text."""
+    """The arguments of an earlier call as an object; text that is not JSON stays text."""
     try:
         return json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):

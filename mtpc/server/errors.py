@@ -18,8 +18,6 @@ RETRY_AFTER_S = 1
 """Seconds after which a client should retry (status 429 and 503)."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _TOO_LONG = "context_length_exceeded"
-
-
 MAX_SHOWN = 1000
 """The most characters of an error's message. A message may quote what the client sent."""
 
@@ -81,6 +79,20 @@ class ApiError(MtpcError):
 def _shortened(text: str, most: int) -> str:
     """A text of at most `most` characters. The end stays, because it says what to do."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
+
+
+def no_token_masks(what: str, param: str) -> ApiError:
+    """The error for a request that needs token masks, of a model that has none.
+
+    Args:
+        what: needs them.
+        param: the request's field.
+    """
+    message = (
+        f"{what} needs token masks, which this model was compiled without; start the server "
+        "without --no-sampling and --no-structured-outputs"
+    )
+    return ApiError(400, message, param, "no_token_masks")
 
 
 def api_error(error: BaseException) -> ApiError:

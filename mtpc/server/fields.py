@@ -150,7 +150,7 @@ def _is_row(value: Any) -> bool:
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     """A conversation. The parts of a message's content become one text, joined by newlines.
 
-    vLLM joins them in the same way. With an image among them they stay parts.
+    vLLM joins them in the same way. If one of the parts is an image, they stay parts.
     """
     if not isinstance(value, list) or not value:
         raise _refuse(name, value, "a list of messages, not empty")
@@ -168,7 +168,7 @@ def _message(name: str, value: Any) -> dict[str, Any]:
     content = message.get("content")
     if message.get("tool_calls"):
         message["tool_calls"] = _calls(f"{name}.tool_calls", message["tool_calls"])
-        content = "" if content is None else content  # A message that only calls has none.
+        content = "" if content is None else content  # A message with calls alone has no content.
     if isinstance(content, list):
         parts = [_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
         if any(part["type"] == "image_url" for part in parts):

@@ -17,7 +17,7 @@ from mtpc.errors import ServingError
 from mtpc.sampling_params import MAX_SEED, SamplingParams, TokenLogprobs
 from mtpc.server.answers import Piece, Unscored, Usage
 from mtpc.server.chat_parser import ChatParser
-from mtpc.server.errors import ApiError
+from mtpc.server.errors import ApiError, no_token_masks
 from mtpc.server.grammars import Matcher
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -59,13 +59,7 @@ class Choice:
     def check(self, engine: AsyncEngine, stop_ids: tuple[int, ...]) -> None:
         """Check that the engine can serve this; raises what `Engine.check` does."""
         if self.scores_prompt and not engine.engine.options.token_mask:
-            raise ApiError(
-                400,
-                "echo with logprobs needs token masks, which this model was compiled without; "
-                "start the server without --no-sampling and --no-structured-outputs",
-                "echo",
-                "no_token_masks",
-            )
+            raise no_token_masks("echo with logprobs", "echo")
         row = (self.prompt_ids, max(self.max_tokens, 1), stop_ids, self.sampling)
         engine.engine.check(Request(-1, *row, grammar=self.grammar, images=self.images))
 
@@ -102,7 +96,7 @@ class Prepared:
         matchers: the grammar of each text; () if the texts are free.
         parser: makes the parser of a text, or None.
         texts: texts of special tokens that the parser needs.
-        images: of the only prompt, or None.
+        images: the images of the only prompt, or None.
     """
 
     prompts: Sequence[list[int]]

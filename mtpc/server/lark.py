@@ -1,7 +1,7 @@
 """Writes grammars in llguidance's dialect of Lark.
 
-Texts for which the tokenizer has a token of its own, such as `<tool_call>`, are that token and
-nothing else: llguidance spells `<[ID]>` for it, and free text never holds it.
+If the tokenizer has one token for a text, such as `<tool_call>`, the grammar asks for that token,
+which llguidance writes as `<[ID]>`. Free text never contains such a token.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as models write it. Whitespace without limit would let a text never end."""
-
-
+"""JSON as models write it. With whitespace of any length, a text might never end."""
 _ANY = r"/(.|\n)*/"
 
 
@@ -22,7 +20,7 @@ class Lark:
     """A grammar in the making.
 
     Args:
-        tokens: texts of tokens of their own -> token ids.
+        tokens: text -> token id, for texts that are one token.
 
     Attributes:
         rules: the rules so far, one a line.
@@ -48,7 +46,7 @@ class Lark:
         match = self._pattern.search(end) if self._pattern else None
         if match is None:
             return self._rule(_ANY, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
-        # A token of its own ends free text; what `end` has before it is free text, too.
+        # The token ends free text. What stands before it in `end` is free text, too.
         return f"{self._rule(_ANY)} {self.text(end[match.start() :])}"
 
     def json(self, schema: Mapping[str, Any]) -> str:

@@ -14,8 +14,8 @@ from mtpc.errors import OptionError, ServingError
 from mtpc.server.tool_formats import PARSERS
 
 REASONING = ("auto", "none", "deepseek_r1", "glm45", "mimo", "qwen3")
-"""Values of `reasoning_parser`. vLLM's names are of one format, `<think>...</think>`; "auto" looks
-for it in the chat template."""
+"""Values of `reasoning_parser`. vLLM's names all stand for one format, `<think>...</think>`. "auto"
+looks for it in the chat template."""
 HTTP_PARSERS = ("auto", "httptools", "h11")
 _TEXT_BODY_BYTES, _IMAGES_BODY_BYTES = 2**20, 2**25
 _NEEDED = ("starlette", "uvicorn", "jinja2")
@@ -36,8 +36,8 @@ class ServerOptions:
         max_requests: the most choices in the engine at once.
         max_queue: the most choices that wait for the engine. The server refuses further ones with
             status 429.
-        max_body_bytes: the largest body of a request, in bytes. For a model that takes images, the
-            default stands for 32 MiB.
+        max_body_bytes: the largest body of a request, in bytes. The default becomes 32 MiB for a
+            model that takes images.
         max_images: the most images in a request, for a model that takes images.
         max_connections: the most open connections. The server closes further ones.
         header_seconds: time limit for a request's head.
@@ -52,8 +52,9 @@ class ServerOptions:
         allowed_origins: origins whose web pages may read answers (CORS), such as
             "https://app.example"; "*" allows any, () none.
         tool_call_parser: how the model writes calls of tools, one of
-            `mtpc.server.tool_formats.PARSERS`; "auto" asks the chat template.
-        reasoning_parser: how it writes its reasoning, one of REASONING.
+            `mtpc.server.tool_formats.PARSERS`; "auto" takes the format that the chat template
+            writes.
+        reasoning_parser: how the model writes its reasoning, one of REASONING.
 
     Raises:
         OptionError: a value is out of range.
@@ -125,9 +126,9 @@ def require_packages(
     """Check that packages of an extra are installed, before a compilation takes minutes.
 
     Args:
-        user: what needs them, for the message.
-        names: modules.
-        extra: installs them.
+        user: names what needs them in the message.
+        names: the modules to import.
+        extra: the extra of mtpc that installs them.
 
     Raises:
         ServingError: one is not installed.

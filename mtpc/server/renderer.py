@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from mtpc.errors import CheckpointError, RequestError, ServingError
+from mtpc.program.processes import start_python
 from mtpc.server.sandbox import CPU_SECONDS
 
 _REFUSED = "the chat template refuses these messages"
@@ -36,7 +36,7 @@ class Renderer:
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text that the template makes of these variables.
 
-        A template that went too far has ended its process. The next call starts another one.
+        A template that exceeds a limit ends its process. The next call starts another one.
 
         Raises:
             RequestError: the template fails with these variables, or takes too long.
@@ -70,26 +70,10 @@ class Renderer:
 
 
 class _Child:
-    """A Python with this one's modules, which imports hardly more than Jinja."""
+    """A process of `mtpc.server.sandbox`, which imports hardly more than Jinja."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
-        handle = theirs.fileno()
-        place = "mtpc.server.sandbox"
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {place} import serve; serve({handle})"
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[handle],
-                start_new_session=True,  # Ctrl-C is the server's, which lets requests end.
-            )
-        except OSError:
-            self._pipe.close()
-            raise
-        finally:
-            theirs.close()
+        self._process, self._pipe = start_python("mtpc.server.sandbox")
         self.end = weakref.finalize(self, _end, self._process, self._pipe)
 
     @property

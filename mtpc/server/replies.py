@@ -74,7 +74,7 @@ class Reply:
     async def _send_events(self, send: Send) -> None:
         """Send the answer as events.
 
-        The status line is sent with the first event, so an error before it has its own status.
+        The status line goes out with the first event, so an error before that has its own status.
         """
         chunks = [Chunks(self._answer, choice.index) for choice in self._job.choices]
         events = _Events(send)

@@ -145,7 +145,7 @@ async def _serve(
             try:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.add_signal_handler(number, stop)
-            except RuntimeError as error:  # Raised here, it would end the process.
+            except RuntimeError as error:  # If this raised, it would end the process.
                 faults.append(error)
                 stop()
         yield
@@ -176,7 +176,7 @@ async def _serve(
 
 
 async def _lost_rank(engine: AsyncEngine) -> LostRankError:
-    """Wait until another rank is lost. Without it no step runs again, so the server must end."""
+    """Wait until another rank is lost. No step can run without it, so the server must end."""
     error = await engine.until_ended()
     while not isinstance(error, LostRankError):
         await asyncio.Event().wait()

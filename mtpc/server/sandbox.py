@@ -1,8 +1,8 @@
 """The process that renders a chat template: Jinja's sandbox within limits of time and memory.
 
 A checkpoint's template comes from a stranger. Jinja's sandbox keeps it away from Python's
-internals, but any filter or method may take all time or memory. So a template runs in a process of
-its own, which the system ends or refuses memory where it goes too far.
+internals, but any filter or method may take unlimited time or memory. So a template runs in a
+process of its own. The system ends that process, or refuses it memory, beyond its limits.
 
     caller: the template, then variables as JSON ->  | child: `serve`
     <- b"+" and the prompt, or b"-" and a reason     | each message: one answer, or it ends
@@ -27,7 +27,7 @@ MAX_RENDERED = 2**24
 CPU_SECONDS = 2.0
 """Time of the processor for one text. Templates of released models take milliseconds."""
 MEMORY_BYTES = 2**30
-"""Address space of the process. Linux holds it to that; macOS does not."""
+"""Address space of the process. Linux enforces this limit; macOS does not."""
 _MAX_REASON = 500
 
 
@@ -49,7 +49,7 @@ def serve(handle: int) -> None:
 
 
 def _limit_process() -> None:
-    # The default action ends the process, also in the middle of a call of Python's own.
+    # The default action ends the process, even within a call of Python's own C code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for kind, most in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
@@ -71,7 +71,7 @@ def _answer(compiled: list[Template], data: bytes) -> bytes:
         reason = f"line {error.lineno}: {error}"
     except MemoryError:
         reason = f"it needs more than {MEMORY_BYTES} bytes of memory"
-    except Exception as error:  # The template's: it may raise whatever Python can.
+    except Exception as error:  # A template may raise any exception.
         reason = str(error) or type(error).__name__
     return b"-" + reason[:_MAX_REASON].encode(errors="backslashreplace")
 

@@ -15,14 +15,14 @@ from mtpc.engine.vision import Vision
 from mtpc.server.chat import ChatTemplate
 from mtpc.server.conversation import Conversation, Conversations
 from mtpc.server.counters import ServerCounters
-from mtpc.server.errors import ApiError
+from mtpc.server.errors import ApiError, no_token_masks
 from mtpc.server.grammars import Grammars, Matcher
 from mtpc.server.options import ServerOptions
 
 TOKENISERS = 2
-"""Long texts that are tokenised at once."""
+"""The number of long texts that are tokenised at the same time."""
 CHARS_PER_TOKEN, MIN_CHARS = 32, 2**16
-"""A text is refused before it is tokenised, if it has more characters than `MIN_CHARS`, and more
+"""A text is refused before it is tokenised if it has more than `MIN_CHARS` characters, and more
 than `CHARS_PER_TOKEN` for each token that the engine has room for."""
 
 
@@ -34,17 +34,17 @@ class Service:
         model_name: the model's name in requests.
         options: the server's limits.
         template: the model's chat template, or None if it has none.
-        vision: embeds images; None: the model takes none.
+        vision: embeds images; None if the model takes none.
 
     Attributes:
         is_draining: whether the server refuses new requests and only completes the running ones.
         in_flight: number of choices that wait or run.
         counters: the counts of HTTP responses and their times.
         created: Unix time at which the service was made, in seconds.
-        tokenisers: threads that turn long texts into tokens, and do nothing else. Work of other
-            requests, in the event loop's own threads, does not wait for them.
-        renderers: threads that turn conversations into tokens, likewise. They wait for the process
-            that renders the chat template.
+        tokenisers: threads that turn long texts into tokens, and do nothing else, so that other
+            requests' work in the event loop's own threads does not wait for them.
+        renderers: the same for conversations. These threads wait for the process that renders the
+            chat template.
     """
 
     def __init__(
@@ -112,13 +112,7 @@ class Service:
         """
         param = conversation.param
         if not self.engine.engine.options.token_mask:
-            raise ApiError(
-                400,
-                f"{param} needs token masks, which this model was compiled without; start the "
-                "server without --no-sampling and --no-structured-outputs",
-                param,
-                "no_token_masks",
-            )
+            raise no_token_masks(param, param)
         assert conversation.lark is not None
         return self._grammars.matchers(conversation.lark, count, param)
 

@@ -1,7 +1,7 @@
-"""How models write calls of tools: one format a family of chat templates.
+"""How models write calls of tools: one format for each family of chat templates.
 
-A checkpoint's own chat template shows its format, so `find_format` looks for what each format
-writes. The names are those of vLLM's `--tool-call-parser`.
+A checkpoint's chat template shows its format, so `find_format` looks in it for each format's marks.
+The names are those of vLLM's `--tool-call-parser`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ToolFormat:
         opening: what all calls together begin with, or "".
         closing: what they end with, or "".
         between: what stands between two calls.
-        head: matches what comes before the arguments, with the function's name as its group. The
-            arguments then follow as JSON up to `tail`, and stream. None: they come when the call is
-            complete.
+        head: matches what comes before the arguments; its group is the function's name. The
+            arguments then follow as JSON up to `tail`, and stream. If it is None, the arguments
+            come when the call is complete.
         tail: matches what follows the arguments.
-        takes_text: whether the template wants the arguments of earlier calls as JSON text; else it
-            wants an object.
+        takes_text: whether the template takes the arguments of earlier calls as JSON text. If not,
+            it takes an object.
     """
 
     name: str
@@ -132,7 +132,7 @@ def _properties(schema: Schema) -> dict[str, Any]:
 
 
 def _typed(values: list[tuple[str, str]], schema: Schema) -> str:
-    """Arguments as JSON: a text stays a text where the schema says so; else JSON is read."""
+    """Arguments as JSON. Values of type string stay as they are; others are read as JSON."""
     arguments: dict[str, Any] = {}
     known = _properties(schema)
     for key, text in values:
@@ -236,7 +236,8 @@ FORMATS: tuple[ToolFormat, ...] = (
         **_CALL,
     ),
 )
-"""The first whose marks a template has counts: later ones have fewer marks of their own."""
+"""The first format whose marks are all in a template counts, because later ones have fewer
+marks."""
 PARSERS = ("auto", "none", *(form.name for form in FORMATS))
 """Values of `--tool-call-parser`."""
 

@@ -118,7 +118,7 @@ class KeepLast(nn.Module):
         """Update `last_ids` and `last_features` in place; arguments as `Widen` has them."""
         back = torch.arange(self.window - 1, -1, -1, device=anchors.device)
         rows = anchors[:, None] - back[None]
-        # A request may have fewer rows; any will do for the rest, as its length excludes them.
+        # A request may have fewer rows. The others may be any, because its length excludes them.
         rows = torch.maximum(rows, query_start_loc[:-1, None].long())
         last_ids.index_copy_(0, state_slots, ids[rows])
         last_features.index_copy_(0, state_slots, features[rows])

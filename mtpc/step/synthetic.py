@@ -4,8 +4,8 @@ It measures what K is worth at a given acceptance, at the full cost of a step. T
 drafts', not the model's. The host fills a table of draws by position, so the draws depend on
 nothing else, and the same graphs serve all rates.
 
-The tokens are rewritten before `mtpc::accept`, which works as ever: a choice becomes the draft
-that is to be accepted, and the draft after it becomes another token than the choice.
+The tokens are changed before `mtpc::accept`, which works as usual: a choice becomes the draft that
+is to be accepted, and the draft after it becomes another token than the choice.
 """
 
 from __future__ import annotations

@@ -326,6 +326,12 @@ class EntryStore:
             ) from error
 
 
+def copy_files(source: Path, target: Path) -> None:
+    """Copy the files of one directory into another; see `EntryStore.write`."""
+    for path in source.iterdir():
+        shutil.copyfile(path, target / path.name)
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:

@@ -52,10 +52,10 @@ def torch_field() -> dict[str, str]:
 
 
 def modelling_field() -> dict[str, str]:
-    """A digest of transformers' modelling code: its version does not see edits (25 MB, 30 ms).
+    """A digest of transformers' modelling code: its version does not show edits (25 MB, 30 ms).
 
     Raises:
-        CacheError: a pattern matches no file, so that edits would not be seen.
+        CacheError: a pattern matches no file, so that edits would be missed.
     """
     spec = util.find_spec("transformers")
     folders = [Path(f) for f in (spec.submodule_search_locations or ())] if spec else []
@@ -63,7 +63,7 @@ def modelling_field() -> dict[str, str]:
     for pattern in _MODELLING:
         found = [path for folder in folders for path in sorted(folder.glob(pattern))]
         if not found:
-            raise CacheError(f"transformers has no {pattern}: its edits could not be told apart")
+            raise CacheError(f"transformers has no {pattern}, so edits of its code would be missed")
         files += found
     return {"source.transformers": hash_of(path.read_bytes() for path in files)}
 

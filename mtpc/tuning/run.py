@@ -120,11 +120,11 @@ class Tuning:
         _refuse_what_cannot_be_tuned(self._checkpoint, parsed.dtype)
 
     def run(self, resume: bool = False) -> Tuned:
-        """Do all of it, or what is left of it.
+        """Do the whole run, or the rest of an interrupted one.
 
         Raises:
-            OptionError: there is a run to resume and `resume` is not set, or there is none and it
-                is, or its settings were others.
+            OptionError: there is a run to resume and `resume` is not set; or `resume` is set and
+                there is no run, or one with other settings.
             RequestError: as `read_texts`.
             CheckpointError: the new checkpoint cannot be written.
         """

@@ -35,7 +35,7 @@ def find_directory(source: str | Path, revision: str | None = None) -> Path:
 
     try:
         found = try_to_load_from_cache(name, _CONFIG, revision=revision)
-    except HFValidationError:  # It looks like an id and is none.
+    except HFValidationError:  # It looks like an id, but is not one.
         return path
     if isinstance(found, str):
         return Path(found).parent

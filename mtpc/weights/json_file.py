@@ -107,7 +107,7 @@ def _check_shares(part: Mapping[str, Any], path: Path, prefix: str) -> None:
 
 
 def _check_size(path: Path, name: str, value: Any) -> None:
-    """Refuse a whole number that is no size. Released configs have -1 where nothing limits."""
+    """Refuse a whole number that cannot be a size. Released configs have -1 for no limit."""
     if isinstance(value, int) and not -1 <= value <= LARGEST:
         raise wrong(path, name, value, f"a size of at most {LARGEST}")
 
@@ -118,10 +118,10 @@ def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None 
     Args:
         config: config.json; the configs of its parts are checked, too.
         path: the file, for messages.
-        num_tensors: tensors in the checkpoint; None where there is none but config.json.
+        num_tensors: tensors in the checkpoint; None if there is only config.json.
 
     Raises:
-        CheckpointError: a count is no whole number, or too large.
+        CheckpointError: a count is not a whole number, or is too large.
     """
     for name, value in config.items():
         if name.endswith("_config") and isinstance(value, dict):

@@ -1,7 +1,7 @@
 """A target's checkpoint together with a drafter's, read as one.
 
 The drafter's tensors have their own names behind `DRAFT`. So headers, recipes, the graph cache's
-key and the binding of weights see one checkpoint, whoever holds a tensor.
+key and the binding of weights see one checkpoint, whichever directory holds a tensor.
 """
 
 from __future__ import annotations

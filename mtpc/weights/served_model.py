@@ -155,10 +155,10 @@ class ServedModel:
 
     @cached_property
     def _decode(self) -> Callable[..., str]:
-        """The tokenizer's inner decoder, which is called per request and step, where it says all.
+        """The tokenizer's inner decoder, which is called for each request and step.
 
-        transformers' own method costs five times as much, and adds nothing but the clean-up of
-        spaces that old tokenizers ask for.
+        transformers' own method costs five times as much, and only adds the clean-up of spaces that
+        old tokenizers ask for.
         """
         assert self._tokenizer is not None
         if self._tokenizer.clean_up_tokenization_spaces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import mtpc
 from mtpc.backends import make_backend
 from mtpc.capture.split import CROSS_MEANING
 from mtpc.config import CompileOptions
-from mtpc.host.contract import HostBuffer, contract_table, host_buffers
+from mtpc.host.contract import HostBuffer, host_buffers
 from mtpc.host.hosted import _as_stated
-from mtpc.layout import HOST, VERIFY, BufferSpec, Layout
+from mtpc.layout import HOST, VERIFY, BufferSpec, Layout, dtype_name
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
@@ -52,6 +52,42 @@ def layouts(checkpoint: Callable[..., Path]) -> dict[str, Layout]:
             for name in decode:
                 made[family] = made[family].resized(name, grown[name].dims)
     return made
+
+
+WELL_KNOWN = {"Q*R": "T", "R*(K+1)": "R(K+1)", "floor(V/32+31/32)": "V/32"}
+"""Sizes as sympy writes them, and as the table does."""
+
+
+def contract_table(specs: Iterable[BufferSpec], model_dtype: torch.dtype) -> str:
+    """The contract as a Markdown table, as it stands in docs/embedding.md.
+
+    Args:
+        specs: with symbols for sizes; layers of one kind become one row.
+        model_dtype: the weights', which the table calls "model".
+    """
+    rows: dict[str, str] = {}
+    for spec in specs:
+        name = re.sub(r"(?<=^kv\.)\d+", "*", spec.name)
+        dtype = "model" if spec.dtype == model_dtype else dtype_name(spec.dtype)
+        cells = (
+            f"`{name}`",
+            f"[{', '.join(size_of(spec, dim) for dim in spec.dims)}]",
+            dtype,
+            str(spec.pad) if spec.needs_pad else "any",
+            ", ".join(spec.writers),
+            spec.meaning,
+        )
+        rows.setdefault(name, f"| {' | '.join(cells)} |")
+    head = ["| buffer | shape | dtype | pad | written by | what |", "|---|---|---|---|---|---|"]
+    return "\n".join([*head, *rows.values()])
+
+
+def size_of(spec: BufferSpec, dim: object) -> str:
+    """A size as the table shows it: a model's own numbers and rings as letters."""
+    text = str(dim).replace("K_max", "K").replace(" ", "")
+    text = WELL_KNOWN.get(text, text)
+    own = spec.name.startswith(("kv.", "state.chain_"))
+    return "n" if own and (text.isdigit() or (len(text) > 1 and text != "any")) else text
 
 
 def test_the_table_is_the_code(layouts: dict[str, Layout]) -> None:

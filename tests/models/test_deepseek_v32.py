@@ -55,7 +55,7 @@ def test_other_choices(topk: int, tmp_path: Path) -> None:
 def test_all_of_it_is_in_pages(checkpoint: Callable[..., Path]) -> None:
     """Latents and indexer keys: a request may begin with another's pages."""
     loaded = load(checkpoint(FAMILY, "random"), "bfloat16", True)
-    layout = Layout(loaded.state_specs(), {N: 1, P: 1})
+    layout = Layout(loaded.state_specs, {N: 1, P: 1})
     assert slot_state(layout) == ()
 
 

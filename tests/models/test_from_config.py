@@ -30,7 +30,7 @@ def test_a_config_says_what_the_headers_say(
     assert (headers.has_headers, config.has_headers) == (True, False)
     assert all(tensor.is_meta for tensor in parameters(config.loaded).values())
     assert forms(config.loaded) == forms(headers.loaded)
-    assert config.loaded.state_specs() == headers.loaded.state_specs()
+    assert config.loaded.state_specs == headers.loaded.state_specs
 
 
 def parameters(loaded: LoadedModel) -> dict[str, Tensor]:

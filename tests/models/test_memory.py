@@ -46,7 +46,7 @@ def test_bytes_per_token(family: str, checkpoint: Callable[..., Path]) -> None:
     """Page pools of one page of one token: what `mtpc inspect` prints as cost of a token."""
     directory = checkpoint(family, "random")
     loaded = load(directory, "bfloat16", needs_mtp=True, **tiny.drafter(directory))
-    paged = [s for s in loaded.state_specs() if s.dims[:2] == (N, P)]
+    paged = [s for s in loaded.state_specs if s.dims[:2] == (N, P)]
     layout = Layout(paged, {N: 1, P: 1})
     assert sum(layout.nbytes(name) for name in layout) == 2 * HEADS_AND_WIDTHS[family]
 

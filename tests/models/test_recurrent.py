@@ -190,7 +190,7 @@ def test_memory_per_request(family: str, checkpoint: Callable[..., Path]) -> Non
     """One state and K + W - 1 inputs a request and layer: docs/models.md's closed form."""
     loaded = load(Checkpoint(checkpoint(family)), "bfloat16", True)
     config, drafts = loaded.config, 4
-    specs = [s for s in loaded.state_specs() if s.dims[0] == S]
+    specs = [s for s in loaded.state_specs if s.dims[0] == S]
     layout = Layout(specs, {S: 1, K_MAX: drafts})
     heads, key, value = 4, 8, 12
     channels = 2 * 2 * key + heads * value

@@ -142,7 +142,7 @@ def test_caches_follow_their_heads(shapes: Callable[[str], LoadedModel]) -> None
     found = {
         family: {
             spec.name.split(".")[2]: plan.cuts_cache(spec.name)
-            for spec in plan._loaded.state_specs()
+            for spec in plan._loaded.state_specs
             if spec.name.startswith("kv.")
         }
         for family in ("mimo", "deepseek_v3", "qwen3_next", "step3p5")

@@ -34,7 +34,7 @@ class Rows:
 
     def __init__(self, loaded: LoadedModel, length: int):
         sizes = {S: 2, K_MAX: 3, M: BLOCKS, P: PAGE, N: BLOCKS + 1, C: length + 3}
-        layout = Layout(loaded.state_specs(), sizes)
+        layout = Layout(loaded.state_specs, sizes)
         pools = {n: layout.allocate(n) for n in layout if n.startswith("kv.")}
         self.model, self.length = SteppedModel(loaded, pools, 2), length
 

@@ -512,8 +512,8 @@ FAULTS = (
     Fault(
         "a compressed entry is seen one token late",
         "models/deepseek_v4_attention.py",
-        "closed = (rows.position + 1) // ratio",
-        "closed = rows.position // ratio",
+        "(rows.position + 1) // ratio",
+        "rows.position // ratio",
         _V4,
     ),
     Fault(
@@ -571,7 +571,7 @@ FAULTS = (
     Fault(
         "every chunk of a prompt is taken for its last",
         "engine/rows.py",
-        "following += request.token_ids(end, end + 1) if end < request.num_input else [-1]",
+        "following += ids[count:] or [-1]",
         "following += [-1]",
         _MIMO,
     ),
@@ -669,8 +669,8 @@ FAULTS = (
     Fault(
         "in files: the tokens behind a page do not count",
         "engine/offload.py",
-        "tokens = request.token_ids(end - self._page_size, end + self._lookahead)",
-        "tokens = request.token_ids(end - self._page_size, end)",
+        "keys = request.keys(end - self._page_size, end + self._lookahead)",
+        "keys = request.keys(end - self._page_size, end)",
         "engine/test_offload.py::test_a_block_is_its_whole_past",
     ),
     Fault(

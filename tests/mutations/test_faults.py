@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from mutations.faults import FAULTS
-from mutations.plant import read_rows, row
+from mutations.plant import ROOT, read_rows, row
 
 PLANT = Path(__file__).with_name("plant.py")
 
@@ -20,6 +20,12 @@ def test_each_planted_fault_is_seen(options: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seen: " in done.stdout
+
+
+def test_each_fault_can_be_planted() -> None:
+    """The text that a fault replaces is in its file exactly once."""
+    counts = {f.name: (ROOT / "mtpc" / f.file).read_text().count(f.right) for f in FAULTS}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
 
 
 def test_each_fault_has_a_result() -> None:

@@ -31,6 +31,7 @@ from mtpc.sampling_params import TokenLogprobs
 from mtpc.server.answers import Answer, Chunks, Piece
 from mtpc.server.counters import Histogram
 from mtpc.server.fields import NO_OPS, ONE_VALUE, USED
+from mtpc.server.hosts import is_local
 from mtpc.server.options import ServerOptions
 from mtpc.server.run import run_server
 from mtpc.weights.served_model import ServedModel
@@ -213,7 +214,7 @@ def test_a_taken_port_is_said_before_compiling(
 
 def test_who_is_warned(capsys: pytest.CaptureFixture[str]) -> None:
     for host, loopback in (("127.0.0.1", 1), ("::1", 1), ("0.0.0.0", 0), ("192.168.1.2", 0)):
-        assert serve._is_loopback(host) == loopback
+        assert is_local(host) == loopback
 
 
 def test_the_docs_name_every_field_and_option() -> None:

@@ -82,7 +82,8 @@ def test_the_cut_is_where_drafting_begins(
     assert "target" not in propose
     # Hidden states of R*Q = 8 rows of 64 floats, one stream or two; everything else is metadata.
     features = 8 * 64 * 4 * getattr(built.loaded.config, "hc_mult", 1)
-    assert features <= split.crossing_bytes < features + 2048
+    crossing = sum(split.verify.layout.nbytes(spec.name) for spec in split.crossing)
+    assert features <= crossing < features + 2048
 
 
 def test_results_are_ready_after_verify(compiler: Callable[..., StepCompiler]) -> None:

@@ -1,14 +1,14 @@
 """aiter, AMD's kernels for ROCm, as candidates for binding: which, within what limits, and how.
 
-Bound are the two that read the caches as we lay them out: `unified_attention` (Triton, any number
-of query rows) and `mla_decode_fwd` (assembly, at most 4), which gets our pages as lists of tokens;
-and, where fuse-elementwise is enabled, `rmsnorm2d_fwd` and `rmsnorm2d_fwd_with_add`. Not bound, and
-why: `pa_fwd_asm` and `pa_persistent_fwd` want another order of the cache; `fused_moe` wants
-shuffled weights, which is a pass of its own; rotary embeddings are ours, together with the cache
-writes.
+Two of its kernels read the caches in mtpc's layout: `unified_attention` (Triton, any number of
+query rows) and `mla_decode_fwd` (assembly, at most 4 rows), which gets mtpc's pages as lists of
+tokens. Where fuse-elementwise is enabled, `rmsnorm2d_fwd` and `rmsnorm2d_fwd_with_add` are bound,
+too. The others are not bound: `pa_fwd_asm` and `pa_persistent_fwd` want another order of the cache;
+`fused_moe` wants shuffled weights, which would be a pass of its own; mtpc's own kernel does rotary
+embeddings together with the cache writes.
 
-aiter changes quickly: signatures are compared at bind time, and a deviation is a note, not a
-crash in the middle of a capture.
+aiter changes quickly. Signatures are compared when kernels are bound, and a difference becomes a
+note, not a crash in the middle of a capture.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kernel:
     """A function of aiter and how we call it.
 
     Attributes:
-        operator: our operator around it, whose name is that of the `mtpc::` op.
+        operator: mtpc's operator around it, which has the name of the `mtpc::` op.
         modules: where it may be; it has moved between releases.
         function: its name.
         parameters: what we pass, by name, in the published order; all of them may be given by
@@ -76,7 +76,7 @@ class Found:
 
 
 def aiter_version() -> tuple[str | None, str]:
-    """AMD's aiter's version, or None, and what was found in words.
+    """The version of AMD's aiter, or None; and a text that says what was found.
 
     The `aiter` of the public package index has the same import name and nothing to do with it.
     """

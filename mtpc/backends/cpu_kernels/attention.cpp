@@ -56,7 +56,7 @@ class Attention {
     finish(unit, 0, rows, total);
   }
 
-  /// Splits of few units on all threads, each of which goes through adjacent ones, then the folds.
+  /// For few units: all threads compute splits, each thread adjacent ones; the folds come after.
   void run_split_parallel(int64_t workers) const {
     struct Task {
       const Unit* unit;
@@ -175,7 +175,7 @@ Cache paged_cache(const Tensor& tensor, const char* name) {
   return {t, t.size(0), t.size(1), t.size(2), t.size(3), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-/// Scales of a cache of codes, none for others.
+/// The scales of a cache of codes; other caches have none.
 std::optional<Cache> paged_scales(
     const std::optional<Tensor>& scales, const Tensor& cache, const char* name) {
   STD_TORCH_CHECK(

@@ -42,8 +42,8 @@ inline Vec<float> load_groups(const BFloat16* row, int64_t valid) {
   return groups;
 }
 
-/// panel[g][j] = group g of keys[j] + shift, zeros where keys[j] is null: a key that nobody sees is
-/// not read. Of a whole panel all keys are seen.
+/// panel[g][j] = group g of keys[j] + shift, zeros where keys[j] is null: a key that no row sees is not
+/// read. In a whole panel all keys are seen.
 template <bool kWhole>
 void pack_some_keys(const BFloat16* const* keys, int64_t shift, int64_t width, Ahead ahead,
                     Group* panel) {

@@ -184,8 +184,8 @@ class SplitAttention {
     }
   }
 
-  /// Where keys and values of a split lie; null for positions that no row of the unit sees. And the
-  /// keys of the next split, or any where there are none.
+  /// Finds where keys and values of a split lie; null for positions that no row of the unit sees.
+  /// Also finds the keys of the next split, to fetch them; where there are none, this split's.
   void find_rows(const Unit& unit, int64_t base, Range local, Memory& memory) const {
     std::fill_n(memory.keys, kSplit, nullptr);
     place(unit, p_.keys, keys_, base, local, memory.keys);

@@ -26,7 +26,7 @@ inline void for_row_tiles(int64_t rows, const Body& body) {
   if (rows - row >= 1) body(std::integral_constant<int, 1>{}, row);
 }
 
-/// panel[d][j] = keys[j][shift + d], zeros where keys[j] is null: a key that nobody sees is not read.
+/// panel[d][j] = keys[j][shift + d], zeros where keys[j] is null: a key that no row sees is not read.
 template <class A, class T>
 void pack_panel(const T* const* keys, int64_t shift, int64_t width, A* panel) {
   constexpr int kN = kLanes<A>;

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from mtpc.backends.cpu_kernels.compilers import Compilers
+from mtpc.backends.cpu_kernels.compilers import RunCompiler, running_compilers
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.backends.cpu_kernels.shipped import SHIPPED, find_shipped, keep_shipped
@@ -60,7 +60,7 @@ _DECISIVE = ("source.kernels", "version.torch", "machine.platform", COMPILER)
 _DECISIVE_IF_NATIVE = ("machine.cpu", "machine.instruction_sets")
 _ERROR_LINES = 20
 _MOST_COMPILERS = 8
-"""At once: each takes half a gigabyte."""
+"""The most compilers at once; each takes half a gigabyte."""
 _Run = Callable[[list[str]], None]
 """Runs one compiler."""
 _ADVICE = "install g++ >= 12 or clang++ >= 15, set CXX to it, or use backend='eager'"
@@ -148,10 +148,6 @@ def _find_compiler() -> str:
     return found
 
 
-def _sources() -> list[Path]:
-    return sorted(path for path in SOURCE_DIR.glob("*.cpp") if path != _RUNNER_SOURCE)
-
-
 def _write_generated(directory: Path) -> Path:
     """The generated files, and which of them is to be compiled."""
     for name, text in generate().items():
@@ -197,16 +193,19 @@ class _Build:
 
     def _compile(self, into: Path) -> None:
         """Sources side by side, one a core; then the libraries of them."""
-        kernels = f"the cpu kernels for {self.level.name} with {self.compiler}"
-        what = f"compiling {kernels} (once, about a minute of two cores)"
+        what = (
+            f"compiling the cpu kernels for {self.level.name} with {self.compiler} (once, about a "
+            "minute of two cores)"
+        )
         self.report(what)
         with (
             Scratch("objects") as scratch,
             ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
-            Compilers() as compilers,
+            running_compilers() as run_compiler,
         ):
-            objects, run = Path(scratch), partial(_run, compilers)
-            sources = [*_sources(), _write_generated(objects)]
+            objects, run = Path(scratch), partial(_run, run_compiler)
+            kernels = sorted(path for path in SOURCE_DIR.glob("*.cpp") if path != _RUNNER_SOURCE)
+            sources = [*kernels, _write_generated(objects)]
             flags = (*_FLAGS, *self.level.flags)
             # The runner takes longest and needs no precompiled header, so it begins.
             runner = pool.submit(self._object, _RUNNER_SOURCE, _RUNNER_FLAGS, objects, run)
@@ -217,7 +216,7 @@ class _Build:
                 for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
                     self.report(what, done / len(jobs))
-            finally:  # An interrupt waits for no compiler: `compilers` ends them.
+            finally:  # An interrupt waits for no compiler: the block ends them.
                 pool.shutdown(wait=False, cancel_futures=True)
             self._link([job.result() for job in others], into / LIBRARY, run)
             self._link([runner.result()], into / RUNNER, run)
@@ -253,8 +252,8 @@ class _Build:
         run([self.compiler, *map(str, objects), "-o", str(library), *link])
 
 
-def _run(compilers: Compilers, command: list[str]) -> None:
-    done = compilers.run(command)
+def _run(run_compiler: RunCompiler, command: list[str]) -> None:
+    done = run_compiler(command)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.splitlines()[-_ERROR_LINES:]) or "(it printed nothing)"
         raise BackendError(

@@ -31,17 +31,7 @@ inline bool holds_codes(const Tensor& cache) {
 /// Writes a row's codes; returns its scale.
 template <class T>
 float write_codes(const T* from, int64_t width, bool is_float, Code* to) {
-  // Magnitudes as integers are in the same order, and NaN is the largest.
-  Mask<float> magnitudes{};
-  for_steps(width, [&](int64_t i, auto count) {
-    const Mask<float> magnitude = reinterpret_cast<Mask<float>>(take(from + i, count)) & 0x7fffffff;
-    magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
-  });
-  int32_t bits = 0;
-  for (int lane = 0; lane < kStep; ++lane) bits = std::max<int32_t>(bits, magnitudes[lane]);
-  float largest;
-  std::memcpy(&largest, &bits, sizeof(largest));
-  const float most = is_float ? 448 : 127, scale = largest / most;
+  const float most = is_float ? 448 : 127, scale = largest_magnitude(from, width) / most;
   if (!std::isfinite(scale)) {
     std::memset(to, 0, width);
     return scale;

@@ -18,10 +18,10 @@
 namespace mtpc {
 namespace {
 
-/// With more rows the time between operators is nothing beside theirs.
+/// With more rows than these, the time between operators hardly counts beside their own.
 constexpr int64_t kFewRows = 64;
 
-/// What is fetched of a product's weights while the stage before it ends, a worker.
+/// Bytes of a product's weights that each worker fetches while the stage before it ends.
 constexpr int64_t kWarmBytes = 256 << 10;
 
 /// Rows of so many elements, `stride` apart.
@@ -138,14 +138,15 @@ class Chain {
     for (size_t s = 0; s < stages_.size(); ++s) {
       const int64_t width = stages_[s].width;
       const bool last = s + 1 == stages_.size();
-      // Two places in turns: a stage begins when nobody reads what the last but one has read.
+      // Two places alternate: when a stage begins, no worker reads the one before the last any more.
       places.push_back(last ? out : Rows{scratch + s % 2 * place, width, stride(width)});
       tasks.emplace_back(stages_[s].is_norm() ? rows_ : stages_[s].tiles(), workers_);
       roundings.emplace_back(needs_rounding(s) ? rows_ : 0, workers_);
     }
     run_workers(workers_, [&](int64_t me) {
       GatedWorker worker;
-      // Now, for without memory it throws, and nobody would do a task that it had taken.
+      // This may throw if memory runs out, so it comes before the worker takes any task: no other
+      // worker would do that task.
       worker.gates.reserve(gates_of_run(rows_));
       const BFloat16* sums = residual;
       for (size_t s = 0; s < stages_.size(); ++s) {

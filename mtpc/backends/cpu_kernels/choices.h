@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "tensors.h"
+#include "product_rows.h"
 
 namespace mtpc {
 
@@ -19,12 +19,20 @@ struct Choice {
   int64_t first_slot = 0;  // of its rows among the rows of all choices
 };
 
-/// The experts that anybody chose, in index order.
+/// The experts that some row chose, in index order.
 template <class A>
 struct Choices {
   std::vector<Choice<A>> chosen;
   int64_t slots = 0;
 };
+
+inline void check_choices(
+    const char* name, const Tensor& ids, const Tensor& weights, int64_t tokens) {
+  STD_TORCH_CHECK(
+      ids.dim() == 2 && weights.dim() == 2 && ids.size(0) == tokens && weights.size(0) == tokens &&
+          weights.size(1) == ids.size(1),
+      "mtpc_cpu::", name, ": expert_ids and expert_weights must be [T, k]");
+}
 
 /// Groups the first rows by expert. Ids outside the table choose nothing; weights are rounded to T.
 template <class T>
@@ -68,6 +76,38 @@ A swiglu(A gate, A up, Limit limit) {
   if (limit.value > 0 && limit.of_input) gate = std::min(gate, most);
   gate = gate / (1 + std::exp(-gate));
   return (limit.value > 0 && !limit.of_input ? std::min(gate, most) : gate) * up;
+}
+
+/// silu(gate) * up of so many rows, for 32 features. gates(body) and ups(body) call body(row, its 32
+/// sums) for each row; rows of `out` are `stride` apart.
+template <class T, class Gates, class Ups>
+void activate_tile(int64_t rows, const Gates& gates, const Ups& ups, Limit limit, T* out,
+                   int64_t stride) {
+  std::vector<float> held(rows * kFeatures);
+  gates([&](int64_t row, const float* sums) {
+    std::copy_n(sums, kFeatures, held.data() + row * kFeatures);
+  });
+  ups([&](int64_t row, const float* sums) {
+    const float* gate = held.data() + row * kFeatures;
+    for (int f = 0; f < kFeatures; ++f) {
+      out[row * stride + f] = static_cast<T>(swiglu<float>(gate[f], sums[f], limit));
+    }
+  });
+}
+
+/// 32 features of all rows, [tokens, 32]: the weighted sum over experts, in index order.
+/// products(choice, body) calls body(i, its 32 sums) for each of the choice's rows.
+template <class Products>
+std::vector<float> combine_tile(
+    const Choices<float>& choices, int64_t tokens, const Products& products) {
+  std::vector<float> total(tokens * kFeatures);
+  for (const Choice<float>& choice : choices.chosen) {
+    products(choice, [&](int64_t i, const float* sums) {
+      float* to = total.data() + choice.rows[i] * kFeatures;
+      for (int f = 0; f < kFeatures; ++f) to[f] += choice.weights[i] * sums[f];
+    });
+  }
+  return total;
 }
 
 }  // namespace mtpc

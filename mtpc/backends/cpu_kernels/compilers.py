@@ -7,33 +7,30 @@ at its end, which the system brings about for a killed process too, the shell en
 from __future__ import annotations
 
 import subprocess
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _GUARD = "read -r line; kill -TERM 0"
+RunCompiler = Callable[[list[str]], subprocess.CompletedProcess[str]]
+"""Runs one compiler, with its output as text; any thread may call this."""
 
 
-class Compilers:
-    """Compilers run within the block; those that still run at its end are ended."""
+@contextmanager
+def running_compilers() -> Iterator[RunCompiler]:
+    """What runs compilers within the block; those that still run at its end are ended."""
+    # A group of its own, which Ctrl-C in the terminal does not reach: the caller ends it.
+    guard = subprocess.Popen(
+        ["sh", "-c", _GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
+    )
 
-    def __enter__(self) -> Compilers:
-        # A group of its own, in which Ctrl-C of the terminal ends nobody: the caller does.
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
-        )
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
-        self._guard.wait()
-
-    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Run one, with its output as text; any thread may call this."""
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, capture_output=True, text=True, check=False, process_group=self._guard.pid
+            command, capture_output=True, text=True, check=False, process_group=guard.pid
         )
+
+    try:
+        yield run
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()

@@ -136,19 +136,15 @@ class Experts {
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
             const Tensor& weights, Limit limit, int64_t parts) {
   STD_TORCH_CHECK(
-      x.dim() == 2 && gate_up.dim() == 3 && down.dim() == 3 && ids.dim() == 2 &&
-          weights.dim() == 2,
-      "mtpc_cpu::experts: expected x [T, H], gate_up [E, 2I, H], down [E, H, I], "
-      "expert_ids [T, k], expert_weights [T, k]");
+      x.dim() == 2 && gate_up.dim() == 3 && down.dim() == 3,
+      "mtpc_cpu::experts: expected x [T, H], gate_up [E, 2I, H], down [E, H, I]");
   const Shape s{x.size(0), x.size(1), down.size(0), down.size(2), limit};
   STD_TORCH_CHECK(
       gate_up.size(0) == s.experts && gate_up.size(1) == parts * s.intermediate &&
           gate_up.size(2) == s.hidden && down.size(1) == s.hidden,
       "mtpc_cpu::experts: gate_up [E, 2I, H] (up [E, I, H] without gates) and down [E, H, I] do "
       "not fit x [T, H]");
-  STD_TORCH_CHECK(
-      ids.size(0) == s.tokens && weights.size(0) == s.tokens && weights.size(1) == ids.size(1),
-      "mtpc_cpu::experts: expert_ids and expert_weights must be [T, k]");
+  check_choices("experts", ids, weights, s.tokens);
   STD_TORCH_CHECK(
       x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type(),
       "mtpc_cpu::experts: x, gate_up and down differ in dtype");

@@ -57,36 +57,27 @@ class GroupedExperts {
   void activate(const Choice<float>& choice, int64_t tile, PassRegisters& registers) const {
     const int64_t rows = choice.rows.size(), width = down_.form.inputs;
     const int64_t gate_tile = choice.expert * wide_tiles_ + tile;
-    std::vector<float> gates(rows * kFeatures);
-    const auto products = [&](int64_t at, const auto& body) {
-      for_grouped_products(
-          inputs_, choice.first_slot, rows, gate_up_.from(at), registers, body);
+    const auto products_of = [&](int64_t at) {
+      return [&, at](const auto& body) {
+        for_grouped_products(
+            inputs_, choice.first_slot, rows, gate_up_.from(at), registers, body);
+      };
     };
-    products(gate_tile, [&](int64_t row, const float* sums) {
-      std::copy_n(sums, kFeatures, gates.data() + row * kFeatures);
-    });
-    products(gate_tile + width / kFeatures, [&](int64_t row, const float* sums) {
-      float* active = active_.get() + (choice.first_slot + row) * width + tile * kFeatures;
-      for (int f = 0; f < kFeatures; ++f) {
-        active[f] = swiglu<float>(gates[row * kFeatures + f], sums[f], limit_);
-      }
-    });
+    float* out = active_.get() + choice.first_slot * width + tile * kFeatures;
+    activate_tile(rows, products_of(gate_tile), products_of(gate_tile + width / kFeatures), limit_,
+                  out, width);
   }
 
   /// 32 output features of all rows: the weighted sum over experts, in index order.
   void combine(int64_t tile, PassRegisters& registers, const Tensor& out) const {
     const int64_t begin = tile * kFeatures, tokens = out.size(0), features = out.size(1);
     const int64_t count = std::min<int64_t>(kFeatures, features - begin);
-    std::vector<float> total(tokens * kFeatures);
-    for (const Choice<float>& choice : choices_.chosen) {
+    const auto products = [&](const Choice<float>& choice, const auto& body) {
       for_grouped_products(
           rounded_, choice.first_slot, choice.rows.size(),
-          down_.from(choice.expert * narrow_tiles_ + tile), registers,
-          [&](int64_t row, const float* sums) {
-            float* to = total.data() + choice.rows[row] * kFeatures;
-            for (int64_t f = 0; f < count; ++f) to[f] += choice.weights[row] * sums[f];
-          });
-    }
+          down_.from(choice.expert * narrow_tiles_ + tile), registers, body);
+    };
+    const std::vector<float> total = combine_tile(choices_, tokens, products);
     for (int64_t row = 0; row < tokens; ++row) {
       write(out, row * features + begin, total.data() + row * kFeatures, count);
     }
@@ -119,10 +110,7 @@ MTPC_OPERATOR Tensor grouped_experts(
       "grouped_experts", gate_up, gate_up_scales, gate_up_zeros, experts, features, x.size(1));
   const GroupedWeight narrow = grouped_weight(
       "grouped_experts", down, down_scales, down_zeros, experts, x.size(1), features / 2);
-  STD_TORCH_CHECK(
-      expert_ids.dim() == 2 && expert_weights.dim() == 2 && expert_ids.size(0) == x.size(0) &&
-          expert_weights.size(0) == x.size(0) && expert_weights.size(1) == expert_ids.size(1),
-      "mtpc_cpu::grouped_experts: expert_ids and expert_weights must be [T, k]");
+  check_choices("grouped_experts", expert_ids, expert_weights, x.size(0));
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor out = dense_empty(dense, {x.size(0), x.size(1)});
   const int64_t used = used_rows(rows, x.size(0));

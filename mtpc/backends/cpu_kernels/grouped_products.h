@@ -18,13 +18,13 @@ namespace mtpc {
 /// Registers of a tile's features.
 inline constexpr int kTileRegisters = kFeatures / kLanes<float>;
 
-/// Rows that share one pass over a tile; and where a row is one group of int8, whose sums alone are
-/// in registers until its end.
+/// Rows that share one pass over a tile. Where a row is one group of int8, only its sums are in
+/// registers until its end, so that more rows fit.
 inline constexpr int kMostGroupedRows = kVectorBytes >= 32 ? 8 : 1;
 inline constexpr int kMostWholeRows = kVectorBytes == 64 ? 12 : kMostGroupedRows;
 
-/// Registers of features that products of integers take at a time. With AVX2, so many that the sums
-/// of all rows stay in registers.
+/// Registers of features that products of integers take at a time. With AVX2, few enough that the
+/// sums of all rows stay in registers.
 template <int kRows>
 inline constexpr int kBlock = kVectorBytes == 32 ? (kRows <= 4 ? 2 : 1) : kTileRegisters;
 
@@ -32,15 +32,15 @@ inline constexpr int kBlock = kVectorBytes == 32 ? (kRows <= 4 ? 2 : 1) : kTileR
 /// the first-level cache meanwhile.
 inline constexpr int64_t kWindow = 16;
 
-/// The same of products of floats, whose additions wait for one another: several at a time.
+/// The same for products of floats. Their additions wait for one another, so it takes several.
 template <int kRows>
 inline constexpr int kFloatBlock = kRows <= 2 ? kTileRegisters : std::min(2, kTileRegisters);
 
 /// Sums of one tile's features, by row.
 using GroupedSums = float[kMostWholeRows][kFeatures];
 
-/// Steps that are gone through at a time. Of int4 their products are added before their sum is
-/// widened to 32 bits, where that is to be done.
+/// Steps that are gone through at a time. With int4, where sums need widening to 32 bits, the products
+/// of so many steps are added first.
 inline constexpr int64_t kFewSteps = 4;
 
 #if !defined(__AVX2__) || defined(__AVX512F__)
@@ -69,7 +69,7 @@ struct Int4Codes {
   }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  /// In 16 bits, of which 16 products a lane fit in: 16 * 15 * 127 < 2^15.
+  /// In 16 bits, which hold 16 products a lane: 16 * 15 * 127 < 2^15.
   static Groups add(Groups sums, Groups codes, Groups x) {
     const __m256i products = _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
     sums = (Groups)_mm256_add_epi16((__m256i)sums, products);

@@ -14,8 +14,9 @@ namespace mtpc {
 
 enum class CodeKind { kInt4, kInt8, kFloat8 };
 
-/// Whether bytes are multiplied as integers of 16 bits: without instructions for pairs of bytes of
-/// any size. Then each four of a row's int8 are two pairs of int16: the even ones, and the odd.
+/// Whether bytes are multiplied as integers of 16 bits, because AVX2 has no instruction that adds
+/// products of bytes exactly. Four int8 of a row are then two pairs of int16: the even ones, and the
+/// odd ones.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 inline constexpr bool kBytesAsPairs = true;
 #else
@@ -114,7 +115,7 @@ class GroupedRows {
   GroupedRows() = default;
   GroupedRows(int64_t rows, const GroupForm& form) { reserve(rows, form); }
 
-  /// Makes room for so many rows of a form; they are to be set.
+  /// Makes room for `rows` rows of a form. The caller sets them.
   void reserve(int64_t rows, const GroupForm& form) {
     form_ = form;
     rows_ = rows;
@@ -172,32 +173,13 @@ class GroupedRows {
 
   bool is_float() const { return form_.kind == CodeKind::kFloat8; }
 
-  /// As for_steps, but inlined, so that what the body adds up stays in registers.
-  template <class Body>
-  __attribute__((always_inline)) static void for_group(int64_t width, const Body& body) {
-    int64_t i = 0;
-    for (; i + kStep <= width; i += kStep) body(i, std::integral_constant<int, kStep>{});
-    if (i < width) body(i, static_cast<int>(width - i));
-  }
-
   template <class T>
   void round_group(int64_t at, const T* from, char* to) const {
-    // Magnitudes as integers are in the same order, and NaN is the largest.
-    Mask<float> magnitudes{};
-    for_group(form_.group, [&](int64_t i, auto count) __attribute__((always_inline)) {
-      const Mask<float> magnitude =
-          reinterpret_cast<Mask<float>>(take(from + i, count)) & 0x7fffffff;
-      magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
-    });
-    const int32_t bits = across(magnitudes, [](Mask<float> a, Mask<float> b) {
-      return a > b ? a : b;
-    });
-    float largest;
-    std::memcpy(&largest, &bits, sizeof(largest));
+    const float largest = largest_magnitude(from, form_.group);
     const float inverse = largest < kTiny ? 0 : kLargestCode / largest;
     Mask<float> totals{};
     const bool as_pairs = kBytesAsPairs && form_.kind == CodeKind::kInt8;
-    for_group(form_.group, [&](int64_t i, auto count) __attribute__((always_inline)) {
+    for_inlined_steps(form_.group, [&](int64_t i, auto count) __attribute__((always_inline)) {
       const Mask<float> integers = round_to_integers(take(from + i, count) * inverse);
       if (as_pairs) {
         put_pairs(to + i * static_cast<int64_t>(sizeof(int16_t)), integers, count);
@@ -209,19 +191,7 @@ class GroupedRows {
     // A group with an infinity is not a number, as one with NaN is.
     steps_.get()[at] = largest / kLargestCode + (largest - largest);
     offsets_.get()[at] = -form_.zero *
-        across(totals, [](Mask<float> a, Mask<float> b) { return a + b; });
-  }
-
-  template <class Combine>
-  static int32_t across(Mask<float> lanes, Combine combine) {
-    const float combined = reduce_lanes<float>(
-        reinterpret_cast<Vec<float>>(lanes), [&](Vec<float> a, Vec<float> b) {
-          return reinterpret_cast<Vec<float>>(
-              combine(reinterpret_cast<Mask<float>>(a), reinterpret_cast<Mask<float>>(b)));
-        });
-    int32_t bits;
-    std::memcpy(&bits, &combined, sizeof(bits));
-    return bits;
+        reduce_integers(totals, [](Mask<float> a, Mask<float> b) { return a + b; });
   }
 
   /// The first `count` lanes, none of which needs more than a byte.

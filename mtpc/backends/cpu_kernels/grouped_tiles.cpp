@@ -17,8 +17,8 @@ namespace {
 /// 32 bits of a row. Codes of 4 bits that are kSigned have the zero point 8 taken away before they
 /// are multiplied.
 ///
-/// Who reads what was just written waits for its way to memory. So codes become bytes some steps
-/// before their use, and a few groups' sums are scaled while those of the next are made.
+/// A read of what was just written waits until the write has reached the cache. So codes become bytes
+/// some steps before their use, and a few groups' sums are scaled while the next ones are computed.
 template <bool kInt4, bool kSigned, bool kBoth, int kQuads>
 class RegisterProduct {
  public:

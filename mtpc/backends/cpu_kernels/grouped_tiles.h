@@ -22,8 +22,8 @@ inline int64_t step_quads(const GroupForm& form) {
   return 0;
 }
 
-/// Whether so many rows are faster by tile registers than by vectors. Sums of short groups take
-/// long for their way to memory.
+/// Whether tile registers are faster than vectors for so many rows. Sums of short groups spend much
+/// time on their way to memory.
 inline bool go_by_registers(int64_t rows, const GroupForm& form) {
   constexpr int64_t kFewestRows = 6, kFewestOfShort = 9, kShort = 32;
   return rows >= (form.group <= kShort ? kFewestOfShort : kFewestRows) && step_quads(form) > 0;

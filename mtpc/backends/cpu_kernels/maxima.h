@@ -8,9 +8,9 @@
 
 namespace mtpc {
 
-/// Each tile's largest of each row, by keys whose order is that of the numbers they stand for: no
-/// matter which thread notes a tile when, the first of equals wins, and NaN before all numbers, as
-/// with torch.
+/// The largest feature of each row in each tile, as a key. Keys have the order of the numbers that
+/// they stand for. So the first of equals wins, and NaN wins over all numbers, as with torch,
+/// whichever thread notes which tile first.
 class Maxima {
  public:
   Maxima(int64_t rows, int64_t tiles) : tiles_(tiles), keys_(rows * tiles), places_(rows * tiles) {}
@@ -23,14 +23,14 @@ class Maxima {
       keys[step] = keys_of(values + step * kStep);
       best = step == 0 ? keys[step] : larger(keys[step], best);
     }
-    const int32_t largest = across(best, larger);
+    const int32_t largest = reduce_integers(best, larger);
     Mask<float> place = lane_numbers<float>() + kFeatures;
     for (int step = kSteps; step-- > 0;) {
       place = keys[step] == largest ? lane_numbers<float>() + step * kStep : place;
     }
     const int64_t at = row * tiles_ + tile;
     keys_.get()[at] = largest;
-    places_.get()[at] = static_cast<uint8_t>(across(place, smaller));
+    places_.get()[at] = static_cast<uint8_t>(reduce_integers(place, smaller));
   }
 
   /// The largest of a row, and which feature it is.
@@ -59,21 +59,6 @@ class Maxima {
     float number;
     std::memcpy(&number, &bits, sizeof(number));
     return static_cast<BFloat16>(number);
-  }
-
-  static Mask<float> larger(Mask<float> a, Mask<float> b) { return a > b ? a : b; }
-  static Mask<float> smaller(Mask<float> a, Mask<float> b) { return a < b ? a : b; }
-
-  template <class Choose>
-  static int32_t across(Mask<float> lanes, Choose choose) {
-    const float chosen = reduce_lanes<float>(
-        reinterpret_cast<Vec<float>>(lanes), [&](Vec<float> a, Vec<float> b) {
-          return reinterpret_cast<Vec<float>>(
-              choose(reinterpret_cast<Mask<float>>(a), reinterpret_cast<Mask<float>>(b)));
-        });
-    int32_t bits;
-    std::memcpy(&bits, &chosen, sizeof(bits));
-    return bits;
   }
 
   int64_t tiles_;

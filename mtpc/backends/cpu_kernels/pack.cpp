@@ -28,7 +28,7 @@ struct Packing {
   int64_t row_bytes() const { return groups * sizeof(Group); }
 };
 
-/// Copies whole cache lines; nobody reads them soon, so that they need not be in the caches.
+/// Copies whole cache lines past the caches, because nothing reads them soon.
 inline void copy_past_caches(void* to, const void* from, size_t bytes) {
 #if defined(__AVX512F__)
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m512i) == 0) {

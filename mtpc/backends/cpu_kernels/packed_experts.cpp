@@ -8,7 +8,6 @@
 #include "choices.h"
 #include "operators.h"
 #include "packed.h"
-#include "tensors.h"
 
 namespace mtpc {
 namespace {
@@ -62,36 +61,25 @@ class PackedExperts {
     const InputRows x = dense_rows(inputs_.get() + choice.first_slot * s_.hidden, s_.hidden);
     const BFloat16* gate = gate_up_ + choice.expert * 2 * s_.intermediate * s_.hidden + tile * size;
     const BFloat16* up = gate + s_.intermediate * s_.hidden;
-    std::vector<float> gates(rows * kFeatures);
-    for_products(x, rows, gate, registers, [&](int64_t row, const float* sums) {
-      std::copy_n(sums, kFeatures, gates.data() + row * kFeatures);
-    });
-    for_products(x, rows, up, registers, [&](int64_t row, const float* sums) {
-      const float* g = gates.data() + row * kFeatures;
-      BFloat16* active =
-          active_.get() + (choice.first_slot + row) * s_.intermediate + tile * kFeatures;
-      for (int f = 0; f < kFeatures; ++f) {
-        active[f] = static_cast<BFloat16>(swiglu<float>(g[f], sums[f], s_.limit));
-      }
-    });
+    BFloat16* out = active_.get() + choice.first_slot * s_.intermediate + tile * kFeatures;
+    activate_tile(
+        rows, [&](const auto& body) { for_products(x, rows, gate, registers, body); },
+        [&](const auto& body) { for_products(x, rows, up, registers, body); }, s_.limit, out,
+        s_.intermediate);
   }
 
   /// 32 output features of all rows: the weighted sum over experts, in index order.
   void combine(int64_t tile, PassRegisters& registers, BFloat16* out) const {
     const int64_t begin = tile * kFeatures, tiles = count_tiles(s_.hidden);
     const int64_t count = std::min<int64_t>(kFeatures, s_.hidden - begin);
-    std::vector<float> total(s_.tokens * kFeatures);
-    for (const Choice<float>& choice : choices_.chosen) {
+    const auto products = [&](const Choice<float>& choice, const auto& body) {
       const InputRows active =
           dense_rows(active_.get() + choice.first_slot * s_.intermediate, s_.intermediate);
       const BFloat16* weights =
           down_ + (choice.expert * tiles + tile) * kFeatures * s_.intermediate;
-      const int64_t rows = choice.rows.size();
-      for_products(active, rows, weights, registers, [&](int64_t i, const float* sums) {
-        float* to = total.data() + choice.rows[i] * kFeatures;
-        for (int f = 0; f < kFeatures; ++f) to[f] += choice.weights[i] * sums[f];
-      });
-    }
+      for_products(active, choice.rows.size(), weights, registers, body);
+    };
+    const std::vector<float> total = combine_tile(choices_, s_.tokens, products);
     for (int64_t row = 0; row < s_.tokens; ++row) {
       for (int64_t f = 0; f < count; ++f) {
         out[row * s_.hidden + begin + f] = static_cast<BFloat16>(total[row * kFeatures + f]);
@@ -116,10 +104,10 @@ bool is_packed(const Tensor& weight, int64_t tiles, int64_t inputs) {
 Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
             const Tensor& weights, const std::optional<Tensor>& rows, Limit limit) {
   STD_TORCH_CHECK(
-      x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 && ids.dim() == 2 &&
-          weights.dim() == 2 && x.scalar_type() == ScalarType::BFloat16,
+      x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 &&
+          x.scalar_type() == ScalarType::BFloat16,
       "mtpc_cpu::packed_experts: expected bfloat16 x [T, H], packed gate_up and down of 5 "
-      "dimensions, expert_ids [T, k], expert_weights [T, k]");
+      "dimensions");
   const Shape s{x.size(0),        x.size(1), down.size(0),
                 2 * down.size(2), used_rows(rows, x.size(0)), limit};
   STD_TORCH_CHECK(
@@ -128,9 +116,7 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
           is_packed(down, count_tiles(s.hidden), s.intermediate),
       "mtpc_cpu::packed_experts: gate_up [E, 2I / 32, H / 2, 32, 2] and down "
       "[E, ceil(H / 32), I / 2, 32, 2] do not fit x [T, H]");
-  STD_TORCH_CHECK(
-      ids.size(0) == s.tokens && weights.size(0) == s.tokens && weights.size(1) == ids.size(1),
-      "mtpc_cpu::packed_experts: expert_ids and expert_weights must be [T, k]");
+  check_choices("packed_experts", ids, weights, s.tokens);
   return s;
 }
 

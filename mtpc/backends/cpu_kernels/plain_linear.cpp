@@ -11,7 +11,7 @@
 namespace mtpc {
 namespace {
 
-/// A call's operands, dense but for the stride of the weights' rows.
+/// A call's operands. They are dense, except for the stride of the weights' rows.
 template <class T>
 struct Linear {
   const T* x;

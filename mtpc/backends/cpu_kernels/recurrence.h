@@ -28,7 +28,7 @@ struct RecurrentState {
   const Tensor &recurrent, &history, &standing;
 };
 
-/// Whose rows are whose.
+/// Which rows belong to which request.
 struct RecurrentRows {
   const Tensor &state_slots, &seq_lens, &query_start_loc, &certain_lens;
 };
@@ -86,7 +86,7 @@ std::vector<A> widened(const Tensor& t) {
 template <class T, class Rule>
 class Recurrence {
  public:
-  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using A = Accumulator<T>;
 
   Recurrence(
       const RecurrentSizes& sizes, const Tensor& rows, const RecurrentState& state,

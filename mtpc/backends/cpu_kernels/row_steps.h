@@ -19,6 +19,14 @@ void for_steps(int64_t width, const Body& body) {
   if (i < width) body(i, static_cast<int>(width - i));
 }
 
+/// The same, inlined, so that what the body adds up stays in registers.
+template <class Body>
+__attribute__((always_inline)) inline void for_inlined_steps(int64_t width, const Body& body) {
+  int64_t i = 0;
+  for (; i + kStep <= width; i += kStep) body(i, std::integral_constant<int, kStep>{});
+  if (i < width) body(i, static_cast<int>(width - i));
+}
+
 /// Elements from p on: a register full of them where `count` is a constant.
 template <class T>
 Vec<float> take(const T* p, std::integral_constant<int, kStep>) {
@@ -27,6 +35,21 @@ Vec<float> take(const T* p, std::integral_constant<int, kStep>) {
 template <class T>
 Vec<float> take(const T* p, int count) {
   return load_first<float>(p, count);
+}
+
+/// The largest magnitude of some elements; not a number if one of them is not. As integers,
+/// magnitudes have the same order, and NaN is the largest.
+template <class T>
+__attribute__((always_inline)) inline float largest_magnitude(const T* from, int64_t width) {
+  Mask<float> magnitudes{};
+  for_inlined_steps(width, [&](int64_t i, auto count) __attribute__((always_inline)) {
+    magnitudes = larger(
+        reinterpret_cast<Mask<float>>(take(from + i, count)) & 0x7fffffff, magnitudes);
+  });
+  const int32_t bits = reduce_integers(magnitudes, larger);
+  float largest;
+  std::memcpy(&largest, &bits, sizeof(largest));
+  return largest;
 }
 
 inline void put(BFloat16* p, Vec<float> v, std::integral_constant<int, kStep>) { narrow(p, v); }
@@ -66,7 +89,7 @@ class RowStarts {
 
 inline BFloat16* data(const Tensor& t) { return static_cast<BFloat16*>(t.mutable_data_ptr()); }
 
-/// Elements of a pass are worth so many multiply-adds of a product.
+/// One element of a pass takes about as long as so many multiply-adds of a product.
 inline constexpr int64_t kWork = 8;
 
 }  // namespace mtpc

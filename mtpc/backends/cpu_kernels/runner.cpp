@@ -65,7 +65,6 @@ struct Operator {
   std::vector<int64_t> results;
 };
 
-
 struct Pointer {
   Operand* operand;
   int64_t storage;

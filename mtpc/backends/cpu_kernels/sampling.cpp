@@ -210,7 +210,7 @@ class Chooser {
   };
 
   /// The least logit of the smallest set of most probable tokens that has the mass asked for:
-  /// quickselect by mass, for the set may be most of the vocabulary.
+  /// quickselect by mass, because the set may be most of the vocabulary.
   double nucleus(double top, double least) const {
     std::vector<Weighed> all;
     double total = 0;
@@ -262,7 +262,7 @@ class Chooser {
       const double score = x - std::log(-std::log(u));
       if (score > best || (score == best && v < winner)) best = score, winner = v;
     };
-    noise.fill(top / 2, steps);  // Who is likely to win goes first, and spares others the race.
+    noise.fill(top / 2, steps);  // The likely winner runs first, so that most others need not run.
     run(top, steps[top % 2]);
     for (int64_t begin = 0; begin < size_; begin += kTokens) {
       const int64_t count = std::min<int64_t>(kTokens, size_ - begin);
@@ -346,7 +346,7 @@ MTPC_OPERATOR Tensor sample(
     using T = typename decltype(type)::type;
     run_tasks(rows, worker_count(rows * vocabulary * 4), [&](int64_t i) {
       const int64_t slot = slots(i / each);
-      // SCRATCH_SLOT: whatever is in there belongs to nobody.
+      // SCRATCH_SLOT: its content belongs to no request.
       if (slot == 0 || at(i) < 0) {
         chosen[i] = -1;
         return;

@@ -13,7 +13,7 @@
 namespace mtpc {
 namespace {
 
-/// A second handle of a tensor, which whoever gets it deletes.
+/// A second handle of a tensor. The receiver deletes it.
 AtenTensorHandle own(AtenTensorHandle handle) {
   AtenTensorHandle result;
   const AOTITorchError error = aoti_torch_new_tensor_handle(handle, &result);

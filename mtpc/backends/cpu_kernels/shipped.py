@@ -6,13 +6,12 @@ and pinned like kernels that were compiled here. Nothing is compiled, and no com
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR
 from mtpc.errors import CacheWriteError
-from mtpc.store.entries import Entry, EntryStore
+from mtpc.store.entries import Entry, EntryStore, copy_files
 from mtpc.store.key import Fields, digest
 from mtpc.store.lookup import KEY, parse_key
 from mtpc.store.machine import COMPILER
@@ -56,7 +55,7 @@ def keep_shipped(folder: Path, store: EntryStore, report: Callable[[str], None])
         return found
     try:
         with store.lock(name, report):
-            return store.read(name) or store.write(name, lambda into: _copy(folder, into))
+            return store.read(name) or store.write(name, lambda into: copy_files(folder, into))
     except CacheWriteError as error:
         report(f"the cpu kernels of this installation are loaded from it: {error}")
         return None
@@ -72,8 +71,3 @@ def is_shipped(kernels: Entry | Path, shipped: Path = SHIPPED) -> bool:
 def digest_of(folder: Path) -> str:
     """The name that shipped kernels have in a cache."""
     return digest(parse_key((folder / KEY).read_bytes()) or {})
-
-
-def _copy(folder: Path, into: Path) -> None:
-    for path in folder.iterdir():
-        shutil.copyfile(path, into / path.name)

@@ -219,6 +219,22 @@ inline A max_lanes(Vec<A> v) {
   return reduce_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a > b ? a : b; });
 }
 
+/// The same of integers, whose lanes are those of floats.
+template <class Combine>
+inline int32_t reduce_integers(Mask<float> v, Combine combine) {
+  const float combined = reduce_lanes<float>(
+      reinterpret_cast<Vec<float>>(v), [&](Vec<float> a, Vec<float> b) {
+        return reinterpret_cast<Vec<float>>(
+            combine(reinterpret_cast<Mask<float>>(a), reinterpret_cast<Mask<float>>(b)));
+      });
+  int32_t bits;
+  std::memcpy(&bits, &combined, sizeof(bits));
+  return bits;
+}
+
+inline Mask<float> larger(Mask<float> a, Mask<float> b) { return a > b ? a : b; }
+inline Mask<float> smaller(Mask<float> a, Mask<float> b) { return a < b ? a : b; }
+
 /// 0, 1, 2, ...
 template <class A>
 inline Mask<A> lane_numbers() {

@@ -1,8 +1,8 @@
 // Work in stages on one parallel region: each stage's tasks begin when those before it are done.
 //
 // A region of its own for each stage costs more than starting threads: between two of them an
-// operator's host code runs, out of caches that the stage before has filled with weights. And
-// whoever has nothing left to do can fetch what the next stage begins with.
+// operator's host code runs, out of caches that the stage before has filled with weights. In one
+// region, a worker without tasks can also fetch what the next stage begins with.
 #pragma once
 
 #include <thread>
@@ -42,7 +42,7 @@ class StageTasks {
     constexpr int64_t kSpins = 1 << 14;
     for (int64_t spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
       meanwhile();
-      if (spins > kSpins) std::this_thread::yield();  // Whoever is late may need this processor.
+      if (spins > kSpins) std::this_thread::yield();  // A late worker may need this processor.
     }
   }
 
@@ -76,8 +76,8 @@ class Warming {
   const char *from_, *end_;
 };
 
-/// Runs work(me) on up to `workers` threads of torch's, me from 0 on. There may be fewer threads:
-/// whoever works must take over the others' tasks.
+/// Runs work(me) on up to `workers` threads of torch's, me from 0 on. Torch may run fewer threads, so
+/// each must take over the tasks of workers that do not run.
 template <class Work>
 void run_workers(int64_t workers, const Work& work) {
   if (workers <= 1) return work(0);

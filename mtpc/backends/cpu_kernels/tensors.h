@@ -101,7 +101,7 @@ inline std::vector<int64_t> leading_sizes(const Tensor& x) {
   return sizes;
 }
 
-/// Uninitialised, of x's dtype and of its shape but for the last dimension.
+/// Uninitialised, of x's dtype and of its shape except for the last dimension.
 inline Tensor empty_rows(const Tensor& x, int64_t last) {
   std::vector<int64_t> shape = leading_sizes(x);
   shape.push_back(last);
@@ -133,8 +133,8 @@ class Indices {
   int64_t inner_ = 0;
 };
 
-/// How many leading rows are in use: the one integer of `count`, or all where there is none. The
-/// others are neither read nor written.
+/// How many leading rows are in use: the one integer of `count`, or all without a count. The others
+/// are neither read nor written.
 inline int64_t used_rows(const std::optional<Tensor>& count, int64_t rows) {
   if (!count) return rows;
   STD_TORCH_CHECK(count->numel() == 1, "mtpc_cpu: rows must be one integer");
@@ -210,9 +210,9 @@ inline int64_t worker_count(int64_t multiply_adds) {
   return std::clamp<int64_t>(multiply_adds / kGrain, 1, threads);
 }
 
-/// Runs body(0..count, state) on torch's own threads, each with a State of its own. Whoever is free
-/// takes the next task, so tasks may be of uneven size; each must write memory of its own, and then
-/// the result depends neither on the number of threads nor on who ran what.
+/// Runs body(0..count, state) on torch's own threads, each with a State of its own. A free thread
+/// takes the next task, so tasks may differ in size. Each task must write memory of its own. The
+/// result then depends neither on the number of threads nor on which thread ran which task.
 template <class State, class Body>
 void run_tasks(int64_t count, int64_t workers, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -227,7 +227,7 @@ void run_tasks(int64_t count, int64_t workers, const Body& body) {
   }
 }
 
-/// What tasks have that share nothing.
+/// The state of tasks that need none.
 struct Nothing {};
 
 template <class Body>
@@ -245,8 +245,8 @@ class Share {
  public:
   void set(uint64_t first, uint64_t last) { span_ = first << 32 | last; }
 
-  /// The first tasks left, `most` or a quarter of them: for the owner, who goes through its share
-  /// in order. The nearer the end, the fewer, so that others find something to help with.
+  /// Takes the first tasks left, a quarter of them but at most `most`. The owner calls this, and goes
+  /// through its share in order. Near the end it takes few at a time, so that others can help.
   Tasks take_first(int64_t most) {
     uint64_t span = span_;
     while (first(span) < last(span)) {
@@ -257,7 +257,7 @@ class Share {
     return {0, 0};
   }
 
-  /// The last task left, if any: for others, who have done their own.
+  /// Takes the last task left, if any. Workers that have finished their own share call this.
   Tasks take_last() {
     uint64_t span = span_;
     while (first(span) < last(span)) {
@@ -274,9 +274,9 @@ class Share {
 };
 
 /// As `run_tasks`, where adjacent tasks read adjacent memory: each worker goes through a share of
-/// its own, one long stream that the processor fetches ahead of itself. Who is done helps others
-/// from the far end, for a thread may have been late, or may be on the slower core. The body gets
-/// runs of adjacent tasks, of up to `most`.
+/// its own, one long stream that the processor prefetches. A worker that has finished helps others
+/// from the far ends of their shares, because a thread may start late or run on a slower core. The
+/// body gets runs of up to `most` adjacent tasks.
 template <class State, class Body>
 void run_stream_in_runs(int64_t count, int64_t workers, int64_t most, const Body& body) {
   workers = std::min(workers, count);

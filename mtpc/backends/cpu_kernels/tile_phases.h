@@ -13,7 +13,7 @@
 
 namespace mtpc {
 
-/// So many rows are worth their sums' way to memory and back.
+/// From this many rows on, blocks are worth the sums' way to memory and back.
 inline constexpr int64_t kManyRows = 128;
 
 /// Groups of a block, and rows that go by it together: 16 KB of a tile and 16 KB of sums, of the

@@ -2,8 +2,8 @@
 //
 // The layout is that of all levels: 16 groups of a tile of 32 features are 16 rows of 128 bytes,
 // the two halves of which are two registers as the instructions want them. Sums run over the
-// inputs 16 groups at a time, in order; a row's do not depend on how many rows there are. That the
-// process may use the registers was seen to when the level was chosen (mtpc/store/machine.py).
+// inputs 16 groups at a time, in order; a row's do not depend on how many rows there are.
+// mtpc/store/machine.py asks the system for leave to use the registers when the level is chosen.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +26,8 @@ inline InputRows rows_for_products(const BFloat16* first, int64_t, int64_t input
   return dense_rows(first, inputs);
 }
 
-/// From so many passes over a tile on the processor is the limit, and each fetches a part of the
-/// next tile. Fewer do better where the first reads memory as fast as it can.
+/// With this many passes over a tile or more, the processor is the limit, and each pass fetches a part
+/// of the next tile. With fewer, it is faster if the first pass reads memory at full speed.
 inline constexpr int64_t kSlowPasses = 3;
 
 /// What one of `passes` over a tile fetches.
@@ -48,7 +48,7 @@ struct alignas(64) TileConfig {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  /// Of so many rows, and groups that a step takes of each.
+  /// For `count` rows, of each of which a step takes `groups` groups.
   TileConfig(int64_t count, int groups) {
     const int first = std::min<int64_t>(count, kTileRows);
     const int second = count > kTileRows ? count - kTileRows : first;
@@ -169,16 +169,16 @@ inline void multiply_rows(InputRows x, int64_t rows, const Group* tile, TileFetc
   store_sums(out, rows);
 }
 
-/// Configures the registers for passes of different numbers of rows, and releases them: as rarely
-/// as can be, for once a tile it takes a tenth of the time of many rows. Meanwhile nobody else on
-/// this thread may use them.
+/// Configures the registers for passes of different numbers of rows, and releases them. It does so as
+/// rarely as possible: once a tile would take a tenth of the time of many rows. Meanwhile nothing
+/// else on this thread may use the registers.
 class PassRegisters {
  public:
   PassRegisters() = default;
   PassRegisters(const PassRegisters&) = delete;
   ~PassRegisters() { _tile_release(); }
 
-  /// For so many rows, and groups that a step takes of each.
+  /// Configures them for `rows` rows, of each of which a step takes `groups` groups.
   void set_shape(int64_t rows, int groups) {
     if (rows == rows_ && groups == groups_) return;
     rows_ = rows;

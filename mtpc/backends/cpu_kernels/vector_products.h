@@ -28,9 +28,9 @@ inline constexpr int kRegisters = kFeatures / kLanes<float>;
 /// Rows that share one pass over a tile: as many as leave registers for weights and inputs.
 inline constexpr int kMostRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 3 : 1;
 
-/// Rows up to which products wait for memory alone, and weights are fetched into the first-level
-/// cache: more rows need the room there. Fewer than any of several passes over a tile has, whose
-/// fetches are for the next one. With AVX-512 alone: on others it was not measured.
+/// Up to this many rows, products wait for memory alone, and weights are fetched into the first-level
+/// cache; more rows need the room there. Each of several passes over a tile has more rows than this,
+/// and fetches for the next pass. Other levels than AVX-512 were not measured.
 inline constexpr int64_t kStreamedRows = kVectorBytes == 64 ? 5 : 0;
 
 /// Bytes ahead of the weights in use that are fetched meanwhile, as measured (docs/performance.md).
@@ -45,9 +45,9 @@ inline Fetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64
   return {tile + bytes_ahead(rows), kGroupBytes};
 }
 
-/// Groups of inputs a turn of the loop. One row alone waits for nothing but memory: with four groups
-/// a turn, and no instructions that fetch, the processor sees furthest ahead by itself. With more
-/// rows that is slower, and without AVX-512 it was not measured.
+/// Groups of inputs per turn of the loop. One row alone waits only for memory: with four groups per
+/// turn, and no prefetch instructions, the processor itself fetches furthest ahead. With more rows
+/// that is slower, and without AVX-512 it was not measured.
 template <int kRows>
 inline constexpr int kTurn = kVectorBytes == 64 && kRows == 1 ? 4 : 1;
 

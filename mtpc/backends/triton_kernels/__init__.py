@@ -1,21 +1,22 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
-`mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here; `mtpc_loaded::` has
-the same, for code that was compiled elsewhere. They take what the references take and mean the
-same. This module imports no Triton, which only torch's builds for GPUs bring along; all others here
-do.
+`mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here. `mtpc_loaded::` has
+the same operators, for code that was compiled elsewhere. Both take the arguments of the references
+and mean the same. This module does not import Triton, which only torch's builds for GPUs bring
+along; all other modules here do.
 
-What they guarantee:
+What the kernels guarantee:
 
 - Grids depend on the bucket's sizes only. Lengths, block tables and slots are read on the device,
   so one captured graph serves every length up to max_len.
-- No atomics: a result is the same bits in every run. A row's bits, of attention and of the gated
-  delta rule, depend, at one bucket, neither on other requests nor on how many rows and how much
-  context its request has, nor on whether it was replayed.
-- No cache position that no row attends to is read, nor the weights of an expert that no row chose.
+- There are no atomics, so a result has the same bits in every run. In one bucket, a row's bits of
+  attention and of the gated delta rule do not depend on other requests, on the rows and the context
+  of its own request, or on whether the row was replayed.
+- They read only cache positions that some row attends to, and only weights of experts that some row
+  chose.
 
-Sums are float32, of int8 products int32, of probabilities float64. Elements are bfloat16, float16
-or float32.
+Sums are float32; sums of int8 products are int32, those of probabilities float64. Elements are
+bfloat16, float16 or float32.
 """
 
 from __future__ import annotations

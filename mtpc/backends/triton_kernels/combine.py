@@ -10,15 +10,16 @@ from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.tiles import LOG2E
 
 _PROGRAMS, _MAX_SPLITS = 512, 64
-"""Programs to have at least (about two for each compute unit of the largest devices), and splits
-to have at most. Chosen on paper, not measured."""
+"""The least number of programs, about two for each compute unit of the largest devices; and the
+most splits. Both were chosen on paper, not measured."""
 _ELEMENTS, _LEAST = 2048, 32
-"""Sums that a program of `combine` holds at once, of all splits: 32 a thread; and columns at least.
+"""Sums of all splits that a program of `combine` holds at once, 32 a thread; and its least columns.
 """
 
 
 def splits_for(programs: int, blocks: int) -> int:
-    """Into how many splits to cut contexts of up to `blocks` blocks, for a grid of `programs`."""
+    """The number of splits of contexts of up to `blocks` blocks, if a grid has `programs`
+    programs."""
     return max(1, min(-(-_PROGRAMS // programs), blocks, _MAX_SPLITS))
 
 

@@ -1,8 +1,8 @@
 """Ways to run one launch: threads, stages and tile sizes of the kernels that have a choice.
 
-The first of a launch's configurations is the default, the one that its op was written with; the
-others change one or two things of it. No configuration changes what is computed, how scratch memory
-is laid out, or into how many splits a context is cut. Sums may be added up in another order, as
+The first of a launch's configurations is the default, which its op was written with. The others
+change one or two things of it. No configuration changes what is computed, how scratch memory is
+laid out, or the number of splits of a context. Sums may be added in another order, as they may
 between two buckets.
 """
 
@@ -37,12 +37,12 @@ class Config:
 
 
 _LEAST = 16
-"""Of a tile size that is an operand of a product."""
+"""The least tile size of an operand of a product."""
 _PART = re.compile(r"(\w+):((?:\w+=\d+,?)+)")
 
 
 def configs_of(launch: Launch) -> tuple[Config, ...]:
-    """The default of a launch, then all else that it may be run with."""
+    """The default of a launch, then its other configurations."""
     choice = launch.choice
     names = sorted({name for change in choice.changes for name in change.factors})
     found: dict[Config, None] = {}
@@ -81,8 +81,9 @@ def all_configured(launches: Iterable[Launch]) -> list[tuple[Launch, bool]]:
 
 
 def apply_configs(launches: list[Launch], configs: str) -> list[Launch]:
-    """An op's launches as its argument `configs` says: "KERNEL:NAME=VALUE,...;KERNEL:..."; what is
-    not named there, by default.
+    """An op's launches as its argument `configs` says: "KERNEL:NAME=VALUE,...;KERNEL:...".
+
+    Kernels that it does not name run by default.
 
     Raises:
         BackendError: it names a kernel that is not launched, or what is no configuration of one.

@@ -1,8 +1,8 @@
 """Kernels compiled for a device that need not be here, into the graph cache.
 
 Triton brings its own code generators and assembler, so neither ROCm nor CUDA has to be installed.
-Each distinct kernel is an entry of its own, with a key that the device's side can compute from a
-launch: what several buckets or checkpoints have in common is compiled once.
+Each distinct kernel is an entry of its own. The machine with the device computes the entry's key
+from a launch. So a kernel that several buckets or checkpoints need is compiled once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NEAR = 2**31 - 1
 _ELEMENTS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "u1",  # As launchers name it; code for "i1" they would not find.
+    torch.bool: "u1",  # As launchers name it; they would not find code for "i1".
 }  # fmt: skip
 _AMD_FIELDS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
 
@@ -113,7 +113,7 @@ class Specialisation:
                 constants.setdefault(name, 1)
             else:
                 signature[name] = "i32" if abs(value) <= _NEAR else "i64"
-                if not is_plain:  # Of those Triton looks at nothing but the type.
+                if not is_plain:  # Of the plain ones, Triton uses the type alone.
                     marks[name] = "D" if value % ALIGNMENT == 0 else ""
         tail = (marks, launch.threads, launch.num_stages)
         return cls(launch.kernel, target, signature, constants, *tail)
@@ -137,8 +137,11 @@ class Specialisation:
         }
 
     def triton_source(self) -> ASTSource:
-        """The kernel as Triton's compiler takes it: put together by this Triton's own launcher,
-        whose versions differ in what they note of constants, and so look for other code."""
+        """The kernel as Triton's compiler takes it.
+
+        This Triton's own launcher puts it together, because versions of the launcher note constants
+        in different ways, and so look for different code.
+        """
         names = self.kernel.arg_names
         known = [(self.signature[n], self.constants.get(n, self.marks.get(n))) for n in names]
         constants = {name: self.constants.get(name) for name in names}
@@ -155,7 +158,7 @@ class Specialisation:
         }
 
     def triton_hash(self) -> str:
-        """What the Triton of this process files the code under, and looks for when launching."""
+        """The hash by which the Triton of this process keeps the code and looks for it."""
         backend, environment = make_backend(gpu_target(self.target)), _environment()
         key = get_cache_key(self.triton_source(), backend, self._parsed_options(), environment)
         return hashlib.sha256(key.encode()).hexdigest()
@@ -165,9 +168,9 @@ class Specialisation:
 
 
 def compiler_fields(target: Target) -> dict[str, str]:
-    """The Triton of this process, as far as its code for a target depends on it.
+    """What the code for a target depends on in this process's Triton.
 
-    Its version is not enough: builds of one version differ, as do assemblers beside one build.
+    A version is not enough: builds of one version differ, and so do assemblers beside one build.
     """
     return {
         **triton_fields(),

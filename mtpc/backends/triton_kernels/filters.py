@@ -1,12 +1,13 @@
 """Where min-p, top-k and top-p cut a row's logits: several programs a row, and an exact edge.
 
-Tokens are counted by how far they are below the row's greatest logit, in bins, and so is their
-probability (a program for each block). Their sums say in which bins an edge is (a program for each
-row), and the logits in there are put side by side. Among those few the edge is found by bisection:
-both filters ask for the greatest logit above or at which there is enough, of tokens or of
-probability. An interval of logits is halved until it holds one that there is; ends are always
-logits of the row, so that a few dozen passes suffice, and the edge is exact. Only a row with too
-many in there is gone over whole. Sums run in an order of their own for each row.
+Bins divide tokens by how far their logits are below the row's greatest one. A program for each
+block counts the tokens of each bin, and sums their probabilities. A program for each row finds the
+bins that may hold an edge, and the logits in these bins are put side by side. Among these few a
+bisection finds the edge. Both filters ask for the greatest logit such that the tokens at or above
+it are enough, in number or in probability. The bisection halves an interval of logits until one
+logit is left. The ends of the interval are always logits of the row, so the edge is exact, and a
+few dozen passes suffice. A row with too many logits in these bins is searched whole. The sums of a
+row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 
 _BINS, _MOST = 64, 8192
-"""Of a quarter each, the last for all that is farther; logits that are put side by side at most."""
+"""Bins, each a quarter wide except the last, which has the rest; and the most logits that are put
+side by side."""
 _CHUNK, _PART, _BLOCKS = 2048, 128, 32
-"""Tokens gone over together; with more, sums and edges of each would not fit into registers. Tokens
-whose bins are found together, and blocks whose bins are summed together."""
+"""Tokens that a pass takes together; with more, their sums and edges would not fit into registers.
+Then the tokens whose bins are found together, and the blocks whose bins are summed together."""
 
 TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
 _TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
@@ -65,13 +67,13 @@ def _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS: tl.const
 
 @triton.jit
 def _least(peak, min_p):  # type: ignore[no-untyped-def]
-    """What min-p leaves is at or above it."""
+    """The least logit that min-p keeps."""
     return tl.where(min_p > 0, peak + tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
 
 
 @triton.jit
 def _bin(x, peak, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """By how far a logit is below the greatest; minus infinity is in the last."""
+    """The bin of a logit, by its distance from the greatest; minus infinity is in the last one."""
     far = (peak - x) * 4
     return tl.where(far < BINS - 1, far, BINS - 1).to(tl.int32)
 
@@ -255,8 +257,11 @@ def _edge(  # type: ignore[no-untyped-def]
 def _cut(  # type: ignore[no-untyped-def]
     logits_ptr, count, cut, peak, above, total, vocab, top_k, top_p, CHUNK: tl.constexpr
 ):
-    """The least logit that top-k and top-p keep of those at or above `cut`, all of which are among
-    `count` of them but for a mass `above`. `total` is the mass where there is no top-k."""
+    """The least logit that top-k and top-p keep, of those at or above `cut`.
+
+    All of these are among `count` logits, except for a mass `above`. `total` is the mass without
+    top-k.
+    """
     if top_k > 0:
         wanted = tl.minimum(top_k, vocab).to(tl.float64)
         lowest = tl.full([], float("-inf"), tl.float64)

@@ -1,8 +1,8 @@
 """Products of rows with codes of 4 or 8 bits that have a scale for each group of inputs.
 
-What the files in `ops` share: rows are rounded to int8 group by group, by a launch of its own that
-every program would otherwise repeat; and what becomes of the codes of a tile of 32 features, which
-lie in memory as one stream. Sums of a group's integers are exact.
+The files in `ops` share two things. A launch of its own rounds rows to int8 group by group, because
+every program would otherwise repeat it. And device functions unpack the codes of a tile of 32
+features, which lie in memory as one stream. Sums of a group's integers are exact.
 
 Device functions take loaded values, not pointers; see `tiles.locate`.
 """
@@ -24,7 +24,7 @@ from mtpc.weights.grouped import GroupForm, form_of
 from mtpc.weights.packing import TILE
 
 _MOST_INPUTS, _FEWEST_INPUTS = 128, 32
-"""In one product."""
+"""The most and the fewest inputs of one product."""
 _MOST_SUM = 2**31 - 1
 _POINTS = {"": 0, "zeros": 1, "mins": 2}
 # Adding and taking away 1.5 * 2^23 leaves the nearest integer, of two equally near the even one.

@@ -21,11 +21,10 @@ from triton.runtime.jit import JITFunction
 from mtpc.errors import BackendError
 
 ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin, and for integers divisors, that compiled code takes for
-granted where its key says so (`crosscompile`)."""
+"""Where its key says so (`crosscompile`), compiled code assumes that a tensor begins at a multiple
+of so many bytes, and that an integer is a multiple of this number."""
 FUSION: Mapping[str, Any] = {"enable_fp_fusion": True}
-"""Products and sums may be one instruction. Said explicitly: Triton's default is about to change.
-"""
+"""Products and sums may be one instruction. It is explicit because Triton's default will change."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,9 @@ class Change:
         threads: if another number.
         num_stages: if another number.
         factors: by which tile sizes are multiplied.
-        bounded: constants whose product must be at most `bound`: what a program accumulates.
-        bound: their bound.
+        bounded: constants whose product, the number of values that a program accumulates, must be
+            at most `bound`.
+        bound: that bound.
     """
 
     threads: int | None = None
@@ -49,11 +49,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a kernel's launches can be changed in. Changes are chosen on paper, and kept where they
-    fit and hardly spill on every target (tests/test_triton_crosscompile.py).
+    """How a kernel's launches can be changed. Changes are chosen on paper, and kept where they fit
+    and hardly spill on every target (tests/gpu/test_crosscompile.py).
 
     Attributes:
-        changes: of the default; few, for each is compiled for each target and measured.
+        changes: of the default; few, because each is compiled for each target and measured.
         axes: axis of the grid, by the tile size that cuts it, and the constant that is cut.
     """
 
@@ -62,7 +62,7 @@ class Choice:
 
 
 NO_CHOICE = Choice()
-"""Of a kernel that is always run by default."""
+"""For a kernel that always runs by default."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Code objects that were compiled elsewhere, used on the device.
 
-`mtpc build --target` leaves them in the graph cache. Here they are handed to Triton through its own
-cache (`triton.runtime.cache`): an entry holds Triton's record of the kernel and the hash that
-Triton files it under, so that launching finds it and no compiler runs. Whether a launch has an
-entry is decided when a step is bound to kernels; what has none is compiled here, and noted.
+`mtpc build --target` leaves them in the graph cache. This module hands them to Triton through
+Triton's own cache (`triton.runtime.cache`). An entry holds Triton's record of the kernel, and the
+hash by which Triton keeps it, so that a launch finds it and no compiler runs. When a step is bound
+to kernels, each launch without an entry is noted, and compiled here.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from torch import Tensor
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 
 _ELEMENTS = 1024
-"""Of a program whose rows are shorter: 8 heads of 128."""
+"""Elements of a program whose rows are shorter than this: 8 heads of 128."""
 _A_THREAD = 16
-"""Elements, until a program has as many threads as it may."""
+"""Elements of a thread, until a program has its most threads."""
 _MOST_THREADS = 512
 _MAX_WIDTH = 16_384
-"""Numbers of a row that is normed in registers: 32 a thread."""
+"""The most elements of a row, which is normed in registers: 32 a thread."""
 
 
 @triton.jit

@@ -8,13 +8,13 @@ import triton.language as tl
 from mtpc.backends.triton_kernels.launch import power_of_two
 
 HEADS = 8
-"""Of a program, at most: 8 heads of 128 are a few registers a thread."""
+"""The most heads of a program: 8 heads of 128 are a few registers a thread."""
 
 
 @triton.jit
 def turn(a, b, cos_a, cos_b, sin_a, sin_b):  # type: ignore[no-untyped-def]
-    """Both halves of heads, turned. Products and sum are rounded one by one, as the operators are
-    that this stands for. Takes loaded values: see `tiles.locate`."""
+    """Both halves of heads, turned. Each product and the sum are rounded, as the operators that
+    this replaces round them. Takes loaded values: see `tiles.locate`."""
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     along_a = (wide_a * cos_a.to(tl.float32)).to(a.dtype).to(tl.float32)
     along_b = (wide_b * cos_b.to(tl.float32)).to(a.dtype).to(tl.float32)

@@ -24,7 +24,7 @@ from mtpc.errors import BackendError
 
 _POOLS = ("k_cache", "v_cache", "latent_cache", "index_cache", "cache")
 _POOL_BYTES = 256 << 20
-"""Of a page pool that is made for timing: more than any device's caches hold."""
+"""Bytes of a page pool that is made for timing: more than any device's caches hold."""
 _WARM_UP_MS, _REPEAT_MS = 10, 40
 _COMMITTED = 16
 """Positions before a step's rows, of recurrent state."""
@@ -124,8 +124,7 @@ def _pages(fakes: dict[str, Tensor], pool: Tensor) -> int:
 
 def _block_table(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
     pool = next(fakes[name] for name in _POOLS if name in fakes)
-    pages = torch.arange(fake.numel(), device=device) % (_pages(fakes, pool) - 1)
-    return 1 + pages.view(fake.shape)
+    return 1 + _numbers(fake, _pages(fakes, pool) - 1, device)
 
 
 def _seq_lens(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
@@ -146,13 +145,9 @@ def _starts(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Ten
     return torch.arange(reqs + 1, device=device) * tokens // reqs
 
 
-def _expert_ids(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
-    """As many different ones as there are."""
-    return (torch.arange(fake.numel(), device=device) % fakes["down"].shape[0]).view(fake.shape)
-
-
-def _state_slots(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
-    return 1 + torch.arange(fake.numel(), device=device) % (fakes["standing"].shape[0] - 1)
+def _numbers(fake: Tensor, count: int, device: torch.device) -> Tensor:
+    """0 to count - 1, again and again."""
+    return (torch.arange(fake.numel(), device=device) % count).view(fake.shape)
 
 
 _Fill = Callable[[dict[str, Tensor], Tensor, torch.device], Tensor]
@@ -160,8 +155,10 @@ _INDICES: dict[str, _Fill] = {
     "block_table": _block_table,
     "seq_lens": _seq_lens,
     "query_start_loc": _starts,
-    "expert_ids": _expert_ids,
-    "state_slots": _state_slots,
+    "expert_ids": lambda fakes, fake, device: _numbers(fake, len(fakes["down"]), device),
+    "state_slots": lambda fakes, fake, device: (
+        1 + _numbers(fake, len(fakes["standing"]) - 1, device)
+    ),
     "certain_lens": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
     "active": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
     "finite": lambda fakes, fake, device: torch.ones(fake.shape, device=device),

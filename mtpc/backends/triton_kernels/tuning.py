@@ -4,8 +4,8 @@
 
 A row is an entry of the cache, under a key of device, Triton, kernel, sizes and dtypes. The process
 that measures holds the row's lock, so that processes that start together choose alike. It measures
-while a step is bound to kernels, before anything of it is lowered or captured. The timer is an
-argument: without a device nothing is measured, and every launch has its default. This never ran on
+while a step is bound to kernels, before the step is lowered or captured. The timer is an argument.
+Without a device nothing is measured, and every launch runs by default. This has never run on
 hardware.
 """
 
@@ -36,7 +36,7 @@ from mtpc.store.lookup import KEY, key_bytes, key_of
 KIND = "gpu-tuning"
 ROW = "tuning.json"
 _MARGIN = 0.02
-"""By how much of its time a configuration must beat the default: less is noise."""
+"""The share of the default's time by which a configuration must be faster; less is noise."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Call:
     graph: StepGraph
 
     def weight(self, argument: Any) -> Tensor | None:
-        """The weight that an argument is; None where it is none."""
+        """The weight that an argument is, or None."""
         if not isinstance(argument, fx.Node) or argument.op != "get_attr":
             return None
         tensor = get_tensor(self.graph.module, str(argument.target))
@@ -86,7 +86,8 @@ class Tuner:
         device: names a kind of device, all of which choose alike.
         timer: measures.
         report: hears what is measured.
-        sources: a digest of the kernels' sources; others are measured anew.
+        sources: a digest of this package: kernels, what they share, and their configurations. With
+            other sources a row is measured anew.
         known: what was chosen, by the digest of its key.
     """
 
@@ -94,7 +95,11 @@ class Tuner:
     device: str
     timer: Timer
     report: Report = silent
-    sources: str = field(default_factory=lambda: kernel_sources())
+    sources: str = field(
+        default_factory=lambda: hash_of(
+            path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))
+        )
+    )
     known: dict[str, Tuned] = field(default_factory=dict)
 
     def __call__(self, node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
@@ -128,10 +133,10 @@ class Tuner:
 
 @dataclass
 class _Trial:
-    """One launch, whose configuration is to be found.
+    """One launch, whose fastest configuration is wanted.
 
     Attributes:
-        tuner: for whom.
+        tuner: the tuner that wants it.
         call: the call that it is part of.
         index: its place among the call's launches.
         launch: the launch, by default.
@@ -160,7 +165,7 @@ class _Trial:
 
     def _under_lock(self, store: EntryStore, fields: Fields) -> str:
         with store.lock(digest(fields), self.tuner.report):
-            # Whoever held the lock may have written it; what is damaged was noted before.
+            # The process that held the lock may have written it; damage was noted before.
             found = _read(store, fields, self.launch, [])
             if found is None:
                 found = fastest(self._measured())
@@ -176,14 +181,9 @@ class _Trial:
         return self.times
 
 
-def kernel_sources() -> str:
-    """A digest of this package: kernels, what they share, and their configurations."""
-    return hash_of(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
-
-
 def tuning_fields(launch: Launch, device: str) -> dict[str, str]:
-    """The key of a row, but for the sources: all that time depends on except lengths, and how many
-    pages or slots there are."""
+    """The key of a row without the sources: all that time depends on, except lengths and the
+    numbers of pages and slots."""
     arguments, constants = launch.arguments, dict(launch.constants)
     dtypes = {n: dtype_name(a.dtype) for n, a in arguments.items() if isinstance(a, Tensor)}
     integers = {n: a for n, a in arguments.items() if not isinstance(a, Tensor)}

@@ -67,14 +67,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """Who computes one graph of Dynamo's.
+    """Which parts of one of Dynamo's graphs mtpc and Inductor compute.
 
     Attributes:
         operators: of the graph, before the passes.
-        kernels: mtpc's kernels -> calls; empty where all of the graph is Inductor's.
-        left: operators that are Inductor's -> calls.
+        kernels: mtpc's kernels -> calls; empty if Inductor computes the whole graph.
+        left: operators that Inductor computes -> calls.
         rewrites: passes -> rewrites.
-        reason: why all of the graph is Inductor's; None where mtpc took a part.
+        reason: why Inductor computes the whole graph; None if mtpc computes a part.
     """
 
     operators: int

@@ -153,8 +153,8 @@ def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None)
 def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | str:
     """The graph over ATen operators, or why there is none.
 
-    Operators stay what the module calls: linear layers are linear layers, and writes in place are
-    that. Inductor functionalises and decomposes what is left of them.
+    Operators stay as the module calls them: linear layers stay linear layers, and writes in place
+    stay in place. Inductor functionalises and decomposes the rest.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     mode: Any = detect_fake_mode()  # Dynamo's, whose sizes have its symbols.

@@ -1,8 +1,8 @@
-"""ggml's types: what the bytes of a block of adjacent inputs say.
+"""ggml's types: how the bytes of a block of adjacent inputs are decoded.
 
-A value is (code - zero) * scale, less a minimum where the type has one. All types give codes of 4
-or 8 bits with a scale for each group of inputs, so that kernels read them as they are stored. Types
-of 5 and 6 bits, and floating-point codes of 4 bits, are exact in 8.
+A value is (code - zero) * scale, minus a minimum if the type has one. All types give codes of 4 or
+8 bits with a scale for each group of inputs, so that kernels can read them as codes. Codes of 5 and
+6 bits, and floating-point codes of 4 bits, are exact in 8 bits.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c. All functions take uint8 [..., B, nbytes].
 """
@@ -25,13 +25,13 @@ E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True)
 class Parts:
-    """What blocks say.
+    """Decoded blocks.
 
     Attributes:
         codes: uint8 [..., B, inputs].
-        scales: float16, bfloat16 or float32 [..., B, G]; G groups of adjacent inputs a block.
-        mins: of the scales' dtype [..., B, G], which are subtracted from the values; None if there
-            are none. The zero point of codes is then 0.
+        scales: float16, bfloat16 or float32 [..., B, G]; G groups of adjacent inputs in a block.
+        mins: of the scales' dtype [..., B, G], subtracted from the values; the zero point of codes
+            is then 0. None if there are none.
     """
 
     codes: Tensor
@@ -44,14 +44,14 @@ class Block:
     """A type of ggml.
 
     Attributes:
-        name: ggml's, which is safetensors' for plain numbers.
+        name: ggml's name; for plain numbers also safetensors'.
         inputs: adjacent inputs of a block.
         nbytes: bytes of a block.
         kind: of the codes; None for plain numbers.
         group: inputs that share a scale.
         scales: torch's name of the dtype of the scales.
         has_mins: whether groups have a minimum.
-        decode: bytes of blocks -> what they say; None for plain numbers.
+        decode: bytes of blocks -> their codes and scales; None for plain numbers.
     """
 
     name: str

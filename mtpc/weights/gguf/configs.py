@@ -38,14 +38,15 @@ def _partial_rope(of: Metadata, width: int) -> dict[str, Any]:
 
 
 def _share(of: Metadata, width: int) -> float:
-    """The share of a head's width that turns, which transformers multiplies and cuts."""
+    """The share of a head's width that is rotated, which transformers multiplies and rounds
+    down."""
     count = of.size("rope.dimension_count")
     share = count / width
     return share if int(width * share) == count else nextafter(share, 1)
 
 
 def _experts(of: Metadata) -> dict[str, Any]:
-    """Experts as DeepSeek-V3 and those after it name them.
+    """Experts, named as in DeepSeek-V3 and the families after it.
 
     Raises:
         CheckpointError: the router is of another kind.
@@ -119,7 +120,7 @@ def deepseek2(of: Metadata) -> dict[str, Any]:
     rope_width, rope = of.size("rope.dimension_count"), _rope(of)
     keys = of.get("attention.key_length_mla") or of.size("attention.key_length")
     values = of.get("attention.value_length_mla") or of.size("attention.value_length")
-    # The file has a tenth of the factor, and not the other one: all releases have both alike.
+    # The file has a tenth of one factor, and not the other: in all releases both are equal.
     mscale = 10 * of.get("rope.scaling.yarn_log_multiplier", 0.0)
     if mscale:
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
@@ -158,7 +159,7 @@ def mimo2(of: Metadata) -> dict[str, Any]:
         "hybrid_layer_pattern": [int(slides[i]) for i in layers],
         "moe_layer_freq": [int(of.has(i, "ffn_gate_inp.weight")) for i in layers],
         "attention_value_scale": of.get("attention.value_scale", 1.0),
-        "norm_topk_prob": True,  # The converter writes none, and llama.cpp divides always.
+        "norm_topk_prob": True,  # The converter writes none, and llama.cpp always divides.
         "rope_theta": of.number("rope.freq_base"),
         "swa_rope_theta": of.number("rope.freq_base_swa"),
         "partial_rotary_factor": _share(of, width),
@@ -169,7 +170,7 @@ def step35(of: Metadata) -> dict[str, Any]:
     """Released entries, as the checkpoints have them.
 
     Raises:
-        CheckpointError: rotary angles are scaled; the file has the factors, and not their rule.
+        CheckpointError: rotary angles are scaled; the file has the factors, but not their rule.
     """
     if "rope_freqs.weight" in of.tensors:
         raise CheckpointError(

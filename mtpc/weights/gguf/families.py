@@ -1,10 +1,10 @@
-"""Families of GGUF files: config and names of transformers from metadata and names of the file."""
+"""Families of GGUF files: transformers' config and names, from the file's metadata and names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
@@ -21,15 +21,16 @@ class Family:
     """A family of GGUF files.
 
     Attributes:
-        architecture: of transformers.
-        modules: leaf of a name in the file -> module of transformers, within a layer.
-        config: entries of the config that are not those of all families.
+        architecture: transformers' name of the architecture.
+        modules: leaf of a name in the file -> transformers' module, within a layer.
+        config: entries of the config that only this family has.
         changes: leaf -> what the converter did to the tensor.
         shapes: leaf -> its sizes in transformers, given those in the file.
         mtp_prefix: (number of layers, index of the MTP layer) -> prefix of its tensors.
         mtp_block: prefix of its decoder block's tensors below that.
-        mtp_modules: leaf -> module of an MTP layer, where it has another name than in layers.
-        stacked: prefix of experts that transformers stores as stacks, too; "" if one by one.
+        mtp_modules: leaf -> module of an MTP layer, for modules that only it has or names
+            otherwise.
+        stacked: prefix of experts that transformers also stores as stacks; "" if one by one.
     """
 
     architecture: str
@@ -51,7 +52,7 @@ def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
         files: get the names.
 
     Returns:
-        The config that the metadata stand for.
+        The config that the metadata describe.
 
     Raises:
         UnsupportedModelError: mtpc has no such family.
@@ -119,7 +120,7 @@ def _unknown(file: GgufFile, source: str, metadata: Metadata) -> CheckpointError
 
 
 def _common(of: Metadata) -> dict[str, Any]:
-    """Entries that the configs of all families have."""
+    """The entries of every family's config."""
     ids = of.header.metadata
     kinds = {stored.block.name for stored in of.tensors.values()}
     plain = "float32" if kinds == {"F32"} else "float16"
@@ -145,7 +146,7 @@ def _common(of: Metadata) -> dict[str, Any]:
 
 
 def _ends(ids: Mapping[str, Any]) -> list[int] | int | None:
-    """Ids that end a text: of a sequence, and of a turn where it is another one."""
+    """Ids that end a text: the end of a sequence, and the end of a turn if that is another id."""
     found = [ids.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     known = list(dict.fromkeys(i for i in found if i is not None))
     return known if len(known) > 1 else (known[0] if known else None)
@@ -195,7 +196,8 @@ _QWEN = Family(
         "nextn.shared_head_norm": "norm",
     },
 )
-_QWEN_MOE = Family(
+_QWEN_MOE = replace(
+    _QWEN,
     architecture="Qwen3_5MoeForCausalLM",
     modules={
         **_QWEN.modules,
@@ -206,11 +208,7 @@ _QWEN_MOE = Family(
         "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
     config=configs.qwen35moe,
-    changes=_qwen_changes,
     shapes={**_QWEN.shapes, "ffn_gate_inp_shexp": lambda sizes: (1, sizes[-1])},
-    mtp_prefix=_QWEN.mtp_prefix,
-    mtp_block=_QWEN.mtp_block,
-    mtp_modules=_QWEN.mtp_modules,
 )
 FAMILIES: Mapping[str, Family] = {
     "qwen35": _QWEN,

@@ -1,7 +1,8 @@
-"""GGUF files as the tensors of a checkpoint, under the names that transformers has for them.
+"""GGUF files as the tensors of a checkpoint, under transformers' names.
 
 llama.cpp's converter renames tensors, adds one to some norms, stacks experts, and puts value heads
-into another order. `mtpc.weights.gguf.names` says what it did to which tensor; here it is undone.
+into another order. `mtpc.weights.gguf.families` says what it did to each tensor. This module undoes
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _OTHERS = "mmproj"
 
 @dataclass(frozen=True)
 class Heads:
-    """Value heads that the file has in turn, one of each key head, and transformers by key head.
+    """The order of value heads: by key head in transformers, one of each key head in turn in files.
 
     Attributes:
         keys: key heads.
@@ -49,7 +50,7 @@ class Heads:
         return self.skip + self.keys * self.values * self.width
 
     def order(self) -> Tensor:
-        """The row of the file that each row of transformers is."""
+        """For each row in transformers, its row in the file."""
         rows = (
             torch.arange(self.count - self.skip)
             .view(self.values, self.keys, self.width)
@@ -65,7 +66,7 @@ class Change:
     Attributes:
         values: "plus_one"; "negative_exp", -exp(x); "" nothing.
         rows: order of the rows; None if they are as in transformers.
-        columns: order of the inputs; None likewise.
+        columns: order of the inputs; None if they are as in transformers.
     """
 
     values: Literal["", "plus_one", "negative_exp"] = ""
@@ -75,7 +76,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GgufTensor(StoredTensor):
-    """A tensor of a GGUF file, or a matrix of a stack, by the name that transformers has for it.
+    """A tensor of a GGUF file, or a matrix of a stack, under transformers' name.
 
     Attributes, besides those of `StoredTensor`:
         block: its type in the file; `dtype` is the type's name.
@@ -91,17 +92,17 @@ class GgufTensor(StoredTensor):
 
 
 class GgufFile(TensorFile):
-    """The tensors of one GGUF file, under the names that they have there.
+    """The tensors of one GGUF file, under transformers' names.
 
     Args:
         path: the file.
 
     Attributes:
-        header: what the file's header says.
+        header: the file's header.
         tensors: descriptions by transformers' names; empty until `name` is called.
 
     Raises:
-        CheckpointError: it is no complete GGUF file.
+        CheckpointError: it is not a complete GGUF file.
     """
 
     def __init__(self, path: Path):
@@ -110,13 +111,13 @@ class GgufFile(TensorFile):
         self.tensors = {}
 
     def add(self, name: str, source: str, change: Change, shape: tuple[int, ...] = ()) -> None:
-        """Give a tensor of the file the name that transformers has for it.
+        """Give a tensor of the file a name.
 
         Args:
-            name: the new name.
+            name: transformers' name.
             source: the name in the file.
             change: what the converter did to it.
-            shape: its sizes in transformers, if they are others.
+            shape: its sizes in transformers, if they differ.
         """
         stored = self.header.tensors[source]
         made = self._described(stored, change, shape or stored.shape, stored.begin)
@@ -145,7 +146,7 @@ class GgufFile(TensorFile):
     def tensor(self, name: str) -> Tensor:
         """One tensor as transformers has it; quantised ones as bytes, uint8 [N, bytes of a row].
 
-        Columns of the latter are in the file's order.
+        Columns of quantised ones are in the file's order.
         """
         stored = self.tensors[name]
         assert isinstance(stored, GgufTensor)
@@ -172,7 +173,7 @@ def find_gguf(source: Path) -> list[Path]:
         source: path of a file, or of a directory.
 
     Returns:
-        In order; [] if the source is none of these.
+        The files in order; [] if the source is none of these.
 
     Raises:
         CheckpointError: a directory holds several models, or a part of a split one is missing.
@@ -221,7 +222,7 @@ def open_gguf(paths: list[Path]) -> tuple[dict[str, Any], Mapping[Path, TensorFi
         paths: its files, the first part first.
 
     Returns:
-        The config of transformers that its metadata stand for, and the files by path.
+        transformers' config, from the metadata, and the files by path.
 
     Raises:
         CheckpointError: a file is not complete; or the model is of a family, or has a tensor, that

@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file, checked where they are read."""
+"""Metadata of a GGUF file, checked as they are read."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Metadata:
         return found
 
     def flags(self, name: str) -> list[bool]:
-        """One for each block.
+        """Flags, one for each block.
 
         Raises:
-            CheckpointError: there are others.
+            CheckpointError: the file has no such list.
         """
         value, count = self.get(name), self.layers + self.mtp_layers
         if not isinstance(value, list) or len(value) != count or {*value} - {0, 1}:

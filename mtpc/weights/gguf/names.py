@@ -1,7 +1,7 @@
-"""Names of tensors in GGUF files, and what they are called in transformers.
+"""Names of tensors in GGUF files, and their names in transformers.
 
 They are those of `gguf.constants` and `gguf.tensor_mapping`; `tests/weights/test_gguf.py`
-compares them. What the converter did to values: conversion/*.py of llama.cpp.
+compares them. conversion/*.py of llama.cpp has what the converter does to values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NEXTN = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-"""Parts of an MTP layer, as GLM-4 MoE and DeepSeek-V3 call them."""
+"""Parts of an MTP layer, by GLM-4 MoE's and DeepSeek-V3's names."""
 GATED_DELTA = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -79,6 +79,6 @@ NORMS = (
     "nextn.hnorm",
     "nextn.shared_head_norm",
 )
-"""Norms to which the converter adds one where transformers' do so as they run."""
+"""Norms to which the converter adds one, for families whose norms do so as they run."""
 
 Names = Mapping[str, str]

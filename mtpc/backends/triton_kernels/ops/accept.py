@@ -41,7 +41,7 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     HAS_PROMPTS: tl.constexpr, GOES_ON: tl.constexpr,
 ):  # fmt: skip
     """chosen int64, finite bool [R, W]; stops int64 [S, E]; out_ids int64 [R, out_row]; all else
-    [R], but for ids [tokens], starts [R+1] and remaining [S]."""
+    [R], except ids [tokens], starts [R+1] and remaining [S]."""
     request = tl.program_id(0)
     active = tl.load(active_ptr + request)
     decodes, emits = active, active

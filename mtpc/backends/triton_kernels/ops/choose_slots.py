@@ -1,10 +1,11 @@
 """The indexer of sparse attention: scores of all that a row sees, then the best of them.
 
-The first kernel scores one row against one block of positions a program, all heads at once. Scores
-go to memory as integers that are ordered as they are. In the second, a program has one row: it
-finds the score of the last one chosen digit by digit, by counting (radix selection), then goes
-over the positions once more and writes those above it, and as many of its equals, the earlier
-ones, as there is room for. A row that sees no more than it may choose is given all, unscored.
+In the first kernel, a program scores one row against one block of positions, all heads at once.
+Scores go to memory as integers of the same order. In the second kernel, a program has one row. It
+finds the score of the last position to choose, digit by digit, by counting (radix selection). Then
+it passes over the positions again, and writes those with a greater score; of equal ones it writes
+the earlier, as many as there is room for. A row that sees no more positions than it may choose gets
+all of them, without scores.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.tiles import dot, locate, num_tiles
 
 _POSITIONS = 64
-"""Scored by a program."""
+"""Positions that a program scores."""
 _HEADS = 16
-"""At a time."""
+"""Heads that it takes at a time."""
 _BLOCK = 1024
-"""Scores gone over together."""
+"""Scores that a pass takes together."""
 _BITS = 8
-"""Of a digit."""
+"""Bits of a digit."""
 _MAX_QUERY = 64 * 128
-"""Numbers of a row's query, all of which a program has."""
+"""The most elements of a row's query: a program has all of them."""
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Experts for few rows: each chosen expert's weights are read once per tile of rows, no others'.
 
-A program has one expert, one block of features and one tile of rows. It finds the rows that chose
-its expert by looking at all their choices, and stops where there are none: no sorting, no counts
-on the host, a grid of sizes only. Rows of other experts take part in its products as zeros, which
-costs nothing as long as reading the weights is what takes the time. The sum over a row's experts
-is a kernel of its own, in the order of the experts, so that no atomics decide its rounding.
+A program has one expert, one block of features and one tile of rows. It looks at all choices of its
+rows to find those that chose its expert, and stops if there are none. So nothing is sorted, the
+host counts nothing, and the grid depends on sizes only. Rows of other experts are zeros in its
+products. That costs nothing while reading the weights takes the time. A kernel of its own sums a
+row's experts, in the order of the experts, so that no atomics decide its rounding.
 """
 
 from __future__ import annotations

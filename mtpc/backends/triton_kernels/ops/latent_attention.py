@@ -25,9 +25,9 @@ from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operato
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
 _TILE = 16
-"""Rows times heads that a program holds: with a rank of 512, twice as many spill on NVIDIA (each
-warp holds all queries), four times as many on gfx942. Every tile reads the latents again, from L2
-where all is well: what to look at first on a device."""
+"""Rows times heads that a program holds. With a rank of 512, twice as many spill on NVIDIA (each
+warp holds all queries), four times as many on gfx942. Every tile reads the latents again. They
+should come from L2: check this first on a device."""
 
 _CHOICE = Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1)))
 

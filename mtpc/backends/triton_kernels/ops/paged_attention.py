@@ -27,9 +27,9 @@ from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operato
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
 _TILES = {2: {128: (64, 64), 1024: (32, 32)}, 4: {64: (64, 32), 1024: (16, 16)}}
-"""Query rows times heads that a program holds, where the group is not larger by itself, and
-positions at a time; by bytes of an element and the largest head dim that this is for. More of wide
-heads, and of float32, spill on NVIDIA."""
+"""Query rows times heads that a program holds, unless one group alone is larger, and positions at a
+time; by bytes of an element and the largest head dim. With more, wide heads and float32 spill on
+NVIDIA."""
 
 _CHOICE = Choice(
     (

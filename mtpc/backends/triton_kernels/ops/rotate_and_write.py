@@ -1,7 +1,7 @@
 """Rotary embedding of queries and keys, and both cache writes: one launch before attention.
 
-A program has one token and a few of its heads, of queries, of keys or of values. One of keys or
-values whose slot is -1, or beyond the cache, does nothing.
+A program has one token and a few of its heads, of queries, of keys or of values. For keys and
+values with slot -1, or a slot beyond the cache, it does nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Choosing tokens: logits adjusted by all of a request's parameters, then filters, noise, argmax.
 
-In the first kernel a program has one block of one row's vocabulary, and writes what is left of its
-logits, in float64. A greedy row is then one program, which looks at the blocks' peaks and reads one
-block. For a row that is sampled `filters` finds what is kept; again a program a block adds noise
-and finds its best, and one a row the best of them.
+In the first kernel, a program has one block of one row's vocabulary, and writes its adjusted logits
+in float64. For a greedy row, one more program looks at the blocks' peaks and reads one block. For a
+sampled row, `filters` finds which tokens are kept. Then a program for each block adds noise and
+finds the block's best token, and a program for each row finds the best of these.
 """
 
 from __future__ import annotations

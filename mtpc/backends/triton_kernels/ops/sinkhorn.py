@@ -16,7 +16,7 @@ from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 
 _ELEMENTS = 512
-"""Of the matrices that a program has: a few registers a thread. Four streams: 32 matrices."""
+"""Elements of a program's matrices: a few registers a thread. With four streams, 32 matrices."""
 _MAX_SIZE = 64
 """Rows of a matrix that is normalised in registers."""
 

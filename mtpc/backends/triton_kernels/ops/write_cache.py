@@ -1,4 +1,4 @@
-"""Cache write: a row a program; slot -1 writes nothing, and costs nothing but reading the slot."""
+"""Cache write: a program has one row. For slot -1 it reads the slot and does nothing else."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import INTS
 
 _CHUNK = 4096
-"""Logits gone over together."""
+"""Logits that a pass takes together."""
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
 _NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
 _LOGPROBS: tl.constexpr = tl.constexpr(INTS.index("logprobs"))
