@@ -99,11 +99,15 @@ class MoveUp(nn.Module):
 
 
 class KeepLast(nn.Module):
-    """Write each request's last `window` certain rows, up to the anchor's, to its slot."""
+    """Write each request's last `window` certain rows, up to the anchor's, to its slot.
 
-    def __init__(self, window: int):
+    In a prefill step with images, ids from the vocabulary's end on name rows of embeddings, which
+    are the next step's by then. The slot keeps these rows, and ids that name them there.
+    """
+
+    def __init__(self, window: int, vocab_size: int):
         super().__init__()
-        self.window = window
+        self.window, self.vocab_size = window, vocab_size
 
     def forward(
         self,
@@ -114,13 +118,37 @@ class KeepLast(nn.Module):
         state_slots: Tensor,
         last_ids: Tensor,
         last_features: Tensor,
+        embeds: Tensor | None = None,
+        last_embeds: Tensor | None = None,
     ) -> None:
-        """Update `last_ids` and `last_features` in place; arguments as `Widen` has them."""
+        """Update `last_ids`, `last_features` and `last_embeds` in place.
+
+        Args:
+            ids: as the next arguments, as `Widen` has them.
+            features: [T, ...].
+            anchors: int64 [R].
+            query_start_loc: int32 [R+1].
+            state_slots: int64 [R].
+            last_ids: int64 [S, window].
+            last_features: [S, window, ...].
+            embeds: [N, H], rows that the ids after the vocabulary name; None: there are no images.
+            last_embeds: [S, window, H], rows that the ids after these name, by request slot.
+        """
         back = torch.arange(self.window - 1, -1, -1, device=anchors.device)
         rows = anchors[:, None] - back[None]
         # A request may have fewer rows; any will do for the rest, as its length excludes them.
         rows = torch.maximum(rows, query_start_loc[:-1, None].long())
-        last_ids.index_copy_(0, state_slots, ids[rows])
+        kept = ids[rows]
+        if embeds is not None and last_embeds is not None:
+            count = embeds.shape[0]
+            place = kept - self.vocab_size
+            fresh = embeds[place.clamp(0, count - 1)]
+            old = last_embeds[state_slots[:, None], (place - count).clamp(0, self.window - 1)]
+            moved = torch.where((place >= count)[:, :, None], old, fresh)
+            last_embeds.index_copy_(0, state_slots, moved)
+            names = torch.arange(self.window, device=anchors.device) + self.vocab_size + count
+            kept = torch.where(place >= 0, names, kept)
+        last_ids.index_copy_(0, state_slots, kept)
         last_features.index_copy_(0, state_slots, features[rows])
 
 
@@ -150,13 +178,15 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
 def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:
     """Add the earlier rows that rested on drafts, and keep the last rows for the next round."""
     bucket, begun = step.key.bucket, inputs.begun
-    kept = (step.state.chain_ids, step.state.chain_features)
+    kept: tuple[Tensor, ...] = (step.state.chain_ids, step.state.chain_features)
     fresh = (inputs.ids, inputs.features, inputs.anchors, begun.context_lens, begun.active)
     requests = (begun.block_table, begun.state_slots, inputs.metadata.query_start_loc)
     wide = unpack(Widened, step.pieces.widen(*fresh, *requests, *kept))
     num_tokens = bucket.num_tokens + bucket.num_reqs * (step.num_layers - 1)
     metadata = step.publish(wide, begun, num_tokens)
     rows = (wide.ids, wide.features, wide.anchors)
+    if step.key.phase == "prefill" and hasattr(step.state, "chain_embeds"):
+        kept = (*kept, step.state.prompt_embeds, step.state.chain_embeds)
     step.pieces.keep_last(*rows, metadata.query_start_loc, begun.state_slots, *kept)
     ids, features, anchors = rows
     return replace(inputs, metadata=metadata, ids=ids, features=features, anchors=anchors)
