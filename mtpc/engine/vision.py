@@ -11,6 +11,7 @@ conversation. So they do not depend on what other images a prompt has.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
 import threading
 from collections import OrderedDict
@@ -144,9 +145,16 @@ class Vision:
                 self._directory, backend="pil", local_files_only=True, trust_remote_code=False
             )
         except ImportError as error:
-            package = "torchvision" if "orchvision" in str(error) else "'mtpc[images]'"
-            raise OptionError(f"images need a package: {error}; pip install {package}") from None
+            raise OptionError(
+                f"images need a package: {error}; pip install 'mtpc[images]'"
+            ) from None
         except Exception as error:
+            if "torchvision" in str(error) and importlib.util.find_spec("torchvision") is None:
+                raise OptionError(
+                    f"transformers has the image processor of {self._directory} on torchvision "
+                    "alone, which is not installed; pip install torchvision, of the release that "
+                    "fits the installed torch"
+                ) from None
             raise CheckpointError(
                 f"the image processor of {self._directory} cannot be read: {type(error).__name__}: "
                 f"{error}; download its preprocessor_config.json again"
@@ -177,6 +185,7 @@ class Vision:
                 the prompt is too long.
         """
         with self._lock:
+            self._places(ids, len(images))  # Before any work on the images.
             return self._place(ids, self._patches(images), longest)
 
     def place_patches(
@@ -189,13 +198,7 @@ class Vision:
     def _place(
         self, ids: Sequence[int], images: Sequence[ImagePatches], longest: int
     ) -> tuple[list[int], PromptImages]:
-        token = self.tower.image_token_id
-        places = [place for place, each in enumerate(ids) if each == token]
-        if len(places) != len(images):
-            raise RequestError(
-                f"the prompt has {len(places)} image tokens (id {token}) and {len(images)} images; "
-                "expected one for each"
-            )
+        token, places = self.tower.image_token_id, self._places(ids, len(images))
         out, spans, start = list[int](), list[tuple[int, int]](), 0
         origins = list[tuple[int, int]]()  # Of each span: its image, and its number within that.
         for index, (place, image) in enumerate(zip(places, images, strict=True)):
@@ -222,6 +225,17 @@ class Vision:
         known = tuple(digests[index] + number.to_bytes(4, "little") for index, number in origins)
         return out, PromptImages(tuple(spans), known, torch.cat(rows), offsets, delta)
 
+    def _places(self, ids: Sequence[int], count: int) -> list[int]:
+        """Where the image tokens of a prompt with `count` images are."""
+        token = self.tower.image_token_id
+        places = [place for place, each in enumerate(ids) if each == token]
+        if len(places) != count:
+            raise RequestError(
+                f"the prompt has {len(places)} image tokens (id {token}) and {count} images; "
+                "expected one for each"
+            )
+        return places
+
     def _embed(self, digest: bytes, image: ImagePatches) -> Tensor:
         """The embeddings of an image, kept or new: [tokens, H]."""
         stats, kept = self._stats, self._kept
@@ -239,8 +253,9 @@ class Vision:
 
     def _patches(self, images: Sequence[Image]) -> list[ImagePatches]:
         """What the tower takes of each image."""
+        process = self._processor
         try:
-            made = self._processor(images=list(images), return_tensors="pt")
+            made = process(images=list(images), return_tensors="pt")
         except ValueError as error:
             raise RequestError(f"an image is refused: {error}") from None
         return self.tower.split(made, self._served.own_tokens)

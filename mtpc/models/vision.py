@@ -259,8 +259,9 @@ def _loaded(module: Any, stored: dict[str, Tensor], dtype: torch.dtype, what: st
             f"{what} has tensors of {nbytes} bytes, and config.json describes {described} weights; "
             "correct the file or download the checkpoint again"
         )
+    kind: Any = type(module)
     with quiet_transformers():
-        loaded, info = type(module).from_pretrained(
+        loaded, info = kind.from_pretrained(
             None,
             config=module.config,
             state_dict=stored,
@@ -270,13 +271,14 @@ def _loaded(module: Any, stored: dict[str, Tensor], dtype: torch.dtype, what: st
             ignore_mismatched_sizes=True,  # They are refused below, by their names.
         )
     wrong = [
-        f"{said} {listing(sorted(map(str, info[kind])))}"
-        for kind, said in _LOADING.items()
-        if info[kind]
+        f"{said} {listing(sorted(map(str, info[found])))}"
+        for found, said in _LOADING.items()
+        if info[found]
     ]
     if wrong:
         raise CheckpointError(
             f"{what}: {'; '.join(wrong)}; its config.json describes others: correct it, or "
             "download the checkpoint again"
         )
-    return loaded
+    made: nn.Module = loaded
+    return made

@@ -163,6 +163,9 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
         The widened inputs, the last layer's features [T', ...], and the drafts [R].
     """
     inputs = widened = _widen(step, inputs)
+    keeps_embeds = step.key.phase == "prefill" and hasattr(step.state, "chain_embeds")
+    if not keeps_embeds:
+        _keep_last(step, widened)
     features, draft = step.draft_rows(0, inputs)
     drafts = [draft]
     for index in range(1, step.num_layers):
@@ -172,21 +175,26 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
             inputs = replace(inputs, features=features)
         features, draft = step.draft_rows(index, inputs)
         drafts.append(draft)
+    if keeps_embeds:  # Every layer has read the embeddings of the round before.
+        _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)
     return widened, features, drafts
 
 
 def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:
-    """Add the earlier rows that rested on drafts, and keep the last rows for the next round."""
-    bucket, begun = step.key.bucket, inputs.begun
-    kept: tuple[Tensor, ...] = (step.state.chain_ids, step.state.chain_features)
+    """Add the earlier rows that rested on drafts."""
+    bucket, begun, state = step.key.bucket, inputs.begun, step.state
     fresh = (inputs.ids, inputs.features, inputs.anchors, begun.context_lens, begun.active)
     requests = (begun.block_table, begun.state_slots, inputs.metadata.query_start_loc)
+    kept = (state.chain_ids, state.chain_features)
     wide = unpack(Widened, step.pieces.widen(*fresh, *requests, *kept))
     num_tokens = bucket.num_tokens + bucket.num_reqs * (step.num_layers - 1)
     metadata = step.publish(wide, begun, num_tokens)
-    rows = (wide.ids, wide.features, wide.anchors)
-    if step.key.phase == "prefill" and hasattr(step.state, "chain_embeds"):
-        kept = (*kept, step.state.prompt_embeds, step.state.chain_embeds)
-    step.pieces.keep_last(*rows, metadata.query_start_loc, begun.state_slots, *kept)
-    ids, features, anchors = rows
+    ids, features, anchors = wide.ids, wide.features, wide.anchors
     return replace(inputs, metadata=metadata, ids=ids, features=features, anchors=anchors)
+
+
+def _keep_last(step: Step, inputs: DraftInputs, *embeds: Tensor) -> None:
+    """Keep the last of the widened rows for the next round."""
+    rows = (inputs.ids, inputs.features, inputs.anchors, inputs.metadata.query_start_loc)
+    kept = (step.state.chain_ids, step.state.chain_features)
+    step.pieces.keep_last(*rows, inputs.begun.state_slots, *kept, *embeds)

@@ -55,7 +55,7 @@ TOWERS: Mapping[str, dict[str, Any]] = {
         "patch_size": 4,
     },
 }
-WHOLE, CROP = 32, 20
+WHOLE, CROP = 32, 32
 """Pixels of a side of Step-3.7's squares, which have four tokens each."""
 PATCHES: dict[str, Any] = {
     "patch_size": 4,

@@ -217,25 +217,32 @@ def test_drafts_after_images(
 
 @pytest.mark.parametrize("family", ["qwen3_5", "step3p7"])
 def test_rows_at_the_edges_of_chunks(family: str, seeing: Callable[..., mtpc.SpecModel]) -> None:
-    """MTP layers' keys and values do not depend on where chunks end: row t embeds t + 1."""
-    kept = []
+    """MTP layers' keys and values do not depend on where chunks end: row t embeds t + 1.
+
+    Another prompt takes rows of the first chunk of eight, or does not.
+    """
+    spec, kept, ends = seeing(family, 3), [], []
     ids, images = ([*range(10, 17), IMAGE, 20], [WIDE])
     if family == "step3p7":
         ids, images = ([*range(10, 16), IMAGE, 20], [ROW])
-    for options in ({}, {"prefill_chunk": 64}):
-        spec = seeing(family, 3, **options)
-        spec.engine.reset_prefix_cache()
+    for others in ([], [[3, 4]], [[3, 4, 5, 6, 7, 8, 9]]):
         poison(spec)
+        for other in others:
+            spec.engine.add(other, 30)
         tokens, found = placed(spec, ids, images)
         spec.engine.add(tokens, 4, images=found)
-        request = spec.engine.waiting[0]
+        request, ends = spec.engine.waiting[-1], [*ends, set[int]()]
         while not request.is_prefilled:
             spec.engine.step()
+            ends[-1].add(request.num_prefilled)
         kept.append(mtp_rows(spec, request, len(tokens)))
         while spec.engine.has_work:
             spec.engine.step()
     assert tokens[7] == tokens[8] == IMAGE  # The first chunk of eight ends within the image.
-    torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=1e-9)
+    assert [8 in each for each in ends] == [True, False, False]
+    assert ends[1] != ends[2]
+    for rows in kept[1:]:
+        torch.testing.assert_close(rows, kept[0], rtol=0, atol=1e-9)
 
 
 def mtp_rows(spec: mtpc.SpecModel, request: Any, length: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ _DRAFTS = "models/test_drafts.py::test_drafts_equal_the_wiring"
 _CHAINS = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[step3p7@3-4]"
 _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
 _IMAGE_DRAFTS = "models/test_images.py::test_drafts_after_images[qwen3_5]"
+_STEP_IMAGES = "models/test_images.py::test_rows_at_the_edges_of_chunks[step3p7]"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
@@ -756,7 +757,7 @@ FAULTS = (
         "step/chaining.py",
         "kept = torch.where(place >= 0, names, kept)",
         "kept = torch.where(place >= 0, kept, kept)",
-        "models/test_images.py::test_rows_at_the_edges_of_chunks[step3p7]",
+        _STEP_IMAGES,
     ),
     Fault(
         "images: rows that a slot keeps once more are looked up in the chunk's",
@@ -764,6 +765,14 @@ FAULTS = (
         "torch.where((place >= count)[:, :, None], old, fresh)",
         "torch.where((place >= count)[:, :, None], fresh, fresh)",
         "models/test_images.py::test_what_a_slot_keeps",
+    ),
+    Fault(
+        "images: a slot's rows are written before the layers read those of the round before",
+        "step/chaining.py",
+        "    if not keeps_embeds:\n        _keep_last(step, widened)\n",
+        "    _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)\n"
+        "    keeps_embeds = False\n",
+        _STEP_IMAGES,
     ),
     Fault(
         "images: an image is known by its size",
