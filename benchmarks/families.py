@@ -41,6 +41,7 @@ FAMILIES = (
     "mimo",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v_moe",
     "glm_moe_dsa",
     "deepseek_v3",
     "deepseek_v32",
@@ -57,6 +58,7 @@ FAMILIES = (
 )
 _STEP3P5 = "models/test_step3p5.py"
 _RECURRENT = "models/test_recurrent.py"
+_IMAGES = "models/test_images.py"
 TESTS: dict[str, tuple[str, dict[str, str]]] = {
     "released names": (
         "models/test_wiring.py::test_rows_equal_the_released_wiring[{family}]",
@@ -70,6 +72,7 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
             "qwen3_5_moe": (
                 f"{_RECURRENT}::test_speculative_output_equals_plain_decoding[qwen3_5_moe-2]"
             ),
+            "glm4v_moe": f"{_IMAGES}::test_text_is_transformers[glm4v_moe-3]",
         },
     ),
     "drafts = the wiring": (
@@ -78,6 +81,7 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
             "step3p5": f"{_STEP3P5}::test_partial_acceptance_and_drafts",
             "qwen3_5": f"{_RECURRENT}::test_drafts_equal_the_released_names[qwen3_5]",
             "qwen3_5_moe": f"{_RECURRENT}::test_drafts_equal_the_released_names[qwen3_5_moe]",
+            "glm4v_moe": f"{_IMAGES}::test_drafts_after_images[glm4v_moe]",
         },
     ),
     "drafts = transformers": (

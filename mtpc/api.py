@@ -305,9 +305,8 @@ class SpecModel:
         return score(self.engine, requests)
 
     def _open_vision(self) -> Vision:
-        assert self.served.directory is not None  # Compiling has refused other models.
         rows = self.program.shared[PROMPT_EMBEDS]
-        return Vision(self.served.directory, rows.dtype, rows.device)
+        return Vision(self.served, rows.dtype, rows.device, self.stats)
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
         """The token ids of one prompt, and its images, which are opened and embedded here."""

@@ -75,9 +75,9 @@ class Inliner:
             if node.op == "output":
                 continue
             if node.op == "get_attr":
-                env[node] = self._attribute(
-                    get_tensor(self.source.module, str(node.target)), str(node.target)
-                )
+                tensor, target = get_tensor(self.source.module, str(node.target)), str(node.target)
+                # State that a piece holds, too: tracing may have taken the piece's name for it.
+                env[node] = self._attribute(tensor, self.buffer_names.get(id(tensor), target))
             elif node.op == "call_module":
                 env[node] = self._inline(node, env)
             else:

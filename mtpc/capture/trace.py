@@ -212,5 +212,5 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     window = len(traces.drafts) - 1
     if window > 0:
         pieces.widen, pieces.move_up = Widen(key, window, page_size), MoveUp()
-        pieces.keep_last = KeepLast(window)
+        pieces.keep_last = KeepLast(window, traces.vocab_size)
     return pieces

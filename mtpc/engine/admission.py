@@ -79,8 +79,9 @@ def check_images(request: Request, program: Program) -> None:
         raise RequestError(f"images is a {type(images).__name__}; expected mtpc's PromptImages")
     if PROMPT_EMBEDS not in program.shared:
         raise RequestError("the prompt has images; compile the model with images=True")
-    embeds, offsets = program.shared[PROMPT_EMBEDS], program.shared[ROPE_OFFSETS]
-    images.check(len(request.prompt_ids), embeds, offsets.shape[2])
+    offsets = program.shared.get(ROPE_OFFSETS)
+    grids = 0 if offsets is None else offsets.shape[2]
+    images.check(len(request.prompt_ids), program.shared[PROMPT_EMBEDS], grids)
 
 
 def _check_prompt(request: Request, vocab_size: int) -> None:

@@ -79,6 +79,12 @@ def _kept(stats: Stats) -> Iterator[tuple[str, str]]:
             f"{stats.offload_saved} files written, {stats.offload_loaded} taken over, "
             f"{stats.offload_evictions} evicted ({stats.offload_bytes / 2**20:.1f} MiB)",
         )
+    if stats.images_embedded:
+        yield (
+            "images",
+            f"{stats.images_embedded} embedded, {stats.images_reused} reused "
+            f"({stats.image_bytes / 2**20:.1f} MiB kept)",
+        )
 
 
 def _counts(counter: Mapping[str, int]) -> str:
@@ -129,6 +135,7 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
         ("state_snapshots_max", "The most such snapshots.", stats.num_snapshots),
         ("state_snapshot_bytes", "Bytes of such snapshots.", stats.snapshot_bytes),
         ("kv_offload_bytes", "Bytes of offloaded pages and snapshots.", stats.offload_bytes),
+        ("image_bytes", "Bytes of kept embeddings of images.", stats.image_bytes),
     ):
         yield name, description, [({}, float(value))]
 
@@ -153,6 +160,8 @@ def _counters(stats: Stats) -> Iterator[Metric]:
         ("kv_offload_saved_total", "Pages and snapshots written to files.", stats.offload_saved),
         ("kv_offload_loaded_total", "Pages and snapshots taken over.", stats.offload_loaded),
         ("kv_offload_evictions_total", "Files evicted.", stats.offload_evictions),
+        ("images_embedded_total", "Images that the vision tower embedded.", stats.images_embedded),
+        ("images_reused_total", "Images whose embeddings were kept.", stats.images_reused),
         ("spec_decode_num_drafts_total", "Rounds of drafts, per request and step.", drafts),
         ("spec_decode_num_draft_tokens_total", "Drafts verified.", sum(stats.drafted)),
         ("spec_decode_num_accepted_tokens_total", "Drafts accepted.", sum(stats.accepted)),

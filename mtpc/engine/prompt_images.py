@@ -20,11 +20,12 @@ class PromptImages:
     """The images of one prompt, in order.
 
     Attributes:
-        spans: for each image, its first token and the one after its last.
-        digests: what identifies each image: equal digests stand for equal rows of `embeds`.
+        spans: runs of image tokens, each with its first token and the one after its last. An image
+            has one, or several with other tokens between them.
+        digests: what identifies each run: equal digests stand for equal rows of `embeds`.
         embeds: [N, H], the rows of all images, one for each of their tokens.
         offsets: int32 [length of the prompt, grids], what to add to each token's position for the
-            rotary embedding.
+            rotary embedding; no grids where positions are those of text.
         delta: what to add for tokens after the prompt.
     """
 
@@ -40,7 +41,7 @@ class PromptImages:
         Args:
             length: tokens of the prompt.
             form: has the width and the dtype of `embeds`.
-            grids: coordinates of a position.
+            grids: coordinates of a position; 0: those of text.
 
         Raises:
             RequestError: the parts do not fit together, or not the prompt or the model.

@@ -95,6 +95,9 @@ class Stats:
         offload_loaded: files of pages and snapshots that requests read from there.
         offload_bytes: bytes of all files there when the engine last wrote one.
         offload_evictions: files that the engine removed because new ones needed their bytes.
+        images_embedded: images that the vision tower embedded.
+        images_reused: images whose embeddings were kept from an earlier prompt.
+        image_bytes: bytes of the embeddings that are kept.
         tiers: the K that the engine chooses from.
         building: the state of a build in another process; "" if there is none.
         replays: replays per captured step.
@@ -137,6 +140,9 @@ class Stats:
     offload_loaded: int = 0
     offload_bytes: int = 0
     offload_evictions: int = 0
+    images_embedded: int = 0
+    images_reused: int = 0
+    image_bytes: int = 0
     tiers: tuple[int, ...] = ()
     building: str = ""
     replays: Counter[StepKey] = field(default_factory=Counter)

@@ -1,18 +1,22 @@
 """Messages with images as prompts: token ids, and what stands in the place of images' tokens.
 
 The checkpoint's image processor makes patches of images and its vision tower makes embeddings of
-these, both transformers' own. transformers has the processor twice, on torchvision and on Pillow
-and numpy; mtpc takes the second one, which needs no torchvision.
+these, both transformers' own. transformers has most processors twice, on torchvision and on Pillow
+and numpy; mtpc takes the second one, which needs no torchvision, where there is one.
+
+Embeddings are made image by image, and kept for images that come again, as in the next turn of a
+conversation. So they do not depend on what other images a prompt has.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +24,18 @@ from torch import Tensor
 
 from mtpc.engine.image_files import MOST_PIXELS, open_image, read_data_url
 from mtpc.engine.prompt_images import PromptImages
+from mtpc.engine.stats import Stats
 from mtpc.errors import CheckpointError, OptionError, RequestError
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mtpc.models.vision import VisionTower
+    from mtpc.models.vision import ImagePatches, VisionTower
 
+MOST_KEPT_BYTES = 2**28
+"""Bytes of embeddings that are kept for images that come again, at most."""
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: messages, each with a role and a content, which is text or a list of parts."""
@@ -99,21 +107,34 @@ class Vision:
     Any thread may call it. One prompt's images are embedded at a time.
 
     Args:
-        directory: the checkpoint.
+        served: the model, which has a directory.
         dtype: of the embeddings: the model's.
         device: where the tower runs.
+        stats: counts images.
+        most_kept: bytes of embeddings to keep, at most.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device | str):
-        self._directory, self._dtype, self._device = directory, dtype, device
+    def __init__(
+        self,
+        served: ServedModel,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        stats: Stats,
+        most_kept: int = MOST_KEPT_BYTES,
+    ):
+        assert served.directory is not None  # Compiling has refused other models.
+        self._served, self._directory = served, served.directory
+        self._dtype, self._device, self._stats = dtype, device, stats
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._most_kept = most_kept
         self._lock = threading.Lock()
 
     @cached_property
     def tower(self) -> VisionTower:
         """The vision tower."""
-        from mtpc.models.vision import VisionTower
+        from mtpc.models.vision import open_tower
 
-        return VisionTower(Checkpoint(self._directory), self._dtype, self._device)
+        return open_tower(Checkpoint(self._directory), self._dtype, self._device)
 
     @cached_property
     def _processor(self) -> Any:
@@ -128,6 +149,12 @@ class Vision:
                 f"images need a package: {error}; pip install 'mtpc[images]'"
             ) from None
         except Exception as error:
+            if "torchvision" in str(error) and importlib.util.find_spec("torchvision") is None:
+                raise OptionError(
+                    f"transformers has the image processor of {self._directory} on torchvision "
+                    "alone, which is not installed; pip install torchvision, of the release that "
+                    "fits the installed torch"
+                ) from None
             raise CheckpointError(
                 f"the image processor of {self._directory} cannot be read: {type(error).__name__}: "
                 f"{error}; download its preprocessor_config.json again"
@@ -158,54 +185,94 @@ class Vision:
                 the prompt is too long.
         """
         with self._lock:
+            self._places(ids, len(images))  # Before any work on the images.
+            return self._place(ids, self._patches(images), longest)
+
+    def place_patches(
+        self, ids: Sequence[int], images: Sequence[ImagePatches], longest: int
+    ) -> tuple[list[int], PromptImages]:
+        """As `place`, of what the image processor has made of the images."""
+        with self._lock:
             return self._place(ids, images, longest)
 
     def _place(
-        self, ids: Sequence[int], images: Sequence[Image], longest: int
+        self, ids: Sequence[int], images: Sequence[ImagePatches], longest: int
     ) -> tuple[list[int], PromptImages]:
-        token = self.tower.image_token_id
-        places = [place for place, each in enumerate(ids) if each == token]
-        if len(places) != len(images):
-            raise RequestError(
-                f"the prompt has {len(places)} image tokens (id {token}) and {len(images)} images; "
-                "expected one for each"
-            )
-        if any(after == place + 1 for place, after in itertools.pairwise(places)):
-            raise RequestError("two images follow each other; expected a token between them")
-        pixels, grids = self._patches(images)
-        num_patches = grids.prod(1)
+        token, places = self.tower.image_token_id, self._places(ids, len(images))
         out, spans, start = list[int](), list[tuple[int, int]](), 0
-        for place, count in zip(places, self.tower.num_tokens(grids), strict=True):
+        origins = list[tuple[int, int]]()  # Of each span: its image, and its number within that.
+        for index, (place, image) in enumerate(zip(places, images, strict=True)):
             out += ids[start:place]
-            spans.append((len(out), len(out) + count))
-            out += [token] * count
+            for number, (begin, end) in enumerate(_runs(image.ids, token)):
+                spans.append((len(out) + begin, len(out) + end))
+                origins.append((index, number))
+            out += image.ids
             start = place + 1
         out += ids[start:]
+        if any(end == begin for (_, end), (begin, _) in itertools.pairwise(spans)):
+            raise RequestError("two images follow each other; expected a token between them")
         if len(out) > longest:
             raise RequestError(
                 f"the prompt has {len(out)} tokens, those of its images included; expected at most "
                 f"{longest}: send smaller or fewer images, or compile with a larger max_len"
             )
-        patches = torch.split(pixels, num_patches.tolist())
-        digests = tuple(_digest(*each) for each in zip(patches, grids, strict=True))
         is_image = torch.zeros(len(out), dtype=torch.bool)
         for begin, end in spans:
             is_image[begin:end] = True
-        offsets, delta = self.tower.positions(is_image, grids)
-        rows = self.tower.embed(pixels, grids).to("cpu", self._dtype)
-        return out, PromptImages(tuple(spans), digests, rows, offsets, delta)
+        offsets, delta = self.tower.positions(is_image, list(images))
+        digests = [_digest(image.tensors) for image in images]
+        rows = [self._embed(*each) for each in zip(digests, images, strict=True)]
+        known = tuple(digests[index] + number.to_bytes(4, "little") for index, number in origins)
+        return out, PromptImages(tuple(spans), known, torch.cat(rows), offsets, delta)
 
-    def _patches(self, images: Sequence[Image]) -> tuple[Tensor, Tensor]:
-        """What the tower takes: patches of all images, and the patches of each one."""
+    def _places(self, ids: Sequence[int], count: int) -> list[int]:
+        """Where the image tokens of a prompt with `count` images are."""
+        token = self.tower.image_token_id
+        places = [place for place, each in enumerate(ids) if each == token]
+        if len(places) != count:
+            raise RequestError(
+                f"the prompt has {len(places)} image tokens (id {token}) and {count} images; "
+                "expected one for each"
+            )
+        return places
+
+    def _embed(self, digest: bytes, image: ImagePatches) -> Tensor:
+        """The embeddings of an image, kept or new: [tokens, H]."""
+        stats, kept = self._stats, self._kept
+        if digest in kept:
+            kept.move_to_end(digest)
+            stats.images_reused += 1
+            return kept[digest]
+        rows = self.tower.embed(image).to("cpu", self._dtype)
+        stats.images_embedded += 1
+        kept[digest] = rows
+        stats.image_bytes += rows.nbytes
+        while stats.image_bytes > self._most_kept:
+            stats.image_bytes -= kept.popitem(last=False)[1].nbytes
+        return rows
+
+    def _patches(self, images: Sequence[Image]) -> list[ImagePatches]:
+        """What the tower takes of each image."""
+        process = self._processor
         try:
-            made = self._processor(images=list(images), return_tensors="pt")
+            made = process(images=list(images), return_tensors="pt")
         except ValueError as error:
             raise RequestError(f"an image is refused: {error}") from None
-        return made["pixel_values"], made["image_grid_thw"]
+        return self.tower.split(made, self._served.own_tokens)
 
 
-def _digest(patches: Tensor, grid: Tensor) -> bytes:
+def _runs(ids: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
+    """Where a token stands in a row of ids: the first place and the one after the last."""
+    for is_token, run in itertools.groupby(enumerate(ids), lambda each: each[1] == token):
+        places = [place for place, _ in run]
+        if is_token:
+            yield places[0], places[-1] + 1
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> bytes:
     """SHA-256 of all that an image's embeddings and positions depend on."""
-    found = hashlib.sha256(str(grid.tolist()).encode())
-    found.update(patches.contiguous().numpy().data)
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {[*tensor.shape]} ".encode())
+        found.update(tensor.contiguous().numpy().data)
     return found.digest()

@@ -14,7 +14,9 @@ from mtpc.layout.keys import (
     step_name,
 )
 from mtpc.layout.specs import (
+    CHAIN_EMBEDS,
     HOST,
+    IMAGE_STATE,
     MAX_STOP_IDS,
     NO_SLOT,
     NULL_PAGE,
@@ -37,7 +39,9 @@ from mtpc.layout.specs import (
 )
 
 __all__ = [
+    "CHAIN_EMBEDS",
     "HOST",
+    "IMAGE_STATE",
     "MAX_STOP_IDS",
     "NO_SLOT",
     "NULL_PAGE",

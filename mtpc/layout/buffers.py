@@ -6,11 +6,13 @@ import sympy
 import torch
 
 from mtpc.layout import (
+    CHAIN_EMBEDS,
     HOST,
     NO_SLOT,
     NULL_PAGE,
     PROMPT_EMBEDS,
     PROPOSE,
+    ROPE_OFFSETS,
     SCRATCH_SLOT,
     STEP,
     VERIFY,
@@ -180,26 +182,39 @@ def _result(name: str, dims: tuple[Dim, ...], dtype: torch.dtype, meaning: str) 
     return BufferSpec(f"batch.{name}", dims, dtype, 0, VERIFY, meaning, is_result=True)
 
 
-def image_specs(hidden: int, grids: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+def image_specs(hidden: int, grids: int, window: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """What images add: rows in the place of embeddings, and where rows stand in images.
 
     A prompt's token id V + i, with V the size of the vocabulary, is row i of `prompt_embeds`. A
-    prefill step has at most C rows and, for each request, the token after its chunk.
+    prefill step has at most C rows and, for each request, the token after its chunk. The id
+    V + 2C + j is row j of those that a request slot keeps of the step before.
 
     Args:
         hidden: width of an embedding.
-        grids: see `ModelFamily.position_grids`.
+        grids: see `ModelFamily.position_grids`. With one, positions are those of text.
+        window: rows that true chaining keeps, see `chain_specs`.
         dtype: of embeddings.
     """
-    return (
+    specs = [
         BufferSpec(PROMPT_EMBEDS, (2 * C, hidden), dtype, 0, HOST,
                    "with images: rows of embeddings, which the ids from the vocabulary's end on "
                    "name. Written before a prefill step that has such ids",
                    needs_pad=False, is_rebuilt=True),
-        _state("rope_offsets", (S, M * P, grids), torch.int32, 0,
+    ]  # fmt: skip
+    if grids > 1:
+        name = ROPE_OFFSETS.removeprefix("state.")
+        specs += [
+            _state(name, (S, M * P, grids), torch.int32, 0,
                "with images: what to add to a position for the rotary embedding, by position and "
                "grid. Written at join"),
-    )  # fmt: skip
+        ]  # fmt: skip
+    if window > 0:
+        specs += [
+            BufferSpec(CHAIN_EMBEDS, (S, window, hidden), dtype, 0, PROPOSE,
+                   "with images and several MTP layers: the embeddings of the tokens in "
+                   "`chain_ids` that are of images. A prefill step writes it", False),
+        ]  # fmt: skip
+    return tuple(specs)
 
 
 SYNTHETIC_PERIOD = 4096

@@ -33,6 +33,8 @@ NULL_PAGE = 0
 NO_SLOT = -1
 """slot_mapping value that means: write nowhere."""
 PROMPT_EMBEDS, ROPE_OFFSETS = "state.prompt_embeds", "state.rope_offsets"
+CHAIN_EMBEDS = "state.chain_embeds"
+IMAGE_STATE = (PROMPT_EMBEDS, ROPE_OFFSETS, CHAIN_EMBEDS)
 """Buffers that images add."""
 MAX_STOP_IDS = 8
 """Stop-token ids a request may have."""

@@ -8,6 +8,7 @@ from mtpc.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from mtpc.models.families.exaone_moe import EXAONE_MOE
 from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.families.glm4_moe_lite import GLM4_MOE_LITE
+from mtpc.models.families.glm4v_moe import GLM4V_MOE
 from mtpc.models.families.glm_moe_dsa import GLM_MOE_DSA
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.families.mimo_v2 import MIMO_V2
@@ -21,6 +22,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MIMO,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GLM4V_MOE,
     GLM_MOE_DSA,
     DEEPSEEK_V3,
     DEEPSEEK_V32,

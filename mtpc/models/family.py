@@ -72,15 +72,17 @@ class VisionParts:
     """Where a family's vision tower is, in transformers and in checkpoints.
 
     Attributes:
-        hf_class: transformers' class with `get_image_features`, `get_rope_index` and the tower as
-            `visual`.
+        hf_class: transformers' class with `get_image_features`.
         hf_config_class: its config's class.
-        prefix: of the tower's tensor names.
+        takes: what transformers' image processor makes of an image, see `mtpc.models.vision`.
+        modules: the modules of `hf_class` that make embeddings -> prefixes of their tensors' names
+            in checkpoints, the released one first.
     """
 
     hf_class: str
     hf_config_class: str
-    prefix: str
+    takes: Literal["grids", "crops"]
+    modules: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)

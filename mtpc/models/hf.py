@@ -172,8 +172,8 @@ class HFTarget(nn.Module):
             rows = {"input_ids": ids[None], "position_ids": context.positions[None]}
         else:
             embedding = images.embed(self.decoder.get_input_embeddings(), ids)
-            positions = images.positions(context)
-            rows = {"inputs_embeds": embedding[None], "position_ids": positions[:, None]}
+            positions = with_batch(images.positions(context))
+            rows = {"inputs_embeds": embedding[None], "position_ids": positions}
         out = self.decoder(
             **rows,
             use_cache=False,
@@ -181,6 +181,11 @@ class HFTarget(nn.Module):
             **{CACHE: context},
         )
         return out.last_hidden_state[0]
+
+
+def with_batch(positions: Tensor) -> Tensor:
+    """Positions as transformers takes them: [T] -> [1, T], and [grids, T] -> [grids, 1, T]."""
+    return positions[None] if positions.dim() == 1 else positions[:, None]
 
 
 def stepped_decoder(decoder: Any, wiring: MTPWiring) -> nn.Module:
@@ -347,7 +352,7 @@ class TextRotary(nn.Module):
     def forward(self, like: Tensor, positions: Tensor) -> Any:
         if self.rotary is None:
             return None
-        rows = positions[None] if positions.dim() == 1 else positions[:, None]
+        rows = with_batch(positions)
         if self.grids > 1:
             rows = rows.expand(self.grids, 1, -1)
         return self.rotary(like, rows, **self.options)
@@ -417,8 +422,11 @@ class HFDraft(nn.Module):
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
         images = self.pool.images
-        embedding = self.embedding(ids) if images is None else images.embed(self.embedding, ids)
-        rotated = None if images is None else images.positions(context)
+        if images is None:
+            embedding, rotated = self.embedding(ids), None
+        else:
+            embedding = images.embed_next(self.embedding, ids, context)
+            rotated = images.positions(context)
         hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context, rotated)
         if self.layer.wiring.next_features == "before":
             return hidden

@@ -19,9 +19,8 @@ from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, OptionError
 from mtpc.layout import (
+    IMAGE_STATE,
     MAX_STOP_IDS,
-    PROMPT_EMBEDS,
-    ROPE_OFFSETS,
     Layout,
     StepKey,
     largest_first,
@@ -185,8 +184,7 @@ class StepCompiler:
 
         Models are traced whole, so stand-ins take the place of parts.
         """
-        read = (PROMPT_EMBEDS, ROPE_OFFSETS)
-        pools = {n: t for n, t in self.shared.items() if n.startswith("kv.") or n in read}
+        pools = {n: t for n, t in self.shared.items() if n.startswith("kv.") or n in IMAGE_STATE}
         cut = self._cut
         if not cut:
             return pools

@@ -99,11 +99,15 @@ class MoveUp(nn.Module):
 
 
 class KeepLast(nn.Module):
-    """Write each request's last `window` certain rows, up to the anchor's, to its slot."""
+    """Write each request's last `window` certain rows, up to the anchor's, to its slot.
 
-    def __init__(self, window: int):
+    In a prefill step with images, ids from the vocabulary's end on name rows of embeddings, which
+    are the next step's by then. The slot keeps these rows, and ids that name them there.
+    """
+
+    def __init__(self, window: int, vocab_size: int):
         super().__init__()
-        self.window = window
+        self.window, self.vocab_size = window, vocab_size
 
     def forward(
         self,
@@ -114,13 +118,37 @@ class KeepLast(nn.Module):
         state_slots: Tensor,
         last_ids: Tensor,
         last_features: Tensor,
+        embeds: Tensor | None = None,
+        last_embeds: Tensor | None = None,
     ) -> None:
-        """Update `last_ids` and `last_features` in place; arguments as `Widen` has them."""
+        """Update `last_ids`, `last_features` and `last_embeds` in place.
+
+        Args:
+            ids: as the next arguments, as `Widen` has them.
+            features: [T, ...].
+            anchors: int64 [R].
+            query_start_loc: int32 [R+1].
+            state_slots: int64 [R].
+            last_ids: int64 [S, window].
+            last_features: [S, window, ...].
+            embeds: [N, H], rows that the ids after the vocabulary name; None: there are no images.
+            last_embeds: [S, window, H], rows that the ids after these name, by request slot.
+        """
         back = torch.arange(self.window - 1, -1, -1, device=anchors.device)
         rows = anchors[:, None] - back[None]
         # A request may have fewer rows. The others may be any, because its length excludes them.
         rows = torch.maximum(rows, query_start_loc[:-1, None].long())
-        last_ids.index_copy_(0, state_slots, ids[rows])
+        kept = ids[rows]
+        if embeds is not None and last_embeds is not None:
+            count = embeds.shape[0]
+            place = kept - self.vocab_size
+            fresh = embeds[place.clamp(0, count - 1)]
+            old = last_embeds[state_slots[:, None], (place - count).clamp(0, self.window - 1)]
+            moved = torch.where((place >= count)[:, :, None], old, fresh)
+            last_embeds.index_copy_(0, state_slots, moved)
+            names = torch.arange(self.window, device=anchors.device) + self.vocab_size + count
+            kept = torch.where(place >= 0, names, kept)
+        last_ids.index_copy_(0, state_slots, kept)
         last_features.index_copy_(0, state_slots, features[rows])
 
 
@@ -135,6 +163,9 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
         The widened inputs, the last layer's features [T', ...], and the drafts [R].
     """
     inputs = widened = _widen(step, inputs)
+    keeps_embeds = step.key.phase == "prefill" and hasattr(step.state, "chain_embeds")
+    if not keeps_embeds:
+        _keep_last(step, widened)
     features, draft = step.draft_rows(0, inputs)
     drafts = [draft]
     for index in range(1, step.num_layers):
@@ -144,19 +175,26 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
             inputs = replace(inputs, features=features)
         features, draft = step.draft_rows(index, inputs)
         drafts.append(draft)
+    if keeps_embeds:  # Every layer has read the embeddings of the round before.
+        _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)
     return widened, features, drafts
 
 
 def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:
-    """Add the earlier rows that rested on drafts, and keep the last rows for the next round."""
-    bucket, begun = step.key.bucket, inputs.begun
-    kept = (step.state.chain_ids, step.state.chain_features)
+    """Add the earlier rows that rested on drafts."""
+    bucket, begun, state = step.key.bucket, inputs.begun, step.state
     fresh = (inputs.ids, inputs.features, inputs.anchors, begun.context_lens, begun.active)
     requests = (begun.block_table, begun.state_slots, inputs.metadata.query_start_loc)
+    kept = (state.chain_ids, state.chain_features)
     wide = unpack(Widened, step.pieces.widen(*fresh, *requests, *kept))
     num_tokens = bucket.num_tokens + bucket.num_reqs * (step.num_layers - 1)
     metadata = step.publish(wide, begun, num_tokens)
-    rows = (wide.ids, wide.features, wide.anchors)
-    step.pieces.keep_last(*rows, metadata.query_start_loc, begun.state_slots, *kept)
-    ids, features, anchors = rows
+    ids, features, anchors = wide.ids, wide.features, wide.anchors
     return replace(inputs, metadata=metadata, ids=ids, features=features, anchors=anchors)
+
+
+def _keep_last(step: Step, inputs: DraftInputs, *embeds: Tensor) -> None:
+    """Keep the last of the widened rows for the next round."""
+    rows = (inputs.ids, inputs.features, inputs.anchors, inputs.metadata.query_start_loc)
+    kept = (step.state.chain_ids, step.state.chain_features)
+    step.pieces.keep_last(*rows, inputs.begun.state_slots, *kept, *embeds)

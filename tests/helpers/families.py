@@ -23,7 +23,7 @@ at K = 3, the slow run what it has of the others."""
 DRAFTED = ("llama", "qwen3", "qwen2")
 """Families whose drafter is an EAGLE-3 head in a checkpoint of its own; the default run has the
 first at K = 3."""
-EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe")
+EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe", "glm4v_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
 """What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
 EACH_FAMILY = [

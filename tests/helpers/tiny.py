@@ -101,6 +101,20 @@ def _step3p5(layers: int) -> dict[str, Any]:
     return {**text, "moe_layers_enum": ",".join(map(str, sparse))}
 
 
+def _glm4v_moe() -> dict[str, Any]:
+    """A multimodal config, whose rotary embedding has three grids."""
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    }
+    text = {**_COMMON, **_MOE, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": rope}
+    sizes = {"hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 24}
+    vision = {**sizes, "depth": 1, "num_heads": 2, "image_size": 16, "patch_size": 4}
+    return {"text_config": text, "vision_config": vision}
+
+
 _LATENT: dict[str, Any] = dict(
     n_group=2,
     topk_group=1,
@@ -220,6 +234,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "step3p5": _step3p5(2),
     "step3p5@3": _step3p5(3),
+    "glm4v_moe": _glm4v_moe(),
     "step3p7": _step3p7(2),
     "step3p7@3": _step3p7(3),
 }

@@ -174,7 +174,7 @@ def test_rows_of_a_round() -> None:
     moved = MoveUp()(ids, anchors, active, torch.tensor([90, 91, 92, 93]))
     assert moved[:4].tolist() == [71, 0, 1, 90]
     assert moved[6:used].tolist() == [4, 92, 6, 7, 93]
-    KeepLast(window)(ids, rows, anchors, starts, slots, last_ids, last_features)
+    KeepLast(window, 99)(ids, rows, anchors, starts, slots, last_ids, last_features)
     assert last_ids[[3, 1, 2]].tolist() == [[0, 1], [72, 4], [6, 7]]
     assert last_features[3, :, 0].tolist() == [0, 1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import zlib
 from collections.abc import Callable
@@ -11,18 +12,35 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers
 from helpers.oracles import MIN_MARGIN_FLOAT32
 from helpers.theorem import poison
-from helpers.vision import END, IMAGE, START, VisionOracle, VisionPage, make_vision_checkpoint
+from helpers.vision import (
+    END,
+    IMAGE,
+    MARKS,
+    START,
+    Crops,
+    VisionOracle,
+    crops,
+    make_vision_checkpoint,
+    processed,
+    vision_page,
+)
 from helpers.word_model import words
 from PIL import Image
 
 import mtpc
 from mtpc.engine.prompt_images import PromptImages
+from mtpc.engine.stats import Stats
+from mtpc.engine.vision import Vision
 from mtpc.errors import OptionError, RequestError, UnsupportedModelError
 from mtpc.layout import PROMPT_EMBEDS
+from mtpc.models.image_inputs import ImageInputs
+from mtpc.step.chaining import KeepLast
+from mtpc.step.records import Metadata
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen3_5", "glm4v_moe", "step3p7", "qwen3_5_moe")
 OPTIONS: dict[str, Any] = dict(
     images=True,
     backend="eager",
@@ -34,6 +52,7 @@ OPTIONS: dict[str, Any] = dict(
 )
 """Images of 6 to 10 tokens lie over the edges of pages and of chunks."""
 NEW = 14
+NO_SPECIAL = {"add_special_tokens": False}
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -50,6 +69,25 @@ PROMPTS: list[tuple[list[int], list[Image.Image]]] = [
     ([3, 9, IMAGE], [TALL]),
 ]
 """Two images; one; none; one that begins a chunk; one that ends the prompt."""
+WHOLE, ROW, PAIR, GRID = crops(0, 0, 1), crops(1, 2, 2), crops(1, 2, 3), crops(2, 2, 4)
+CROPPED: list[tuple[list[int], list[Crops]]] = [
+    ([5, 6, IMAGE, 7, 8, 9, IMAGE, 10, 11], [WHOLE, ROW]),
+    ([IMAGE], [GRID]),
+    ([3, 4, 5], []),
+    ([*range(10, 18), IMAGE, 20], [WHOLE]),
+    ([3, 9, IMAGE], [PAIR]),
+]
+"""As above, of Step-3.7's pictures: runs of four tokens, with marks around and between them. Chunks
+of eight end at each place of a run."""
+
+
+def prompts_of(family: str) -> list[tuple[list[int], list[Any]]]:
+    return [*(CROPPED if family == "step3p7" else PROMPTS)]
+
+
+def similar(family: str, seed: int) -> Any:
+    """Images of one size."""
+    return crops(1, 2, seed) if family == "step3p7" else picture(24, 24, seed)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +131,12 @@ def seeing(pictured: Callable[[str], Path]) -> Callable[..., mtpc.SpecModel]:
 def placed(spec: mtpc.SpecModel, ids: list[int], images: list[Any]) -> Any:
     """A prompt's token ids and images, as `Engine.add` takes them."""
     assert spec.vision is not None
-    return spec.vision.place(ids, images, 128) if images else (ids, None)
+    if not images:
+        return ids, None
+    if not isinstance(images[0], Crops):
+        return spec.vision.place(ids, images, 128)
+    patches = spec.vision.tower.split(processed(images), spec.served.own_tokens)
+    return spec.vision.place_patches(ids, patches, 128)
 
 
 def add(spec: mtpc.SpecModel, ids: list[int], images: list[Any], new: int = NEW) -> int:
@@ -116,7 +159,7 @@ def serve(spec: mtpc.SpecModel, prompts: Any, new: int = NEW) -> list[list[int]]
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
-        pytest.param(family, k, marks=[] if (family, k) == ("qwen3_5", 3) else pytest.mark.slow)
+        pytest.param(family, k, marks=pytest.mark.slow if k < 3 or family == "qwen3_5_moe" else [])
         for family in FAMILIES
         for k in range(4)
     ],
@@ -128,29 +171,34 @@ def test_text_is_transformers(
     plain: Callable[[str], VisionOracle],
 ) -> None:
     """Alone and together, over poisoned memory. The images do decide the text."""
-    spec, oracle = seeing(family, spec_tokens), plain(family)
-    expected = [oracle.generate(*prompt, NEW) for prompt in PROMPTS]
+    spec, oracle, prompts = seeing(family, spec_tokens), plain(family), prompts_of(family)
+    expected = [oracle.generate(*prompt, NEW) for prompt in prompts]
     for _ in range(2):  # The second time pages and snapshots of the first are reused.
-        assert serve(spec, PROMPTS) == expected
+        assert serve(spec, prompts) == expected
     poison(spec)
-    assert [serve(spec, [prompt])[0] for prompt in PROMPTS] == expected
+    assert [serve(spec, [prompt])[0] for prompt in prompts] == expected
     if spec_tokens:
         accepted = spec.stats.acceptance_by_position
         assert 0 < accepted[-1] <= accepted[0] < 1
-    ids, others = PROMPTS[1][0], [picture(24, 24, seed) for seed in range(1, 5)]
-    seen = {tuple(oracle.generate(ids, [image], NEW)) for image in others}
+    others = [similar(family, seed) for seed in range(1, 5)]
+    seen = {tuple(oracle.generate(prompts[1][0], [image], NEW)) for image in others}
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
+)
 def test_drafts_after_images(
     family: str, seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
 ) -> None:
-    """K = 3: the MTP layer sees image rows one token early, also over the edges of chunks."""
+    """K = 3: the MTP layers see image rows early, also over the edges of chunks.
+
+    After the first draft of Step-3.7's second layer the last layer is recycled.
+    """
     spec, compared = seeing(family, 3), 0
-    for ids, images in (p for p in PROMPTS if p[1]):
+    for ids, images in (p for p in prompts_of(family) if p[1]):
         poison(spec)
-        page = VisionPage(plain(family), ids, images)
+        page = vision_page(family, plain(family), ids, images)
         tokens, found = placed(spec, ids, images)
         spec.engine.add(tokens, 8, images=found)
         text = list(tokens)
@@ -167,49 +215,93 @@ def test_drafts_after_images(
     assert compared >= 8
 
 
-def test_rows_at_the_edges_of_chunks(seeing: Callable[..., mtpc.SpecModel]) -> None:
-    """The MTP layer's keys and values do not depend on where chunks end: row t embeds t + 1."""
-    kept = []
-    for chunk in (8, 64):
-        spec = seeing("qwen3_5", 3, prefill_chunk=chunk)
-        spec.engine.reset_prefix_cache()
+@pytest.mark.parametrize("family", ["qwen3_5", "step3p7"])
+def test_rows_at_the_edges_of_chunks(family: str, seeing: Callable[..., mtpc.SpecModel]) -> None:
+    """MTP layers' keys and values do not depend on where chunks end: row t embeds t + 1.
+
+    Another prompt takes rows of the first chunk of eight, or does not.
+    """
+    spec, kept, ends = seeing(family, 3), [], []
+    ids, images = ([*range(10, 17), IMAGE, 20], [WIDE])
+    if family == "step3p7":
+        ids, images = ([*range(10, 16), IMAGE, 20], [ROW])
+    for others in ([], [[3, 4]], [[3, 4, 5, 6, 7, 8, 9]]):
         poison(spec)
-        ids, found = placed(spec, [*range(10, 17), IMAGE, 20], [WIDE])
-        spec.engine.add(ids, 4, images=found)
-        request = spec.engine.waiting[0]
+        for other in others:
+            spec.engine.add(other, 30)
+        tokens, found = placed(spec, ids, images)
+        spec.engine.add(tokens, 4, images=found)
+        request, ends = spec.engine.waiting[-1], [*ends, set[int]()]
         while not request.is_prefilled:
             spec.engine.step()
-        last = max(int(name.split(".")[1]) for name in spec.program.shared if name[:3] == "kv.")
-        pools = [spec.program.shared[f"kv.{last}.{name}"] for name in "kv"]
-        rows = [pool[request.pages].flatten(0, 1)[: len(ids) - 1].clone() for pool in pools]
-        kept.append(torch.stack(rows))
+            ends[-1].add(request.num_prefilled)
+        kept.append(mtp_rows(spec, request, len(tokens)))
         while spec.engine.has_work:
             spec.engine.step()
-    assert ids[7] == ids[8] == IMAGE  # The first chunk of eight ends within the image.
-    torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=1e-9)
+    assert tokens[7] == tokens[8] == IMAGE  # The first chunk of eight ends within the image.
+    assert [8 in each for each in ends] == [True, False, False]
+    assert ends[1] != ends[2]
+    for rows in kept[1:]:
+        torch.testing.assert_close(rows, kept[0], rtol=0, atol=1e-9)
+
+
+def mtp_rows(spec: mtpc.SpecModel, request: Any, length: int) -> torch.Tensor:
+    """Keys and values of the last MTP layer, in rows that rest on no draft."""
+    last = max(int(name.split(".")[1]) for name in spec.program.shared if name[:3] == "kv.")
+    pools = [spec.program.shared[f"kv.{last}.{name}"] for name in "kv"]
+    rows = [pool[request.pages].flatten(0, 1)[: length - 1].clone() for pool in pools]
+    return torch.stack(rows)
+
+
+def test_what_a_slot_keeps() -> None:
+    """The last tokens of a chunk are named anew: as rows that the slot keeps, whatever they were.
+
+    Two of the slot's rows of before stay, and one is of the chunk; another request has text.
+    """
+    embeds, kept = torch.arange(4.0)[:, None], torch.tensor([[[9.0]] * 3, [[7.0], [8.0], [6.0]]])
+    chain = torch.zeros(2, 3, dtype=torch.int64)
+    ids = torch.tensor([104 + 1, 104 + 0, 100 + 2])  # The chunk has four rows, from id 100 on.
+    row = (ids, torch.zeros(3, 1), torch.tensor([2]), torch.tensor([0, 3]), torch.tensor([1]))
+    KeepLast(3, 100)(*row, chain, torch.zeros(2, 3, 1), embeds, kept)
+    assert kept[1].flatten().tolist() == [8, 7, 2]
+    assert chain[1].tolist() == [104, 105, 106]
+    inputs = ImageInputs(100, embeds, None, kept)
+    slots, where = torch.tensor([1, 0]), torch.tensor([0, 3, 4])
+    rows: dict[str, Any] = dict.fromkeys(("slot_mapping", "seq_lens", "block_table"))
+    rows |= {"positions": torch.arange(4), "query_start_loc": where, "certain_lens": None}
+    metadata = Metadata(**rows, state_slots=slots)
+    table = torch.nn.Embedding.from_pretrained(torch.full((100, 1), 5.0))
+    found = inputs.embed_next(table, torch.tensor([104, 106, 103, 104]), metadata)
+    assert found.flatten().tolist() == [8, 2, 3, 9]
+    assert inputs.embed_next(table, torch.tensor([1, 101, 2, 99]), metadata)[:, 0].tolist() == [
+        *(5, 1, 5, 5)
+    ]
+    assert inputs.positions(metadata).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_after_preemption(
-    seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
+    family: str, seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
 ) -> None:
     """Requests that lose their pages prefill their images and their text again."""
-    spec = seeing("qwen3_5", 1, num_pages=26, prefix_caching=False)
-    expected = [plain("qwen3_5").generate(*prompt, 30) for prompt in PROMPTS]
+    spec, prompts = seeing(family, 1, num_pages=26, prefix_caching=False), prompts_of(family)
+    expected = [plain(family).generate(*prompt, 30) for prompt in prompts]
     before = spec.stats.preemptions
-    assert serve(spec, PROMPTS, 30) == expected
+    assert serve(spec, prompts, 30) == expected
     assert spec.stats.preemptions > before
 
 
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_pages_are_reused_by_image(
-    seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
+    family: str, seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
 ) -> None:
     """The same tokens with another image of the same size share no page of an image."""
-    spec, oracle = seeing("qwen3_5", 3), plain("qwen3_5")
+    spec, oracle = seeing(family, 3), plain(family)
     spec.engine.reset_prefix_cache()
     ids = [*range(2, 14), IMAGE, *range(40, 60)]
     cached = []
-    for image in (picture(24, 24, 3), picture(24, 24, 4), picture(24, 24, 3)):
+    for image in (similar(family, 3), similar(family, 4), similar(family, 3)):
         number = add(spec, ids, [image])
         request = spec.engine.waiting[-1]
         text = []
@@ -219,8 +311,37 @@ def test_pages_are_reused_by_image(
         assert request.request_id == number
         cached.append(request.num_cached)
     assert cached[0] == 0
-    assert cached[1] <= 12
+    assert cached[1] <= 13  # With the mark that begins Step-3.7's crops.
     assert cached[2] > 12 + 9
+    if family == "step3p7":  # Two crops that are equal, in an image whose rest is another.
+        other = Crops(crops(0, 0, 9).whole, similar(family, 3).crops, similar(family, 3).ends_row)
+        add(spec, ids, [other])
+        request = spec.engine.waiting[-1]
+        while spec.engine.has_work:
+            spec.engine.step()
+        assert request.num_cached is not None
+        assert request.num_cached <= 13
+
+
+def test_an_image_that_comes_again(seeing: Callable[..., mtpc.SpecModel]) -> None:
+    """Its embeddings are kept, as far as there is memory for them: what came last stays."""
+    spec, stats = seeing("qwen3_5", 3), Stats(0)
+    ids, images = PROMPTS[0]
+    vision = Vision(spec.served, torch.float64, "cpu", stats, most_kept=16 * 64 * 8)
+    _, first = vision.place(ids, images, 128)
+    _, again = vision.place(ids, images, 128)
+    assert torch.equal(first.embeds, again.embeds)
+    assert (stats.images_embedded, stats.images_reused) == (2, 2)
+    assert stats.image_bytes == (6 + 10) * 64 * 8  # All that may be kept.
+    vision.place([3, IMAGE, 4], [SQUARE], 128)  # Nine tokens: the first image makes room.
+    vision.place([3, IMAGE, 4], [SQUARE], 128)
+    assert (stats.images_embedded, stats.images_reused) == (3, 3)
+    assert stats.image_bytes == 9 * 64 * 8
+    _, third = vision.place(ids, images, 128)
+    assert stats.images_embedded == 5
+    torch.testing.assert_close(first.embeds, third.embeds, rtol=0, atol=0)
+    assert "5 embedded, 3 reused" in str(stats)
+    assert "mtpc:images_reused_total 3" in stats.prometheus()
 
 
 @pytest.mark.slow
@@ -351,37 +472,85 @@ def test_without_images_nothing_is_added(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_compiled_in_bfloat16(
-    pictured: Callable[[str], Path], plain: Callable[[str], VisionOracle], cpu_cache: Path
+    family: str,
+    pictured: Callable[[str], Path],
+    plain: Callable[[str], VisionOracle],
+    cpu_cache: Path,
 ) -> None:
     """K = 3 is K = 0; and both choose as float64 does, hardly less often than transformers."""
-    texts = []
+    texts, prompts = [], prompts_of(family)
     for spec_tokens in (0, 3):
         given = {"backend": "cpu", "cache_dir": cpu_cache, "dtype": "bfloat16"}
         options = {**OPTIONS, **given, "spec_tokens": spec_tokens}
-        spec = mtpc.compile(pictured("qwen3_5"), **options)
+        spec = mtpc.compile(pictured(family), **options)
         poison(spec)
-        texts.append(serve(spec, PROMPTS))
+        texts.append(serve(spec, prompts))
     assert texts[0] == texts[1]
-    rounded = VisionOracle(pictured("qwen3_5"), torch.bfloat16)
+    rounded = VisionOracle(pictured(family), torch.bfloat16)
     ours, theirs = 0, 0
-    for prompt, text in zip(PROMPTS, texts[0], strict=True):
-        best = plain("qwen3_5").choices(*prompt, text)
+    for prompt, text in zip(prompts, texts[0], strict=True):
+        best = plain(family).choices(*prompt, text)
         ours += sum(a == b for a, b in zip(text, best, strict=True))
         theirs += sum(a == b for a, b in zip(rounded.choices(*prompt, text), best, strict=True))
-    count = len(PROMPTS) * NEW
+    count = len(prompts) * NEW
     print(f"as float64: {ours}, transformers in bfloat16: {theirs}, of {count}")
     assert ours > max(theirs - 0.03 * count, 0.9 * count)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_compiled(
-    pictured: Callable[[str], Path], plain: Callable[[str], VisionOracle], cpu_cache: Path
+    family: str,
+    pictured: Callable[[str], Path],
+    plain: Callable[[str], VisionOracle],
+    cpu_cache: Path,
 ) -> None:
     """The cpu's float64, built and then restored: the same text."""
-    expected = [plain("qwen3_5").generate(*prompt, NEW) for prompt in PROMPTS]
+    prompts = prompts_of(family)
+    expected = [plain(family).generate(*prompt, NEW) for prompt in prompts]
     options = {**OPTIONS, "backend": "cpu", "cache_dir": cpu_cache, "spec_tokens": 3}
     for frozen in (False, True):
-        spec = mtpc.compile(pictured("qwen3_5"), **options, frozen=frozen)
+        spec = mtpc.compile(pictured(family), **options, frozen=frozen)
         poison(spec)
-        assert serve(spec, PROMPTS) == expected
+        assert serve(spec, prompts) == expected
+
+
+# ---------------------------------------------------------------- Step-3.7's image processor
+
+
+def test_pictures_without_torchvision(seeing: Callable[..., mtpc.SpecModel]) -> None:
+    """transformers has Step-3.7's image processor on torchvision alone."""
+    if importlib.util.find_spec("torchvision"):
+        pytest.skip("torchvision is installed")
+    with pytest.raises(OptionError, match="pip install torchvision"):
+        seeing("step3p7", 3).generate(message({"type": "image", "image": WIDE}), 4)
+
+
+@pytest.mark.parametrize("size", [(24, 24), (20, 36), (70, 40)])
+def test_pictures_with_torchvision(
+    size: tuple[int, int],
+    seeing: Callable[..., mtpc.SpecModel],
+    plain: Callable[[str], VisionOracle],
+    pictured: Callable[[str], Path],
+) -> None:
+    """Pictures, tokens and text are those of transformers' own processor."""
+    pytest.importorskip("torchvision", reason="transformers has this processor on it alone")
+    spec, directory = seeing("step3p7", 3), pictured("step3p7")
+    image = picture(*size, seed=3)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    images = transformers.AutoImageProcessor.from_pretrained(directory)
+    processor = transformers.Step3p7Processor(images, tokenizer)
+    text = "w11 <im_patch> w7 w94"
+    given = dict(processor(text=text, images=[image], return_tensors="pt", **NO_SPECIAL))
+    assert spec.vision is not None
+    ids, found = spec.vision.place([11, IMAGE, 7, 94], [image], 128)
+    assert ids == given["input_ids"][0].tolist()
+    assert (MARKS["<patch_start>"] in ids) == (size[0] != size[1])
+    model = plain("step3p7").model
+    out = model.generate(**given, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    parts = ({"type": "image", "image": image}, {"type": "text", "text": "w7"})
+    made = spec.generate(message(*parts), NEW, ignore_eos=True)
+    assert made.token_ids == out[0, len(ids) :].tolist()
+    assert len(found.embeds) == sum(token == IMAGE for token in ids)

@@ -40,6 +40,7 @@ _DRAFTS = "models/test_drafts.py::test_drafts_equal_the_wiring"
 _CHAINS = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[step3p7@3-4]"
 _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
 _IMAGE_DRAFTS = "models/test_images.py::test_drafts_after_images[qwen3_5]"
+_STEP_IMAGES = "models/test_images.py::test_rows_at_the_edges_of_chunks[step3p7]"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
@@ -726,14 +727,14 @@ FAULTS = (
     Fault(
         "images: the MTP layer embeds tokens in the place of images' rows",
         HF,
-        "self.embedding(ids) if images is None else images.embed(self.embedding, ids)",
+        "images.embed_next(self.embedding, ids, context)",
         "self.embedding(ids.clamp(max=95))",
         _IMAGE_DRAFTS,
     ),
     Fault(
         "images: the MTP layer numbers rows as text",
         HF,
-        "rotated = None if images is None else images.positions(context)",
+        "rotated = images.positions(context)",
         "rotated = None",
         _IMAGE_DRAFTS,
     ),
@@ -749,13 +750,42 @@ FAULTS = (
         "engine/rows.py",
         "following += ids[count:] or [-1]",
         "following += request.token_ids(end, min(end + 1, request.num_input)) or [-1]",
-        "models/test_images.py::test_rows_at_the_edges_of_chunks",
+        "models/test_images.py::test_rows_at_the_edges_of_chunks[qwen3_5]",
+    ),
+    Fault(
+        "images: what a slot keeps is looked up in the next chunk's rows",
+        "step/chaining.py",
+        "kept = torch.where(place >= 0, names, kept)",
+        "kept = torch.where(place >= 0, kept, kept)",
+        _STEP_IMAGES,
+    ),
+    Fault(
+        "images: rows that a slot keeps once more are looked up in the chunk's",
+        "step/chaining.py",
+        "torch.where((place >= count)[:, :, None], old, fresh)",
+        "torch.where((place >= count)[:, :, None], fresh, fresh)",
+        "models/test_images.py::test_what_a_slot_keeps",
+    ),
+    Fault(
+        "images: a slot's rows are written before the layers read those of the round before",
+        "step/chaining.py",
+        "    if not keeps_embeds:\n        _keep_last(step, widened)\n",
+        "    _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)\n"
+        "    keeps_embeds = False\n",
+        _STEP_IMAGES,
+    ),
+    Fault(
+        "images: an image is known by its size",
+        "engine/vision.py",
+        "found.update(tensor.contiguous().numpy().data)",
+        "tensor.contiguous()",
+        "models/test_images.py::test_pages_are_reused_by_image[glm4v_moe]",
     ),
     Fault(
         "images: pages are known by tokens alone",
         "engine/request.py",
         "return list(ids) if self.images is None else self.images.keys(ids, begin)",
         "return list(ids)",
-        "models/test_images.py::test_pages_are_reused_by_image",
+        "models/test_images.py::test_pages_are_reused_by_image[qwen3_5]",
     ),
 )

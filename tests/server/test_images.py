@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -73,6 +74,35 @@ def test_images_end_to_end(client: openai.OpenAI, directory: Any) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == wanted
     again = ask(client, *parts)
     assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+@pytest.mark.slow
+def test_glm4v_moe_end_to_end(tmp_path: Path) -> None:
+    """GLM-4.5V: transformers' own text; an image that comes again in the next turn is kept."""
+    directory = make_vision_checkpoint("glm4v_moe", tmp_path)
+    sizes = dict(max_len=96, page_size=4, prefill_chunk=8, batch_buckets=(4,))
+    options = dict(spec_tokens=3, backend="eager", dtype="float64", images=True)
+    made = mtpc.compile(directory, **options, **sizes)
+    wide, tall = picture(16, 24), picture(40, 16)
+    oracle, first = VisionOracle(directory), [11, START, IMAGE, END, 7, 8, 94]
+    parts = [part(wide), {"type": "text", "text": "w7 w8"}]
+    fields = {"max_tokens": NEW, "extra_body": {"ignore_eos": True}}
+    with (
+        serving(made, model_name=NAME) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as asked,
+    ):
+        turns: list[Any] = [{"role": "user", "content": parts}]
+        answer = chat(asked, messages=turns, **fields).choices[0].message.content
+        ids = oracle.generate(first, [wide], NEW)
+        assert answer == words(ids)
+        turns += [{"role": "assistant", "content": answer}]
+        turns += [{"role": "user", "content": [part(tall)]}]
+        done = chat(asked, messages=turns, **fields)
+        second = [*first[:-1], 12, *ids, 13, START, IMAGE, END, 94]
+        assert done.choices[0].message.content == words(oracle.generate(second, [wide, tall], NEW))
+        assert done.usage.prompt_tokens_details.cached_tokens > 0
+        until(lambda: is_idle(running, made))
+    assert (made.stats.images_embedded, made.stats.images_reused) == (2, 1)
 
 
 URL = "https://example.org/cat.png"

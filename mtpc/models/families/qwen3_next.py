@@ -28,6 +28,8 @@ from mtpc.models.gated_delta import (
 from mtpc.models.recurrent import RecurrentState
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 
+_TOWER = {"visual": ("model.visual.",)}
+
 
 def num_mtp_layers(config: Any) -> int:
     """Number of MTP layers in a config. Default 1: Qwen3-Next's released config does not say."""
@@ -81,7 +83,7 @@ QWEN3_5 = replace(
     canonical={"Qwen3_5GatedDeltaNet": _separate},
     stored_prefixes={"model.": "model.language_model."},
     position_grids=3,
-    vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "model.visual."),
+    vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "grids", _TOWER),
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
 QWEN3_5_MOE = replace(
@@ -91,5 +93,5 @@ QWEN3_5_MOE = replace(
     hf_class="Qwen3_5MoeForCausalLM",
     hf_config_class="Qwen3_5MoeTextConfig",
     canonical={"Qwen3_5MoeGatedDeltaNet": _separate},
-    vision=VisionParts("Qwen3_5MoeModel", "Qwen3_5MoeConfig", "model.visual."),
+    vision=VisionParts("Qwen3_5MoeModel", "Qwen3_5MoeConfig", "grids", _TOWER),
 )

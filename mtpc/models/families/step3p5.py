@@ -66,4 +66,5 @@ STEP3P5 = replace(
     hf_config_class="Step3p7TextConfig",
     own_class=step3p5_class,
     stored_prefixes={},
+    vision=None,
 )

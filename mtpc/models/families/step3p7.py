@@ -2,7 +2,7 @@
 
 Each attention type has its own rotary embedding and number of query heads. Norms multiply by
 1 + weight. Some layers clamp their SwiGLU. The text model is part of a multimodal model, whose
-vision tower is loaded but never run.
+vision tower is loaded with it, and runs outside of the steps.
 
 Each MTP layer has an output head of its own. The target's hidden state from before its final norm
 is fed to MTP layer 0, and what layer i gives before its own final norm to layer i + 1, in every
@@ -28,7 +28,7 @@ from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs, ring_kv_specs
 from mtpc.models.clamped_experts import ClampedExperts
 from mtpc.models.families.glm4_moe import NEXTN_WIRING, nextn_layers, nextn_prefix
-from mtpc.models.family import ModelFamily
+from mtpc.models.family import ModelFamily, VisionParts
 
 _SLIDING = "sliding_attention"
 
@@ -105,4 +105,13 @@ STEP3P7 = ModelFamily(
     ),
     stacked_gate_up=("moe.gate_proj.weight", "moe.up_proj.weight"),
     stored_prefixes={"model.language_model.": "model."},
+    vision=VisionParts(
+        "Step3p7Model",
+        "Step3p7Config",
+        "crops",
+        {
+            "vision_model": ("vision_model.", "model.vision_model."),
+            "multi_modal_projector": ("vit_large_projector.", "model.multi_modal_projector."),
+        },
+    ),
 )

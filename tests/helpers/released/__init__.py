@@ -16,7 +16,7 @@ from helpers.released.ernie import Ernie
 from helpers.released.mimo import Mimo
 from helpers.released.mimo_v2 import MimoV2
 from helpers.released.nemotron import Nemotron
-from helpers.released.nextn import GlmDsa, NextN
+from helpers.released.nextn import Glm4v, GlmDsa, NextN
 from helpers.released.qwen import Exaone, Qwen
 from helpers.released.step import Step
 
@@ -26,6 +26,7 @@ PAGES: Mapping[str, type[ReleasedMTP | Eagle3]] = {
     "deepseek_v3": NextN,
     "deepseek_v32": NextN,
     "glm4_moe_lite": NextN,
+    "glm4v_moe": Glm4v,
     "glm_moe_dsa": GlmDsa,
     "ernie4_5_moe": Ernie,
     "exaone_moe": Exaone,

@@ -33,15 +33,34 @@ class NextN(ReleasedMTP):
     def own(self, index: int, name: str, shared: str) -> Tensor:
         return self.stored.get(self.prefix(index) + name, self.stored[shared])
 
+    def tokens(self, index: int, ids: list[int]) -> Tensor:
+        """Embeddings of the layer's own table, where it has one."""
+        return self.own(index, "embed_tokens.weight", self.embedding_name)[torch.tensor(ids)]
+
     def run(self, index: int, ids: list[int], fed: Tensor) -> Tensor:
-        table = self.own(index, "embed_tokens.weight", "model.embed_tokens.weight")
-        token = self.rms(table[torch.tensor(ids)], self.tensor(index, "enorm.weight"))
+        token = self.rms(self.tokens(index, ids), self.tensor(index, "enorm.weight"))
         hidden = self.rms(fed, self.tensor(index, "hnorm.weight"))
         x = torch.cat([token, hidden], -1) @ self.tensor(index, "eh_proj.weight").t()
         return self.rms(self.run_block(index, x), self.tensor(index, "shared_head.norm.weight"))
 
     def logits(self, index: int, given: Tensor) -> Tensor:
         return given @ self.own(index, "shared_head.head.weight", "lm_head.weight").t()
+
+
+class Glm4v(NextN):
+    """GLM-4.5V: GLM-4.5's layer with the names of a multimodal checkpoint; text has one number in
+    all three coordinates of a position."""
+
+    embedding_name = "model.language_model.embed_tokens.weight"
+
+    def prefix(self, index: int) -> str:
+        return f"model.language_model.layers.{self.config.num_hidden_layers + index}."
+
+    def tokens(self, index: int, ids: list[int]) -> Tensor:
+        return self.embed(ids)
+
+    def rotate(self, x: Tensor, positions: Tensor, kind: str | None = None) -> Any:
+        return self.decoder.rotary_emb(x, positions.expand(3, 1, -1))
 
 
 class GlmDsa(NextN):
