@@ -211,6 +211,7 @@ class SteppedModel:
         self.draft_tokens = vocabulary.tokens if vocabulary else None
         self.draft_logits = vocabulary.logits if vocabulary else None
         self.feeds_target = family.wiring.chaining == "target"
+        self.single_position = parts.single_position
         self.vocab_size = loaded.vocab_size
 
     def draft_index(self, step: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
+from helpers.families import ASSISTED, DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
 from helpers.oracles import FLOAT32_INSIDE, DraftOracle, TransformersDraftOracle
 from helpers.theorem import PROMPTS, check_caches, check_drafts, check_theorem, poison
 from transformers.modeling_layers import MtpModel
@@ -19,11 +19,11 @@ HERE = ("glm4_moe",)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "trained") for family in (*FAMILY_NAMES, *NEAR_FAMILIES, DRAFTED[0])),
+        *((f, "trained") for f in (*FAMILY_NAMES, *NEAR_FAMILIES, DRAFTED[0], *ASSISTED)),
         *(pytest.param(family, "trained", marks=pytest.mark.slow) for family in DRAFTED[1:]),
         *(
             pytest.param(family, "random", marks=[pytest.mark.slow] * (family not in HERE))
-            for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED)
+            for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED, *ASSISTED)
         ),
     ],
 )

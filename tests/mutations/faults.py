@@ -266,9 +266,9 @@ FAULTS = (
         "the chain keeps the first features",
         STEP,
         """            features = self.pieces.drafts[layer](drafts[-1], features, *metadata)
-            drafts.append(self._pick(step, self.pieces.draft_heads[layer](features), inputs))""",
+            drafts.append(self.pick(step, self.pieces.draft_heads[layer](features), inputs))""",
         """            new = self.pieces.drafts[layer](drafts[-1], features, *metadata)
-            drafts.append(self._pick(step, self.pieces.draft_heads[layer](new), inputs))""",
+            drafts.append(self.pick(step, self.pieces.draft_heads[layer](new), inputs))""",
         f"{_DRAFTS}[mimo-trained]",
     ),
     Fault(
