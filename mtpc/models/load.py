@@ -389,6 +389,7 @@ def read_target(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # They are refused below, by their names.
+                key_mapping=family.inner_names(),
             )
     except MtpcError:
         raise
