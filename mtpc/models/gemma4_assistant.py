@@ -105,6 +105,8 @@ class OrderedHead(nn.Module):
         clusters: transformers' module: `centroids`, and `token_ordering`, the tokens by cluster.
     """
 
+    ordering: Tensor
+
     def __init__(self, head: nn.Linear, clusters: Any):
         super().__init__()
         self.head, self.centroids = head, clusters.centroids
@@ -163,7 +165,7 @@ def assistant_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: 
         make_layer=lambda wiring, index, own: AssistantLayer(
             wiring, getattr(transformers, name)(config), kv_layers
         ),
-        shared_tensors={"lm_head.weight": "head", "model.embed_tokens.weight": "head"},
+        shared_tensors={"model.embed_tokens.weight": "head", "lm_head.weight": "head"},
         parts=StepParts(draft=AssistantDraft, draft_head=_head, single_position=True),
     )
 
