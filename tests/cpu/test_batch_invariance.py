@@ -116,7 +116,7 @@ def test_every_pass_keeps_plain_decoding(
     And plain decoding is the model's: it chooses as float64 does, but for near ties of logits or of
     experts, and hardly less often than transformers' own bfloat16.
     """
-    every = {**EVERY_PASS, "draft_vocab": ()} if family in (*DRAFTED, *ASSISTED) else EVERY_PASS
+    every = {**EVERY_PASS, "draft_vocab": ()} if family in DRAFTED else EVERY_PASS
     spec = build(family, batch_buckets=(2,), **every)
     programs = Programs({"plain": build(family, **PROGRAMS["plain"]), "K=3": spec})
     check_invariance(programs, ("K=3",), 25)
