@@ -57,7 +57,7 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
             f"{draft.directory} is no drafter for {family.name}: its architectures are "
             f"{draft.config.get('architectures')}, and "
             f"{f'no tensor is named {prefix}*' if prefix else 'the target has no MTP layers'}; "
-            f"expected an EAGLE-3 head ({ARCHITECTURES[0]}), a Gemma 4's assistant or MTP "
+            f"expected an EAGLE-3 head ({ARCHITECTURES[0]}), Gemma 4's assistant or MTP "
             "layers of the target's family"
         )
     first = start

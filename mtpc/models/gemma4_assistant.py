@@ -171,10 +171,13 @@ def assistant_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: 
 
 
 def _read_config(checkpoint: PairedCheckpoint, name: str) -> Any:
-    """The assistant's config, of transformers' class."""
+    """The assistant's config, of transformers' class; its model can be built."""
     kind = getattr(transformers, name.replace("ForCausalLM", "Config"))
     try:
-        return kind(**describing(checkpoint.draft.config))
+        config = kind(**describing(checkpoint.draft.config))
+        with torch.device("meta"):
+            getattr(transformers, name)(config)
+        return config
     except Exception as error:  # transformers raises errors of any kind.
         said = " ".join(str(error).split())
         raise CheckpointError(
@@ -189,7 +192,7 @@ def _check_fits(checkpoint: PairedCheckpoint, config: Any, target: Any) -> dict[
     Raises:
         CheckpointError: the target is of other sizes, or the clusters are.
     """
-    text, where = config.get_text_config(), checkpoint.draft.directory
+    text, where = config.get_text_config(), checkpoint.draft.config_path
     sizes = [
         ("vocab_size", text.vocab_size, target.vocab_size),
         ("backbone_hidden_size", config.backbone_hidden_size, target.hidden_size),
@@ -204,17 +207,23 @@ def _check_fits(checkpoint: PairedCheckpoint, config: Any, target: Any) -> dict[
         kv_layers[kind] = layer
         own, theirs = text.per_layer_config[index], target.per_layer_config[layer]
         for name in ("head_dim", "num_key_value_heads"):
-            what = f"{name} of its {kind}"
+            what = f"{name} of its {kind} (per_layer_config)"
             sizes.append((what, getattr(own, name), getattr(theirs, name)))
     for name, found, expected in sizes:
         if found != expected:
             raise CheckpointError(
-                f"{where}: {name} is {found}, and the target's is {expected}; use the assistant "
-                "that was made for this target"
+                f"{where}: {name} is {found}, and the target's is {expected}, by "
+                f"{checkpoint.config_path}; use the assistant that was made for this target"
             )
-    if config.use_ordered_embeddings and text.vocab_size % config.num_centroids:
+    if text.num_kv_shared_layers != text.num_hidden_layers:
         raise CheckpointError(
-            f"{where}: num_centroids is {config.num_centroids}; expected a divisor of vocab_size, "
-            f"{text.vocab_size}: download the assistant again"
+            f"{where}: num_kv_shared_layers is {text.num_kv_shared_layers}; expected that all "
+            f"{text.num_hidden_layers} layers read the target's keys: download the assistant again"
+        )
+    count, best = config.num_centroids, config.centroid_intermediate_top_k
+    if config.use_ordered_embeddings and not (0 < best <= count and text.vocab_size % count == 0):
+        raise CheckpointError(
+            f"{where}: num_centroids is {count}, of which {best} are looked at; expected a divisor "
+            f"of vocab_size, {text.vocab_size}, and no more of them: download the assistant again"
         )
     return kv_layers

@@ -97,9 +97,7 @@ def read(target: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 @torch.enable_grad()
-def train_assistant(
-    model: Any, target: Any, text: Any, steps: int = 90, lr: float = 1e-2
-) -> None:
+def train_assistant(model: Any, target: Any, text: Any, steps: int = 90, lr: float = 1e-2) -> None:
     """Seconds of training, three drafts deep, so that drafts are accepted in part."""
     generator = torch.Generator().manual_seed(3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)

@@ -183,12 +183,18 @@ def test_a_target_with_other_parts(
 @pytest.mark.parametrize(
     ("outer", "text", "said"),
     [
-        ({}, {"vocab_size": 104}, "vocab_size is 104, and the target's is 96; use the assistant"),
+        ({}, {"vocab_size": 104}, "vocab_size is 104, and the target's is 96, by "),
         ({"backbone_hidden_size": 48}, {}, "backbone_hidden_size is 48, and the target's is 64"),
         ({}, {"sliding_window": 8}, "sliding_window is 8, and the target's is 6"),
-        ({}, {"head_dim": 32}, "head_dim of its sliding_attention is 32, and the target's is 16"),
-        ({}, {"num_key_value_heads": 4}, "num_key_value_heads of its sliding_attention is 4"),
-        ({"num_centroids": 7}, {}, "num_centroids is 7; expected a divisor of vocab_size, 96"),
+        ({}, {"head_dim": 32}, "head_dim of its sliding_attention (per_layer_config) is 32"),
+        (
+            {},
+            {"num_key_value_heads": 4},
+            "num_key_value_heads of its sliding_attention (per_layer_config) is 4",
+        ),
+        ({"num_centroids": 7}, {}, "num_centroids is 7, of which 5 are looked at; expected a"),
+        ({"centroid_intermediate_top_k": 9}, {}, "num_centroids is 8, of which 9 are looked at"),
+        ({}, {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1; expected that all 3 layers"),
         ({"num_centroids": 12}, {}, "masked_embedding.centroids.weight is"),
         ({}, {"intermediate_size": "x"}, "config.json: transformers refuses it"),
         ({"architectures": ["Gemma4Model"]}, {}, "is no drafter for gemma4: its architectures"),
