@@ -193,6 +193,11 @@ def _check_fits(checkpoint: PairedCheckpoint, config: Any, target: Any) -> dict[
         CheckpointError: the target is of other sizes, or the clusters are.
     """
     text, where = config.get_text_config(), checkpoint.draft.config_path
+    if text.num_kv_shared_layers != text.num_hidden_layers:
+        raise CheckpointError(
+            f"{where}: num_kv_shared_layers is {text.num_kv_shared_layers}; expected that all "
+            f"{text.num_hidden_layers} layers read the target's keys: download the assistant again"
+        )
     sizes = [
         ("vocab_size", text.vocab_size, target.vocab_size),
         ("backbone_hidden_size", config.backbone_hidden_size, target.hidden_size),
@@ -215,11 +220,6 @@ def _check_fits(checkpoint: PairedCheckpoint, config: Any, target: Any) -> dict[
                 f"{where}: {name} is {found}, and the target's is {expected}, by "
                 f"{checkpoint.config_path}; use the assistant that was made for this target"
             )
-    if text.num_kv_shared_layers != text.num_hidden_layers:
-        raise CheckpointError(
-            f"{where}: num_kv_shared_layers is {text.num_kv_shared_layers}; expected that all "
-            f"{text.num_hidden_layers} layers read the target's keys: download the assistant again"
-        )
     count, best = config.num_centroids, config.centroid_intermediate_top_k
     if config.use_ordered_embeddings and not (0 < best <= count and text.vocab_size % count == 0):
         raise CheckpointError(
